@@ -373,7 +373,7 @@ class Launcher:
         self._coordination.lead_changed(takeover.lost, takeover.text, time.monotonic())
         for about in saved["workers"]:
             if Worker.parse(about["worker"]) in takeover.lost:
-                gone = (about["worker"], about["incarnation"], about["came_from"], about["node"])
+                gone = (about["worker"], about["incarnation"], about["node"])
                 self._replace(*gone, f"was lost with node {about['node']}")
         if not takeover.lost:
             self._send_deployments(after=None)  # it may have been decided, and not told to all
@@ -652,8 +652,7 @@ class Launcher:
 
     def _gone(self, entry: WorkerProcess, why: str) -> None:
         """Its place is empty."""
-        came_from = entry.came_from and str(entry.came_from)
-        self._replace(str(entry.worker), entry.incarnation, came_from, self._pool.node_of(entry), why)
+        self._replace(str(entry.worker), entry.incarnation, self._pool.node_of(entry), why)
 
     # -- starting again -----------------------------------------------------------------------
 
@@ -670,11 +669,11 @@ class Launcher:
         waiting = [] if self._ends else [one.worker for one in self._restarts.waiting]
         return waiting + [str(worker) for worker, entry in self._pool.running.items() if not entry.member]
 
-    def _replace(self, worker: str, incarnation: str, came_from: str | None, node: int, why: str) -> None:
+    def _replace(self, worker: str, incarnation: str, node: int, why: str) -> None:
         """A process that is gone is to be replaced, if it may be (agent.launcher.restarts)."""
         asked = self._ends or (self._deployed is not None and worker in self._deployed.deployment.leaving)
         there, committed = self._pool.has_node(node), self._record.committed
-        gone = restarts.Gone(worker, incarnation, came_from, node, there, committed, asked)
+        gone = restarts.Gone(worker, incarnation, node, there, committed, asked)
         self._restarts, found = restarts.ended(self._restarts, gone, self._restart_policy, time.monotonic())
         if found is not None:
             self._say_restart(worker, incarnation, found, why)
@@ -694,17 +693,16 @@ class Launcher:
         if self._ends or not self._restarts.waiting:
             return
 
-        def vacancy(worker: str) -> str | None:
-            place = self._pool.vacancy(Worker.parse(worker), ())
-            return None if place is None else str(place)
+        def empty(worker: str) -> bool:
+            return Worker.parse(worker) not in self._pool.running
 
         now, policy = time.monotonic(), self._restart_policy
-        found = restarts.due(self._restarts, now, self._pool.has_node, vacancy)
+        found = restarts.due(self._restarts, now, self._pool.has_node, empty)
         self._restarts = found.restarts
         for one in found.held:
             self._say_restart(one.worker, one.incarnation, restarts.told(one, policy, now), "is gone")
-        for one, place in found.start:
-            entry = self._start(Worker.parse(place), joins=self._deployed is not None, node=one.node)
+        for one in found.start:
+            entry = self._start(Worker.parse(one.worker), joins=self._deployed is not None, node=one.node)
             if entry is not None:
                 self._restarts = restarts.started(self._restarts, one, entry.incarnation)
                 continue
@@ -772,6 +770,7 @@ class Launcher:
         now = time.monotonic_ns()
         for source, to in event.moves:
             if self._pool.move(source, to, deployment.generation):
+                self._restarts = restarts.moved(self._restarts, str(source), str(to))
                 self._pool.running[to].whole = False
                 why = {
                     "worker": str(source),
