@@ -423,9 +423,8 @@ def _exited(state: State, event: Exited, now: float, failure_timeouts: FailureTi
         retired = replace(member, retired=member.and_retired(event.incarnation))
         return Transition(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
     if member.leaving:
-        return Transition(
-            state.with_member(replace(member, leaving=False)), reason=f"{event.worker} has left, as asked"
-        )
+        # Its launcher hears of it with the generation without it, and would have started another one by then.
+        return Transition(state.with_member(replace(member, generation=0)), reason=f"{event.worker} has left, as asked")
     if member.state is FAILED:
         return Transition(state, reason=f"{event.worker} was out already")
     if member.state is FINISHED:

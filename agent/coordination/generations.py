@@ -223,6 +223,10 @@ def plan_ready(state: State, event: PlanReady, now: float, failure_timeouts: Fai
         member = members[name]
         became = RUNNING if member.state is STARTING else member.state
         members[name] = replace(member, state=became, generation=generation.number, acknowledged="", draining=False)
+    before = state.current.lives_in if state.current else ()
+    for name, member in members.items():
+        if member.leaving and not member.goes and name not in before:
+            members[name] = replace(member, leaving=False)  # the launcher has been told
     offer = state.offer if state.offer and state.offer.failed == generation.failed else None
     without = f" without {names(generation.failed)}" if generation.failed else ""
     text = f"generation {generation.number}{without}: {pending.reason}; plan {event.fingerprint[:8]}: {event.origin}"
@@ -310,7 +314,7 @@ def why_not(state: State, moves: Sequence[tuple[str, str]], failed: Iterable[str
     for source, to in moves:
         if members[source].state not in (PRESENT if restore else (RUNNING, SUSPECT)):
             return f"{source} is {members[source].state}"
-        if members[to].state is not FAILED or members[to].leaving:
+        if members[to].state is not FAILED or members[to].goes:
             return f"{to} is not empty"
     for stage in () if restore else {m.stage for m in members.values()}:
         if not holders(state, stage, gone):
@@ -610,7 +614,7 @@ def coming_back(state: State) -> tuple[str, ...]:
         member.name
         for member in state.members.values()
         if member.state is FAILED
-        and not member.leaving
+        and not member.goes
         and any(_is_present(state, name) for name in _stood_by_for(member))
     )
 

@@ -182,10 +182,10 @@ class Member:
     """One cell of the grid.
 
     incarnation: of the process that now counts; retired: the newest of those that came before it, fenced for
-    good. generation: the newest one that this incarnation is in (0: none yet). acknowledged: how far it
+    good. generation: the newest one that this incarnation is in (0: none yet, or it has left). acknowledged: how far it
     came in taking up that generation. draining: it says that its work is done, unless another failure
-    calls it back. detail: why it is FAILED. leaving: it is out because it was asked to go, and its
-    process may not have gone yet.
+    calls it back. detail: why it is FAILED. leaving: it is out because it was asked to go, and its launcher may not
+    know that yet.
     """
 
     name: str
@@ -199,6 +199,11 @@ class Member:
     draining: bool = False
     detail: str = ""
     leaving: bool = False
+
+    @property
+    def goes(self) -> bool:
+        """Was it asked to go, and is its process there, as far as is known?"""
+        return self.leaving and self.generation > 0
 
     def heard_at(self, at: float, draining: bool) -> Member:
         """With its newest heartbeat. As dataclasses.replace, at a tenth of its price: this is done for every worker
@@ -465,7 +470,7 @@ def place_of(members: Mapping[str, Member], incarnation: str) -> Member | None:
 
 def counts(member: Member, incarnation: str) -> bool:
     """Is it the process of this place? One that was asked to leave counts until it has left."""
-    return member.incarnation == incarnation and (member.state is not WorkerState.FAILED or member.leaving)
+    return member.incarnation == incarnation and (member.state is not WorkerState.FAILED or member.goes)
 
 
 def fenced_text(member: Member, incarnation: str) -> str:

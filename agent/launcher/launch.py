@@ -780,6 +780,7 @@ class Launcher:
                 }
                 self._listener({"move": why})
             self._record.moved(source, to)
+        self._restarts = restarts.without(self._restarts, deployment.leaving)
         joining = {Worker.parse(name) for name in deployment.joining}
         self._certain(self._record.generation_opened(deployment.generation, living, now, after, joining))
         leaving = {Worker.parse(name) for name in deployment.leaving} - living
@@ -887,7 +888,8 @@ class Launcher:
         if self._deployed is None or event.restore is not None or not self._record.formed_by_all:
             return None
         before = self._deployed.deployment
-        going = {str(source) for source, _ in event.moves} | ({*deployment.leaving} - {*deployment.living})
+        here = {str(worker) for worker, entry in self._pool.running.items() if entry.member}
+        going = {str(source) for source, _ in event.moves} | ({*deployment.leaving} & here - {*deployment.living})
         if set(deployment.living) - set(deployment.joining) != set(before.living) - going:
             return None
         asked = {*deployment.leaving} - {*before.leaving}

@@ -16,7 +16,7 @@ The launcher of a job keeps this, with a console and without: it alone starts pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from openrecycle.agent.messages.protocol import Restart
@@ -119,6 +119,11 @@ def moved(restarts: Restarts, source: str, to: str) -> Restarts:
     """The process of one place has taken another, and left its own."""
     waiting = tuple(replace(one, worker=source) if one.worker == to else one for one in restarts.waiting)
     return replace(restarts, waiting=waiting)
+
+
+def without(restarts: Restarts, places: Collection[str]) -> Restarts:
+    """Nobody is started at those: whoever was there had been asked to leave before it ended."""
+    return replace(restarts, waiting=tuple(one for one in restarts.waiting if one.worker not in places))
 
 
 def not_started(restarts: Restarts, waiting: Waiting, policy: Policy, now: float) -> tuple[Restarts, Restart]:

@@ -184,6 +184,14 @@ def test_a_place_that_a_person_has_emptied_stays_so() -> None:
     assert job.goes_on(10) == ["W0_1"] and job.goes_on(1e6) == []
 
 
+def test_one_that_ended_before_it_could_leave_is_not_started() -> None:
+    """That it was asked to is known only afterwards."""
+    job = Job()
+    job.ends("W1_0"), job.ends("W0_0")
+    job.state = restarts.without(job.state, ("W1_0",))
+    assert job.goes_on(1e6) == ["W0_0"]
+
+
 def test_workers_of_a_lost_node_wait_for_it_and_that_is_no_try() -> None:
     job = Job(nodes={0})
     said = job.ends("W1_0", node=1)
