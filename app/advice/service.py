@@ -44,7 +44,7 @@ EVENTS = 100
 
 
 class Asked(NamedTuple):
-    """What there is to be advised on: who is out, layers per stage, and are all who are out about to be started again?"""
+    """What there is to be advised on: who is out, layers per stage, and are all of the former to be started again?"""
 
     failed: tuple[str, ...]
     held: tuple[int, ...]
