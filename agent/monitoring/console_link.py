@@ -308,7 +308,7 @@ class ConsoleCoordination(Coordination):
     console's sentence when the job does not train and nothing is announced, and when it does not know the job.
     checkpoint: asked for
     the checkpoint to go back to when the console says so, for `patience` seconds where it raises OSError; None: the job
-    has none. interval: seconds between two
+    writes none. interval: seconds between two
     posts of the workers' heartbeats. decide: given what is to be done once this launcher may
     (agent.launcher.processes): on several nodes another may lead by then. saved: what another launcher has `saved`,
     which this one goes on from; recorded: of that job, the iterations from one to another.
