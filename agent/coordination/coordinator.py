@@ -20,6 +20,7 @@ from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
     PRESENT,
     UNHEARD,
+    AckState,
     Broken,
     Chosen,
     ConsoleRestarted,
@@ -146,13 +147,15 @@ def _acknowledged(
         return Transition(state, reason=f"{member.name} is about to leave")
     notes: list[Decision] = []
     now_in = replace(member, acknowledged=event.state)
-    if event.state == "resumed" and member.state is REJOINING:
+    if _has_state(event.state) and member.state is REJOINING:
         now_in = replace(now_in, state=RUNNING)
         moved = {to: source for source, to in state.current.moves} if state.current else {}
         source = moved.get(member.name)
         text = f"{source}'s process trains as {member.name}" if source else f"{member.name} has re-joined the job"
         notes.append(Note("info", "recovery", text, member.name))
     state = state.with_member(now_in)
+    if now_in.state is not member.state and state.halted and not state.unheard:
+        return reconsider(state, f"{member.name} has all of its state", notes, now)
     if event.state == "resumed" and state.settled:
         living = len(state.current.living) if state.current else 0
         text = f"generation {state.generation}: all {living:,} workers have committed an iteration"
@@ -160,6 +163,11 @@ def _acknowledged(
         if not state.frozen_by and (back := returned(state)):
             return reconsider(state, f"{names(back)} re-join" + ("s" if len(back) == 1 else ""), notes, now)
     return Transition(state, tuple(notes), f"{member.name} {event.state} generation {event.generation}")
+
+
+def _has_state(acknowledged: AckState) -> bool:
+    """Has a worker that joined all of its stage's state? It says that it has formed only then."""
+    return acknowledged in ("formed", "resumed")
 
 
 def _iterations_committed(
@@ -307,7 +315,7 @@ def _unfinished(state: State, member: Member) -> Member:
     if current is None:
         return replace(member, state=STARTING)
     here = member.generation == current.number
-    has_state = here and (member.acknowledged == "resumed" or member.name not in current.joining)
+    has_state = here and (_has_state(member.acknowledged) or member.name not in current.joining)
     return replace(member, state=RUNNING if has_state else REJOINING)
 
 
@@ -415,9 +423,8 @@ def _exited(state: State, event: Exited, now: float, failure_timeouts: FailureTi
         retired = replace(member, retired=member.and_retired(event.incarnation))
         return Transition(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
     if member.leaving:
-        return Transition(
-            state.with_member(replace(member, leaving=False)), reason=f"{event.worker} has left, as asked"
-        )
+        # Its launcher hears of it with the generation without it, and would have started another one by then.
+        return Transition(state.with_member(replace(member, generation=0)), reason=f"{event.worker} has left, as asked")
     if member.state is FAILED:
         return Transition(state, reason=f"{event.worker} was out already")
     if member.state is FINISHED:

@@ -75,12 +75,12 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
     if current is None:
         if state.tally.unready:
             return Transition(replace(state, pending=None) if state.pending else state, tuple(notes), reason)
-    elif (lost := _lost_stages(state)) and state.checkpoints and _present(state):
+    elif (lost := _lost_stages(state)) and state.back_to and _present(state):
         state, moves = staff(state)
         restore = True
         moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in moves]
         notes += [Note("warning", "recovery", text, worker) for worker, text in moved]
-        reason = f"{reason}; stage {lost[0]} lost its weights: all go back to the newest checkpoint"
+        reason = f"{reason}; stage {lost[0]} lost its weights: all go back to {state.back_to}"
     elif lost:
         text = _halt_text(state, lost)
         if text != state.halted:
@@ -175,11 +175,18 @@ def _lost_stages(state: State) -> list[int]:
     return sorted(stages - held)
 
 
+def may_pass(state: State) -> bool:
+    """Can workers that come back end a halt?"""
+    return bool(state.back_to) or not _lost_stages(state)
+
+
 def _halt_text(state: State, lost: list[int]) -> str:
     gone = [m.name for m in state.members.values() if m.stage == lost[0] and m.state not in PRESENT]
     what = f"stage {lost[0]} has no living worker left ({names(gone)}), and its weights went with them"
     if len(gone) < sum(m.stage == lost[0] for m in state.members.values()):
         what = f"all workers that kept some part of the optimizer's state of stage {lost[0]} are gone"
+    if state.back_to:
+        return f"halted: {what}. Once enough workers are back, all go on from {state.back_to}."
     return (
         f"halted: {what}. "
         "A worker that re-joins takes weights from a peer, so it can't help. Start the job again, and with "
@@ -216,6 +223,10 @@ def plan_ready(state: State, event: PlanReady, now: float, failure_timeouts: Fai
         member = members[name]
         became = RUNNING if member.state is STARTING else member.state
         members[name] = replace(member, state=became, generation=generation.number, acknowledged="", draining=False)
+    before = state.current.lives_in if state.current else ()
+    for name, member in members.items():
+        if member.leaving and not member.goes and name not in before:
+            members[name] = replace(member, leaving=False)  # the launcher has been told
     offer = state.offer if state.offer and state.offer.failed == generation.failed else None
     without = f" without {names(generation.failed)}" if generation.failed else ""
     text = f"generation {generation.number}{without}: {pending.reason}; plan {event.fingerprint[:8]}: {event.origin}"
@@ -303,7 +314,7 @@ def why_not(state: State, moves: Sequence[tuple[str, str]], failed: Iterable[str
     for source, to in moves:
         if members[source].state not in (PRESENT if restore else (RUNNING, SUSPECT)):
             return f"{source} is {members[source].state}"
-        if members[to].state is not FAILED or members[to].leaving:
+        if members[to].state is not FAILED or members[to].goes:
             return f"{to} is not empty"
     for stage in () if restore else {m.stage for m in members.values()}:
         if not holders(state, stage, gone):
@@ -603,7 +614,7 @@ def coming_back(state: State) -> tuple[str, ...]:
         member.name
         for member in state.members.values()
         if member.state is FAILED
-        and not member.leaving
+        and not member.goes
         and any(_is_present(state, name) for name in _stood_by_for(member))
     )
 

@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from openrecycle.agent.messages.client import Offset
 
 
+FROM_START = ""
+
+
 @dataclass(frozen=True)
 class Deploy:
     """A new generation: its members and the plan they run.
 
     moves: (from, to) for each worker that takes a place on another stage; what it held is given up.
-    restore: the checkpoint that everybody takes up first; None: everybody goes on with what it has.
+    restore: the checkpoint that everybody takes up first; FROM_START: nothing, all begin anew; None: everybody goes on
+    with what it has.
     """
 
     deployment: Deployment
@@ -46,9 +50,10 @@ class Deploy:
 
 @dataclass(frozen=True)
 class Halt:
-    """The job can't go on; the sentence says why."""
+    """The job can't go on; the sentence says why. passes: it can as soon as enough workers are back."""
 
     reason: str
+    passes: bool = False
 
 
 CHECKPOINT_SECONDS = 60.0

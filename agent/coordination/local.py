@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from openrecycle.agent.coordination import coordinator
-from openrecycle.agent.coordination.generations import deployment_of, out, why_not, worth_moving
+from openrecycle.agent.coordination.generations import deployment_of, may_pass, out, why_not, worth_moving
 from openrecycle.agent.coordination.launcher import (
     Coordination,
     Deploy,
@@ -30,6 +30,7 @@ from openrecycle.agent.coordination.launcher import (
 )
 from openrecycle.agent.coordination.launcher import Event as Order
 from openrecycle.agent.coordination.membership import (
+    CHECKPOINT,
     AckState,
     Event,
     Exited,
@@ -82,7 +83,7 @@ class LocalCoordination(Coordination):
     (agent.coordination.blame) and all form anew. migrate: move a failure to another stage whenever a shorter plan
     follows; in any case a worker moves to a stage that nobody lives on. checkpoint: asked for the checkpoint to
     go back to when a stage's state is lost, by way of `beside`: the newest is read whole, and hashed; None: the job
-    writes none. relayout: may layers change their stage?
+    has none. back_to: where that leads, in words. relayout: may layers change their stage?
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class LocalCoordination(Coordination):
         grace: float = FailureTimeouts.transfer_grace,
         migrate: bool = False,
         checkpoint: Callable[[], str | None] | None = None,
+        back_to: str = CHECKPOINT,
         beside: Callable[[Checkpoint], Future[str | Halt]] = in_thread,
         relayout: MayMove = "never",
     ) -> None:
@@ -110,9 +112,8 @@ class LocalCoordination(Coordination):
         self._catalog, self._migrate, self._checkpoint = catalog, migrate, checkpoint
         self._ladder = FailureTimeouts(transfer_grace=grace)
         # When all iterations are committed is for the launcher to say: until then it needs every worker.
-        self._state = State.new(
-            job.pipelines, job.stages, sys.maxsize, checkpoints=checkpoint is not None, partition=job.partition
-        )
+        back_to = back_to if checkpoint is not None else ""
+        self._state = State.new(job.pipelines, job.stages, sys.maxsize, back_to=back_to, partition=job.partition)
         self._now = 0.0
         self._planned: tuple[Plan, str] | None = None
         """The answer to the newest question for a plan, and where it is from."""
@@ -253,7 +254,7 @@ class LocalCoordination(Coordination):
         before, step = self._state, coordinator.step(self._state, event, self._now, self._ladder)
         self._state = step.state
         if step.state.halted and step.state.halted != before.halted:
-            self._orders.append(Halt(step.state.halted))
+            self._orders.append(Halt(step.state.halted, passes=may_pass(step.state)))
         for decision in step.decisions:
             match decision:
                 case NeedPlan():

@@ -112,6 +112,15 @@ CHOICE_TIMEOUT = 60.0
 LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT = 1.0, 86_400.0
 
 
+CHECKPOINT, START = "the newest checkpoint", "the start"
+
+
+def back_to(checkpoints: bool, max_restarts: int) -> str:
+    """Where all go, in words, when a stage's weights are lost; "": nowhere, so the job can't go on. checkpoints: does
+    the job write any? Before it has written the first, it is as without."""
+    return CHECKPOINT if checkpoints else START if max_restarts else ""
+
+
 class Mode(StrEnum):
     """AUTOMATIC: the coordinator decides at once. MANUAL: when workers are lost, the job waits for an
     operator to choose how it goes on, and the first option is taken when nobody does."""
@@ -173,10 +182,10 @@ class Member:
     """One cell of the grid.
 
     incarnation: of the process that now counts; retired: the newest of those that came before it, fenced for
-    good. generation: the newest one that this incarnation is in (0: none yet). acknowledged: how far it
+    good. generation: the newest one that this incarnation is in (0: none yet, or it has left). acknowledged: how far it
     came in taking up that generation. draining: it says that its work is done, unless another failure
-    calls it back. detail: why it is FAILED. leaving: it is out because it was asked to go, and its
-    process may not have gone yet.
+    calls it back. detail: why it is FAILED. leaving: it is out because it was asked to go, and its launcher may not
+    know that yet.
     """
 
     name: str
@@ -190,6 +199,11 @@ class Member:
     draining: bool = False
     detail: str = ""
     leaving: bool = False
+
+    @property
+    def goes(self) -> bool:
+        """Was it asked to go, and is its process there, as far as is known?"""
+        return self.leaving and self.generation > 0
 
     def heard_at(self, at: float, draining: bool) -> Member:
         """With its newest heartbeat. As dataclasses.replace, at a tenth of its price: this is done for every worker
@@ -222,7 +236,7 @@ class Generation:
     """A deployment that has been opened.
 
     joining: those of `living` that take state from a peer first. moves: (from, to) of workers that
-    have taken an empty place on another stage. restore: all go back to the newest checkpoint. interim: what it runs
+    have taken an empty place on another stage. restore: all go back (see `back_to`). interim: what it runs
     until all of `living` have their state, and their layers. partition: layers per stage that its plan is for; (): the
     model's stages can't be cut.
     """
@@ -286,7 +300,8 @@ class State:
     """All that the coordinator knows of one job. members: in grid order.
 
     committed: iterations committed so far, of `iterations`. halted: why the job can't go on.
-    over: set once the launcher has said that the job ended. checkpoints: does the job write any?
+    over: set once the launcher has said that the job ended. back_to: where all go when a stage's weights are lost (see
+    `back_to`).
     choice_timeout: seconds that an operator has for a choice in manual mode. offer: the newest one.
     frozen_by: the operator who has frozen the plan; "": nobody. links: what is remembered of links that broke.
     held: layers per stage as the workers have them; (): the model's stages can't be cut. moved: the generation and the
@@ -303,7 +318,7 @@ class State:
     halted: str = ""
     over: JobState | None = None
     over_reason: str = ""
-    checkpoints: bool = False
+    back_to: str = ""
     mode: Mode = Mode.AUTOMATIC
     choice_timeout: float = CHOICE_TIMEOUT
     offer: Offer | None = None
@@ -320,13 +335,13 @@ class State:
         stages: int,
         iterations: int,
         *,
-        checkpoints: bool = False,
+        back_to: str = "",
         partition: tuple[int, ...] = (),
     ) -> State:
         """partition: layers per stage at the start."""
         cells = [(f"W{p}_{s}", s) for p in range(pipelines) for s in range(stages)]
         members = {name: Member(name, stage) for name, stage in cells}
-        return cls(members, iterations, checkpoints=checkpoints, held=partition)
+        return cls(members, iterations, back_to=back_to, held=partition)
 
     @property
     def generation(self) -> int:
@@ -455,7 +470,7 @@ def place_of(members: Mapping[str, Member], incarnation: str) -> Member | None:
 
 def counts(member: Member, incarnation: str) -> bool:
     """Is it the process of this place? One that was asked to leave counts until it has left."""
-    return member.incarnation == incarnation and (member.state is not WorkerState.FAILED or member.leaving)
+    return member.incarnation == incarnation and (member.state is not WorkerState.FAILED or member.goes)
 
 
 def fenced_text(member: Member, incarnation: str) -> str:

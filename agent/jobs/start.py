@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from openrecycle.agent.config.options import ALIVE_SECONDS, TOLD, TrainingOptions
 from openrecycle.agent.config.settings import spelled
+from openrecycle.agent.coordination.launcher import FROM_START
+from openrecycle.agent.coordination.membership import back_to
 from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.messages.client import ConsoleClient, prints_anyway
 from openrecycle.agent.messages.protocol import JobSpec
@@ -116,7 +118,7 @@ def make_launcher(
     catalog = Catalog(options.job, technique, memory)
     if options.console.url is None:
         _plan_ahead(catalog)
-        coordination = _local(options, catalog, say)
+        coordination = _local(options, origin, catalog, say)
     else:
         url, token, timeouts = options.console.url, options.console.token, options.faults.timeouts
         client = ConsoleClient(url, token=token)
@@ -142,7 +144,7 @@ def make_launcher(
             _connect(url, token, pool),
             created.job_id,
             say,
-            checkpoint=_restore_point(options, say),
+            checkpoint=_restore_point(options, origin, say),
             interval=created.heartbeat_seconds,
             decide=pool.decide if pool else lambda send: send(),
         )
@@ -168,14 +170,14 @@ def take_over(
     saved, url = takeover.document["decides"], options.console.url
     coordination: Coordination
     if url is None:
-        coordination = local = _local(options, catalog, say)
+        coordination = local = _local(options, run.origin, catalog, say)
         local.restore(saved)
     else:
         coordination = ConsoleCoordination(
             _connect(url, saved["token"], pool),
             saved["job"],
             say,
-            checkpoint=_restore_point(options, say),
+            checkpoint=_restore_point(options, run.origin, say),
             interval=run.heartbeat_seconds or 1.0,
             decide=pool.decide,
             saved=saved,
@@ -191,12 +193,19 @@ def _connect(url: str, token: str | None, pool: SpreadPool | None) -> Callable[[
     return lambda: ConsoleClient(url, token=token, known=True, lead=pool.lead, deposed=pool.depose)
 
 
-def _local(options: TrainingOptions, catalog: Catalog, say: Callable[[str], None]) -> LocalCoordination:
+def _local(
+    options: TrainingOptions, origin: Origin | None, catalog: Catalog, say: Callable[[str], None]
+) -> LocalCoordination:
     """Without a console."""
     from openrecycle.agent.coordination.local import LocalCoordination
 
-    may, restore = options.may_migrate(by_default=False), _restore_point(options, say)
-    return LocalCoordination(catalog, migrate=may, checkpoint=restore, relayout=options.planning.relayout)
+    return LocalCoordination(
+        catalog,
+        migrate=options.may_migrate(by_default=False),
+        checkpoint=_restore_point(options, origin, say),
+        back_to=back_to(options.checkpoints.folder is not None, options.faults.max_restarts),
+        relayout=options.planning.relayout,
+    )
 
 
 def _make_folder(field: str, path: Path | None) -> None:
@@ -236,20 +245,31 @@ def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: 
     return prepare(options.checkpoints, identity, options.iterations, say)
 
 
-def _restore_point(options: TrainingOptions, say: Callable[[str], None]) -> Callable[[], str | None] | None:
-    """Asked for the newest checkpoint that is not damaged, when a stage's state is lost; None: the job writes none.
-    It raises OSError."""
-    folder = options.checkpoints.folder
+def _restore_point(
+    options: TrainingOptions, origin: Origin | None, say: Callable[[str], None]
+) -> Callable[[], str | None] | None:
+    """Asked for the newest checkpoint that is not damaged, when a stage's state is lost, or the start, where there is
+    none and workers come back by themselves; None: there is nothing to go back to. It raises OSError."""
+    folder, resumed = options.checkpoints.folder, origin is not None and origin.resumed is not None
+    may_start = bool(options.faults.max_restarts) and not resumed
     if folder is None:
-        return None
+        return (lambda: FROM_START) if may_start else None
     said = ""
 
     def newest() -> str | None:
-        from openrecycle.agent.checkpoints import CheckpointError, find, put_back_replaced, set_aside_later
+        from openrecycle.agent.checkpoints import (
+            CheckpointError,
+            find,
+            put_back_replaced,
+            set_aside_later,
+            whole_checkpoints,
+        )
 
         nonlocal said
         try:
             put_back_replaced(folder)
+            if may_start and not whole_checkpoints(folder):
+                return FROM_START
             found = find(folder, "newest-intact")
             set_aside_later(folder, found.iteration)
         except CheckpointError as error:

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from openrecycle.agent.config.faults import Rejoin
 from openrecycle.agent.config.options import TIMES_LONGEST
 from openrecycle.agent.coordination.launcher import (
+    FROM_START,
     Coordination,
     Deploy,
     Failure,
@@ -134,6 +135,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_rejoins": TypeAdapter(list[Rejoin]),
     "_restarts": TypeAdapter(restarts.Restarts),
     "_why_halted": TypeAdapter(str),
+    "_stands": TypeAdapter(str),
 }
 """Of what a Launcher knows, what another one goes on from, and how it is told."""
 
@@ -245,6 +247,8 @@ class Launcher:
         agent.messages.channel.Orders."""
         self._why_halted, self._halt_by = "", 0.0
         """Of a job that can't go on: why, and until when it has time to come to its end in order."""
+        self._stands = ""
+        """Of a job that can't go on before somebody who is on the way has come: why."""
         self._end_asked = False
 
     @property
@@ -286,6 +290,8 @@ class Launcher:
                 if self._end_asked:
                     self._end_early()
                 self._start_due()
+                if self._stands and not self._on_the_way:
+                    raise JobFailed(self._stands)
                 self._hand_out()
             if self._why_halted:
                 raise JobFailed(self._why_halted)
@@ -370,7 +376,7 @@ class Launcher:
         self._coordination.lead_changed(takeover.lost, takeover.text, time.monotonic())
         for about in saved["workers"]:
             if Worker.parse(about["worker"]) in takeover.lost:
-                gone = (about["worker"], about["incarnation"], about["came_from"], about["node"])
+                gone = (about["worker"], about["incarnation"], about["node"])
                 self._replace(*gone, f"was lost with node {about['node']}")
         if not takeover.lost:
             self._send_deployments(after=None)  # it may have been decided, and not told to all
@@ -395,7 +401,7 @@ class Launcher:
             if isinstance(event, Deploy):
                 self._deploy(self._kept(event))
             elif isinstance(event, Halt):
-                raise JobFailed(event.reason)
+                self._halted(event)
             elif isinstance(event, LauncherWarning):
                 self._listener({"warning": event.text})
                 entry = self._pool.running.get(event.refused) if event.refused else None
@@ -634,8 +640,11 @@ class Launcher:
         if self._pool.running:
             self._use_spares(entry)
         else:
-            # Whatever the coordination decides: all weights went with them.
-            raise JobFailed(f"no worker process is left; the last one, {entry.worker}, {entry.ending}")
+            # All weights went with them, whatever the coordination decides.
+            why = f"no worker process is left; the last one, {entry.worker}, {entry.ending}"
+            if self._deployed is None or not self._on_the_way:
+                raise JobFailed(why)
+            self._stands = why
 
     def _lost(self, entry: WorkerProcess, at: int, why: str, spare: Sequence[int] = ()) -> None:
         """A process is gone, or was put out."""
@@ -648,16 +657,28 @@ class Launcher:
 
     def _gone(self, entry: WorkerProcess, why: str) -> None:
         """Its place is empty."""
-        came_from = entry.came_from and str(entry.came_from)
-        self._replace(str(entry.worker), entry.incarnation, came_from, self._pool.node_of(entry), why)
+        self._replace(str(entry.worker), entry.incarnation, self._pool.node_of(entry), why)
 
     # -- starting again -----------------------------------------------------------------------
 
-    def _replace(self, worker: str, incarnation: str, came_from: str | None, node: int, why: str) -> None:
+    def _halted(self, halt: Halt) -> None:
+        """It is the end, unless somebody is on the way who may end it."""
+        if not (halt.passes and self._on_the_way):
+            raise JobFailed(halt.reason)
+        self._stands = halt.reason
+        self._listener({"warning": f"{halt.reason.rstrip('.')}; waiting for {names(self._on_the_way)}"})
+
+    @property
+    def _on_the_way(self) -> list[str]:
+        """Workers that are to be started again, or are about to ask for their place."""
+        waiting = [] if self._ends else [one.worker for one in self._restarts.waiting]
+        return waiting + [str(worker) for worker, entry in self._pool.running.items() if not entry.member]
+
+    def _replace(self, worker: str, incarnation: str, node: int, why: str) -> None:
         """A process that is gone is to be replaced, if it may be (agent.launcher.restarts)."""
         asked = self._ends or (self._deployed is not None and worker in self._deployed.deployment.leaving)
         there, committed = self._pool.has_node(node), self._record.committed
-        gone = restarts.Gone(worker, incarnation, came_from, node, there, committed, asked)
+        gone = restarts.Gone(worker, incarnation, node, there, committed, asked)
         self._restarts, found = restarts.ended(self._restarts, gone, self._restart_policy, time.monotonic())
         if found is not None:
             self._say_restart(worker, incarnation, found, why)
@@ -677,17 +698,16 @@ class Launcher:
         if self._ends or not self._restarts.waiting:
             return
 
-        def vacancy(worker: str) -> str | None:
-            place = self._pool.vacancy(Worker.parse(worker), ())
-            return None if place is None else str(place)
+        def empty(worker: str) -> bool:
+            return Worker.parse(worker) not in self._pool.running
 
         now, policy = time.monotonic(), self._restart_policy
-        found = restarts.due(self._restarts, now, self._pool.has_node, vacancy)
+        found = restarts.due(self._restarts, now, self._pool.has_node, empty)
         self._restarts = found.restarts
         for one in found.held:
             self._say_restart(one.worker, one.incarnation, restarts.told(one, policy, now), "is gone")
-        for one, place in found.start:
-            entry = self._start(Worker.parse(place), joins=self._deployed is not None, node=one.node)
+        for one in found.start:
+            entry = self._start(Worker.parse(one.worker), joins=self._deployed is not None, node=one.node)
             if entry is not None:
                 self._restarts = restarts.started(self._restarts, one, entry.incarnation)
                 continue
@@ -747,12 +767,15 @@ class Launcher:
         deployment = event.deployment
         living = {Worker.parse(name) for name in deployment.living}
         after = self._boundary(event)
-        self._deployed = event
+        self._deployed, self._stands = event, ""
+        if event.restore == FROM_START:
+            self._listener({"warning": f"{deployment.reason}; there is no checkpoint, so all begin anew"})
         self._shared = set()
         self._record_relayout()
         now = time.monotonic_ns()
         for source, to in event.moves:
             if self._pool.move(source, to, deployment.generation):
+                self._restarts = restarts.moved(self._restarts, str(source), str(to))
                 self._pool.running[to].whole = False
                 why = {
                     "worker": str(source),
@@ -762,6 +785,7 @@ class Launcher:
                 }
                 self._listener({"move": why})
             self._record.moved(source, to)
+        self._restarts = restarts.without(self._restarts, deployment.leaving)
         joining = {Worker.parse(name) for name in deployment.joining}
         self._certain(self._record.generation_opened(deployment.generation, living, now, after, joining))
         leaving = {Worker.parse(name) for name in deployment.leaving} - living
@@ -866,10 +890,11 @@ class Launcher:
         job the one that they stop after.
         """
         deployment = event.deployment
-        if self._deployed is None or event.restore or not self._record.formed_by_all:
+        if self._deployed is None or event.restore is not None or not self._record.formed_by_all:
             return None
         before = self._deployed.deployment
-        going = {str(source) for source, _ in event.moves} | ({*deployment.leaving} - {*deployment.living})
+        here = {str(worker) for worker, entry in self._pool.running.items() if entry.member}
+        going = {str(source) for source, _ in event.moves} | ({*deployment.leaving} & here - {*deployment.living})
         if set(deployment.living) - set(deployment.joining) != set(before.living) - going:
             return None
         asked = {*deployment.leaving} - {*before.leaving}

@@ -10,12 +10,13 @@ The launcher of a job keeps this, with a console and without: it alone starts pr
 - After `most` in a row the place stays empty. Whom a person starts begins a new count.
 - Successors run on the node where the one before them ran: on another one there may be no GPU for them. Where that node
   is gone they wait until it is back, which is no try.
-- Nobody replaces a process that was asked to leave, nor one whose place others have filled meanwhile.
+- Nobody replaces a process that was asked to leave, nor one whose place others have filled meanwhile. Where one has
+  moved in, the place that it has left is filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from openrecycle.agent.messages.protocol import Restart
@@ -38,12 +39,11 @@ class Policy:
 
 @dataclass(frozen=True)
 class Gone:
-    """A process that has ended, or was put out. worker: its place. came_from: where it was before, if it has moved.
-    there: is its node? committed: iterations of the job. asked: was it to leave, or is the job to end?"""
+    """A process that has ended, or was put out. worker: its place. there: is its node? committed: iterations of the
+    job. asked: was it to leave, or is the job to end?"""
 
     worker: str
     incarnation: str
-    came_from: str | None
     node: int
     there: bool
     committed: int
@@ -52,9 +52,9 @@ class Gone:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A process that is to be started. worker: the place to look for one at. number: of it in a row. due: monotonic
-    seconds. held: it waits for its node, and that has been said. incarnation, committed: of whom it replaces, and how
-    many iterations the job had then."""
+    """A process that is to be started. worker: at which place. number: of it in a row. due: monotonic seconds. held: it
+    waits for its node, and that has been said. incarnation, committed: of whom it replaces, and how many iterations the
+    job had then."""
 
     worker: str
     number: int
@@ -95,11 +95,10 @@ class Restarts:
 
 @dataclass(frozen=True)
 class Due:
-    """start: with the places to start them in. held: whose node is found to be gone. Those whose place is filled are
-    in `restarts` no more."""
+    """start: these now. held: whose node is found to be gone. Those whose place is filled are in `restarts` no more."""
 
     restarts: Restarts
-    start: tuple[tuple[Waiting, str], ...] = ()
+    start: tuple[Waiting, ...] = ()
     held: tuple[Waiting, ...] = ()
 
 
@@ -107,17 +106,24 @@ def ended(restarts: Restarts, gone: Gone, policy: Policy, now: float) -> tuple[R
     """A process is gone. What is done about it; None: nothing."""
     before = restarts.successors.get(gone.incarnation)
     successors = {i: s for i, s in restarts.successors.items() if i != gone.incarnation}
-    left = [one for one in restarts.waiting if one.worker != gone.worker]
-    for one in restarts.waiting:
-        # Its place was filled: by one that was started there; or by one that had moved in, from what is empty since.
-        if one.worker == gone.worker and gone.came_from and all(gone.came_from != other.worker for other in left):
-            left.append(replace(one, worker=gone.came_from))
-    known = Restarts(tuple(left), successors)
+    # Who waits for that place waits no more: somebody was started there.
+    known = Restarts(tuple(one for one in restarts.waiting if one.worker != gone.worker), successors)
     if gone.asked or not policy.most:
         return known, None
     tries = 0 if before is None or before.recovered(now, gone.committed) else before.number
     waiting = Waiting(gone.worker, tries + 1, now, gone.node, gone.incarnation, gone.committed, not gone.there)
     return _again(known, waiting, policy, now)
+
+
+def moved(restarts: Restarts, source: str, to: str) -> Restarts:
+    """The process of one place has taken another, and left its own."""
+    waiting = tuple(replace(one, worker=source) if one.worker == to else one for one in restarts.waiting)
+    return replace(restarts, waiting=waiting)
+
+
+def without(restarts: Restarts, places: Collection[str]) -> Restarts:
+    """Nobody is started at those: whoever was there had been asked to leave before it ended."""
+    return replace(restarts, waiting=tuple(one for one in restarts.waiting if one.worker not in places))
 
 
 def not_started(restarts: Restarts, waiting: Waiting, policy: Policy, now: float) -> tuple[Restarts, Restart]:
@@ -141,19 +147,18 @@ def told(waiting: Waiting, policy: Policy, now: float) -> Restart:
     return Restart(number=waiting.number, most=policy.most, seconds=seconds, node=node)
 
 
-def due(restarts: Restarts, now: float, there: Callable[[int], bool], vacancy: Callable[[str], str | None]) -> Due:
-    """there: is that node? vacancy: the place that is empty for a worker; None: somebody has filled it."""
-    waiting, start, held = list[Waiting](), list[tuple[Waiting, str]](), list[Waiting]()
+def due(restarts: Restarts, now: float, there: Callable[[int], bool], empty: Callable[[str], bool]) -> Due:
+    """there: is that node? empty: is that place?"""
+    waiting, start, held = list[Waiting](), list[Waiting](), list[Waiting]()
     for one in restarts.waiting:
-        place = vacancy(one.worker)
-        if place is None:
+        if not empty(one.worker):
             continue
         if one.due <= now and not there(one.node):
             if not one.held:
                 one = replace(one, held=True)
                 held.append(one)
-        elif one.due <= now and all(place != taken for _, taken in start):
-            start.append((one, place))
+        elif one.due <= now:
+            start.append(one)
         waiting.append(one)
     return Due(replace(restarts, waiting=tuple(waiting)), tuple(start), tuple(held))
 

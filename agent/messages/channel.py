@@ -89,8 +89,8 @@ def follow(
 class GenerationSpec:
     """One generation as this worker is told of it.
 
-    cell: the place of the grid that it holds from this generation on. restore: the checkpoint that
-    everybody takes up first, if any. store: host and port of the store
+    cell: the place of the grid that it holds from this generation on. restore: as of
+    agent.coordination.launcher.Deploy. store: host and port of the store
     through which the generation's groups are formed. after: the iteration through which the members of
     the generation before go on first, when this one does nothing but add workers; None: they leave at once.
     interim: the plan that is run while members still take their state from a peer; None: all wait for them.

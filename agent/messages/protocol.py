@@ -385,7 +385,7 @@ class Deployment(Message):
 
     One generation: who is in it, and the plan they run. joining: living workers that must take state
     from a peer of their stage first. moves: (from, to) of workers that give up their stage and take
-    an empty place on another one, in their processes. restore: all go back to the newest checkpoint.
+    an empty place on another one, in their processes. restore: all go back to the newest checkpoint, or to the start.
     leaving: of those that were living, who is to go when the iteration in hand is done. As a launcher tells its
     workers, one may be among `living` too: it goes with a later generation, when others have what it holds.
     """
@@ -415,8 +415,9 @@ class InterimPlan(Message):
 class Acknowledgement(Message):
     """A worker's progress in taking up a generation.
 
-    adopted: has the plan. formed: is in the generation's process groups. resumed: committed its first
-    iteration in it. iteration: the one agreed on (formed) or committed (resumed).
+    adopted: has the plan. formed: is in the generation's process groups, and has all of its stage's state; a Reporter
+    says so together with the next. resumed: committed its first iteration in it. iteration: the one agreed on (formed)
+    or committed (resumed).
     """
 
     worker: WorkerName

@@ -359,8 +359,7 @@ class Reporter:
     def _take_up(self, deployment: Deployment, plan: Plan) -> None:
         if str(self._me) not in deployment.living:
             return  # the heartbeats will be told that this process is fenced
-        iteration = self._status.iteration
-        self._acknowledge(deployment.generation, "adopted", iteration)
+        self._acknowledge(deployment.generation, "adopted", self._status.iteration)
         if self._on_plan is not None:
             try:
                 self._on_plan(deployment, plan)
@@ -373,7 +372,6 @@ class Reporter:
             self._news.notify_all()
         if self._loop is not None:
             self._loop.lost_without(deployment)
-        self._acknowledge(deployment.generation, "formed", iteration)
         self._iterations.wake()  # it may be this worker's turn to report them
 
     def _finish(self) -> None:
@@ -392,7 +390,9 @@ class Reporter:
         deployment = self._deployment
         if deployment is not None and self._resumed < deployment.generation:
             self._resumed = deployment.generation
-            self._acknowledge(deployment.generation, "resumed", number)
+            # Only now is it known that its loop has all of the state that it needs.
+            for state in ("formed", "resumed"):
+                self._acknowledge(deployment.generation, state, number)
 
     def _wait_for_news(self, generation: int, seconds: float) -> None:
         """Until there is a newer generation, or so long."""

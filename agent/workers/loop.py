@@ -196,8 +196,8 @@ class WorkerLoop:
         self._placed = True
 
     def _settle_in(self, orders: GenerationSpec) -> None:
-        """Becomes the worker of the place, the layers and the checkpoint that a generation asks for, where it is not,
-        and gives up what it holds. Raises TransferError, also when the checkpoint can't be read."""
+        """Becomes the worker of the place, the layers and the checkpoint (or start) that a generation asks for, where
+        it is not, and gives up what it holds. Raises TransferError, also when the checkpoint can't be read."""
         other = bool(orders.held) and not self._state.begun and self._cuts.partition != orders.held
         taken_up = (orders.restore, orders.cell, orders.partition)
         other = other or orders.cell != self._me or not self._placed
@@ -212,7 +212,7 @@ class WorkerLoop:
         partition, state = (orders.held if orders.restore is None else orders.partition), None
         cuts = replace(self._cuts, partition=partition or self._cuts.partition)
         try:
-            if orders.restore is not None:
+            if orders.restore:
                 state = load_layers(Path(orders.restore), cuts.span(orders.cell.stage))
         except (CheckpointError, OSError) as error:  # the next generation tries again, with this one or an older
             raise TransferError(str(error)) from None
@@ -221,6 +221,7 @@ class WorkerLoop:
         self._take_place(orders.cell, self._origin)
         if state is not None:
             self._load(state)
+        if orders.restore is not None:
             self._state.holds_everything()
             self._restored = taken_up
             # What came of it may have gone with those who had not told it yet.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from base64 import b64decode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import structlog
@@ -21,6 +22,7 @@ from openrecycle.agent.coordination.generations import out
 from openrecycle.agent.coordination.membership import Candidate, Mode, Note, Offer, Offered, State
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, serve
 from openrecycle.app.jobs.live_job import LiveJob, changes, repair_times
+from openrecycle.app.jobs.states import ProcessState
 from openrecycle.app.jobs.throughput import NOTHING, Waited, segments
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.task_queue import TaskQueue
@@ -35,9 +37,21 @@ log = structlog.get_logger()
 
 # Assumed until a worker of the job has come back: what the Simulate page starts with, too.
 REPAIR_SECONDS = 4 * 3600.0
+# From the start of a process until it trains, assumed of workers that their launcher starts again.
+START_SECONDS = 60.0
 ITERATIONS = 200
 EVENTS = 100
-NOTHING_ASKED = ((), (-1,))
+
+
+class Asked(NamedTuple):
+    """What there is to be advised on: who is out, layers per stage, and are all of the former to be started again?"""
+
+    failed: tuple[str, ...]
+    held: tuple[int, ...]
+    due: bool = False
+
+
+NOTHING_ASKED = Asked((), (-1,))
 
 
 @dataclass(frozen=True)
@@ -56,10 +70,9 @@ class MeasuredCosts:
 
 @dataclass
 class _Advised:
-    """Of one job. asked: on what it was advised last: who was out, and layers per stage. said: in words, on `failed`
-    being out; "": nothing."""
+    """Of one job. asked: on what it was advised last. said: in words, on `failed` being out; "": nothing."""
 
-    asked: tuple[tuple[str, ...], tuple[int, ...]]
+    asked: Asked
     failed: tuple[str, ...] = ()
     said: str = ""
 
@@ -92,13 +105,13 @@ class Advising:
     def consider(self, job: LiveJob) -> None:
         """Has `job` advised if other workers are out than when it last was, and all others train again, or
         an operator is to choose."""
-        failed = _in_question(job.state)
-        asked = failed or (), job.state.held
+        asked = _asked(job)
         of = self._of.get(job)
         if of is None:
-            of = self._of[job] = _Advised(((), job.plans.nominal.home))
-        if failed is None or asked == of.asked:
+            of = self._of[job] = _Advised(Asked((), job.plans.nominal.home))
+        if asked is None or asked == of.asked:
             return
+        failed = asked.failed
         if not failed and job.state.held == job.plans.nominal.home:
             of.asked, of.failed, of.said = asked, (), ""
             return
@@ -117,7 +130,7 @@ class Advising:
             if recommendation is None:
                 log.warning("no advice", job=job.job_id, failed=failed, reason=why)
                 self._offer(job, Offered(failed, None, why))
-            elif (_in_question(job.state), job.state.held) == asked:
+            elif _asked(job) == asked:
                 self._tell(job, failed, recommendation)
             elif of.asked == asked:
                 # The job recovers again; if the same workers are out then, it is advised then.
@@ -178,7 +191,8 @@ class Advising:
         copies = copy_times(generations, store.last_acknowledgements(job.job_id))
         waited = self._waited(job)
         moves = move_times(generations, iterations)
-        known = measured_costs(store.recoveries(job.job_id), repair_times(changes(generations)), copies, waited, moves)
+        repairs, due = repair_times(changes(generations)), restart_due(job.state, job.processes, failed, time.time())
+        known = measured_costs(store.recoveries(job.job_id), repairs, copies, waited, moves, due)
         work = None
         if spec.checkpoints:
             # When the last one was written is not reported: on average half an interval ago.
@@ -211,6 +225,24 @@ def _in_question(state: State) -> tuple[str, ...] | None:
         known = state.offer is not None and state.offer.failed == state.pending.failed
         return None if known else state.pending.failed
     return out(state)
+
+
+def _asked(job: LiveJob) -> Asked | None:
+    failed = _in_question(job.state)
+    if failed is None:
+        return None
+    due = bool(failed) and restart_due(job.state, job.processes, failed, 0.0) is not None
+    return Asked(failed, job.state.held, due)
+
+
+def restart_due(state: State, processes: Mapping[str, ProcessState], failed: Sequence[str], now: float) -> float | None:
+    """Seconds until the last of `failed` is started again by its launcher; None: not all of them are, or one waits for
+    its node, which may take any time."""
+    ended = [processes.get(state.members[name].incarnation or "") for name in failed]
+    planned = [process.restart if process is not None else None for process in ended]
+    if any(one is None or one.node is not None or one.number > one.most for one in planned):
+        return None
+    return max((one.at - now for one in planned if one is not None and one.at > now), default=0.0)
 
 
 def copy_times(generations: Sequence[Record], acknowledgements: Sequence[Record]) -> list[float]:
@@ -250,15 +282,19 @@ def measured_costs(
     copies: Sequence[float] = (),
     waited: Waited = NOTHING,
     moves: Sequence[float] = (),
+    due: float | None = None,
 ) -> MeasuredCosts:
     """recoveries: rows of the database. repairs: seconds from a failure to the return. copies, moves: see copy_times,
-    move_times. waited: for a person, which is no cost of a recovery."""
+    move_times. waited: for a person, which is no cost of a recovery. due: seconds until all that are out are started
+    again."""
     assumed = RecoveryCosts()
     seen = [r["detected_ms"] / 1000 for r in recoveries if r["death_known"]]
     formed = [(steps[1][1] + steps[2][1]) / 1000 for steps in (segments(r, waited) for r in recoveries)]
     repair = fmean(repairs) if repairs else 0.0
     recovery = f"as in {count(len(formed), 'recovery', 'recoveries')} measured" if formed else "assumed"
     repaired = f"the mean of {count(len(repairs), 'repair', 'repairs')}" if repair > 0 else "assumed"
+    if due is not None:
+        repair, repaired = due + START_SECONDS, "that of the restart that is due"
     copied = f"as in {count(len(copies), 'return or move', 'returns and moves')}" if copies else "assumed"
     return MeasuredCosts(
         median(seen) if seen else assumed.detect,

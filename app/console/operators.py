@@ -85,7 +85,7 @@ class Operators:
         job, member = self._member(job_id, worker)
         if member.state is not WorkerState.FAILED:
             raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
-        if member.leaving:  # its launcher has no place for another one yet, and would start none
+        if member.goes:  # its launcher has no place for another one yet, and would start none
             text = f"worker: {worker} is about to leave, as it was asked to; it can be started again once it has left"
             raise ConsoleError(409, "not_failed", text)
         self._command(job, "restart", worker, actor)

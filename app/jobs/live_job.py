@@ -51,6 +51,7 @@ from openrecycle.agent.coordination.membership import (
     State,
     Tick,
     WorkerRegistered,
+    back_to,
     may_speak_as_lead,
     may_take_lead,
 )
@@ -364,7 +365,8 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
     for row in store.acknowledgements(job_id, current.number) if current else ():
         key = row["incarnation"]
         acknowledged[key] = max(acknowledged.get(key, ""), row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
-    state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints, partition=partition)
+    returns = back_to(spec.checkpoints, spec.max_restarts)
+    state = State.new(spec.pipelines, spec.stages, spec.iterations, back_to=returns, partition=partition)
     if moved := store.newest_move(job_id) if partition else None:
         state = replace(state, held=tuple(moved["partition"]), moved=(moved["generation"], moved["moved_at"]))
     members = dict(state.members)
@@ -580,7 +582,7 @@ class LiveJob:
             spec.pipelines,
             spec.stages,
             spec.iterations,
-            checkpoints=spec.checkpoints,
+            back_to=back_to(spec.checkpoints, spec.max_restarts),
             partition=self.plans.nominal.partition,
         )
         self.processes: dict[str, ProcessState] = {}  # by incarnation, those that came first first

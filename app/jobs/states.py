@@ -380,7 +380,7 @@ class WorkerStates:
                     return RoleState.EMPTY
                 process = self.known.get(member.incarnation)
                 if process is not None and process.ended == "drained":
-                    return RoleState.LEAVING if member.leaving and not self.state.over else RoleState.DRAINED
+                    return RoleState.LEAVING if member.goes and not self.state.over else RoleState.DRAINED
                 return RoleState.FAILED
         if self.paused and member.name in self.stopped and not self.state.over:
             return RoleState.PAUSED

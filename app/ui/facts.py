@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from openrecycle.agent.coordination.membership import back_to
 from openrecycle.agent.messages.protocol import JobSpec, JobState
 from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.jobs.live_job import INTERIM, LAST, SOON
@@ -287,9 +288,10 @@ def consequence_of_kill(view: JobView, worker: WorkerView, share: float | None =
     peers, others = living_peers(view, worker), f"No other worker of stage {worker.stage} lives"
     if not view.generation:
         return "The job has not begun. It waits until this worker is started again.", True
-    if not peers and view.spec.checkpoints and _can_spare(view, worker.stage):
+    where = back_to(view.spec.checkpoints, view.spec.max_restarts)
+    if not peers and where and _can_spare(view, worker.stage):
         return (
-            f"{others}. A worker of another stage takes its place, and all go back to the newest checkpoint; the "
+            f"{others}. A worker of another stage takes its place, and all go back to {where}; the "
             "iterations since then are run again.",
             True,
         )
@@ -327,8 +329,8 @@ def consequence_of_restart(view: JobView, worker: WorkerView) -> tuple[str, bool
     peers, nobody = living_peers(view, worker), f"No worker of stage {worker.stage} lives"
     if not view.generation:
         return "A new process is started. The job begins when all workers have registered.", True
-    if not peers and view.spec.checkpoints:
-        return f"{nobody}. Once this one is back, all workers go back to the newest checkpoint.", True
+    if not peers and (where := back_to(view.spec.checkpoints, view.spec.max_restarts)):
+        return f"{nobody}. Once this one is back, all workers go back to {where}.", True
     if not peers:
         return f"{nobody}, so nobody can give it the weights. Start the job again.", False
     return (

@@ -21,6 +21,7 @@ from openrecycle.agent.coordination.membership import (
     Tick,
     Transition,
     WorkerRegistered,
+    back_to,
 )
 from openrecycle.app.jobs.states import Arrival, ProcessState, WorkerStates, follow, sentence
 
@@ -40,7 +41,8 @@ class Run:
         checkpoints: bool = False,
         partition: tuple[int, ...] = (),
     ) -> None:
-        self.state = State.new(pipelines, stages, iterations, checkpoints=checkpoints, partition=partition)
+        returns = back_to(checkpoints, 0)
+        self.state = State.new(pipelines, stages, iterations, back_to=returns, partition=partition)
         self.now = 100.0
         self.plans = plans
         self.log: list[tuple[Event, float]] = []

@@ -152,7 +152,7 @@ def test_those_that_stand_by_leave_with_those_that_are_lost() -> None:
     assert run.member("W0_1").leaving and run.member("W0_1").state is WorkerState.FAILED
     run.resume()
     run.send(Exited("W0_1", "W0_1-1", "launcher"))
-    assert not run.member("W0_1").leaving
+    assert not run.member("W0_1").goes
     run.back("W0_1")
     assert "W0_1" in run.opened[-1].living
     assert coming_back(run.state) == (), "nobody that was lost is back"
@@ -346,11 +346,26 @@ def test_a_worker_that_is_asked_to_leave_is_out_without_a_failure(mode: Mode) ->
     before = run.state
     run.resume("W0_0", "W0_1")
     run.send(Exited("W1_0", "W1_0-1", "launcher", "ended with exit code 3"))
-    assert run.state.generation == before.generation and not run.member("W1_0").leaving
+    assert run.state.generation == before.generation and not run.member("W1_0").goes
     assert run.send(GenerationAcknowledged("W1_0", "W1_0-1", 2, "adopted")).refusal is not None
     run.resume()
     run.back("W1_0")
     assert run.opened[-1].joining == ("W1_0",)
+
+
+def test_the_launcher_of_one_that_ends_before_it_could_leave_is_told_that_it_was_to() -> None:
+    run = Run(3, 2).start()
+    run.plans = False
+    run.send(DrainAsked("W1_0", "ada"))
+    run.send(Exited("W1_0", "W1_0-1", "launcher", "was killed by SIGKILL"))
+    assert not [n for n in run.notes if n.kind == "failure"]
+    run.send(PlanReady(("W1_0",), "p", "made"))
+    # As app.console.service tells it.
+    assert run.opened[-1].failed == ("W1_0",) and run.member("W1_0").leaving and not run.member("W1_0").goes
+    run.resume()
+    run.plans = True
+    run.exit("W1_1")
+    assert not run.member("W1_0").leaving, "with the next one that is old news"
 
 
 def test_who_can_not_leave() -> None:

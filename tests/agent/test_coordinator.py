@@ -442,11 +442,16 @@ def test_a_worker_without_its_state_that_was_silent_at_the_end_still_lacks_it() 
     run.resume()
     run.back("W0_0")
     run.resume("W0_1", "W1_0", "W1_1")
+    incarnation = run.member("W0_0").incarnation or ""
     run.send(IterationsCommitted(10))
     run.wait(30)
     run.beat()
     assert run.member("W0_0").state is WorkerState.REJOINING and run.member("W0_1").state is WorkerState.RUNNING
     assert run.state.tally.unsettled == 1
+    run.send(GenerationAcknowledged("W0_0", incarnation, 3, "formed"))
+    run.wait(30)
+    run.beat()
+    assert run.member("W0_0").state is WorkerState.RUNNING, "it has it by now"
 
 
 @pytest.mark.parametrize("state", [JobState.FINISHED, JobState.STOPPED])

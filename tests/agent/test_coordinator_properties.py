@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from openrecycle.agent.coordination import coordinator
 from openrecycle.agent.coordination.membership import (
+    PRESENT,
     Candidate,
     Chosen,
     ConsoleRestarted,
@@ -49,6 +50,7 @@ class Membership(RuleBasedStateMachine):
         self.run_ = Run(PIPELINES, STAGES, iterations=50, plans=False)
         self.incarnations = 0
         self.registered: list[WorkerRegistered] = []
+        self.refused = False
 
     def current(self, worker: str) -> str:
         return self.run_.member(worker).incarnation or "none"
@@ -122,6 +124,7 @@ class Membership(RuleBasedStateMachine):
     @rule()
     def plan_is_refused(self) -> None:
         self.run_.send(PlanRefused(self.run_.wanted[-1], "no schedule exists"))
+        self.refused = True
 
     @rule(worker=name, state=st.sampled_from(["adopted", "formed", "resumed"]), back=st.integers(-1, 2))
     def acknowledge(self, worker: str, state: str, back: int) -> None:
@@ -275,8 +278,36 @@ class Membership(RuleBasedStateMachine):
         assert text.endswith(".")
         assert "None" not in text
 
+    def quiet(self) -> None:
+        """From here on nothing happens but what has to: plans are made, whoever lives says so and follows, and who was
+        asked to leave goes."""
+        run = self.run_
+        run.plans = True
+        run.send(PlanFrozen(False, "ada"))
+        run.send(ModeSet(Mode.AUTOMATIC, 2.0, "ada"))
+        for _ in range(12):
+            for worker, member in run.state.members.items():
+                if member.goes:
+                    run.exit(worker)
+            if run.state.pending is not None:
+                run.send(PlanReady(run.state.pending.failed, f"p{len(run.log)}", "made"))
+            run.wait(1, *NAMES)
+            if run.state.current is not None and run.state.broken is None:
+                run.resume()
+        state = run.state
+        if state.current is None or state.over:
+            return
+        there = {name: m.state for name, m in state.members.items() if m.state in PRESENT}
+        held = {state.members[name].stage for name, now in there.items() if now is not WorkerState.REJOINING}
+        if not state.halted:
+            assert state.settled and set(there) == set(state.current.living) and len(held) == STAGES
+            assert WorkerState.REJOINING not in there.values()
+        elif not self.refused:
+            assert len(held) < STAGES or state.links.barred
+
     def teardown(self) -> None:
-        """The same log gives the same state."""
+        """It comes to rest; and the same log gives the same state."""
+        self.quiet()
         state = State.new(PIPELINES, STAGES, 50)
         for event, now in self.run_.log:
             state = coordinator.step(state, event, now, LADDER).state

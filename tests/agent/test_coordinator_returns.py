@@ -55,9 +55,44 @@ def test_a_worker_that_still_takes_weights_joins_again_in_the_next_generation() 
     run.resume()
     run.back("W1_0")
     incarnation = run.member("W1_0").incarnation or ""
-    run.send(GenerationAcknowledged("W1_0", incarnation, 3, "formed"))
+    run.send(GenerationAcknowledged("W1_0", incarnation, 3, "adopted"))
     run.exit("W2_1")
     assert run.opened[-1].joining == ("W1_0",)
+
+
+def returned_with_state(checkpoints: bool) -> tuple[Run, GenerationAcknowledged]:
+    """A job in which W1_1 is back, and what it says as soon as it has all of its state."""
+    run = Run(checkpoints=checkpoints).start()
+    run.exit("W1_1")
+    run.resume()
+    run.back("W1_1")
+    run.resume("W0_0", "W0_1", "W1_0")
+    assert run.opened[-1].joining == ("W1_1",)
+    return run, GenerationAcknowledged("W1_1", run.member("W1_1").incarnation or "", 3, "formed")
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_worker_that_has_its_state_keeps_its_stage_alive(checkpoints: bool) -> None:
+    """It has not committed an iteration yet when the only other one of its stage ends."""
+    run, has_state = returned_with_state(checkpoints)
+    run.send(has_state)
+    assert run.member("W1_1").state is WorkerState.RUNNING and not run.state.settled
+    run.exit("W0_1")
+    generation = run.opened[-1]
+    assert (generation.number, generation.failed, generation.joining) == (4, ("W0_1",), ())
+    assert not generation.restore and not run.state.halted
+
+
+def test_a_halted_job_goes_on_when_it_hears_late_that_somebody_has_the_state() -> None:
+    """The end of a process overtakes what another one has said before."""
+    run, has_state = returned_with_state(checkpoints=False)
+    run.exit("W0_1")
+    assert run.state.job_state is JobState.HALTED
+    run.send(has_state)
+    generation = run.opened[-1]
+    assert (generation.number, generation.failed, generation.joining) == (4, ("W0_1",), ())
+    run.resume()
+    assert run.state.job_state is JobState.RUNNING
 
 
 def test_a_returned_worker_that_dies_while_it_waits_changes_no_generation() -> None:

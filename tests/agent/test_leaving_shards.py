@@ -39,6 +39,7 @@ class _Process:
 class _Pool:
     running: dict[Worker, WorkerProcess] = field(default_factory=dict)
     fenced: list[str] = field(default_factory=list)
+    started: list[Worker] = field(default_factory=list)
     host: str = "127.0.0.1"
 
     def recorded(self, line: dict[str, Any]) -> str:
@@ -56,6 +57,10 @@ class _Pool:
         entry.fenced = True
         del self.running[entry.worker]
         self.fenced.append(str(entry.worker))
+
+    def start(self, worker: Worker, *_: Any) -> WorkerProcess:
+        self.started.append(worker)
+        raise OSError("there is no process here")
 
     def forget(self, entry: WorkerProcess) -> None:
         self.running.pop(entry.worker, None)
@@ -89,7 +94,7 @@ class _Job:
     def __init__(self, sharding: Any) -> None:
         self.catalog = Catalog(JOB, Technique.STAGGERED, MemoryLimit("uniform"))
         self.pool, self.decides, self.lines = _Pool(), _Decides(), list[dict[str, Any]]()
-        sharded, faults = Optimization(sharding=sharding), Faults(max_restarts=1)
+        sharded, faults = Optimization(sharding=sharding), Faults(max_restarts=1, restart_delay=0.0)
         options = TrainingOptions(job=JOB, iterations=1000, optimization=sharded, faults=faults)
         spec = RunSpec(options, NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {}), ())
         self.launcher = Launcher(spec, self.decides, self.lines.append, self.catalog, self.pool)  # type: ignore[arg-type]
@@ -175,6 +180,17 @@ def test_without_shards_one_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     job = made("none", monkeypatch)
     job.deploy(2, leaving=("W1_0",))
     assert "W1_0" not in job.deployment.living and job.left == ["W1_0"]
+
+
+def test_one_that_dies_before_its_launcher_knew_that_it_was_to_leave_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = made("none", monkeypatch)
+    job.launcher._ended(job.pool.running[Worker(1, 0)])
+    assert job.restarted == ["W1_0"]
+    job.deploy(2, leaving=("W1_0",))
+    assert job.told[-1]["after"] is None, "nobody can finish an iteration without it"
+    job.form()
+    job.launcher._start_due()
+    assert not job.pool.started and Worker(1, 0) not in job.pool.running
 
 
 def test_one_stays_until_all_have_said_that_others_have_its_parts(job: _Job) -> None:

@@ -18,6 +18,7 @@ from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
+from openrecycle.planner.jobs.errors import InfeasibleError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import OpsByWorker, Schedule
@@ -146,6 +147,7 @@ def test_a_stage_without_a_living_peer_halts_the_job() -> None:
     first, second = coordination.poll(0.0)
     assert isinstance(first, Deploy) and isinstance(second, Halt)
     assert golden("stage-1-has-no-living") in second.reason and "--checkpoint" in second.reason
+    assert not second.passes
 
 
 def test_a_broken_transfer_waits_for_its_explanation() -> None:
@@ -191,6 +193,41 @@ def test_an_empty_stage_is_re_staffed_from_the_checkpoint() -> None:
     )
 
 
+def test_a_halt_that_ends_with_a_return_says_so() -> None:
+    coordination = _started(1, 2, checkpoint=lambda: "point-7", beside=_at_once)
+    coordination.poll(0.0)
+    coordination.failed(Failure("exit", Worker(0, 1), "W0_1", detail="died"))
+    (halt,) = coordination.poll(0.0)
+    assert isinstance(halt, Halt) and halt.passes
+    coordination.failed(Failure("exit", Worker(0, 0), "W0_0", detail="died"))
+    (nobody,) = coordination.poll(0.0)
+    assert isinstance(nobody, Halt) and nobody.passes and golden("go-on-from-the-newest-checkpoint") in nobody.reason
+    coordination.ready(Worker(0, 0), "a")
+    (halt,) = coordination.poll(0.0)
+    assert isinstance(halt, Halt) and halt.passes, "one is not enough"
+    coordination.ready(Worker(0, 1), "b")
+    deploy = _only(coordination.poll(0.0))
+    assert deploy.restore == "point-7" and deploy.deployment.living == ("W0_0", "W0_1")
+
+
+def test_a_halt_for_want_of_a_plan_ends_with_a_return_too() -> None:
+    """Whoever is left has the state of every stage."""
+
+    class Narrow(Catalog):
+        def plan_for(self, failed: Iterable[Worker]) -> tuple[Plan, str]:
+            if frozenset(failed):
+                raise InfeasibleError("too little memory", "more of it")
+            return super().plan_for(failed)
+
+    coordination = _started(kind=Narrow)
+    coordination.poll(0.0)
+    coordination.failed(Failure("exit", Worker(0, 1), "W0_1", detail="died"))
+    (halt,) = coordination.poll(0.0)
+    assert isinstance(halt, Halt) and halt.passes
+    coordination.ready(Worker(0, 1), "b")
+    assert _only(coordination.poll(0.0)).deployment.joining == ("W0_1",)
+
+
 def test_the_launcher_goes_on_while_the_newest_checkpoint_is_read() -> None:
     read, asked = threading.Event(), list[int]()
 
@@ -229,7 +266,7 @@ def test_a_checkpoint_that_can_not_be_had_is_a_sentence() -> None:
     coordination.failed(Failure("exit", Worker(0, 1), "W0_1", detail="died"))
     coordination.failed(Failure("exit", Worker(1, 1), "W1_1", detail="died"))
     (halt,) = [event for event in coordination.poll(0.0) if isinstance(event, Halt)]
-    assert "not a checkpoint" in halt.reason
+    assert "not a checkpoint" in halt.reason and not halt.passes
 
 
 def test_a_planned_move_shortens_the_plan_and_leaves_no_stage_to_a_newcomer() -> None:

@@ -164,6 +164,12 @@ def test_a_loop_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError), lonely(server) as reporter:
             job_id = server.job_id()
             until(lambda: server.read(f"/jobs/{job_id}")["generation"] == 1, "the first generation")
+
+            def said() -> str:
+                return str(server.read(f"/jobs/{job_id}/workers")["workers"][0]["acknowledged"])
+
+            until(lambda: said() != "", "the plan to be taken up")
+            assert said() == "adopted", "that it has its state it says after an iteration"
             reporter.iteration(0, loss=1 / 0)
         assert server.read(f"/jobs/{job_id}")["state"] not in ("finished", "stopped")
 

@@ -29,14 +29,12 @@ class Job:
     state: Restarts = field(default_factory=Restarts)
     nodes: set[int] = field(default_factory=lambda: {0, 1})
     running: dict[str, str] = field(default_factory=lambda: {"W0_0": "W0_0.0", "W1_0": "W1_0.0"})
-    moved: dict[str, str] = field(default_factory=dict)
     begun: int = 0
     tries: list[int] = field(default_factory=list)
 
     def ends(self, worker: str, *, asked: bool = False, node: int = 0) -> Restart | None:
         incarnation = self.running.pop(worker)
-        came_from, there = self.moved.pop(incarnation, None), node in self.nodes
-        gone = Gone(worker, incarnation, came_from, node, there, self.committed, asked)
+        gone = Gone(worker, incarnation, node, node in self.nodes, self.committed, asked)
         self.state, said = restarts.ended(self.state, gone, self.policy, self.now)
         return said
 
@@ -46,27 +44,24 @@ class Job:
         return incarnation
 
     def moves(self, source: str, to: str) -> None:
-        self.running[to] = incarnation = self.running.pop(source)
-        self.moved[incarnation] = source
+        self.running[to] = self.running.pop(source)
+        self.state = restarts.moved(self.state, source, to)
 
-    def vacancy(self, worker: str) -> str | None:
-        place: str | None = worker
-        while place is not None and (incarnation := self.running.get(place)) is not None:
-            place = self.moved.get(incarnation)
-        return place
+    def empty(self, worker: str) -> bool:
+        return worker not in self.running
 
     def goes_on(self, seconds: float, *, starts: Callable[[Waiting], bool] = lambda one: True) -> list[str]:
         """Returns which places are filled then."""
         self.now += seconds
-        found = restarts.due(self.state, self.now, self.nodes.__contains__, self.vacancy)
+        found = restarts.due(self.state, self.now, self.nodes.__contains__, self.empty)
         self.state = found.restarts
-        for one, place in found.start:
+        for one in found.start:
             if starts(one):
-                self.state = restarts.started(self.state, one, self.starts(place))
+                self.state = restarts.started(self.state, one, self.starts(one.worker))
                 self.tries.append(one.number)
             else:
                 self.state, _ = restarts.not_started(self.state, one, self.policy, self.now)
-        return [place for _, place in found.start]
+        return [one.worker for one in found.start]
 
     def trains(self, worker: str, seconds: float, iterations: int = 1) -> None:
         self.state = restarts.trains(self.state, self.running[worker], self.now)
@@ -169,6 +164,34 @@ def test_of_two_empty_places_each_is_filled_once() -> None:
     assert sorted(job.goes_on(10)) == ["W0_1", "W1_0"] and job.state.waiting == ()
 
 
+def test_one_that_moves_twice_leaves_no_place_empty() -> None:
+    """Each time into one for which somebody waits."""
+    job = Job(running={f"W{p}_{s}": f"W{p}_{s}.0" for p in range(3) for s in range(2)})
+    job.ends("W0_1")
+    job.moves("W1_0", "W0_1")
+    job.ends("W2_1")
+    job.moves("W0_1", "W2_1")
+    assert sorted(job.goes_on(10)) == ["W0_1", "W1_0"] and job.state.waiting == ()
+
+
+def test_a_place_that_a_person_has_emptied_stays_so() -> None:
+    """Another one had moved there, and whoever is waited for has the place that it left."""
+    job = Job()
+    job.running["W0_1"] = "W0_1.0"
+    job.ends("W1_0")
+    job.moves("W0_1", "W1_0")
+    job.ends("W1_0", asked=True)
+    assert job.goes_on(10) == ["W0_1"] and job.goes_on(1e6) == []
+
+
+def test_one_that_ended_before_it_could_leave_is_not_started() -> None:
+    """That it was asked to is known only afterwards."""
+    job = Job()
+    job.ends("W1_0"), job.ends("W0_0")
+    job.state = restarts.without(job.state, ("W1_0",))
+    assert job.goes_on(1e6) == ["W0_0"]
+
+
 def test_workers_of_a_lost_node_wait_for_it_and_that_is_no_try() -> None:
     job = Job(nodes={0})
     said = job.ends("W1_0", node=1)
@@ -187,7 +210,7 @@ def test_that_a_node_is_lost_meanwhile_is_said_once() -> None:
 
     def held(after: float) -> list[Restart]:
         job.now += after
-        found = restarts.due(job.state, job.now, job.nodes.__contains__, job.vacancy)
+        found = restarts.due(job.state, job.now, job.nodes.__contains__, job.empty)
         job.state = found.restarts
         return [restarts.told(one, job.policy, job.now) for one in found.held]
 
@@ -278,3 +301,29 @@ def test_never_more_than_so_many_in_a_row(most: int, acts: list[tuple[str, objec
         job.nodes.add(1)
         job.goes_on(1e6)
         assert ("W1_0" in job.running) == (tries < most), "while there are tries left it comes back"
+
+
+PLACES = [f"W{p}_{s}" for p in range(3) for s in range(2)]
+ENDS, MOVES, GOES_ON = "ends", "moves", "goes on"
+
+
+@examples(200)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([ENDS, MOVES, GOES_ON]), st.sampled_from(PLACES), st.sampled_from(PLACES)),
+        max_size=40,
+    )
+)
+def test_whoever_ends_and_moves_each_empty_place_is_waited_for_once(acts: list[tuple[str, str, str]]) -> None:
+    job = Job(Policy(1000, 3.0), running={place: f"{place}.0" for place in PLACES})
+    for act, worker, to in acts:
+        here = worker in job.running
+        if act == ENDS and here and len(job.running) > 1:
+            job.ends(worker)
+        elif act == MOVES and here and to not in job.running:
+            job.moves(worker, to)
+        elif act == GOES_ON:
+            job.goes_on(1)
+        assert sorted(one.worker for one in job.state.waiting) == [p for p in PLACES if p not in job.running]
+    job.goes_on(1e6)
+    assert sorted(job.running) == PLACES

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.config.options import Faults, TrainingOptions
+from openrecycle.agent.checkpoints import whole_checkpoints
+from openrecycle.agent.config.options import Checkpoints, Faults, TrainingOptions
+from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job
+from tests.agent import own_jobs
 from tests.agent.consoles import until
 from tests.agent.local_jobs import TINY as MODEL
 from tests.agent.local_jobs import LocalJob, Message, fault_free_losses
@@ -20,6 +23,8 @@ from tests.agent.node_runs import free_port, kill_group, launch_node
 from tests.agent.node_runs import lines as node_lines
 from tests.agent.runs import GRID as NODES_GRID
 from tests.agent.runs import TINY
+from tests.conftest import at_length
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -111,6 +116,66 @@ def test_one_that_computes_otherwise_than_the_others_is_left_out(tmp_path: Path)
     assert [(r["worker"], r["number"]) for r in restarts(job.lines)] == [("W0_0", 1), ("W0_0", 2), ("W0_0", 3)]
     assert sum("threads" in line.get("warning", "") for line in job.lines) == 2
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
+
+
+@pytest.mark.parametrize("victims", [("W0_1",), ("W0_0", "W0_1")])
+def test_a_job_that_lost_a_stage_waits_for_those_who_come_back(victims: tuple[str, ...], tmp_path: Path) -> None:
+    """Fewer are left than there are stages, or nobody; and there is a checkpoint to go back to."""
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "checkpoint" in line and not restarts(job.lines):
+            struck.append(len(job.iterations))
+            for victim in victims:
+                job.signal(victim, signal.SIGKILL)
+        elif len(job.iterations) == struck[0] + 4 if struck else False:
+            job.launcher.end_soon()
+
+    struck, grid = list[int](), GRID | {"pipelines": 1}
+    job = LocalJob(
+        **grid,
+        faults=Faults(max_restarts=1, restart_delay=0.2),
+        checkpoints=Checkpoints(directory=tmp_path, every=2, keep=50),
+        checkpoint=lambda: next((str(c.path) for c in whole_checkpoints(tmp_path)), None),
+        on_line=act,
+    ).run()
+    assert sorted(r["worker"] for r in restarts(job.lines)) == list(victims)
+    undisturbed = LocalJob(**grid, iterations=len(job.losses)).run()
+    assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1] and "final" in job.lines[-1]
+
+
+@pytest.mark.parametrize("checkpoints", [False, at_length(True)])
+def test_without_a_checkpoint_all_go_back_to_the_start(checkpoints: bool, tmp_path: Path) -> None:
+    """There are none, or none yet. One of the other stage takes over, and whoever comes back joins."""
+    kept = Checkpoints(directory=tmp_path / "kept", every=1000) if checkpoints else Checkpoints()
+    faults = Faults(kill=["W0_1@2:F0", "W1_1@2:F1"], max_restarts=1, restart_delay=0.1)
+    record = tmp_path / "run.jsonl"
+    result = own_jobs.trainer(faults=faults, checkpoints=kept, record=record).fit(iterations=6)
+    undisturbed = own_jobs.trainer().fit(iterations=6)
+    assert golden("all-begin-anew") in record.read_text()
+    assert (result.losses, result.parameters_sha256) == (undisturbed.losses, undisturbed.parameters_sha256)
+    assert sorted(one.worker for one in result.recoveries) == ["W0_1", "W1_1"]
+
+
+def test_a_job_that_waits_ends_once_nobody_comes(tmp_path: Path) -> None:
+    """It says what it waited for."""
+    broken = tmp_path / "broken"
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "checkpoint" in line and not broken.exists():
+            broken.touch()
+            job.signal("W0_1", signal.SIGKILL)
+
+    workload = NamedWorkload("tests.agent.crashing:Crashing", {"broken": str(broken), **MODEL})
+    kept = tmp_path / "kept"
+    with pytest.raises(JobFailed, match="W0_1"):
+        LocalJob(
+            **GRID | {"pipelines": 1},
+            workload=workload,
+            faults=Faults(max_restarts=1, restart_delay=0.1),
+            checkpoints=Checkpoints(directory=kept, every=2),
+            checkpoint=lambda: next((str(c.path) for c in whole_checkpoints(kept)), None),
+            on_line=act,
+        ).run()
 
 
 def test_kills_that_no_plan_survives_at_once_may_be_asked_for_where_workers_come_back() -> None:

@@ -175,14 +175,19 @@ def test_whoever_dies_every_checkpoint_has_the_bits_of_its_iteration(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("checkpoints", [True, at_length(False)])
-def test_shards_that_went_with_both_their_owners(checkpoints: bool, reference: Run, tmp_path: Path) -> None:
-    """All go back to the newest checkpoint, and nobody who lives is restarted; without one the job ends."""
+@pytest.mark.parametrize("back_to", ["checkpoint", at_length("start"), at_length("")])
+def test_shards_that_went_with_both_their_owners(back_to: str, reference: Run, tmp_path: Path) -> None:
+    """All go back to the newest checkpoint, and nobody who lives is restarted; or where others come back, to the start;
+    without either the job ends."""
     kills = ("--kill", "W0_0@5:F0", "--kill", "W1_0@5:F0")
-    folder = ("--checkpoint", str(tmp_path / "checkpoints"), "--checkpoint-every", "2") if checkpoints else ()
-    run = sharded(tmp_path / "run.jsonl", *kills, *folder)
+    options = {
+        "checkpoint": ("--checkpoint", str(tmp_path / "checkpoints"), "--checkpoint-every", "2"),
+        "start": ("--max-restarts", "1", "--restart-delay", "600"),
+        "": (),
+    }
+    run = sharded(tmp_path / "run.jsonl", *kills, *options[back_to])
     assert {f["worker"] for f in run.failures} <= {"W0_0", "W1_0"}
-    if checkpoints:
+    if back_to:
         assert run.status == 0, run.errors
         assert run.losses == reference.losses and run.final == reference.final
         assert run.iterations[-1]["living"] == 4

@@ -321,3 +321,13 @@ def test_whole_micro_batches_may_come_out_of_the_data_set() -> None:
     stream = stream_of(loader, None, Loading(), Job.uniform(1, 1, 2), 0)
     assert stream is not None
     assert stream(0, 0, 1)[0].shape == (streamed_jobs.WIDTH,)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_job_that_begins_anew_reads_from_the_beginning(make: Make) -> None:
+    faults = Faults(kill=["W0_0@5:F0", "W1_0@5:F1"], max_restarts=1, restart_delay=0.1)
+    result = streamed_jobs.trainer(data=make(), planning=STAYS, faults=faults).fit(iterations=ITERATIONS)
+    plain = undisturbed(make)
+    assert (result.losses, result.parameters_sha256) == (plain.losses, plain.parameters_sha256)
+    assert sorted(recovery.worker for recovery in result.recoveries) == ["W0_0", "W1_0"]

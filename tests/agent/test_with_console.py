@@ -24,6 +24,7 @@ from tests.agent.launches import Launched
 from tests.agent.local_jobs import TINY as MODEL
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.agent.runs import GRID, ITERATIONS, SQUARE, TINY, Run, fault_free, forked, small
+from tests.conftest import at_length
 from tests.golden import golden
 
 # One test process for all of these: they share the fault-free run they compare with.
@@ -195,22 +196,25 @@ def test_a_worker_comes_back_without_anybody_asking_for_it(server: JobConsole, t
     assert losses == fault_free_losses(len(losses), pipelines=2, stages=2, micro_batches=2)
 
 
+@pytest.mark.parametrize("back_to", ["checkpoint", at_length("start")])
 def test_a_stage_that_lost_everybody_is_re_staffed_by_the_console(
-    server: JobConsole, reference: Run, tmp_path: Path
+    back_to: str, server: JobConsole, reference: Run, tmp_path: Path
 ) -> None:
     """Both workers of stage 1 die; one of another stage takes over there in its process, all go back to the
-    checkpoint, and the losses are those of a run without failures."""
-    record = tmp_path / "run.jsonl"
-    options = ("--pace", "F=20ms,I=20ms,W=20ms", "--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2")
+    checkpoint, or to the start, and the losses are those of a run without failures."""
+    record, name = tmp_path / "run.jsonl", f"re-staffed from the {back_to}"
+    kept = ("--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2")
+    back = kept if back_to == "checkpoint" else ("--max-restarts", "1", "--restart-delay", "0.5")
+    options = ("--pace", "F=20ms,I=20ms,W=20ms", "--name", name, *back)
     kills = ("--kill", "W0_1@5:F0", "--kill", "W1_1@5:I0")
-    with job(server, record, ITERATIONS, *options, *kills, "--name", "re-staffed") as process:
-        job_id = server.job_id("re-staffed")
+    with job(server, record, ITERATIONS, *options, *kills) as process:
+        job_id = server.job_id(name)
 
-        def last_moves() -> list[list[str]]:
+        def moves() -> list[list[str]]:
             generations = server.read(f"/jobs/{job_id}/generations")["generations"]
-            return generations[-1]["moves"] if generations else []
+            return next((generation["moves"] for generation in generations if generation["moves"]), [])
 
-        moved = until(last_moves, "a move")
+        moved = until(moves, "a move")
         assert len(moved) == 1 and moved[0][1] in ("W0_1", "W1_1")
         assert process.wait(120) == 0
     state = server.read(f"/jobs/{job_id}")

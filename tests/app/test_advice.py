@@ -12,9 +12,9 @@ from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.coordination.generations import out
 from openrecycle.agent.coordination.membership import Candidate
-from openrecycle.agent.messages.protocol import FailureReport
+from openrecycle.agent.messages.protocol import FailureReport, Restart
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, decide, recommendation_document, serve
-from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, measured_costs, move_times
+from openrecycle.app.advice.service import REPAIR_SECONDS, START_SECONDS, copy_times, measured_costs, move_times
 from openrecycle.app.jobs.live_job import changes, repair_times
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.models import GenerationRow
@@ -154,6 +154,8 @@ def test_a_copy_takes_from_the_last_that_left_to_the_last_that_is_ready() -> Non
 
 
 def test_without_history_defaults_are_said_to_be_assumed() -> None:
+    due = measured_costs([], [60.0], due=20.0)
+    assert due.repair == 20.0 + START_SECONDS and golden("the-restart-that-is-due") in due.basis
     known = measured_costs([], [])
     assumed = RecoveryCosts()
     assert (known.detect, known.recover, known.copy) == (assumed.detect, assumed.recover, assumed.migrate)
@@ -388,6 +390,26 @@ def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     asked[1](Recommendation("re-route", "re-route", "in time"), "")
     assert here.console.queries.view(job.job_id).advice == "in time"
     assert advised(job) == ["in time"]
+
+
+def test_a_repair_takes_no_longer_than_a_restart_that_is_due(
+    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is known that nobody starts it again, the job is advised anew."""
+    asked = list[AdviceRequest]()
+    monkeypatch.setattr(here.console._advising._maker, "submit", lambda request, done: asked.append(request))
+    job = JobHere(here.console, "due").register().commit(0, 9, 1).die("W1_2")
+
+    def say(restart: Restart) -> None:
+        gone = FailureReport(worker="W1_2", incarnation="W1_2-a", cause="exit", reporter="launcher", restart=restart)
+        here.console.reports.failure(job.job_id, gone)
+
+    say(Restart(number=3, most=3, seconds=500.0))
+    job.resume(2)
+    until(lambda: asked, "advice is asked for")
+    assert START_SECONDS < asked[-1].heals_in <= 500 + START_SECONDS
+    say(Restart(number=4, most=3))
+    until(lambda: asked[-1].heals_in == REPAIR_SECONDS, "advice is asked for again")
 
 
 @pytest.mark.chaos

@@ -60,7 +60,7 @@ def returning(here: ConsoleHere, name: str) -> JobHere:
 
 
 def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(
-    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
+    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     console, job = here.console, returning(here, "returns")
     plan = interim_plan(job)
@@ -81,13 +81,12 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(
     assert shown.name == "returns interim: without W1_2 (joining)"
     assert next(iter(console.sources.names(job.job_id).values())) == "Interim, generation 3: without W1_2 (joining)"
     assert console.jobs.find(job.job_id).plan_run.fingerprint == plan.fingerprint  # type: ignore[union-attr]
-    # A console that is started anew knows it too.
-    again = ConsoleService(here.store)
-    try:
-        read = again.jobs.take_up(job.job_id)
-        assert read is not None and read.plan_run == console.jobs.find(job.job_id).plan_run
-    finally:
-        again.close()
+    # A console that is started anew knows it too, and goes on from there.
+    before = console.jobs.find(job.job_id).plan_run
+    job.console = console = ConsoleService(here.store)
+    request.addfinalizer(console.close)
+    read = console.jobs.take_up(job.job_id)
+    assert read is not None and read.plan_run == before
     # With its state, the plan of all is run.
     acknowledge(job, BACK, 3, "formed", process="-b")
     assert in_force(console, job).plan.fingerprint == full.plan_fingerprint

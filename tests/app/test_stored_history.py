@@ -86,6 +86,17 @@ def test_a_worker_that_was_asked_to_leave_does_so_in_order_after_a_restart(world
     assert deployment is not None and deployment.leaving == ("W1_0",) and leaver.alive
 
 
+def test_of_a_worker_that_died_before_it_could_leave_its_launcher_hears_that_it_was_to(world: World) -> None:
+    """Otherwise it would start another one in a place that a person has emptied."""
+    world.begin()
+    world.operators.drain(world.job_id, "W1_0", "ada")
+    world.die(world.processes["i2"])
+    world.restart_console()
+    deployment = world.poll()
+    assert deployment is not None and deployment.leaving == ("W1_0",)
+    world.operators.restart(world.job_id, "W1_0", "ada")
+
+
 def test_a_registration_that_comes_late_does_not_put_a_process_in_two_places(world: World) -> None:
     world.begin().die(world.processes["i0"])
     world.take_up()
