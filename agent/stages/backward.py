@@ -290,8 +290,8 @@ def _in_types_of(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> l
 class DeferredLayers:
     """Makes layers inside `module` deferred while a deferred is set; without one they are as before.
 
-    Left alone are subclasses (what their forward does is not known), layers whose weight is
-    computed (weight norm), and options that change the gradient's form (sparse embeddings and such).
+    Left alone are subclasses and layers whose forward somebody has replaced (what it does is not known), layers whose
+    weight is computed (weight norm), and options that change the gradient's form (sparse embeddings and such).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -335,6 +335,8 @@ class DeferredLayers:
 
 def _deferred_forward(layer: nn.Module) -> Callable[[Tensor, DeferredGradients], Tensor] | None:
     """(input, deferred) → output; None for a layer that can't be deferred."""
+    if "forward" in vars(layer):
+        return None
     own = compat.own_parameters(layer)
     computed = own.get("weight") is None or (hasattr(layer, "bias") and "bias" not in own)
     if computed or not any(p is not None and p.requires_grad for p in own.values()):

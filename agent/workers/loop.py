@@ -195,6 +195,12 @@ class WorkerLoop:
         self._status.timeline = self._executor.timeline
         self._placed = True
 
+    def _take_another_place(self, me: Worker) -> None:
+        """Or the same one with other layers."""
+        self._split.close()  # a workload that was given its modules gives the same ones again
+        # With the origin that the job has, as one has that comes later: all must write the same checkpoints.
+        self._take_place(me, self._origin)
+
     def _settle_in(self, orders: GenerationSpec) -> None:
         """Becomes the worker of the place, the layers and the checkpoint that a generation asks for, where it is not,
         and gives up what it holds. Raises TransferError, also when the checkpoint can't be read."""
@@ -217,8 +223,7 @@ class WorkerLoop:
         except (CheckpointError, OSError) as error:  # the next generation tries again, with this one or an older
             raise TransferError(str(error)) from None
         self._cuts, self._taken_in = cuts, 0
-        # With the origin that the job has, as one has that comes later: all must write the same checkpoints.
-        self._take_place(orders.cell, self._origin)
+        self._take_another_place(orders.cell)
         if state is not None:
             self._load(state)
             self._state.holds_everything()
@@ -440,7 +445,7 @@ class WorkerLoop:
         self._evaluated_by_all = min((row[2] for row in rows.values() if row[0] != _JOINING), default=0)
         if self._cuts.partition != newest and committed == _JOINING:
             self._cuts = replace(self._cuts, partition=newest)
-            self._take_place(self._me, self._origin)
+            self._take_another_place(self._me)
         counts = {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()}
         incomplete = {w for w, row in rows.items() if row[0] != _JOINING and row[1]}
         members = agree(counts, incomplete, attempt=self._generation)

@@ -122,6 +122,19 @@ def test_it_leaves_nothing_behind(wanted: str) -> None:
     assert not any("forward" in vars(m) for m in module.modules())
 
 
+def test_a_forward_that_was_replaced_on_a_layer_stays() -> None:
+    """As adapters do it: the class of the layer does not show it."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = module[0].forward
+    module[0].forward = lambda x: 3.0 * plain(x)  # type: ignore[method-assign]
+    replaced, y = module[0].forward, module(_x())
+    for _ in range(2):  # layers that come to another stage are tried again
+        split = choose_split(module, Probe((_x(),)), wanted="deferred")
+        assert split.strategy.name == "deferred" and torch.equal(module(_x()), y)
+        split.strategy.close()
+        assert module[0].forward is replaced and "forward" not in vars(module[1])
+
+
 def test_a_buffer_that_is_replaced_counts_as_moving() -> None:
     module = Named()
     buffer = module.seen
