@@ -214,6 +214,8 @@ class StageOptimizer:
         self._named = dict(self.module.named_parameters())
         """As they are between two ops: within one, a layer may show others (agent.models.parallelized), while a
         hand-over reads the state from another thread."""
+        self._buffers = dict(self.module.named_buffers())
+        """Likewise: a forward is given copies, and may make others."""
         named = list(self._named.items())
         copies = {id(p) for name, p in named if name in self.module.copies or getattr(p, "duplicate", False)}
         self._by_layer = [
@@ -501,13 +503,13 @@ class StageOptimizer:
         moving = set(map(id, self.gradients.moving))
         own = [layer for number, layer in self.module.layers if number in span]
         parameters = [p for layer in own for p in layer.parameters()]
-        buffers = [b for layer in own for b in layer.buffers()]
+        buffers = [b for name, b in self._buffers.items() if layer_of(name) in span]
         return [p for p in self._trained if any(p is q for q in parameters)] + [b for b in buffers if id(b) in moving]
 
     def moving_names(self, span: Span | None = None) -> list[str]:
         """Of the moving buffers, or those of these layers."""
         moving = set(map(id, self.gradients.moving))
-        names = [name for name, buffer in self.module.named_buffers() if id(buffer) in moving]
+        names = [name for name, buffer in self._buffers.items() if id(buffer) in moving]
         return names if span is None else [name for name in names if int(name.partition(".")[0]) in span]
 
     def averages(self) -> dict[str, Tensor]:
@@ -566,7 +568,7 @@ class StageOptimizer:
         """
         tensors: dict[str, Tensor] = {}
         names = {id(p): n for n, p in self._named.items()}
-        model = {n: encode(t, f"model.{n}", tensors) for n, t in [*self._named.items(), *self.module.named_buffers()]}
+        model = {n: encode(t, f"model.{n}", tensors) for n, t in [*self._named.items(), *self._buffers.items()]}
         states = {}
         for parameter, state in self.optimizer.state.items() if self.shards is None else ():
             if (name := names.get(id(parameter))) is None:
@@ -669,7 +671,7 @@ class StageOptimizer:
         """
         here, doc = self.state().document, state.document
         parameters = self._named
-        targets = {**parameters, **dict(self.module.named_buffers())}
+        targets = {**parameters, **self._buffers}
         try:
             for what, mine, theirs in (
                 ("model", sorted(here["model"]), sorted(doc["model"])),

@@ -67,7 +67,8 @@ class Stage:
     again for its neighbours' sake without being counted again.
 
     split: how the backward is split (see agent.stages.stage). autocast: forward and loss run under
-    torch.autocast of this type.
+    torch.autocast of this type. buffers: of the module; None: those of `gradients.moving` change, and it was tried or
+    not (`tried`) that no others do.
     """
 
     def __init__(
@@ -77,11 +78,13 @@ class Stage:
         *,
         split: Strategy | None = None,
         autocast: Autocast | None = None,
+        buffers: MovingBuffers | None = None,
+        tried: bool = False,
     ) -> None:
         self.module = LayerStack.of(module)
         self.gradients = gradients
         self.split = split or Deferred(module)
-        self._buffers = MovingBuffers(module, gradients.moving)
+        self._buffers = buffers or MovingBuffers(self.module, gradients.moving, tried=tried)
         self._autocast = autocast
         self._over_ranks = OverRanks(layer for _, layer in self.module.layers)
         self._states: dict[MicroBatch, MicroBatchState] = {}
@@ -280,7 +283,7 @@ def _choose(trial: _Trial, wanted: Wanted) -> Split:
     fused = Fused(module)
     if not any(p.requires_grad for p in module.parameters()):
         return Split(fused, 0.0, moving, "The stage has no trainable parameter: there is no W.")
-    reference = trial.run(fused)
+    reference = trial.reference()
     work = sum(trial.work(fused))
     if not work and not trial.late:
         text = "The backward is not split: there is no matrix product or convolution of the stage's own in it."
@@ -323,7 +326,24 @@ class _Trial:
         # The second micro-batch has the same samples in another order.
         self._inputs = {_FIRST: probe.inputs, _SECOND: tuple(t.flip(0) if t.dim() else t for t in probe.inputs)}
         self._names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
-        self.moving = moved_by(module, lambda: self._stage(Fused(module), _Record([])).forward(_FIRST))
+        self._made: set[str] = set()
+        self.moving = moved_by(module, self._first)
+
+    def _first(self, buffers: MovingBuffers) -> None:
+        self._stage(Fused(self.module), _Record([]), buffers).forward(_FIRST)
+        self._made = buffers.made
+
+    def reference(self) -> dict[str, Fingerprint]:
+        """`run` of the fused backward. Raises what the module raises."""
+        try:
+            return self.run(Fused(self.module))
+        except Exception as error:
+            if self._made:
+                error.add_note(
+                    f"the second forward; the first has made the buffers {', '.join(sorted(self._made))}, which no "
+                    "forward finds as another one has left them: make them in __init__"
+                )
+            raise
 
     def run(self, strategy: Strategy) -> dict[str, Fingerprint]:
         """Every number that two interleaved micro-batches give, by its name."""
@@ -366,8 +386,9 @@ class _Trial:
             return share, f"{(in_i + in_w) / work:.2f} times the work of the fused backward"
         return share, "" if share >= _LEAST_SHARE else f"only {share:.1%} of the backward could be done in W"
 
-    def _stage(self, strategy: Strategy, record: _Record) -> _Ops:
-        return _Ops(Stage(self.module, record, split=strategy, autocast=self._autocast), self._inputs, self._probe)
+    def _stage(self, strategy: Strategy, record: _Record, buffers: MovingBuffers | None = None) -> _Ops:
+        stage = Stage(self.module, record, split=strategy, autocast=self._autocast, buffers=buffers)
+        return _Ops(stage, self._inputs, self._probe)
 
 
 class _Ops:
@@ -481,14 +502,14 @@ def assemble(
         nominal=nominal_weight(workload, job.pipelines * job.micro_batches),
         bucket_bytes=optimization.bucket_bytes,
     )
-    return Stage(module, gradients, split=split.strategy, autocast=optimization.autocast), split
+    return Stage(module, gradients, split=split.strategy, autocast=optimization.autocast, tried=True), split
 
 
 def reassemble(optimizer: StageOptimizer, strategy: StrategyName, optimization: Optimization) -> Stage:
     """The stage of layers that are here already, with what is summed of them. strategy: how the backward of each of
     them is split."""
     split = STRATEGIES[strategy](optimizer.module)
-    return Stage(optimizer.module, optimizer.gradients, split=split, autocast=optimization.autocast)
+    return Stage(optimizer.module, optimizer.gradients, split=split, autocast=optimization.autocast, tried=True)
 
 
 def try_split(

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models.compat import FlopCount
-from openrecycle.agent.models.layers import StageCuts, TensorSpec
+from openrecycle.agent.models.layers import StageCuts, StageIOError, TensorSpec
 from openrecycle.agent.stages.gradients import FastSum, GradientSum
-from openrecycle.agent.stages.stage import Probe, assemble, choose_split
+from openrecycle.agent.stages.stage import Probe, Stage, assemble, choose_split
 from openrecycle.planner.jobs.job import Job
 from tests.golden import golden
 
@@ -151,6 +151,92 @@ def test_a_buffer_that_changes_its_shape_is_an_error_in_words() -> None:
 
     with pytest.raises(RuntimeError, match=golden("must-keep-their-shape")):
         choose_split(Growing(), Probe((_x(),)))
+
+
+class Late(Named):
+    """Writes to its buffer from the third forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("drawn", torch.ones(4))
+        self.drawn: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 100:
+            self.drawn.mul_(2.0)
+        self.drawn = self.drawn.clone()  # of the same values
+        y: Tensor = super().forward(x) * self.drawn
+        return y
+
+
+class Listed(nn.Module):
+    """Writes to its buffer by way of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.all = [self.seen]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.all[0] += 1
+        y: Tensor = self.linear(x)
+        return y
+
+
+class Cached(nn.Module):
+    """Makes a table in its first forward, and knows by something else that it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.there = nn.Linear(4, 4), False
+        self.register_buffer("table", None)
+        self.table: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.there:
+            self.table, self.there = torch.ones(4), True
+        y: Tensor = self.linear(x) * self.table
+        return y
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinities_in_a_buffer_do_not_move() -> None:
+    """As in a mask of attention: the difference of two of them is no number."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.mask.softmax(-1) @ self.linear(x)
+            return y
+
+    assert choose_split(Masked(), Probe((_x(),))).moving == []
+
+
+def test_a_buffer_that_begins_to_change_later_is_refused_by_its_name() -> None:
+    module = Late()
+    split = choose_split(module, Probe((_x(),)))
+    assert [id(b) for b in split.moving] == [id(module.seen)]
+    sums = GradientSum(module.parameters(), terms=1, buffers=split.moving)
+    stage = Stage(module, sums, split=split.strategy, tried=True)
+    stage.forward((0, 0), _x(), seed=0)
+    with pytest.raises(StageIOError, match=golden("begins-to-change-later")):
+        stage.forward((0, 1), _x() + 100.0, seed=0)
+
+
+def test_a_buffer_must_be_changed_by_its_own_name() -> None:
+    with pytest.raises(StageIOError, match=golden("by-its-own-name")):
+        choose_split(Listed(), Probe((_x(),)))
+
+
+def test_a_cache_that_counts_on_being_kept_is_named() -> None:
+    with pytest.raises(TypeError) as raised:
+        choose_split(Cached(), Probe((_x(),)))
+    assert golden("made-in-the-first-forward") in raised.value.__notes__[0]
 
 
 def test_workers_of_a_stage_come_to_the_same_split() -> None:
