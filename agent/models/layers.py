@@ -120,14 +120,16 @@ def tied_of(workload: Workload, layers: int) -> Tied:
 
 
 def _copy(source: nn.Module, name: str, target: nn.Module, its_name: str) -> None:
-    """Gives `target` a parameter with the values of another one."""
-    path, _, last = its_name.rpartition(".")
+    """Gives `target` a parameter with the values of another one, under all names that it has there."""
     values, own = source.get_parameter(name), target.get_parameter(its_name)
     if hasattr(own, "duplicate"):  # a part of a rank, which its layer knows (agent.models.parallelized)
         with torch.no_grad():
             own.copy_(values)
         return
-    setattr(target.get_submodule(path), last, nn.Parameter(values.detach().clone(), values.requires_grad))
+    copied = nn.Parameter(values.detach().clone(), values.requires_grad)
+    for part in target.modules():
+        for last in [last for last, parameter in compat.own_parameters(part).items() if parameter is own]:
+            setattr(part, last, copied)
 
 
 @dataclass(frozen=True)
