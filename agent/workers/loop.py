@@ -861,13 +861,14 @@ class WorkerLoop:
 
     def _compare(self, whole: list[Worker]) -> None:
         """At an iteration's boundary, now and then and with each checkpoint: says what this worker's parameters
-        are, for the launcher to compare with those of its peers. At the end of the job `done` says it."""
+        are, for the launcher to compare with those of its peers. At the end of the job `done` says it. Before the first
+        iteration and after it, what builders and optimizers draw shows."""
         committed, every = self._optimizer.committed, self._options.faults.compare_every
-        due = bool(every) and committed % every == 0
+        due = bool(every) and (committed % every == 0 or committed == 1)
         if self._checkpointer is not None:
             due = due or self._checkpointer.due(committed)
         peers = [w for w in whole if w.stage == self._me.stage]
-        if due and committed and self._me in peers and len(peers) > 1:
+        if due and self._me in peers and len(peers) > 1:
             settled, sha256 = self._optimizer.settled, self._optimizer.parameters_sha256()
             self._channel.say(
                 "parameters", generation=self._generation, iteration=committed, settled=settled, sha256=sha256
