@@ -149,6 +149,16 @@ def compiled_parts(module: torch.nn.Module) -> set[int]:
     return {id(part) for top in tops for part in top.modules()}
 
 
+def has_gradient_hook(parameter: Tensor) -> bool:
+    """Of `register_hook`, which torch's split calls."""
+    return bool(parameter._backward_hooks)
+
+
+def has_hook_after_gradient(parameter: Tensor) -> bool:
+    """Of `register_post_accumulate_grad_hook`, which torch's split does not call."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def without_children(module: Any) -> Any:
     """A copy that shares the parameters and buffers of `module` itself."""
     copied = shallow_copy(module)

@@ -345,7 +345,8 @@ Gradients = Tensor | None | tuple[Tensor | None, ...]
 
 
 class StageIOError(RuntimeError):
-    """A stage's output is not what its boundary says; the sentence names the stage."""
+    """A stage's output is not what its boundary says, or its forward changes what it may not; the sentence names the
+    stage, the buffer or the parameter."""
 
 
 def tensors_of(value: Any, what: str) -> tuple[Tensor, ...]:

@@ -25,13 +25,17 @@ from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import Autocast, on_device, seed_for
 from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.models import compat
 from openrecycle.agent.models.compat import FlopCount
+from openrecycle.agent.models.data import own_numbers
 from openrecycle.agent.models.layers import (
     CPU,
+    BackwardSeed,
     Gradients,
     LayerStack,
     StageCuts,
     StageIO,
+    StageIOError,
     Tensors,
     build_layers,
     leaf,
@@ -288,9 +292,21 @@ def _choose(trial: _Trial, wanted: Wanted) -> Split:
     if not work and not trial.late:
         text = "The backward is not split: there is no matrix product or convolution of the stage's own in it."
         return Split(fused, 0.0, moving, text, warning=wanted != "fused")
+    # A hook may do nothing to the gradients of the trial, and something to others.
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if after := next((name for name, p in named if compat.has_hook_after_gradient(p)), ""):
+        text = (
+            f"The backward is not split: register_post_accumulate_grad_hook was called for {after}, and its hook wants "
+            "whole gradients."
+        )
+        return Split(fused, 1.0 if trial.late else 0.0, moving, text, warning=True)
     faults: list[str] = []
     passed: list[tuple[float, Strategy]] = []
+    hooked = next((name for name, p in named if compat.has_gradient_hook(p)), "")
     for name in ("deferred", "torch"):
+        if hooked and name == "deferred":
+            faults.append(f"deferred: the gradient of {hooked} has a hook")
+            continue
         if wanted not in ("auto", name) or (trial.late and name == "torch") or (passed and _covers_most(passed[0][1])):
             continue
         strategy: Strategy = Deferred(module) if name == "deferred" else TorchSplit(module)
@@ -327,7 +343,15 @@ class _Trial:
         self._inputs = {_FIRST: probe.inputs, _SECOND: tuple(t.flip(0) if t.dim() else t for t in probe.inputs)}
         self._names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
         self._made: set[str] = set()
+        before = {name: _fingerprint(p) for name, p in module.named_parameters()}
         self.moving = moved_by(module, self._first)
+        for name, parameter in module.named_parameters():
+            if _fingerprint(parameter) != before.get(name):
+                raise StageIOError(
+                    f"a forward changes the parameter {name}: workers would come to hold other values than their "
+                    "peers, which run other micro-batches. Have the optimizer's step do it (a step hook), or compute "
+                    "with a changed copy"
+                )
 
     def _first(self, buffers: MovingBuffers) -> None:
         self._stage(Fused(self.module), _Record([]), buffers).forward(_FIRST)

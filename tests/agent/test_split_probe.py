@@ -239,6 +239,54 @@ def test_a_cache_that_counts_on_being_kept_is_named() -> None:
     assert golden("made-in-the-first-forward") in raised.value.__notes__[0]
 
 
+def _twice_as_large(module: nn.Module, by: str) -> None:
+    weight = module.get_parameter("weight")
+    if by == "data":
+        weight.data.mul_(2.0)
+    elif by == "another":
+        weight.data = 2.0 * weight.data
+    else:
+        with torch.no_grad():
+            weight.mul_(2.0)
+
+
+@pytest.mark.parametrize("by", ["data", "another", "itself"])
+def test_a_parameter_that_a_forward_changes_is_refused_by_its_name(by: str) -> None:
+    module = nn.Linear(4, 4)
+    module.register_forward_pre_hook(lambda module, _: _twice_as_large(module, by))
+    with pytest.raises(StageIOError, match=golden("a-forward-changes-the-parameter")):
+        choose_split(module, Probe((_x(),)))
+
+
+def _clamped(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-1.0, 1.0)
+
+
+def _clamped_gradient(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clamp(-1.0, 1.0)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "deferred", "torch"])
+@pytest.mark.parametrize("after", [False, True])
+def test_hooks_of_parameters_are_called_also_if_they_do_nothing_in_the_trial(wanted: str, after: bool) -> None:
+    module = nn.Linear(4, 4)
+    if after:
+        module.weight.register_post_accumulate_grad_hook(_clamped)
+    else:
+        module.weight.register_hook(_clamped_gradient)
+    split = choose_split(module, Probe((_x() * 1e-2,)), wanted=wanted)  # type: ignore[arg-type]
+    sums = GradientSum(module.parameters(), terms=1)
+    stage = Stage(module, sums, split=split.strategy, tried=True)
+    stage.forward((0, 0), _x() * 100.0, seed=0)
+    stage.input_backward((0, 0), torch.ones(3, 4))
+    stage.weight_backward((0, 0))
+    sums.write_gradients()
+    assert module.weight.grad is not None and float(module.weight.grad.abs().max()) == 1.0
+    if after:
+        assert golden("a-hook-wants-whole-gradients") in split.text and split.warning
+
+
 def test_workers_of_a_stage_come_to_the_same_split() -> None:
     found = [choose_split(nn.Linear(4, 4), Probe((_x(),))) for _ in range(2)]
     assert found[0].text == found[1].text and found[0].share == found[1].share
