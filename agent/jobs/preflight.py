@@ -29,6 +29,7 @@ from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.launcher.bad_samples import named
 from openrecycle.agent.messages.client import prints_anyway
 from openrecycle.agent.models import compat
+from openrecycle.agent.models.data import own_numbers
 from openrecycle.agent.models.layers import (
     LayerStack,
     Partition,
@@ -578,7 +579,6 @@ def _steps(stage: StageOptimizer, numbers: range) -> None:
         generator = torch.Generator().manual_seed(number)
         for parameter in stage.gradients.parameters:
             stage.gradients.add(parameter, torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
-        torch.manual_seed(number)  # of steps that draw noise
         stage.step()
 
 

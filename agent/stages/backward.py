@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.layers import StageIOError
+from openrecycle.agent.models.layers import BackwardSeed, StageIOError
 from openrecycle.agent.models.parallelized import Sums, computed
 
 Move = tuple[Tensor, Tensor]
@@ -511,11 +511,13 @@ class MicroBatchState:
     inputs: leaves; those that require a gradient have it in `.grad` after I. late: none requires
     one. several: the input came as a tuple. outputs: in I, those that require a gradient; dys:
     theirs ((None,) where the output is the loss). moves: what F changed in buffers. known:
-    (parameter, gradient) that I has produced already. weight: see agent.stages.stage.Stage.weigh.
+    (parameter, gradient) that I has produced already. weight: see agent.stages.stage.Stage.weigh. seed: of what the
+    backward of the last layer draws.
     """
 
     inputs: tuple[Tensor, ...]
     late: bool
+    seed: BackwardSeed
     several: bool = False
     outputs: tuple[Tensor, ...] = ()
     dys: tuple[Tensor | None, ...] = ()
@@ -632,6 +634,7 @@ class TorchSplit:
         outputs = [y.clone() if y._is_view() else y for y in state.outputs]
         inputs = [x for x in state.inputs if x.requires_grad]
         dys = None if state.dys == (None,) else list(state.dys)
+        state.seed.put()
         _, state.groups = self._of_inputs(outputs, dys, inputs, self._parameters)
         state.release()
 
@@ -669,6 +672,7 @@ def _backward(state: MicroBatchState, parameters: Sequence[nn.Parameter]) -> lis
     """The whole graph's backward; returns the gradients of the parameters that autograd knows of."""
     with _own_gradients(parameters) as gradients:
         if state.outputs:
+            state.seed.put()
             torch.autograd.backward(state.outputs, state.dys)
     state.release()
     return gradients

@@ -35,9 +35,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_layer
+from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_layer, reseed
 from openrecycle.agent.models.parallelized import split_over_ranks
 from openrecycle.agent.models.state import (
     AVERAGE,
@@ -188,8 +189,10 @@ class StageOptimizer:
         clips: bool = False,
         scales_loss: bool = False,
         pipelines: int | None = None,
+        seed: int = 0,
     ) -> None:
-        """pipelines: of the job, where the optimizer's state is sharded over the stage's peers."""
+        """pipelines: of the job, where the optimizer's state is sharded over the stage's peers. seed: of what an
+        optimizer draws in a step."""
         if _required(type(optimizer).step):
             raise InputError("optimizer", type(optimizer).__name__, "one whose step() needs no closure")
         if scheduler is not None and (_required(type(scheduler).step) or scheduler.optimizer is not optimizer):
@@ -198,6 +201,7 @@ class StageOptimizer:
             )
         self.module, self.optimizer = LayerStack.of(module), optimizer
         self.gradients, self.scheduler = gradients, scheduler
+        self.seed = seed
         self.committed = 0
         self.settled = True
         self.slot = Slot()
@@ -341,7 +345,7 @@ class StageOptimizer:
                     if not leaves_gradients:
                         for parameter, spare in zip(wanted, self.gradients.scratch_for(wanted), strict=True):
                             parameter.grad = None if parameter.grad is None else spare.copy_(parameter.grad)
-                self._update(bucket, applied.coefficient)
+                self._update(bucket, applied.coefficient, self.committed)
             self._kept = kept or None
             if self.shards is not None:
                 self.shards.stale = True
@@ -381,7 +385,7 @@ class StageOptimizer:
             for parameter, gradient in kept:
                 parameter.grad = gradient
             for bucket in self._in_buckets():
-                self._update(bucket, validation.coefficient)
+                self._update(bucket, validation.coefficient, self.committed - 1)
             if self.scheduler is not None:
                 self.scheduler.step()
         # What the sums hold else belongs to parameters that nobody has any more.
@@ -463,10 +467,13 @@ class StageOptimizer:
         wanted = {key: value for key, value in kept.items() if keys is None or key in keys}
         return StageState({"kept": encode(wanted, shards.names[number], tensors)}, tensors)
 
-    def _update(self, bucket: _Bucket, coefficient: float) -> None:
+    def _update(self, bucket: _Bucket, coefficient: float, iteration: int) -> None:
         gradients = [p.grad for p in bucket.parameters if p.grad is not None]
         if coefficient != 1.0 and gradients:  # torch takes no empty list
             compat.multiply(gradients, coefficient)
+        if bucket.groups is None:  # it may draw noise, which must be that of all peers
+            first = next((name for name, p in self._named.items() if p.requires_grad), "")
+            reseed(seed_for("step", self.seed, iteration, first), self.gradients.device)
         with bucket.alone_in(self.optimizer):
             self.optimizer.step()
         for parameter in bucket.parameters:
@@ -771,9 +778,10 @@ def stage_optimizer(
     gradients: GradientSum,
     optimization: Optimization,
     pipelines: int | None = None,
+    seed: int = 0,
 ) -> StageOptimizer:
     """As the workload wants it; a workload may have a `scheduler(optimizer)` beside its `optimizer`. pipelines: of a
-    job whose workers share the optimizer's state, where they are to.
+    job whose workers share the optimizer's state, where they are to. seed: the job's.
 
     Raises InputError.
     """
@@ -787,6 +795,7 @@ def stage_optimizer(
         clips=optimization.clip_norm is not None,
         scales_loss=optimization.autocast == "fp16",
         pipelines=pipelines if optimization.sharding == "zero1" else None,
+        seed=seed,
     )
     made.stream = getattr(workload, "stream", None)
     return made

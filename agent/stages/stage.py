@@ -86,6 +86,7 @@ class Stage:
         tried: bool = False,
     ) -> None:
         self.module = LayerStack.of(module)
+        self._last_layer = max((number for number, _ in self.module.layers), default=0)
         self.gradients = gradients
         self.split = split or Deferred(module)
         self._buffers = buffers or MovingBuffers(self.module, gradients.moving, tried=tried)
@@ -128,7 +129,8 @@ class Stage:
         """
         given = x if isinstance(x, tuple) else (x,)
         inputs = tuple(map(leaf, given, wanted if wanted is not None else [True] * len(given)))
-        state = MicroBatchState(inputs, late=not any(t.requires_grad for t in inputs), several=isinstance(x, tuple))
+        late, backward = not any(t.requires_grad for t in inputs), BackwardSeed(seed, self._last_layer, given[0].device)
+        state = MicroBatchState(inputs, late, backward, several=isinstance(x, tuple))
         with (
             self._over_ranks.op(),
             self._buffers.kept(state.moves),
@@ -267,13 +269,13 @@ class Split:
 def choose_split(
     module: nn.Module, probe: Probe, *, autocast: Autocast | None = None, wanted: Wanted = "auto"
 ) -> Split:
-    """The best exact split of `module`; it and torch's random state are left as they were.
+    """The best exact split of `module`; it and all random numbers are left as they were.
 
     wanted: a strategy's name to try that one alone; where it does not pass, the fused one is returned.
     Raises whatever the module's own forward or backward raises.
     """
     devices = sorted({t.device.index for t in probe.inputs if t.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), own_numbers("trial"):
         trial = _Trial(module, probe, autocast)
         found = _choose(trial, wanted)
     if not trial.moving:

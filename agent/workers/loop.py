@@ -157,7 +157,7 @@ class WorkerLoop:
         self._wanted_split: StrategyName | None = stage.split.name
         """That of all layers; None: they come from stages that are split in different ways."""
         self._optimizer = stage_optimizer(
-            *(self._workload, stage.module, stage.gradients, options.optimization, options.job.pipelines)
+            *(self._workload, stage.module, stage.gradients, options.optimization, options.job.pipelines, options.seed)
         )
         self._coming: dict[Span, IncomingLayers] = {}
         progress = self._status.progress
