@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -221,8 +221,7 @@ class LayerStack(nn.Module):
         return x
 
 
-@dataclass(frozen=True)
-class BackwardSeed:
+class BackwardSeed(NamedTuple):
     """Of what a layer's backward draws: the same wherever the model is cut, and whatever has run before. seed: of the
     micro-batch's random numbers."""
 

@@ -278,6 +278,12 @@ def choose_split(
     with torch.random.fork_rng(devices=devices), own_numbers("trial"):
         trial = _Trial(module, probe, autocast)
         found = _choose(trial, wanted)
+    if trial.remembers:
+        note = (
+            "A second forward of the same micro-batch gives another output: does a layer keep something in a plain "
+            "attribute, or in a buffer that it takes to be kept? What workers compute depends on what they have run."
+        )
+        found = replace(found, text=f"{found.text} {note}", warning=True)
     if not trial.moving:
         return found
     note = "change in a forward: they move once per iteration, by the mean over all micro-batches"
@@ -345,6 +351,9 @@ class _Trial:
         self._inputs = {_FIRST: probe.inputs, _SECOND: tuple(t.flip(0) if t.dim() else t for t in probe.inputs)}
         self._names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
         self._made: set[str] = set()
+        self._outputs: dict[str, Fingerprint] = {}
+        self.remembers = False
+        """Does another forward of the same micro-batch give another output?"""
         before = {name: _fingerprint(p) for name, p in module.named_parameters()}
         self.moving = moved_by(module, self._first)
         for name, parameter in module.named_parameters():
@@ -356,13 +365,15 @@ class _Trial:
                 )
 
     def _first(self, buffers: MovingBuffers) -> None:
-        self._stage(Fused(self.module), _Record([]), buffers).forward(_FIRST)
-        self._made = buffers.made
+        outputs = self._stage(Fused(self.module), _Record([]), buffers).forward(_FIRST)
+        self._outputs, self._made = _named(f"output of {_FIRST}", outputs), buffers.made
 
     def reference(self) -> dict[str, Fingerprint]:
         """`run` of the fused backward. Raises what the module raises."""
         try:
-            return self.run(Fused(self.module))
+            found = self.run(Fused(self.module))
+            self.remembers = any(found[name] != output for name, output in self._outputs.items())
+            return found
         except Exception as error:
             if self._made:
                 error.add_note(

@@ -233,6 +233,26 @@ def test_a_buffer_must_be_changed_by_its_own_name() -> None:
         choose_split(Listed(), Probe((_x(),)))
 
 
+def test_a_cache_that_is_taken_to_be_kept_is_told_of() -> None:
+    """The second forward finds the zeros that the first has found, and takes them for what that has made of them."""
+
+    class Filled(Cached):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.zeros(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.table is not None
+            if not self.there:
+                self.table.fill_(1.0)
+                self.there = True
+            y: Tensor = self.linear(x) * self.table
+            return y
+
+    split = choose_split(Filled(), Probe((_x(),)))
+    assert golden("another-output-the-second-time") in split.text and split.warning
+
+
 def test_a_cache_that_counts_on_being_kept_is_named() -> None:
     with pytest.raises(TypeError) as raised:
         choose_split(Cached(), Probe((_x(),)))
