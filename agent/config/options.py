@@ -413,7 +413,10 @@ class Faults(OptionGroup):
     # It costs the interrupted iteration one small reduction more, and saves nothing once some stage has taken its step.
     keep_finished: bool = option(False, "After a death, don't run again what survivors have finished.")
     compare_every: int = option(
-        100, "Iterations after which a stage's workers compare their parameters; 0: at the end.", least=0
+        100,
+        "Iterations after which a stage's workers compare their parameters, beside the start and the first one; 0: at "
+        "the end.",
+        least=0,
     )
     timeouts: Timeouts = option(Timeouts, "How long workers wait for each other.")
     hand_over: HandOver = option(HandOver, "How a worker that joins gets its state.")

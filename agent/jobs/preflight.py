@@ -29,6 +29,7 @@ from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.launcher.bad_samples import named
 from openrecycle.agent.messages.client import prints_anyway
 from openrecycle.agent.models import compat
+from openrecycle.agent.models.data import own_numbers
 from openrecycle.agent.models.layers import (
     LayerStack,
     Partition,
@@ -293,11 +294,12 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
     """Returns what memory workers take.
 
     Raises InputError for a torch that can't be used, for data that the layers can't be given, for what two layers share
-    without saying so, for sparse gradients, for an optimizer or scheduler that can't be driven, or whose state can't be
-    handed over, and for a model that this machine has no memory for. here: the workers on it; None: all."""
+    without saying so, for sparse gradients and max_norm, for an optimizer or scheduler that can't be driven, or whose
+    state can't be handed over, and for a model that this machine has no memory for. here: the workers on it; None: all.
+    """
     compat.check_version()
     # The caller's own random numbers must not depend on what is tried out here.
-    with torch.random.fork_rng(devices=[]):
+    with own_numbers("preflight", options.seed):
         _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
         stages = options.job.stages
         partition = partition_at_start(options, layer_count(workload, stages))
@@ -412,6 +414,13 @@ def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
             if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
                 got = f"{type(part).__name__}(sparse=True), {name or 'which is the whole'} of {kind} {layer}"
                 raise InputError(f"{kind}s", got, "sparse=False: gradients are summed as dense tensors")
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+                got = f"{type(part).__name__}(max_norm=...), {name or 'which is the whole'} of {kind} {layer}"
+                expected = (
+                    "no max_norm: a forward would change the rows that it looks up, and peers look up others; a step "
+                    "hook of the optimizer may limit all rows"
+                )
+                raise InputError(f"{kind}s", got, expected)
         mine = [*module.named_parameters(), *module.named_buffers()]
         for name, parameter in module.named_parameters():
             if parameter.is_complex():
@@ -574,7 +583,6 @@ def _steps(stage: StageOptimizer, numbers: range) -> None:
         generator = torch.Generator().manual_seed(number)
         for parameter in stage.gradients.parameters:
             stage.gradients.add(parameter, torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
-        torch.manual_seed(number)  # of steps that draw noise
         stage.step()
 
 

@@ -465,10 +465,13 @@ def _check_alike(stage: int, iterations: int, hashes: Mapping[Worker, str]) -> N
         groups: dict[str, list[str]] = {}
         for worker in sorted(hashes):
             groups.setdefault(hashes[worker], []).append(str(worker))
+        when = f"after {iterations} iterations" if iterations else "before the first iteration"
+        why = "does something outside the seeds, parameters and optimizer state go into a step?"
+        if not iterations:
+            why = "do initial parameters come out of a generator of their own, or of something that differs by process?"
         raise DivergedError(
-            f"after {iterations} iterations the peers of stage {stage} have different parameters: "
-            f"{' and '.join(', '.join(group) for group in groups.values())} differ; "
-            "does something outside the seeds, parameters and optimizer state go into a step?"
+            f"{when} the peers of stage {stage} have different parameters: "
+            f"{' and '.join(', '.join(group) for group in groups.values())} differ; {why}"
         )
 
 

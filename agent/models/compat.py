@@ -132,6 +132,33 @@ def own_buffers(module: torch.nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def running_statistics(module: torch.nn.Module) -> list[Tensor]:
+    """Buffers that norms in `module`, of any kind that keeps some, change in a forward; no version shows it."""
+    norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase) and m.training]
+    return [t for m in norms if m.track_running_stats for t in m.buffers(recurse=False)]
+
+
+def has_forward(module: torch.nn.Module) -> bool:
+    """Can it be called?"""
+    return getattr(module.forward, "__func__", None) is not torch.nn.Module.forward
+
+
+def compiled_parts(module: torch.nn.Module) -> set[int]:
+    """The identities of modules that are compiled, with all that is in them."""
+    tops = [m for m in module.modules() if m._compiled_call_impl is not None or "_orig_mod" in m._modules]
+    return {id(part) for top in tops for part in top.modules()}
+
+
+def has_gradient_hook(parameter: Tensor) -> bool:
+    """Of `register_hook`, which torch's split calls."""
+    return bool(parameter._backward_hooks)
+
+
+def has_hook_after_gradient(parameter: Tensor) -> bool:
+    """Of `register_post_accumulate_grad_hook`, which torch's split does not call."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def without_children(module: Any) -> Any:
     """A copy that shares the parameters and buffers of `module` itself."""
     copied = shallow_copy(module)

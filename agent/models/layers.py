@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import Autocast, seed_for
 from openrecycle.agent.models import compat
+from openrecycle.agent.models.data import own_numbers
 from openrecycle.agent.models.state import dtype_name, layer_of
 from openrecycle.agent.models.workload import Workload, probe_inputs
 from openrecycle.planner.jobs.errors import InputError
@@ -74,9 +77,10 @@ def first_names(layer: nn.Module) -> dict[str, str]:
 
 
 def build_layer(workload: Workload, layer: int, layers: int, seed: int) -> nn.Module:
-    """Equal arguments give equal initial parameters."""
+    """Equal arguments give equal initial parameters, also of a builder that draws some without a seed."""
     build = getattr(workload, "build_layer", None) or getattr(workload, "build_stage")  # noqa: B009 -- one of the two
-    module: nn.Module = build(layer, layers, seed)
+    with own_numbers("parameters", seed, layer):
+        module: nn.Module = build(layer, layers, seed)
     return module
 
 
@@ -120,14 +124,16 @@ def tied_of(workload: Workload, layers: int) -> Tied:
 
 
 def _copy(source: nn.Module, name: str, target: nn.Module, its_name: str) -> None:
-    """Gives `target` a parameter with the values of another one."""
-    path, _, last = its_name.rpartition(".")
+    """Gives `target` a parameter with the values of another one, under all names that it has there."""
     values, own = source.get_parameter(name), target.get_parameter(its_name)
     if hasattr(own, "duplicate"):  # a part of a rank, which its layer knows (agent.models.parallelized)
         with torch.no_grad():
             own.copy_(values)
         return
-    setattr(target.get_submodule(path), last, nn.Parameter(values.detach().clone(), values.requires_grad))
+    copied = nn.Parameter(values.detach().clone(), values.requires_grad)
+    for part in target.modules():
+        for last in [last for last, parameter in compat.own_parameters(part).items() if parameter is own]:
+            setattr(part, last, copied)
 
 
 @dataclass(frozen=True)
@@ -205,19 +211,33 @@ class LayerStack(nn.Module):
     def forward(self, *inputs: Tensor, seed: int) -> Any:
         """seed: of a micro-batch's random numbers, from which those of each layer follow."""
         x: Any = inputs
+        before = 0
         for place, (number, layer) in enumerate(self.layers):
             if place:
-                x = _cut(x)
+                x = _cut(x, BackwardSeed(seed, before, inputs[0].device))
+            before = number
             reseed(seed_for("layer", seed, number), inputs[0].device)
             x = self.form.call(number, layer, x)
         return x
 
 
-def _cut(x: Any) -> tuple[Any, ...]:
-    """As the next layer gets it."""
+class BackwardSeed(NamedTuple):
+    """Of what a layer's backward draws: the same wherever the model is cut, and whatever has run before. seed: of the
+    micro-batch's random numbers."""
+
+    seed: int
+    layer: int
+    device: torch.device
+
+    def put(self) -> None:
+        reseed_torch(seed_for("backward", self.seed, self.layer), self.device)
+
+
+def _cut(x: Any, seed: BackwardSeed) -> tuple[Any, ...]:
+    """As the next layer gets it. seed: of the layer that it comes from."""
     given = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     trained = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
-    cut = iter(_Cut.apply(*trained) if trained else ())  # type: ignore[no-untyped-call]
+    cut = iter(_Cut.apply(seed, *trained) if trained else ())  # type: ignore[no-untyped-call]
     return tuple(t if not isinstance(t, Tensor) else next(cut) if t.requires_grad else t.contiguous() for t in given)
 
 
@@ -227,15 +247,25 @@ class _Cut(torch.autograd.Function):
     such things; and a parameter has a gradient, or none."""
 
     @staticmethod
-    def forward(ctx: Any, *x: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, seed: BackwardSeed, *x: Tensor) -> tuple[Tensor, ...]:
+        ctx.seed = seed
         return tuple(t.contiguous() for t in x)
 
     @staticmethod
     def backward(ctx: Any, *dy: Any) -> Any:
-        return tuple(t.contiguous() for t in dy)
+        ctx.seed.put()
+        return None, *(t.contiguous() for t in dy)
 
 
 def reseed(seed: int, device: torch.device) -> None:
+    """The random numbers of torch, Python and NumPy, in 10 µs."""
+    reseed_torch(seed, device)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def reseed_torch(seed: int, device: torch.device) -> None:
     """As torch.manual_seed, which takes 0.1 ms to visit every kind of accelerator."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
@@ -343,7 +373,8 @@ Gradients = Tensor | None | tuple[Tensor | None, ...]
 
 
 class StageIOError(RuntimeError):
-    """A stage's output is not what its boundary says; the sentence names the stage."""
+    """A stage's output is not what its boundary says, or its forward changes what it may not; the sentence names the
+    stage, the buffer or the parameter."""
 
 
 def tensors_of(value: Any, what: str) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -30,66 +30,189 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openrecycle.agent.models import compat
+from openrecycle.agent.models.layers import BackwardSeed, StageIOError
 from openrecycle.agent.models.parallelized import Sums, computed
 
 Move = tuple[Tensor, Tensor]
 """(buffer, what a forward added to it: fp64, the same shape)."""
 
 
-class MovingBuffers:
-    """Those among the buffers of `module` that are in `tensors` (by identity); None: all."""
+@dataclass(frozen=True, eq=False)
+class _Buffer:
+    """places: where modules have it; several where they share it. plain: are all its numbers finite, as those of a
+    norm's running statistics?"""
 
-    def __init__(self, module: nn.Module, tensors: Iterable[Tensor] | None = None) -> None:
+    tensor: Tensor
+    name: str
+    plain: bool
+    places: list[tuple[dict[str, Tensor | None], str]] = field(default_factory=list)
+
+
+class MovingBuffers:
+    """The buffers of `module`, as it was built. Those in `tensors` (by identity; None: all) may change in a forward,
+    which is given copies of them. tried: is it known that no other one changes?"""
+
+    def __init__(self, module: nn.Module, tensors: Iterable[Tensor] | None = None, *, tried: bool = False) -> None:
         wanted = None if tensors is None else {id(t) for t in tensors}
-        # A buffer that two modules share has one entry.
-        entries = {
-            id(buffer): (owner, name, buffer)
-            for owner in module.modules()
-            for name, buffer in compat.own_buffers(owner).items()
-            if buffer is not None and (wanted is None or id(buffer) in wanted)
-        }
-        self._entries = list(entries.values())
+        statistics = {id(t) for t in compat.running_statistics(module)}
+        known: dict[int, _Buffer] = {}
+        self._modules: list[tuple[str, dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+        """Of each the beginning of its names, its buffers, and those that it was built with."""
+        for path, owner in module.named_modules():
+            present, start = compat.own_buffers(owner), f"{path}." if path else ""
+            self._modules.append((start, present, dict(present)))
+            for key, tensor in present.items():
+                if tensor is not None:
+                    first = _Buffer(tensor, start + key, id(tensor) in statistics)
+                    known.setdefault(id(tensor), first).places.append((present, key))
+        self._moving = [b for b in known.values() if wanted is None or id(b.tensor) in wanted]
+        self._still = [b for b in known.values() if not (wanted is None or id(b.tensor) in wanted)]
+        self._have_any = [entry for entry in self._modules if entry[2]]
+        self._present = [present for _, present, _ in self._modules]
+        self._sizes = list(map(len, self._present))
+        self._tried = tried
+        # One that was made in inference mode has no version.
+        self._watched = [b for b in known.values() if not b.tensor.is_inference()] if tried else []
+        self.made = set[str]()
+        """Names of those that forwards have made."""
+        self.changed: set[int] | None = set() if wanted is None else None
+        """Where all may: the identities of those that forwards have written to, or put other values in the place of."""
 
     @contextlib.contextmanager
     def kept(self, moves: list[Move] | None = None) -> Iterator[None]:
-        """The buffers have their values back afterwards; what was changed is appended to `moves`."""
-        before = [buffer.detach().clone() for _, _, buffer in self._entries]
+        """Afterwards the buffers are what they were; what has changed is appended to `moves`.
+
+        What a forward has saved for its backward, or gives as its output, is a copy, and stays. A buffer that it has
+        made is none afterwards: else what a stage holds would depend on what it has run. Raises StageIOError where one
+        has changed that may not.
+        """
+        copies = [b.tensor.detach().clone() for b in self._moving]
+        for buffer, copy in zip(self._moving, copies, strict=True):
+            for present, key in buffer.places:
+                present[key] = copy
+        versions = [b.tensor._version for b in self._watched]
+        written = [copy._version for copy in copies]
         try:
             yield
-        finally:
-            for (owner, name, buffer), value in zip(self._entries, before, strict=True):
-                present = compat.own_buffers(owner)
-                if moves is not None:
-                    moves.append((buffer, _difference(present[name], value)))
-                # A forward may also have put another tensor in its place.
-                present[name] = buffer
-                # Through .data, since backwards still to come may have saved this tensor.
-                buffer.data.copy_(value)
+        except BaseException:
+            self._put_back()
+            raise
+        after = [_now(buffer, copy) for buffer, copy in zip(self._moving, copies, strict=True)]
+        replaced = self._put_back()
+        if moves is not None:
+            differences = [_difference(now, buffer) for buffer, now in zip(self._moving, after, strict=True)]
+            moves += [(buffer.tensor, change) for buffer, change in zip(self._moving, differences, strict=True)]
+            if self.changed is not None:
+                seen = zip(self._moving, copies, written, differences, strict=True)
+                self.changed |= {id(b.tensor) for b, copy, v, d in seen if copy._version != v or bool(d.ne(0).any())}
+            if self._tried and replaced:
+                self._check_replaced(replaced)
+        for buffer, version in zip(self._watched, versions, strict=True):
+            if buffer.tensor._version != version:
+                raise StageIOError(_forbidden(buffer, own=any(buffer is b for b in self._moving)))
+
+    def _put_back(self) -> dict[int, Tensor | None]:
+        """Returns, by the identity of those that may not change, what was in their place."""
+        replaced: dict[int, Tensor | None] = {}
+        for start, present, built in self._have_any:
+            for key, tensor in built.items():
+                now = present.get(key)
+                if now is not tensor:
+                    present[key] = tensor
+                    if tensor is None:
+                        self.made.add(start + key)
+                    else:
+                        replaced[id(tensor)] = now
+        if list(map(len, self._present)) != self._sizes:
+            for start, present, built in self._modules:
+                for key in present.keys() - built.keys():
+                    del present[key]
+                    self.made.add(start + key)
+        return replaced
+
+    def _check_replaced(self, replaced: Mapping[int, Tensor | None]) -> None:
+        """Others of the same values may be in a buffer's place."""
+        for buffer in self._still:
+            if id(buffer.tensor) in replaced:
+                now = replaced[id(buffer.tensor)]
+                if now is None or now.shape != buffer.tensor.shape or bool(_difference(now, buffer).ne(0).any()):
+                    raise StageIOError(_forbidden(buffer))
 
 
-def moved_by(module: nn.Module, run: Callable[[], Any]) -> list[Tensor]:
-    """The buffers of `module` that `run` changes; they have their values back afterwards."""
-    moves: list[Move] = []
-    with MovingBuffers(module).kept(moves):
-        run()
-    moving = [buffer for buffer, change in moves if bool(change.ne(0).any())]
-    for buffer in moving:
-        if buffer.is_complex():
-            raise RuntimeError(
-                f"a forward changes a complex buffer of shape {tuple(buffer.shape)}; only real ones can be summed: "
-                "keep its view_as_real"
+def _now(buffer: _Buffer, copy: Tensor) -> Tensor | None:
+    """What a forward that was given a copy has left in the buffer's place: of several the first other one."""
+    for present, key in buffer.places:
+        if (now := present.get(key)) is not copy:
+            return now
+    return copy
+
+
+def _forbidden(buffer: _Buffer, *, own: bool = False) -> str:
+    if own:
+        return (
+            f"a forward has changed the buffer {buffer.name} by way of something else that shows its memory; have it "
+            "use the module's attribute of that name"
+        )
+    return (
+        f"a forward has changed the buffer {buffer.name}, which the one that was tried at the start did not: what "
+        "workers hold would depend on which micro-batches they ran. Have every forward in training write to it, or none"
+    )
+
+
+def moved_by(module: nn.Module, run: Callable[[MovingBuffers], Any]) -> list[Tensor]:
+    """The buffers of `module` that a forward changes, and those that another one may change though this one did not,
+    and nobody would see it: the running statistics of norms, and what is in modules that it has not called. run: a
+    forward, within `kept` of what it is given. Raises StageIOError for one that can't be summed."""
+    buffers = MovingBuffers(module, tried=True)
+    with _passed_over(module) as uncalled:
+        run(buffers)
+    found = buffers.changed or set()
+    may = {id(t) for t in compat.running_statistics(module)} | {id(t) for t in uncalled if not t.is_complex()}
+    names = {id(t): name for name, t in module.named_buffers()}
+    for tensor in module.buffers():
+        if tensor.is_complex() and id(tensor) in found:
+            raise StageIOError(
+                f"a forward changes the complex buffer {names[id(tensor)]}, of shape {tuple(tensor.shape)}; only real "
+                "ones can be summed: keep its view_as_real"
             )
-    return moving
+    return [tensor for tensor in module.buffers() if id(tensor) in found | may]
 
 
-def _difference(after: Tensor | None, before: Tensor) -> Tensor:
+@contextlib.contextmanager
+def _passed_over(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Afterwards, the buffers that are only in modules that have not been called. A module without a forward is part of
+    another one; what is compiled is taken as called, since a hook would have it compiled anew."""
+    compiled, called, uncalled = compat.compiled_parts(module), set[int](), list[Tensor]()
+    watched = [
+        part
+        for part in module.modules()
+        if compat.own_buffers(part) and id(part) not in compiled and compat.has_forward(part)
+    ]
+    hooks = [part.register_forward_pre_hook(lambda part, _: called.add(id(part))) for part in watched]
+    try:
+        yield uncalled
+    finally:
+        for hook in hooks:
+            hook.remove()
+    not_called = {id(part) for part in watched} - called
+    elsewhere = {id(t) for p in module.modules() if id(p) not in not_called for t in compat.own_buffers(p).values()}
+    uncalled += [t for p in watched for t in p.buffers(recurse=False) if id(p) in not_called and id(t) not in elsewhere]
+
+
+def _difference(after: Tensor | None, buffer: _Buffer) -> Tensor:
+    before = buffer.tensor
     if after is None or after.shape != before.shape:
-        raise RuntimeError(
-            f"a forward turned a buffer of shape {tuple(before.shape)} into "
+        raise StageIOError(
+            f"a forward turned the buffer {buffer.name}, of shape {tuple(before.shape)}, into "
             f"{'None' if after is None else tuple(after.shape)}; buffers must keep their shape"
         )
     exact = torch.complex128 if before.is_complex() else torch.float64  # rotary positions are complex, say
-    return after.detach().to(exact) - before.to(exact)
+    now, then = after.detach().to(exact), before.to(exact)
+    change = now - then
+    if buffer.plain:
+        return change
+    # Between infinities, as masks have them, there is no difference.
+    return change.masked_fill_((now == then) | (now.isnan() & then.isnan()), 0.0)
 
 
 # -- layers that compute the gradient of their input now and those of their weights later ------------
@@ -290,8 +413,8 @@ def _in_types_of(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> l
 class DeferredLayers:
     """Makes layers inside `module` deferred while a deferred is set; without one they are as before.
 
-    Left alone are subclasses (what their forward does is not known), layers whose weight is
-    computed (weight norm), and options that change the gradient's form (sparse embeddings and such).
+    Left alone are subclasses and layers whose forward somebody has replaced (what it does is not known), layers whose
+    weight is computed (weight norm), and options that change the gradient's form (sparse embeddings and such).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -335,6 +458,8 @@ class DeferredLayers:
 
 def _deferred_forward(layer: nn.Module) -> Callable[[Tensor, DeferredGradients], Tensor] | None:
     """(input, deferred) → output; None for a layer that can't be deferred."""
+    if "forward" in vars(layer):
+        return None
     own = compat.own_parameters(layer)
     computed = own.get("weight") is None or (hasattr(layer, "bias") and "bias" not in own)
     if computed or not any(p is not None and p.requires_grad for p in own.values()):
@@ -386,11 +511,13 @@ class MicroBatchState:
     inputs: leaves; those that require a gradient have it in `.grad` after I. late: none requires
     one. several: the input came as a tuple. outputs: in I, those that require a gradient; dys:
     theirs ((None,) where the output is the loss). moves: what F changed in buffers. known:
-    (parameter, gradient) that I has produced already. weight: see agent.stages.stage.Stage.weigh.
+    (parameter, gradient) that I has produced already. weight: see agent.stages.stage.Stage.weigh. seed: of what the
+    backward of the last layer draws.
     """
 
     inputs: tuple[Tensor, ...]
     late: bool
+    seed: BackwardSeed
     several: bool = False
     outputs: tuple[Tensor, ...] = ()
     dys: tuple[Tensor | None, ...] = ()
@@ -507,6 +634,7 @@ class TorchSplit:
         outputs = [y.clone() if y._is_view() else y for y in state.outputs]
         inputs = [x for x in state.inputs if x.requires_grad]
         dys = None if state.dys == (None,) else list(state.dys)
+        state.seed.put()
         _, state.groups = self._of_inputs(outputs, dys, inputs, self._parameters)
         state.release()
 
@@ -544,6 +672,7 @@ def _backward(state: MicroBatchState, parameters: Sequence[nn.Parameter]) -> lis
     """The whole graph's backward; returns the gradients of the parameters that autograd knows of."""
     with _own_gradients(parameters) as gradients:
         if state.outputs:
+            state.seed.put()
             torch.autograd.backward(state.outputs, state.dys)
     state.release()
     return gradients

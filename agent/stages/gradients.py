@@ -376,7 +376,9 @@ class GradientSum:
             if count:
                 mean = self._float64(self._shaped[id(tensor)]) / (count * _CHANGE_SCALE)
                 moved = tensor.to(torch.float64) + mean
-                tensor.copy_(moved if tensor.is_floating_point() else moved.round_())
+                if not tensor.is_floating_point():  # of which fp64 has not all
+                    moved = torch.where(mean.eq(0), tensor, moved.round_().to(tensor.dtype))
+                tensor.copy_(moved)
 
     def clear(self, let_go: Callable[[], None] | None = None) -> None:
         """All sums are 0. What is lent stays so. let_go: returns once others, who still write to the buffer, have

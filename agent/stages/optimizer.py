@@ -35,9 +35,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_layer
+from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_layer, reseed
 from openrecycle.agent.models.parallelized import split_over_ranks
 from openrecycle.agent.models.state import (
     AVERAGE,
@@ -183,8 +184,10 @@ class StageOptimizer:
         clips: bool = False,
         scales_loss: bool = False,
         pipelines: int | None = None,
+        seed: int = 0,
     ) -> None:
-        """pipelines: of the job, where the optimizer's state is sharded over the stage's peers."""
+        """pipelines: of the job, where the optimizer's state is sharded over the stage's peers. seed: of what an
+        optimizer draws in a step."""
         if _required(type(optimizer).step):
             raise InputError("optimizer", type(optimizer).__name__, "one whose step() needs no closure")
         if scheduler is not None and (_required(type(scheduler).step) or scheduler.optimizer is not optimizer):
@@ -193,6 +196,7 @@ class StageOptimizer:
             )
         self.module, self.optimizer = LayerStack.of(module), optimizer
         self.gradients, self.scheduler = gradients, scheduler
+        self.seed = seed
         self.committed = 0
         self.settled = True
         self.slot = Slot()
@@ -209,6 +213,8 @@ class StageOptimizer:
         self._named = dict(self.module.named_parameters())
         """As they are between two ops: within one, a layer may show others (agent.models.parallelized), while a
         hand-over reads the state from another thread."""
+        self._buffers = dict(self.module.named_buffers())
+        """Likewise: a forward is given copies, and may make others."""
         named = list(self._named.items())
         copies = {id(p) for name, p in named if name in self.module.copies or getattr(p, "duplicate", False)}
         self._by_layer = [
@@ -334,7 +340,7 @@ class StageOptimizer:
                     if not leaves_gradients:
                         for parameter, spare in zip(wanted, self.gradients.scratch_for(wanted), strict=True):
                             parameter.grad = None if parameter.grad is None else spare.copy_(parameter.grad)
-                self._update(bucket, applied.coefficient)
+                self._update(bucket, applied.coefficient, self.committed)
             self._kept = kept or None
             if self.shards is not None:
                 self.shards.stale = True
@@ -374,7 +380,7 @@ class StageOptimizer:
             for parameter, gradient in kept:
                 parameter.grad = gradient
             for bucket in self._in_buckets():
-                self._update(bucket, validation.coefficient)
+                self._update(bucket, validation.coefficient, self.committed - 1)
             if self.scheduler is not None:
                 self.scheduler.step()
         # What the sums hold else belongs to parameters that nobody has any more.
@@ -456,10 +462,13 @@ class StageOptimizer:
         wanted = {key: value for key, value in kept.items() if keys is None or key in keys}
         return StageState({"kept": encode(wanted, shards.names[number], tensors)}, tensors)
 
-    def _update(self, bucket: _Bucket, coefficient: float) -> None:
+    def _update(self, bucket: _Bucket, coefficient: float, iteration: int) -> None:
         gradients = [p.grad for p in bucket.parameters if p.grad is not None]
         if coefficient != 1.0 and gradients:  # torch takes no empty list
             compat.multiply(gradients, coefficient)
+        if bucket.groups is None:  # it may draw noise, which must be that of all peers
+            first = next((name for name, p in self._named.items() if p.requires_grad), "")
+            reseed(seed_for("step", self.seed, iteration, first), self.gradients.device)
         with bucket.alone_in(self.optimizer):
             self.optimizer.step()
         for parameter in bucket.parameters:
@@ -496,13 +505,13 @@ class StageOptimizer:
         moving = set(map(id, self.gradients.moving))
         own = [layer for number, layer in self.module.layers if number in span]
         parameters = [p for layer in own for p in layer.parameters()]
-        buffers = [b for layer in own for b in layer.buffers()]
+        buffers = [b for name, b in self._buffers.items() if layer_of(name) in span]
         return [p for p in self._trained if any(p is q for q in parameters)] + [b for b in buffers if id(b) in moving]
 
     def moving_names(self, span: Span | None = None) -> list[str]:
         """Of the moving buffers, or those of these layers."""
         moving = set(map(id, self.gradients.moving))
-        names = [name for name, buffer in self.module.named_buffers() if id(buffer) in moving]
+        names = [name for name, buffer in self._buffers.items() if id(buffer) in moving]
         return names if span is None else [name for name in names if int(name.partition(".")[0]) in span]
 
     def averages(self) -> dict[str, Tensor]:
@@ -561,7 +570,7 @@ class StageOptimizer:
         """
         tensors: dict[str, Tensor] = {}
         names = {id(p): n for n, p in self._named.items()}
-        model = {n: encode(t, f"model.{n}", tensors) for n, t in [*self._named.items(), *self.module.named_buffers()]}
+        model = {n: encode(t, f"model.{n}", tensors) for n, t in [*self._named.items(), *self._buffers.items()]}
         states = {}
         for parameter, state in self.optimizer.state.items() if self.shards is None else ():
             if (name := names.get(id(parameter))) is None:
@@ -664,7 +673,7 @@ class StageOptimizer:
         """
         here, doc = self.state().document, state.document
         parameters = self._named
-        targets = {**parameters, **dict(self.module.named_buffers())}
+        targets = {**parameters, **self._buffers}
         try:
             for what, mine, theirs in (
                 ("model", sorted(here["model"]), sorted(doc["model"])),
@@ -764,9 +773,10 @@ def stage_optimizer(
     gradients: GradientSum,
     optimization: Optimization,
     pipelines: int | None = None,
+    seed: int = 0,
 ) -> StageOptimizer:
     """As the workload wants it; a workload may have a `scheduler(optimizer)` beside its `optimizer`. pipelines: of a
-    job whose workers share the optimizer's state, where they are to.
+    job whose workers share the optimizer's state, where they are to. seed: the job's.
 
     Raises InputError.
     """
@@ -780,6 +790,7 @@ def stage_optimizer(
         clips=optimization.clip_norm is not None,
         scales_loss=optimization.autocast == "fp16",
         pipelines=pipelines if optimization.sharding == "zero1" else None,
+        seed=seed,
     )
     made.stream = getattr(workload, "stream", None)
     return made

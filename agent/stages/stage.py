@@ -25,13 +25,17 @@ from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import Autocast, on_device, seed_for
 from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.models import compat
 from openrecycle.agent.models.compat import FlopCount
+from openrecycle.agent.models.data import own_numbers
 from openrecycle.agent.models.layers import (
     CPU,
+    BackwardSeed,
     Gradients,
     LayerStack,
     StageCuts,
     StageIO,
+    StageIOError,
     Tensors,
     build_layers,
     leaf,
@@ -67,7 +71,8 @@ class Stage:
     again for its neighbours' sake without being counted again.
 
     split: how the backward is split (see agent.stages.stage). autocast: forward and loss run under
-    torch.autocast of this type.
+    torch.autocast of this type. buffers: of the module; None: those of `gradients.moving` change, and it was tried or
+    not (`tried`) that no others do.
     """
 
     def __init__(
@@ -77,11 +82,14 @@ class Stage:
         *,
         split: Strategy | None = None,
         autocast: Autocast | None = None,
+        buffers: MovingBuffers | None = None,
+        tried: bool = False,
     ) -> None:
         self.module = LayerStack.of(module)
+        self._last_layer = max((number for number, _ in self.module.layers), default=0)
         self.gradients = gradients
         self.split = split or Deferred(module)
-        self._buffers = MovingBuffers(module, gradients.moving)
+        self._buffers = buffers or MovingBuffers(self.module, gradients.moving, tried=tried)
         self._autocast = autocast
         self._over_ranks = OverRanks(layer for _, layer in self.module.layers)
         self._states: dict[MicroBatch, MicroBatchState] = {}
@@ -121,7 +129,8 @@ class Stage:
         """
         given = x if isinstance(x, tuple) else (x,)
         inputs = tuple(map(leaf, given, wanted if wanted is not None else [True] * len(given)))
-        state = MicroBatchState(inputs, late=not any(t.requires_grad for t in inputs), several=isinstance(x, tuple))
+        late, backward = not any(t.requires_grad for t in inputs), BackwardSeed(seed, self._last_layer, given[0].device)
+        state = MicroBatchState(inputs, late, backward, several=isinstance(x, tuple))
         with (
             self._over_ranks.op(),
             self._buffers.kept(state.moves),
@@ -260,15 +269,21 @@ class Split:
 def choose_split(
     module: nn.Module, probe: Probe, *, autocast: Autocast | None = None, wanted: Wanted = "auto"
 ) -> Split:
-    """The best exact split of `module`; it and torch's random state are left as they were.
+    """The best exact split of `module`; it and all random numbers are left as they were.
 
     wanted: a strategy's name to try that one alone; where it does not pass, the fused one is returned.
     Raises whatever the module's own forward or backward raises.
     """
     devices = sorted({t.device.index for t in probe.inputs if t.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), own_numbers("trial"):
         trial = _Trial(module, probe, autocast)
         found = _choose(trial, wanted)
+    if trial.remembers:
+        note = (
+            "A second forward of the same micro-batch gives another output: does a layer keep something in a plain "
+            "attribute, or in a buffer that it takes to be kept? What workers compute depends on what they have run."
+        )
+        found = replace(found, text=f"{found.text} {note}", warning=True)
     if not trial.moving:
         return found
     note = "change in a forward: they move once per iteration, by the mean over all micro-batches"
@@ -280,14 +295,26 @@ def _choose(trial: _Trial, wanted: Wanted) -> Split:
     fused = Fused(module)
     if not any(p.requires_grad for p in module.parameters()):
         return Split(fused, 0.0, moving, "The stage has no trainable parameter: there is no W.")
-    reference = trial.run(fused)
+    reference = trial.reference()
     work = sum(trial.work(fused))
     if not work and not trial.late:
         text = "The backward is not split: there is no matrix product or convolution of the stage's own in it."
         return Split(fused, 0.0, moving, text, warning=wanted != "fused")
+    # A hook may do nothing to the gradients of the trial, and something to others.
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if after := next((name for name, p in named if compat.has_hook_after_gradient(p)), ""):
+        text = (
+            f"The backward is not split: register_post_accumulate_grad_hook was called for {after}, and its hook wants "
+            "whole gradients."
+        )
+        return Split(fused, 1.0 if trial.late else 0.0, moving, text, warning=True)
     faults: list[str] = []
     passed: list[tuple[float, Strategy]] = []
+    hooked = next((name for name, p in named if compat.has_gradient_hook(p)), "")
     for name in ("deferred", "torch"):
+        if hooked and name == "deferred":
+            faults.append(f"deferred: the gradient of {hooked} has a hook")
+            continue
         if wanted not in ("auto", name) or (trial.late and name == "torch") or (passed and _covers_most(passed[0][1])):
             continue
         strategy: Strategy = Deferred(module) if name == "deferred" else TorchSplit(module)
@@ -323,7 +350,37 @@ class _Trial:
         # The second micro-batch has the same samples in another order.
         self._inputs = {_FIRST: probe.inputs, _SECOND: tuple(t.flip(0) if t.dim() else t for t in probe.inputs)}
         self._names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
-        self.moving = moved_by(module, lambda: self._stage(Fused(module), _Record([])).forward(_FIRST))
+        self._made: set[str] = set()
+        self._outputs: dict[str, Fingerprint] = {}
+        self.remembers = False
+        """Does another forward of the same micro-batch give another output?"""
+        before = {name: _fingerprint(p) for name, p in module.named_parameters()}
+        self.moving = moved_by(module, self._first)
+        for name, parameter in module.named_parameters():
+            if _fingerprint(parameter) != before.get(name):
+                raise StageIOError(
+                    f"a forward changes the parameter {name}: workers would come to hold other values than their "
+                    "peers, which run other micro-batches. Have the optimizer's step do it (a step hook), or compute "
+                    "with a changed copy"
+                )
+
+    def _first(self, buffers: MovingBuffers) -> None:
+        outputs = self._stage(Fused(self.module), _Record([]), buffers).forward(_FIRST)
+        self._outputs, self._made = _named(f"output of {_FIRST}", outputs), buffers.made
+
+    def reference(self) -> dict[str, Fingerprint]:
+        """`run` of the fused backward. Raises what the module raises."""
+        try:
+            found = self.run(Fused(self.module))
+            self.remembers = any(found[name] != output for name, output in self._outputs.items())
+            return found
+        except Exception as error:
+            if self._made:
+                error.add_note(
+                    f"the second forward; the first has made the buffers {', '.join(sorted(self._made))}, which no "
+                    "forward finds as another one has left them: make them in __init__"
+                )
+            raise
 
     def run(self, strategy: Strategy) -> dict[str, Fingerprint]:
         """Every number that two interleaved micro-batches give, by its name."""
@@ -366,8 +423,9 @@ class _Trial:
             return share, f"{(in_i + in_w) / work:.2f} times the work of the fused backward"
         return share, "" if share >= _LEAST_SHARE else f"only {share:.1%} of the backward could be done in W"
 
-    def _stage(self, strategy: Strategy, record: _Record) -> _Ops:
-        return _Ops(Stage(self.module, record, split=strategy, autocast=self._autocast), self._inputs, self._probe)
+    def _stage(self, strategy: Strategy, record: _Record, buffers: MovingBuffers | None = None) -> _Ops:
+        stage = Stage(self.module, record, split=strategy, autocast=self._autocast, buffers=buffers)
+        return _Ops(stage, self._inputs, self._probe)
 
 
 class _Ops:
@@ -481,14 +539,14 @@ def assemble(
         nominal=nominal_weight(workload, job.pipelines * job.micro_batches),
         bucket_bytes=optimization.bucket_bytes,
     )
-    return Stage(module, gradients, split=split.strategy, autocast=optimization.autocast), split
+    return Stage(module, gradients, split=split.strategy, autocast=optimization.autocast, tried=True), split
 
 
 def reassemble(optimizer: StageOptimizer, strategy: StrategyName, optimization: Optimization) -> Stage:
     """The stage of layers that are here already, with what is summed of them. strategy: how the backward of each of
     them is split."""
     split = STRATEGIES[strategy](optimizer.module)
-    return Stage(optimizer.module, optimizer.gradients, split=split, autocast=optimization.autocast)
+    return Stage(optimizer.module, optimizer.gradients, split=split, autocast=optimization.autocast, tried=True)
 
 
 def try_split(

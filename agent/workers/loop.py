@@ -157,7 +157,7 @@ class WorkerLoop:
         self._wanted_split: StrategyName | None = stage.split.name
         """That of all layers; None: they come from stages that are split in different ways."""
         self._optimizer = stage_optimizer(
-            *(self._workload, stage.module, stage.gradients, options.optimization, options.job.pipelines)
+            *(self._workload, stage.module, stage.gradients, options.optimization, options.job.pipelines, options.seed)
         )
         self._coming: dict[Span, IncomingLayers] = {}
         progress = self._status.progress
@@ -195,6 +195,12 @@ class WorkerLoop:
         self._status.timeline = self._executor.timeline
         self._placed = True
 
+    def _take_another_place(self, me: Worker) -> None:
+        """Or the same one with other layers."""
+        self._split.close()  # a workload that was given its modules gives the same ones again
+        # With the origin that the job has, as one has that comes later: all must write the same checkpoints.
+        self._take_place(me, self._origin)
+
     def _settle_in(self, orders: GenerationSpec) -> None:
         """Becomes the worker of the place, the layers and the checkpoint (or start) that a generation asks for, where
         it is not, and gives up what it holds. Raises TransferError, also when the checkpoint can't be read."""
@@ -217,8 +223,7 @@ class WorkerLoop:
         except (CheckpointError, OSError) as error:  # the next generation tries again, with this one or an older
             raise TransferError(str(error)) from None
         self._cuts, self._taken_in = cuts, 0
-        # With the origin that the job has, as one has that comes later: all must write the same checkpoints.
-        self._take_place(orders.cell, self._origin)
+        self._take_another_place(orders.cell)
         if state is not None:
             self._load(state)
         if orders.restore is not None:
@@ -441,7 +446,7 @@ class WorkerLoop:
         self._evaluated_by_all = min((row[2] for row in rows.values() if row[0] != _JOINING), default=0)
         if self._cuts.partition != newest and committed == _JOINING:
             self._cuts = replace(self._cuts, partition=newest)
-            self._take_place(self._me, self._origin)
+            self._take_another_place(self._me)
         counts = {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()}
         incomplete = {w for w, row in rows.items() if row[0] != _JOINING and row[1]}
         members = agree(counts, incomplete, attempt=self._generation)
@@ -856,13 +861,14 @@ class WorkerLoop:
 
     def _compare(self, whole: list[Worker]) -> None:
         """At an iteration's boundary, now and then and with each checkpoint: says what this worker's parameters
-        are, for the launcher to compare with those of its peers. At the end of the job `done` says it."""
+        are, for the launcher to compare with those of its peers. At the end of the job `done` says it. Before the first
+        iteration and after it, what builders and optimizers draw shows."""
         committed, every = self._optimizer.committed, self._options.faults.compare_every
-        due = bool(every) and committed % every == 0
+        due = bool(every) and (committed % every == 0 or committed == 1)
         if self._checkpointer is not None:
             due = due or self._checkpointer.due(committed)
         peers = [w for w in whole if w.stage == self._me.stage]
-        if due and committed and self._me in peers and len(peers) > 1:
+        if due and self._me in peers and len(peers) > 1:
             settled, sha256 = self._optimizer.settled, self._optimizer.parameters_sha256()
             self._channel.say(
                 "parameters", generation=self._generation, iteration=committed, settled=settled, sha256=sha256

@@ -84,7 +84,7 @@ class IncomingLayers:
         self.span, self._optimization, self._terms = span, optimization, job.pipelines * job.micro_batches
         self._device, self._nominal = device, nominal_weight(workload, self._terms)
         module = build_layers(workload, span, layers, seed).to(device)
-        self.optimizer = stage_optimizer(workload, module, self._sum(module, ()), optimization, job.pipelines)
+        self.optimizer = stage_optimizer(workload, module, self._sum(module, ()), optimization, job.pipelines, seed)
         self.state = StateReceiver(self.optimizer, say)
         self.strategy: StrategyName | None = None
         self.lost = False
@@ -199,7 +199,7 @@ def regrouped(
         nominal=nominal_weight(workload, terms),
         bucket_bytes=optimization.bucket_bytes,
     )
-    made = stage_optimizer(workload, module, gradients, optimization, job.pipelines)
+    made = stage_optimizer(workload, module, gradients, optimization, job.pipelines, own.seed)
     made.adopt(parts)
     return made
 

@@ -17,7 +17,7 @@ from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.examples import fully_sharded
 from openrecycle.agent.models.layers import build_layers
 from openrecycle.agent.models.parallelized import Parallelized
-from openrecycle.agent.stages.backward import STRATEGIES, StrategyName, moved_by
+from openrecycle.agent.stages.backward import STRATEGIES, MovingBuffers, StrategyName, moved_by
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.transport.ranks import Ranks
@@ -184,7 +184,11 @@ def train(
         return 0, 0, *key
 
     first = workload.inputs(*place(KEYS[0]))
-    moving = moved_by(module, lambda: Stage(module, GradientSum((), terms=9)).forward(KEYS[0], first, seed=1))
+
+    def forward(buffers: MovingBuffers) -> None:
+        Stage(module, GradientSum((), terms=9), buffers=buffers).forward(KEYS[0], first, seed=1)
+
+    moving = moved_by(module, forward)
     sums = GradientSum(module.parameters(), terms=9, buffers=moving)
     stage = Stage(module, sums, split=STRATEGIES[split](module))
     keys, out = KEYS[::-1] if turned else KEYS, Result()

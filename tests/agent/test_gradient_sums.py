@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from openrecycle.agent.stages.gradients import SUM_OF, FastSum, GradientSum
+from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.stage import Probe, Stage, choose_split
 from tests.conftest import examples
 
@@ -207,6 +210,133 @@ def test_a_settled_micro_batch_is_not_counted_again(wanted: str) -> None:
 def _net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU())
+
+
+class Average(nn.Module):
+    """Keeps one of its inputs, in a way that no version shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+        self.average: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.data.mul_(0.9).add_(x.detach().mean((0, 2)), alpha=0.1)
+        return x
+
+
+class Skipped(nn.Module):
+    """Stochastic depth: a forward enters it, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Average(), nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.inner(x) if torch.rand(()) < 0.5 else x
+        return y
+
+
+def test_statistics_of_a_layer_that_the_trial_did_not_enter() -> None:
+    generator = torch.Generator().manual_seed(1)
+    xs = [torch.randn(3, 4, 5, generator=generator) for _ in range(4)]
+
+    def buffers_after(order: Iterable[int]) -> dict[str, Tensor]:
+        net = nn.Sequential(*(Skipped() for _ in range(6)))
+        split = choose_split(net, Probe((xs[0],)))
+        total = GradientSum(net.parameters(), terms=4, buffers=split.moving)
+        stage = Stage(net, total, split=split.strategy, tried=True)
+        for m in order:
+            stage.forward((0, m), xs[m], seed=100 + m)
+            stage.input_backward((0, m), torch.ones(3, 4, 5))
+            stage.weight_backward((0, m))
+        total.write_buffers()
+        return dict(net.named_buffers())
+
+    ours, theirs = buffers_after(range(4)), buffers_after((3, 2, 1, 0))
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert sum(int(b) for name, b in ours.items() if name.endswith("num_batches_tracked")) > 0
+    assert any(b.any() for name, b in ours.items() if name.endswith("average"))
+
+
+class Scaled(nn.Module):
+    """Changes a buffer and then computes with it, in place or by `.data`; gives it to the next layer, too."""
+
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.linear, self.by_data = nn.Linear(4, 4), by_data
+        self.register_buffer("scale", torch.ones(4))
+        self.scale: Tensor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        with torch.no_grad():
+            scale = self.scale.data if self.by_data else self.scale
+            scale.mul_(0.5).add_(y.abs().amax(0), alpha=0.5)
+        return y / self.scale, self.scale
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("wanted", ["deferred", "torch", "fused"])
+def test_a_forward_may_compute_with_what_it_has_changed(wanted: str, by_data: bool) -> None:
+    """Nothing is written to what it has saved for its backward, or given."""
+    torch.manual_seed(0)
+    module, x, dy = Scaled(by_data), torch.randn(3, 4).requires_grad_(), torch.randn(3, 4)
+    plain = copy.deepcopy(module)
+    y, scale = plain(x)
+    y.backward(dy)
+    split = choose_split(module, Probe((x.detach(),)), wanted=wanted)  # type: ignore[arg-type]
+    assert split.strategy.name == wanted
+    total = GradientSum(module.parameters(), terms=2, buffers=split.moving)
+    stage = Stage(module, total, split=split.strategy, tried=True)
+    for key in ((0, 0), (0, 1)):
+        out = stage.forward(key, x.detach(), seed=0)
+        assert torch.equal(out[0], y) and torch.equal(out[1], scale)
+        assert torch.equal(module.scale, torch.ones(4))
+    for key in ((0, 0), (0, 1)):
+        dx = stage.input_backward(key, (dy, None))
+        assert isinstance(dx, Tensor) and isinstance(x.grad, Tensor) and torch.equal(dx, x.grad)
+        stage.weight_backward(key)
+    total.write_gradients()
+    weight, expected = module.linear.weight.grad, plain.linear.weight.grad
+    assert weight is not None and expected is not None
+    torch.testing.assert_close(weight, 2.0 * expected, rtol=1e-6, atol=1e-6)
+
+
+class Lazy(nn.Module):
+    """Makes a mask in a forward, as long as it needs one, and keeps it."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if registered:
+            self.register_buffer("mask", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, mask = self.linear(x), getattr(self, "mask", None)
+        if mask is None or len(mask) < x.shape[1]:
+            self.register_buffer("mask", torch.ones(x.shape[1], x.shape[1]).tril())
+        return self.mask[: x.shape[1], : x.shape[1]] @ y  # type: ignore[index,no-any-return]
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_what_a_forward_makes_is_no_state(registered: bool) -> None:
+    """Layers that move have run nothing, and some workers have run longer micro-batches than others."""
+    holder = nn.Sequential(Lazy(registered), Lazy(registered))
+    split = choose_split(holder, Probe((torch.ones(2, 3, 4),)))
+    stage = Stage(holder, GradientSum(holder.parameters(), terms=4, buffers=split.moving), tried=True)
+    x = torch.ones(2, 5, 4)
+    y = stage.forward((0, 0), x, seed=0)
+    with torch.no_grad():
+        assert isinstance(y, Tensor) and torch.equal(y, copy.deepcopy(holder)(x))
+    coming = nn.Sequential(Lazy(registered), Lazy(registered))
+    of_both = [
+        StageOptimizer(m, torch.optim.SGD(m.parameters(), 0.1), GradientSum(m.parameters(), terms=4))
+        for m in (holder, coming)
+    ]
+    of_both[1].load_state(of_both[0].state())
+    assert list(holder.named_buffers()) == []
+    assert torch.equal(dict(holder.named_parameters())["0.linear.weight"], coming[0].linear.weight)
 
 
 @pytest.mark.parametrize("routing", [[(0, 1, 2), (3,)], [(3, 1), (0, 2)], [(2, 3, 0, 1), ()]])

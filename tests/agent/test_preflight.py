@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,9 @@ from torch import nn
 from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
 from openrecycle.agent.config.devices import Mode, memory_limit
 from openrecycle.agent.config.options import Optimization, TrainingOptions
+from openrecycle.agent.jobs.callables import CallableWorkload
 from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.models.layers import build_layers
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
@@ -53,6 +57,10 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"stages": wrong_jobs.complex_weights}, ["weight of stage 1, which is complex64"]),
         ({"stages": [wrong_jobs.Halves, wrong_jobs.Halves]}, ["turns of stage 0, which is complex32"]),
         ({"stages": wrong_jobs.sparse}, ["stages: got 'Embedding(sparse=True), 0 of stage 0', expected sparse=False"]),
+        (
+            {"stages": wrong_jobs.limited},
+            ["stages: got 'EmbeddingBag(max_norm=...), 0 of stage 0', expected no max_norm"],
+        ),
         ({"optimizer": torch.optim.SparseAdam}, ["optimizer: got 'SparseAdam'", "dense"]),
         ({"optimizer": wrong_jobs.Ticking}, ["optimizer: got 'Ticking'", "a worker that re-joins"]),
         ({"optimizer": wrong_jobs.Remembering}, ["optimizer: got 'Remembering (", "object"]),
@@ -165,6 +173,35 @@ def test_the_command_line_refuses_the_same() -> None:
         check_workload(NamedWorkload("tests.agent.test_preflight:Plateau").load(), options)
 
 
+def test_whatever_builders_draw_with_is_seeded() -> None:
+    """And nothing is left of it in the caller's own random numbers."""
+    given = CallableWorkload(wrong_jobs.drawn, *[None] * 5, 0, layers=2)  # type: ignore[arg-type]
+    numpy.random.seed(7)
+    expected, draws = numpy.random.rand(), []
+    for seed in (0, 0, 1):
+        numpy.random.seed(7)
+        built = build_layers(given, range(2), 2, seed)
+        assert numpy.random.rand() == expected
+        random.seed(seed)
+        draws.append(torch.cat([p.detach().flatten() for p in built.parameters()]))
+    assert torch.equal(draws[0], draws[1]) and not draws[0].eq(draws[2]).any()
+
+
+def test_what_is_tried_leaves_the_caller_s_random_numbers_alone() -> None:
+    def drawn() -> list[float]:
+        return [random.random(), numpy.random.rand(), float(torch.rand(()))]
+
+    found = []
+    for tries in (False, True):
+        random.seed(1)
+        numpy.random.seed(1)
+        torch.manual_seed(1)
+        if tries:
+            own_jobs.trainer()
+        found.append(drawn())
+    assert found[0] == found[1]
+
+
 def Plateau() -> Any:
     from tests.agent.nan_model import NanModel
 
@@ -177,7 +214,21 @@ def Plateau() -> Any:
 def test_peers_that_drift_apart_end_the_job_within_the_interval() -> None:
     """Not only at the end, 400 iterations later; and the checkpoints compare, too, where nothing else does."""
     with pytest.raises(JobFailed, match=golden("after-2-iterations-the-peers")):
-        own_jobs.trainer(optimizer=wrong_jobs.Drifting, faults=Faults(compare_every=2)).fit(iterations=400)
+        drifting = partial(wrong_jobs.Drifting, after=1)
+        own_jobs.trainer(optimizer=drifting, faults=Faults(compare_every=2)).fit(iterations=400)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stages": wrong_jobs.different}, "before-the-first-iteration-the-peers"),
+        at_length({"optimizer": wrong_jobs.Drifting}, "after-1-iterations-the-peers"),
+    ],
+)
+def test_peers_that_differ_from_the_start_do_not_train_on(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobFailed, match=golden(words)):
+        own_jobs.trainer(**changes).fit(iterations=400)
 
 
 @pytest.mark.processes

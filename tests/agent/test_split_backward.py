@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import random
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.examples.gpt import Block, Gpt
+from openrecycle.agent.models.layers import InputForm, LayerStack
+from openrecycle.agent.stages.backward import STRATEGIES, StrategyName
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.stage import Stage
 
@@ -112,3 +117,66 @@ def test_weight_backward_holds_no_more_than_forward_did() -> None:
     stage.input_backward((0, 0), torch.ones(shape))
     state = stage._states[0, 0]
     assert not state.inputs and not state.outputs and len(state.deferred) == 4
+
+
+class Rounding(torch.autograd.Function):
+    """Rounds a gradient up or down, as it draws."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.floor(16.0 * grads[0] + torch.rand_like(grads[0])) / 16.0
+
+
+class Drawing(nn.Module):
+    """Draws in forward and backward, with all there is to draw with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Rounding.apply(self.linear(x)) * float(numpy.random.rand()) * random.random()  # type: ignore[no-untyped-call]
+        return Rounding.apply(y)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@pytest.mark.parametrize("order", ["FIWFIW", "FFIIWW"])
+@pytest.mark.parametrize("strategy", ["fused", "deferred"])
+def test_what_layers_draw_depends_on_nothing_that_has_run(strategy: StrategyName, order: str) -> None:
+    """Nor on where the model is cut."""
+    torch.manual_seed(0)
+    layers = [Drawing(), Drawing()]
+    xs = [torch.randn(3, 4) for _ in range(2)]
+
+    def sums(cuts: list[dict[int, nn.Module]], order: str, strategy: StrategyName) -> Tensor:
+        stages = []
+        for cut in cuts:
+            module = LayerStack(cut, form=InputForm(2))
+            total = GradientSum(module.parameters(), terms=2)
+            stages.append(Stage(module, total, split=STRATEGIES[strategy](module)))
+        done = dict.fromkeys("FIW", 0)
+        for kind in order:
+            key, values = (0, done[kind]), xs[done[kind]]
+            done[kind] += 1
+            for stage in stages if kind == "F" else stages[::-1]:
+                if kind == "F":
+                    values = stage.forward(key, values, seed=50 + key[1])  # type: ignore[assignment]
+                elif kind == "I":
+                    gradient = torch.full((3, 4), 0.3) if stage is stages[-1] else values
+                    values = stage.input_backward(key, gradient)  # type: ignore[assignment]
+                else:
+                    stage.weight_backward(key)
+        for stage in stages:
+            stage.split.close()
+        return torch.cat(
+            [stage.gradients.part([p])[: p.numel()] for stage in stages for p in stage.module.parameters()]
+        )
+
+    whole = {0: layers[0], 1: layers[1]}
+    expected = sums([whole], "FIWFIW", "fused")
+    assert expected.any()
+    assert torch.equal(sums([whole], order, strategy), expected)
+    assert torch.equal(sums([{0: layers[0]}, {1: layers[1]}], order, strategy), expected)

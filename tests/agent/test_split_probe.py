@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models.compat import FlopCount
-from openrecycle.agent.models.layers import StageCuts, TensorSpec
+from openrecycle.agent.models.layers import StageCuts, StageIOError, TensorSpec
 from openrecycle.agent.stages.gradients import FastSum, GradientSum
-from openrecycle.agent.stages.stage import Probe, assemble, choose_split
+from openrecycle.agent.stages.stage import Probe, Stage, assemble, choose_split
 from openrecycle.planner.jobs.job import Job
 from tests.golden import golden
 
@@ -122,6 +122,19 @@ def test_it_leaves_nothing_behind(wanted: str) -> None:
     assert not any("forward" in vars(m) for m in module.modules())
 
 
+def test_a_forward_that_was_replaced_on_a_layer_stays() -> None:
+    """As adapters do it: the class of the layer does not show it."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = module[0].forward
+    module[0].forward = lambda x: 3.0 * plain(x)  # type: ignore[method-assign]
+    replaced, y = module[0].forward, module(_x())
+    for _ in range(2):  # layers that come to another stage are tried again
+        split = choose_split(module, Probe((_x(),)), wanted="deferred")
+        assert split.strategy.name == "deferred" and torch.equal(module(_x()), y)
+        split.strategy.close()
+        assert module[0].forward is replaced and "forward" not in vars(module[1])
+
+
 def test_a_buffer_that_is_replaced_counts_as_moving() -> None:
     module = Named()
     buffer = module.seen
@@ -138,6 +151,160 @@ def test_a_buffer_that_changes_its_shape_is_an_error_in_words() -> None:
 
     with pytest.raises(RuntimeError, match=golden("must-keep-their-shape")):
         choose_split(Growing(), Probe((_x(),)))
+
+
+class Late(Named):
+    """Writes to its buffer from the third forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("drawn", torch.ones(4))
+        self.drawn: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 100:
+            self.drawn.mul_(2.0)
+        self.drawn = self.drawn.clone()  # of the same values
+        y: Tensor = super().forward(x) * self.drawn
+        return y
+
+
+class Listed(nn.Module):
+    """Writes to its buffer by way of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.all = [self.seen]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.all[0] += 1
+        y: Tensor = self.linear(x)
+        return y
+
+
+class Cached(nn.Module):
+    """Makes a table in its first forward, and knows by something else that it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.there = nn.Linear(4, 4), False
+        self.register_buffer("table", None)
+        self.table: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.there:
+            self.table, self.there = torch.ones(4), True
+        y: Tensor = self.linear(x) * self.table
+        return y
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinities_in_a_buffer_do_not_move() -> None:
+    """As in a mask of attention: the difference of two of them is no number."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.mask.softmax(-1) @ self.linear(x)
+            return y
+
+    assert choose_split(Masked(), Probe((_x(),))).moving == []
+
+
+def test_a_buffer_that_begins_to_change_later_is_refused_by_its_name() -> None:
+    module = Late()
+    split = choose_split(module, Probe((_x(),)))
+    assert [id(b) for b in split.moving] == [id(module.seen)]
+    sums = GradientSum(module.parameters(), terms=1, buffers=split.moving)
+    stage = Stage(module, sums, split=split.strategy, tried=True)
+    stage.forward((0, 0), _x(), seed=0)
+    with pytest.raises(StageIOError, match=golden("begins-to-change-later")):
+        stage.forward((0, 1), _x() + 100.0, seed=0)
+
+
+def test_a_buffer_must_be_changed_by_its_own_name() -> None:
+    with pytest.raises(StageIOError, match=golden("by-its-own-name")):
+        choose_split(Listed(), Probe((_x(),)))
+
+
+def test_a_cache_that_is_taken_to_be_kept_is_told_of() -> None:
+    """The second forward finds the zeros that the first has found, and takes them for what that has made of them."""
+
+    class Filled(Cached):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.zeros(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.table is not None
+            if not self.there:
+                self.table.fill_(1.0)
+                self.there = True
+            y: Tensor = self.linear(x) * self.table
+            return y
+
+    split = choose_split(Filled(), Probe((_x(),)))
+    assert golden("another-output-the-second-time") in split.text and split.warning
+
+
+def test_a_cache_that_counts_on_being_kept_is_named() -> None:
+    with pytest.raises(TypeError) as raised:
+        choose_split(Cached(), Probe((_x(),)))
+    assert golden("made-in-the-first-forward") in raised.value.__notes__[0]
+
+
+def _twice_as_large(module: nn.Module, by: str) -> None:
+    weight = module.get_parameter("weight")
+    if by == "data":
+        weight.data.mul_(2.0)
+    elif by == "another":
+        weight.data = 2.0 * weight.data
+    else:
+        with torch.no_grad():
+            weight.mul_(2.0)
+
+
+@pytest.mark.parametrize("by", ["data", "another", "itself"])
+def test_a_parameter_that_a_forward_changes_is_refused_by_its_name(by: str) -> None:
+    module = nn.Linear(4, 4)
+    module.register_forward_pre_hook(lambda module, _: _twice_as_large(module, by))
+    with pytest.raises(StageIOError, match=golden("a-forward-changes-the-parameter")):
+        choose_split(module, Probe((_x(),)))
+
+
+def _clamped(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-1.0, 1.0)
+
+
+def _clamped_gradient(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clamp(-1.0, 1.0)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "deferred", "torch"])
+@pytest.mark.parametrize("after", [False, True])
+def test_hooks_of_parameters_are_called_also_if_they_do_nothing_in_the_trial(wanted: str, after: bool) -> None:
+    module = nn.Linear(4, 4)
+    if after:
+        module.weight.register_post_accumulate_grad_hook(_clamped)
+    else:
+        module.weight.register_hook(_clamped_gradient)
+    split = choose_split(module, Probe((_x() * 1e-2,)), wanted=wanted)  # type: ignore[arg-type]
+    sums = GradientSum(module.parameters(), terms=1)
+    stage = Stage(module, sums, split=split.strategy, tried=True)
+    stage.forward((0, 0), _x() * 100.0, seed=0)
+    stage.input_backward((0, 0), torch.ones(3, 4))
+    stage.weight_backward((0, 0))
+    sums.write_gradients()
+    assert module.weight.grad is not None and float(module.weight.grad.abs().max()) == 1.0
+    if after:
+        assert golden("a-hook-wants-whole-gradients") in split.text and split.warning
 
 
 def test_workers_of_a_stage_come_to_the_same_split() -> None:

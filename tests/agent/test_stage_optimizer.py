@@ -314,3 +314,41 @@ def test_a_stage_that_is_not_trained_has_nothing_to_clip() -> None:
     stage.step(None)
     assert stage.settle(ValidationResult(0.5))
     assert stage.parameters_sha256() == before and stage.committed == 2
+
+
+class Noisy(torch.optim.SGD):
+    """Draws noise in every step, as optimizers with stochastic rounding do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_step_draws_is_that_of_all_peers(late: bool) -> None:
+    """Whatever each has run before; again, when a step is taken again; and another one in each step, and job."""
+
+    def stepped(ran: int, seed: int = 0, *, undone: bool = False) -> list[torch.Tensor]:
+        parameter = nn.Parameter(torch.zeros(3))
+        module = nn.ParameterList([parameter])
+        sums = GradientSum(module.parameters(), terms=1)
+        stage = StageOptimizer(module, Noisy(module.parameters(), 0.1), sums, clips=late, seed=seed)
+        out = []
+        for _ in range(2):
+            for again in (True, False) if undone else (False,):
+                torch.manual_seed(ran)
+                sums.add(parameter, torch.ones(3))
+                stage.step(None if late else CLEAN)
+                if late:
+                    stage.settle(ValidationResult(0.5))
+                if again:
+                    stage.roll_back()
+            out.append(parameter.detach().clone())
+        return out
+
+    one, other, again = stepped(1), stepped(2), stepped(3, undone=True)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(one, other, again, strict=True))
+    assert not torch.equal(one[0], one[1] - one[0]) and not torch.equal(one[0], stepped(1, seed=1)[0])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from openrecycle.agent.config.devices import Mode
 from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.jobs.callables import CallableWorkload
 from openrecycle.agent.models.layers import LayerStack, build_layers
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.stages.gradients import SUM_OF
@@ -37,6 +38,25 @@ def test_who_tells_whom_about_what() -> None:
         Route(Worker(1, 2), Worker(0, 0), ("5.b",)),
         Route(Worker(1, 2), Worker(1, 0), ("5.b",)),
     )
+
+
+class Twice(nn.Module):
+    """Has the one parameter under two names."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.first.weight = self.second.weight = weight
+
+
+def test_what_a_layer_shares_within_itself_it_shares_on_with_its_copy() -> None:
+    table = nn.Embedding(8, 8)
+    given = CallableWorkload([table, Twice(table.weight)], *[None] * 5, 0, layers=2)  # type: ignore[arg-type]
+    stack = build_layers(given, range(1, 2), 2, 0)
+    (own,) = stack.parameters()
+    assert own is not table.weight and torch.equal(own, table.weight)
+    layer = dict(stack.layers)[1]
+    assert layer.get_parameter("first.weight") is layer.get_parameter("second.weight") is own
 
 
 def _reference(iterations: int) -> list[float]:

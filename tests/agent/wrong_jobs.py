@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -109,12 +111,39 @@ class Remembering(torch.optim.SGD):
 
 
 class Drifting(torch.optim.SGD):
-    """The step is another in every process."""
+    """The step is another in every process. after: so many that are not."""
+
+    def __init__(self, parameters: Any, after: int = 0) -> None:
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            group["left"] = after
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            group["lr"] = 0.1 + (os.getpid() % 1000) / 1e6
+            group["left"] -= 1
+            group["lr"] = 0.1 + (os.getpid() % 1000) / 1e6 * (group["left"] < 0)
         return super().step(closure)
+
+
+def drawn(stage: int, stages: int) -> nn.Module:
+    """Initial weights out of NumPy's random numbers and Python's."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(numpy.random.uniform(-1.0, 1.0, (WIDTH, WIDTH))))
+        layer.bias.fill_(random.random())
+    return layer
+
+
+def different(stage: int, stages: int) -> nn.Module:
+    """Initial weights that are others in every process."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        layer.bias.fill_(os.getpid() % 1000)
+    return layer
+
+
+def limited(stage: int, stages: int) -> nn.Module:
+    return nn.Sequential(nn.EmbeddingBag(9, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH))
 
 
 def no_optimizer(parameters: Iterable[nn.Parameter]) -> Any:
