@@ -682,6 +682,7 @@ LONGEST = 6 * 3600.0
 """Seconds after which an import on another host, of which nothing more is known, counts as ended."""
 # In a job that is over nothing is under way, whatever its file says.
 _AT_REST = {"broken": "", "moves": "[]"}
+_ALIVE = frozenset({*PRESENT, WorkerState.STARTING})
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -783,6 +784,8 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
     known: set[str] = set()  # plans that rows of this job hold
     for form in importable():
         for batch in _batches(history, form):
+            if form.name == "worker":  # as the coordinator leaves them in a job that is over
+                batch = [row | {"state": WorkerState.FINISHED} if row["state"] in _ALIVE else row for row in batch]
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
             rows.add(form.name, job_id, batch, ((f, _storable(history.plan(f))) for f in sorted(named)))
             known |= named
@@ -818,7 +821,6 @@ CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
 MOST_MEMORY = 8 * 2**30
 """A file that asks for more than any history needs ends the process that reads it, and harms no other."""
 FOLLOW_SECONDS = 5.0
-_ALIVE = frozenset({*PRESENT, WorkerState.STARTING})
 
 
 class JobReader(Protocol):

@@ -165,6 +165,8 @@ def test_a_job_that_runs_is_stopped_where_it_is_imported(
     import_history(target, tmp_path / "job.zip")
     job = Store(target).jobs()[0]
     assert job["state"] == "stopped" and golden("when-its-history-was-exported") in job["reason"]
+    workers = {row["name"]: row["state"] for row in Store(target).workers(other)}
+    assert workers == {name: "failed" if name == "W1_0" else "finished" for name in NAMES}
     assert export(source, "nobody", tmp_path / "none.zip") is None
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix in (".zip", ".part")) == ["job.zip"]
 
