@@ -78,6 +78,10 @@ class Condition(StrEnum):
     STOPPED = "stopped"
 
 
+# Nobody trains, and nobody will until a person does something.
+STANDING = frozenset({Condition.WAITING, Condition.PAUSED, Condition.HALTED})
+
+
 class Arrival(NamedTuple):
     """What a process says of itself when it registers; see ProcessState."""
 
