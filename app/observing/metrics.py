@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import API, JobState
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.states import STANDING, Condition, RoleState
+from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.jobs.throughput import NOTHING, RECENT, Figures, Waited, iteration_view, recent_rate, share_of
 from openrecycle.db.store import Store
 from openrecycle.planner.plans.plan import Plan
@@ -276,11 +276,11 @@ class JobMetrics(Collector):
         out.generation.add_metric([key], state.generation)
         out.plans_ahead.add_metric([key], job.plans.ahead.made)
         out.plans_wanted.add_metric([key], job.plans.ahead.wanted)
-        self._add_iterations(out, job, roles.condition)
+        self._add_iterations(out, job, standing=roles.standing)
         self._add_recoveries(out, job)
         self._add_plan(out, job)
 
-    def _add_iterations(self, out: _Families, job: LiveJob, condition: Condition) -> None:
+    def _add_iterations(self, out: _Families, job: LiveJob, *, standing: bool) -> None:
         key, spec = job.job_id, job.spec
         seen = self._seen.setdefault(job, _Seen(-1))
         for _ in range(READS):
@@ -301,7 +301,7 @@ class JobMetrics(Collector):
         rate: float | None = 0.0
         if job.state.over:
             rate = None
-        elif condition not in STANDING:
+        elif not standing:
             newest = self._store.iterations(key, limit=RECENT, newest=True)
             rate = recent_rate([iteration_view(row, spec, waited) for row in newest])
         _add_known(out.rate, key, rate)
