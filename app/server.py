@@ -141,8 +141,10 @@ def page_failed(error: Exception) -> bool:
     """
     import streamlit as st  # here: who wants the login alone does without
 
+    from openrecycle.app.ui.text import plain_markdown
+
     if isinstance(error, ConsoleError):
-        st.error(str(error))
+        st.error(plain_markdown(str(error)))
         return True
     mark = secrets.token_hex(4)
     log.error("a page could not be drawn", mark=mark, exc_info=error)
