@@ -816,6 +816,8 @@ log = structlog.get_logger()
 
 MOST_UPLOAD = 2**30
 """Bytes of a file that is sent to the API; the command line takes larger ones."""
+MOST_FILES = 4
+"""That were exported and are still being sent: each has a whole job on the disk, for as long as its reader takes."""
 CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
 """For the next bytes of it: others wait for the place. And for which what is refused is thrown away."""
 MOST_MEMORY = 8 * 2**30
@@ -843,6 +845,7 @@ class Histories:
         self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
         self._exporting, self._importing = threading.Lock(), threading.Lock()
+        self._files: set[Path] = set()  # that were exported; their readers delete them
         self._children = Children(work, name="history")
         self._stop, self._deleted = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
@@ -864,7 +867,15 @@ class Histories:
         ConsoleError."""
         await asyncio.to_thread(self._jobs.find, job_id)
         with _alone(self._exporting, "exported"):
-            return await self._exported(job_id, audit)
+            self._files = {path for path in self._files if path.exists()}
+            if len(self._files) >= MOST_FILES:
+                detail = (
+                    f"{MOST_FILES} histories are still being sent; try again later, or use `openrecycle history export`"
+                )
+                raise ConsoleError(409, "busy", detail)
+            path = await self._exported(job_id, audit)
+            self._files.add(path)
+            return path
 
     async def _exported(self, job_id: str, audit: bool) -> Path:
         out = _temporary()

@@ -490,6 +490,29 @@ def test_an_exported_file_is_sent_whole_and_is_gone_whatever_part_was_asked_for(
     assert not [*tmp_path.glob("openrecycle-history-*")]
 
 
+def test_files_that_nobody_reads_to_the_end_are_a_few(
+    origin: tuple[Database, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, job_id, _ = origin
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    console = ConsoleService(Store(source))
+    console.jobs.follow()
+
+    async def whole() -> None:
+        sent = [await console.histories.export(job_id, audit=False) for _ in range(histories.MOST_FILES)]
+        with pytest.raises(ConsoleError) as refused:
+            await console.histories.export(job_id, audit=False)
+        assert (refused.value.status, refused.value.code) == (409, "busy")
+        assert len([*tmp_path.glob("openrecycle-history-*")]) == len(sent)
+        sent[1].unlink()
+        assert (await console.histories.export(job_id, audit=False)).exists()
+
+    try:
+        asyncio.run(whole())
+    finally:
+        console.close()
+
+
 def test_what_a_killed_export_has_written_is_gone(
     origin: tuple[Database, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,7 @@ def _rows(view: JobView) -> Columns:
         "look": [w.state.value for w in workers],
         "heartbeat": [_heard(w.heartbeat_age) for w in workers],
         "iterations behind": np.array([_behind(w, newest) for w in workers], dtype=np.float32),
-        "generation": np.array([w.generation for w in workers], dtype=np.int32),
+        "generation": np.array([w.generation for w in workers], dtype=np.int64),
         "re-routed micro-batches": np.array([w.takes_rerouted for w in workers], dtype=np.int16),
         **({SPARE: np.array([w.spare for w in workers], dtype=np.int16)} if view.spec.ranks_per_worker > 1 else {}),
     }
