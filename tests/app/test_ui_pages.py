@@ -333,6 +333,13 @@ def test_a_page_that_fails_says_so_in_a_sentence_and_the_log_has_it(capsys: pyte
     assert mark.group(1) in said.out + said.err and "KeyError: 'secret'" in said.out + said.err
 
 
+def test_large_numbers_are_drawn(console: ConsoleService) -> None:
+    """Of iterations and generations there may be as many as the protocol takes."""
+    job, first = JobHere(console, "for ever", iterations=2**53).register(), 2**40
+    job.commit(first, first + 2, 1).beat(first + 3, 1)
+    assert list(rows(open_page(job.job_id), "throughput")["iteration"]) == [first, first + 1, first + 2]
+
+
 LINK = "![](https://elsewhere.example/picture.png) [Sign in again](https://elsewhere.example)"
 
 
