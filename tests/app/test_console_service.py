@@ -489,9 +489,9 @@ class Beside(Database):
             yield session
 
     @contextmanager
-    def write(self) -> Iterator[Session]:
+    def write(self, *, lasting: bool = True) -> Iterator[Session]:
         self._look()
-        with super().write() as session:
+        with super().write(lasting=lasting) as session:
             yield session
 
 
