@@ -682,6 +682,7 @@ LONGEST = 6 * 3600.0
 """Seconds after which an import on another host, of which nothing more is known, counts as ended."""
 # In a job that is over nothing is under way, whatever its file says.
 _AT_REST = {"broken": "", "moves": "[]"}
+_ALIVE = frozenset({*PRESENT, WorkerState.STARTING})
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -783,6 +784,8 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
     known: set[str] = set()  # plans that rows of this job hold
     for form in importable():
         for batch in _batches(history, form):
+            if form.name == "worker":  # as the coordinator leaves them in a job that is over
+                batch = [row | {"state": WorkerState.FINISHED} if row["state"] in _ALIVE else row for row in batch]
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
             rows.add(form.name, job_id, batch, ((f, _storable(history.plan(f))) for f in sorted(named)))
             known |= named
@@ -813,12 +816,13 @@ log = structlog.get_logger()
 
 MOST_UPLOAD = 2**30
 """Bytes of a file that is sent to the API; the command line takes larger ones."""
+MOST_FILES = 4
+"""That were exported and are still being sent: each has a whole job on the disk, for as long as its reader takes."""
 CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
 """For the next bytes of it: others wait for the place. And for which what is refused is thrown away."""
 MOST_MEMORY = 8 * 2**30
 """A file that asks for more than any history needs ends the process that reads it, and harms no other."""
 FOLLOW_SECONDS = 5.0
-_ALIVE = frozenset({*PRESENT, WorkerState.STARTING})
 
 
 class JobReader(Protocol):
@@ -841,6 +845,7 @@ class Histories:
         self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
         self._exporting, self._importing = threading.Lock(), threading.Lock()
+        self._files: set[Path] = set()  # that were exported; their readers delete them
         self._children = Children(work, name="history")
         self._stop, self._deleted = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
@@ -862,7 +867,15 @@ class Histories:
         ConsoleError."""
         await asyncio.to_thread(self._jobs.find, job_id)
         with _alone(self._exporting, "exported"):
-            return await self._exported(job_id, audit)
+            self._files = {path for path in self._files if path.exists()}
+            if len(self._files) >= MOST_FILES:
+                detail = (
+                    f"{MOST_FILES} histories are still being sent; try again later, or use `openrecycle history export`"
+                )
+                raise ConsoleError(409, "busy", detail)
+            path = await self._exported(job_id, audit)
+            self._files.add(path)
+            return path
 
     async def _exported(self, job_id: str, audit: bool) -> Path:
         out = _temporary()

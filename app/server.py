@@ -141,8 +141,10 @@ def page_failed(error: Exception) -> bool:
     """
     import streamlit as st  # here: who wants the login alone does without
 
+    from openrecycle.app.ui.text import plain_markdown
+
     if isinstance(error, ConsoleError):
-        st.error(str(error))
+        st.error(plain_markdown(str(error)))
         return True
     mark = secrets.token_hex(4)
     log.error("a page could not be drawn", mark=mark, exc_info=error)
@@ -491,7 +493,6 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starle
 
 def _application(console: ConsoleService, settings: Settings, pages: ASGIApp | None) -> Starlette:
     """What is served while `console` leads."""
-    console.security.access = Access(settings.token, console.security.tokens, settings.oidc, _sign_in(settings))
     routes: list[BaseRoute] = create_routes(console)
     routes.append(Route("/{path:path}", _no_pages) if pages is None else Mount("/", pages))
     middleware = [
@@ -501,6 +502,20 @@ def _application(console: ConsoleService, settings: Settings, pages: ASGIApp | N
         Middleware(BodyLimit),
     ]
     return Starlette(routes=routes, middleware=middleware)
+
+
+def make_console(settings: Settings, database: Database, loop_watch: EventLoopWatch) -> ConsoleService:
+    """Not yet started. It knows who may do what from its beginning: pages that were open while another console led find
+    it before any request comes."""
+    console = ConsoleService(
+        Store(database),
+        failure_timeouts=settings.failure_timeouts,
+        tolerance=settings.tolerance,
+        keep=settings.keep,
+        loop_watch=loop_watch,
+    )
+    console.security.access = Access(settings.token, console.security.tokens, settings.oidc, _sign_in(settings))
+    return console
 
 
 def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = None) -> None:
@@ -519,14 +534,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     loop_watch.expect()
 
     def make(database: Database) -> ConsoleService:
-        tolerance, keep = settings.tolerance, settings.keep
-        return ConsoleService(
-            Store(database),
-            failure_timeouts=settings.failure_timeouts,
-            tolerance=tolerance,
-            keep=keep,
-            loop_watch=loop_watch,
-        )
+        return make_console(settings, database, loop_watch)
 
     def standby_tokens(tokens: Tokens) -> None:
         access.tokens = tokens

@@ -254,7 +254,7 @@ class HeartbeatStore:
                 rows.append(_row(job_id, Level.SECOND, seconds, whole=True))
                 rows += [_row(job_id, Level.MINUTE, m, whole=False) for m in _spans(seconds, Level.MINUTE)]
         if rows:
-            with self._database.write() as session:
+            with self._database.write(lasting=False) as session:
                 session.execute(insert(HeartbeatRow), rows)
 
     def read(self, job_id: str, level: Level, worker: int, since: float, until: float) -> Samples:
@@ -314,7 +314,7 @@ class HeartbeatStore:
         )
         columns = HeartbeatRow.begin, HeartbeatRow.id, HeartbeatRow.data
         taken = delete(HeartbeatRow).where(*where).returning(*columns)
-        with self._database.write() as session:
+        with self._database.write(lasting=False) as session:
             parts = []
             # Deleted first: of two processes that do this at once, one gets the rows.
             for row in sorted(session.execute(taken), key=lambda row: (row.begin, row.id)):
@@ -344,7 +344,7 @@ class HeartbeatStore:
             .order_by(HeartbeatRow.begin)
             .limit(limit)
         )
-        with self._database.write() as session:
+        with self._database.write(lasting=False) as session:
             ids = list(session.scalars(old))
             if ids:
                 session.execute(delete(HeartbeatRow).where(HeartbeatRow.id.in_(ids)))

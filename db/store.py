@@ -74,6 +74,13 @@ class JobUpdate:
         parts = (self.job, self.workers, self.plan, self.generation, self.events, self.acknowledgements, self.audit)
         return any(parts) or bool(self.repeats) or bool(self.later)
 
+    @property
+    def lasting(self) -> bool:
+        """Would launchers, who have heard of it, not understand a console that has forgotten it? Acknowledgements come
+        by the hundred, and the last one changes the job: what is stored of the others is safe with that."""
+        parts = (self.job, self.plan, self.generation, self.later, self.audit)
+        return any(parts) or (bool(self.workers) and not self.acknowledgements)
+
 
 class Store:
     def __init__(self, database: Database) -> None:
@@ -156,7 +163,7 @@ class Store:
 
     def apply(self, job_id: str, change: JobUpdate) -> bool:
         """All of it or nothing. False: the job's row was to change, and it is deleted, or on its way out."""
-        with self.database.write() as session:
+        with self.database.write(lasting=change.lasting) as session:
             if change.job:
                 done = update(JobRow).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN)).values(change.job)
                 if session.scalar(done.returning(JobRow.id)) is None:
@@ -186,7 +193,7 @@ class Store:
 
     def heartbeats(self, beats: Mapping[str, Sequence[Record]]) -> None:
         """Writes the latest heartbeat of many workers at once. beats: job -> worker columns."""
-        with self.database.write() as session:
+        with self.database.write(lasting=False) as session:
             for job_id, workers in beats.items():
                 update_workers(session, job_id, workers)
 
@@ -369,7 +376,7 @@ class Store:
     def add_iterations(self, job_id: str, rows: Sequence[Record]) -> None:
         """The first report of an iteration counts; later ones are ignored."""
         if rows:
-            with self.database.write() as session:
+            with self.database.write(lasting=False) as session:
                 own = ({k: _text(v) for k, v in row.items()} for row in rows)
                 session.execute(self.database.insert_new(IterationRow), [{"job_id": job_id, **row} for row in own])
 

@@ -21,11 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from openrecycle.agent.messages.protocol import ProblemDetails
 from openrecycle.app.runtime.problems import MEDIA_TYPE, problem
@@ -92,13 +94,13 @@ class ConnectionLimit:
         if over_share and not self._evict(address, guest):
             return self.admits(self.most + 1)  # said as any other refusal is
         if connections - len(self._leaving) > self.most:
-            busiest = max(self._open, key=self._open.__getitem__)
+            busiest = max(self._waiting, key=self._open.__getitem__)
             if not self._evict(busiest, guest) and not self._evict(address, guest):
                 return self.admits(connections - len(self._leaving))
         return True
 
     def leave(self, guest: LimitedConnection) -> None:
-        """It is closed, or is no HTTP connection any more."""
+        """It is closed."""
         self.asks(guest)
         if guest in self._leaving:
             self._leaving.discard(guest)
@@ -193,6 +195,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _idle_bytes = 0  # that were neither the end of a head nor a part of a body
     _too_large = False
     _left = False
+    _upgraded = False
     _head_open = False
     _head_bytes = 0
     _thrown_away = 0
@@ -255,8 +258,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._unread = None
 
     def handle_websocket_upgrade(self) -> None:
-        self._leave()
+        """It stays one of its address's, and waits for nothing any more."""
+        self._upgraded = True
+        self._head_came()
         self._is_read()
+        self.limit.asks(self)
+        self.ws_protocol_class = partial(LimitedWebSocket, self._leave)  # type: ignore[assignment]
         super().handle_websocket_upgrade()
 
     def _leave(self) -> None:
@@ -312,7 +319,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._idle_bytes += len(data)
         super().data_received(data)
-        if self._thrown_away or self._left:
+        if self._thrown_away or self._left or self._upgraded:
             return
         if self._idle_bytes > HEAD_BYTES:
             self._too_large = True
@@ -321,7 +328,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._await_head()
 
     def on_response_complete(self) -> None:
-        if not self._left:
+        if not self._left and not self._upgraded:
             self.limit.waits(self)
         super().on_response_complete()
         self._await_reader()
@@ -354,6 +361,18 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_message, self._idle_bytes = False, 0
         super().on_message_complete()
+
+
+class LimitedWebSocket(WebSocketsSansIOProtocol):
+    """What a LimitedProtocol becomes. left: called when it is closed."""
+
+    def __init__(self, left: Callable[[], None], **given: Any) -> None:
+        super().__init__(**given)
+        self._left = left
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._left()
+        super().connection_lost(exc)
 
 
 def connections(

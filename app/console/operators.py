@@ -143,7 +143,7 @@ class Operators:
             )
             seq = self._store.add_command(job.job_id, kind=kind, worker=worker or "", actor=actor, events=events)
             job.stored(len(events))
-            job.commands.add(Command(seq=seq, kind=kind, worker=worker), time.time())  # type: ignore[arg-type]
+            job.asked(Command(seq=seq, kind=kind, worker=worker))  # type: ignore[arg-type]
         log.info("operator command", job=job.job_id, kind=kind, worker=worker, actor=actor)
         job.topic.publish()
 

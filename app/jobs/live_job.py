@@ -55,7 +55,7 @@ from openrecycle.agent.coordination.membership import (
     may_speak_as_lead,
     may_take_lead,
 )
-from openrecycle.agent.messages.protocol import DEPOSED, Heartbeat, JobSpec, JobState, WorkerState
+from openrecycle.agent.messages.protocol import DEPOSED, Command, Heartbeat, JobSpec, JobState, WorkerState
 from openrecycle.app.jobs.job_plans import JobPlans, LookUp, stored_plan
 from openrecycle.app.jobs.measurements import JobMeasurements
 from openrecycle.app.jobs.states import Arrival, PlannedRestart, ProcessState, WorkerStates, follow
@@ -746,6 +746,10 @@ class LiveJob:
         self.sender(beat.worker, beat.incarnation)
         self.measurements.fresh.append((beat, self._clock()))
         return self.state.generation
+
+    def asked(self, command: Command) -> None:
+        """By an operator, just now; it is stored."""
+        self.commands.add(command, time.time(), self._clock())
 
     def sender(self, worker: str, incarnation: str) -> Member:
         """Whose report it is that comes from `incarnation`, as `worker`: one that was given another place may

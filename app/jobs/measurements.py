@@ -5,6 +5,7 @@ history, and what they print. None of it is a matter of the coordinator, and non
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from array import array
@@ -51,7 +52,7 @@ class JobMeasurements:
             known = contacts.get(name)
             if known is None or known.beat.incarnation != incarnation or beat.seq > known.beat.seq:
                 # An older one that came late still shows that the worker lives, and no more.
-                contacts[name] = Contact(beat, at)
+                contacts[name] = Contact(beat, at, heard)
                 news.append(arrived)
             beats[name] = LastHeartbeat(incarnation, heard, beat.phase == "draining")
         if news:
@@ -75,21 +76,23 @@ class JobMeasurements:
                 self.contacts[row["name"]] = _read_contact(row)
 
     def stopped(self, since: float, members: Mapping[str, Member]) -> frozenset[str]:
-        """Who has said since then (POSIX seconds) that it waits before an iteration."""
+        """Who has said since then (monotonic seconds) that it waits before an iteration."""
         return frozenset(
             name
-            for name, known in self.contacts.items()
+            for name, known in list(self.contacts.items())  # another thread adds those that come
             if known.beat.phase == "paused"
-            and known.at >= since
+            and known.heard >= since
             and known.beat.incarnation == members[name].incarnation
         )
 
 
 class Contact(NamedTuple):
-    """The newest heartbeat of a worker, and when it came (wall clock)."""
+    """The newest heartbeat of a worker, and when it came: by the wall clock, and by the monotonic one (-inf: before
+    this process began)."""
 
     beat: Heartbeat
     at: float
+    heard: float = -math.inf
 
 
 def _contact_row(name: str, contact: Contact) -> Record:

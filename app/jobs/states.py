@@ -330,14 +330,21 @@ class WorkerStates:
             return Condition(state.job_state.value)
         if state.choosing:
             return Condition.WAITING
-        if self.paused and state.current is not None:
+        if (current := state.current) is None:
+            return Condition(state.job_state.value)
+        settled = state.job_state is JobState.RUNNING
+        if settled and any(state.members[name].state is WorkerState.SUSPECT for name in current.living):
+            return Condition.SILENT
+        if self.paused:
             return Condition.PAUSING if self.running_on else Condition.PAUSED
-        if state.job_state is JobState.RUNNING and state.current is not None:
-            if any(state.members[name].state is WorkerState.SUSPECT for name in state.current.living):
-                return Condition.SILENT
-            if state.current.failed:
-                return Condition.DEGRADED
-        return Condition(state.job_state.value)
+        return Condition.DEGRADED if settled and current.failed else Condition(state.job_state.value)
+
+    @property
+    def standing(self) -> bool:
+        """Does nobody train, until a person does something?"""
+        state = self.state
+        paused = self.paused and state.current is not None and not self.running_on
+        return bool(paused or state.halted or state.choosing) and not state.over
 
     @cached_property
     def running_on(self) -> tuple[str, ...]:
@@ -440,7 +447,8 @@ def sentence(
         held = f"pausing: waiting for {names(worker_states.running_on)} to finish the iteration in hand."
     if state.halted or not state.settled:
         return _whole(f"{held} {_whole(_text(worker_states, now, failure_timeouts, None))}")
-    return _whole(" ".join(part for part in (held, _who_is_out(worker_states)) if part))
+    silence = _silence(state, now, failure_timeouts)
+    return _whole(" ".join(part for part in (held, silence or _who_is_out(worker_states)) if part))
 
 
 def over_sentence(state: JobState, reason: str) -> str:
@@ -459,17 +467,8 @@ def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTime
         return over_sentence(state.over, state.over_reason)
     if state.halted:
         return state.halted
-    if (nobody := nobody_heard(state, now)) > failure_timeouts.suspect:
-        return (
-            f"Waiting for all workers: none has been heard for {nobody:.0f} s. Look at their launcher: it has ended, "
-            f"is suspended, or can't reach this console. After {failure_timeouts.lost / 3600:.3g} h the job counts as "
-            "halted; no worker is removed for it."
-        )
-    if silent := _overdue(state, now, failure_timeouts):
-        first, others = silent[0], len(silent) - 1
-        also = f" and {others:,} other worker{'' if others == 1 else 's'}" if others else ""
-        age = now - (first.last_heard or now)
-        return f"Waiting for {first.name}{also}: last heard {age:.1f} s ago, dead at {failure_timeouts.dead:g} s."
+    if silence := _silence(state, now, failure_timeouts):
+        return silence
     if state.pending and state.pending.until is not None:
         return _waiting_for_a_choice(state, state.pending.until - now)
     if state.pending:
@@ -485,6 +484,22 @@ def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTime
             "for an exit or a time-out that explains it, then all connect anew."
         )
     return _in_a_generation(worker_states, share)
+
+
+def _silence(state: State, now: float, failure_timeouts: FailureTimeouts) -> str:
+    """Who is not heard, and what will come of it; "": heartbeats of all are in time."""
+    if (nobody := nobody_heard(state, now)) > failure_timeouts.suspect:
+        return (
+            f"Waiting for all workers: none has been heard for {nobody:.0f} s. Look at their launcher: it has ended, "
+            f"is suspended, or can't reach this console. After {failure_timeouts.lost / 3600:.3g} h the job counts as "
+            "halted; no worker is removed for it."
+        )
+    if silent := _overdue(state, now, failure_timeouts):
+        first, others = silent[0], len(silent) - 1
+        also = f" and {others:,} other worker{'' if others == 1 else 's'}" if others else ""
+        age = now - (first.last_heard or now)
+        return f"Waiting for {first.name}{also}: last heard {age:.1f} s ago, dead at {failure_timeouts.dead:g} s."
+    return ""
 
 
 def _waiting_for_a_choice(state: State, left: float) -> str:

@@ -34,33 +34,32 @@ from openrecycle.planner.jobs.words import percent
 class CommandQueue:
     """What operators have asked the launchers and workers of one job for. Written under the job's lock.
 
-    sent: oldest first. held: `pause` or `resume`, and when (POSIX seconds).
+    sent: oldest first. held: `pause` or `resume`, and when (POSIX seconds). paused_at: since when all workers are to
+    stop, by this process' monotonic clock, which nobody puts back; -inf: since before it began; None: nobody has asked
+    for that, or somebody to go on since.
     """
 
     def __init__(self) -> None:
         self.sent: list[Command] = []
         self.held: list[tuple[str, float]] = []
+        self.paused_at: float | None = None
 
-    def add(self, command: Command, at: float) -> None:
-        """One that is stored."""
+    def add(self, command: Command, at: float, now: float = -math.inf) -> None:
+        """One that is stored. now: by the monotonic clock; -inf: before this process."""
         self.sent.append(command)
         if command.kind in ("pause", "resume"):
             self.held.append((command.kind, at))
+            self.paused_at = now if command.kind == "pause" else None
 
     def read(self, rows: Iterable[Record]) -> None:
         """As the database has them."""
         read = CommandQueue()
         for row in rows:
             read.add(Command(seq=row["seq"], kind=row["kind"], worker=row["worker"] or None), row["at"])
-        self.sent, self.held = read.sent, read.held
+        self.sent, self.held, self.paused_at = read.sent, read.held, read.paused_at
 
     def after(self, seq: int) -> list[Command]:
         return [command for command in self.sent if command.seq > seq]
-
-    @property
-    def paused_at(self) -> float | None:
-        """Since when all workers are to stop; None: nobody has asked for that, or somebody to go on since."""
-        return self.held[-1][1] if self.held and self.held[-1][0] == "pause" else None
 
 
 class Wait(NamedTuple):

@@ -101,7 +101,7 @@ class Accounts:
             if state.current.failed or not self._quicker(job, state.current.plan_fingerprint, known.plan):
                 self._windows.pop(job, None)
                 return
-            begin = state.committed
+            begin = 0 if job in self._windows else state.committed  # one that has begun goes on
         else:
             begin = known.renew or 0 if known else 0
         window = self._windows.get(job)

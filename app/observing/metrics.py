@@ -110,7 +110,10 @@ class Metrics:
 
     def text(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its media type, in the format that an Accept header asks for. Reads the database."""
-        encoder, media_type = choose_encoder(accept)
+        try:
+            encoder, media_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # a version that is no number
+            encoder, media_type = choose_encoder("")
         return encoder(self.registry), media_type
 
 
@@ -273,11 +276,11 @@ class JobMetrics(Collector):
         out.generation.add_metric([key], state.generation)
         out.plans_ahead.add_metric([key], job.plans.ahead.made)
         out.plans_wanted.add_metric([key], job.plans.ahead.wanted)
-        self._add_iterations(out, job)
+        self._add_iterations(out, job, standing=roles.standing)
         self._add_recoveries(out, job)
         self._add_plan(out, job)
 
-    def _add_iterations(self, out: _Families, job: LiveJob) -> None:
+    def _add_iterations(self, out: _Families, job: LiveJob, *, standing: bool) -> None:
         key, spec = job.job_id, job.spec
         seen = self._seen.setdefault(job, _Seen(-1))
         for _ in range(READS):
@@ -294,9 +297,13 @@ class JobMetrics(Collector):
         out.iteration.add_metric([key], buckets, seen.seconds.total)
         left_out = seen.skipped * spec.samples_per_micro_batch
         out.samples.add_metric([key], buckets[-1][1] * spec.samples - left_out)
-        newest = self._store.iterations(key, limit=RECENT, newest=True)
         figures, waited = self._figures(job), self._waited(job)
-        rate = recent_rate([iteration_view(row, spec, waited) for row in newest])
+        rate: float | None = 0.0
+        if job.state.over:
+            rate = None
+        elif not standing:
+            newest = self._store.iterations(key, limit=RECENT, newest=True)
+            rate = recent_rate([iteration_view(row, spec, waited) for row in newest])
         _add_known(out.rate, key, rate)
         _add_known(out.fault_free, key, figures.fault_free)
         _add_known(out.share, key, share_of(rate, figures))
@@ -344,7 +351,11 @@ class _Families:
             f"{PREFIX}_job_samples", "Samples in iterations committed since the console began.", labels=job
         )
         self.all.append(self.samples)
-        self.rate = self._gauge("job_samples_per_second", "Throughput of the newest iterations of the generation.", job)
+        self.rate = self._gauge(
+            "job_samples_per_second",
+            "Throughput of the newest iterations of the generation; 0 while it is halted or waits for a person.",
+            job,
+        )
         self.fault_free = self._gauge(
             "job_fault_free_samples_per_second", "Throughput with all workers, measured or else planned.", job
         )

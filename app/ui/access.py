@@ -11,6 +11,7 @@ import streamlit as st
 
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.access import CALLER, SIGN_OUT, Security
+from openrecycle.app.ui import text
 from openrecycle.planner.jobs.errors import PlannerError
 
 
@@ -34,8 +35,12 @@ def why_not(console: Guarded) -> str:
     return ""
 
 
+def _say(words: str) -> None:
+    st.error(text.plain_markdown(words))
+
+
 @contextmanager
-def told(say: Callable[[str], object] = st.error) -> Iterator[None]:
+def told(say: Callable[[str], object] = _say) -> Iterator[None]:
     """Around what may be refused: why is said, and the rest of it is left out."""
     try:
         yield

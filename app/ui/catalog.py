@@ -130,7 +130,7 @@ def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogRepor
         if running:
             st.progress(filling.done / max(1, filling.total), text=filling_words(filling))
         elif filling.state == "failed":
-            st.error(filling_words(filling))
+            st.error(text.plain_markdown(filling_words(filling)))
         else:
             components.quiet(filling_words(filling))
 
@@ -452,7 +452,7 @@ def stored(console: ConsoleService) -> CatalogRequest | None:
     try:
         found = console.catalogs.stored(fingerprint)
     except ConsoleError as error:
-        st.error(f"{error}. Ask a question of your own instead.")
+        st.error(text.plain_markdown(f"{error}. Ask a question of your own instead."))
         _leave_button("Ask a question")
         return None
     own = found.info
@@ -477,7 +477,8 @@ def ask(console: ConsoleService) -> CatalogRequest:
     jobs = {job.job_id: job.name for job in console.queries.list_jobs()}
     wanted = st.query_params.get("job") or st.session_state.get(CHOSEN) or next(iter(jobs), OWN)
     if wanted not in (OWN, *jobs):
-        st.error(f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead.")
+        words = f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead."
+        st.error(text.plain_markdown(words))
         wanted = OWN
     values: dict[str, Any] = {}
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-question"):

@@ -82,7 +82,7 @@ def _choose(console: ConsoleService, job_id: str | None) -> list[Source | Pendin
         try:
             each = console.sources.find(reference)
         except ConsoleError as error:
-            st.error(f"{error}. It is left out.")
+            st.error(text.plain_markdown(f"{error}. It is left out."))
             if error.code == NOT_KEPT:
                 args = (reference, newest(reference))
                 st.button("Show the newest that was measured", on_click=_replace, args=args, key=f"newest-{reference}")
@@ -133,7 +133,7 @@ def _wanted(console: ConsoleService, job_id: str | None) -> list[Reference]:
         try:
             out.append(parse_reference(given, field="plans"))
         except InputError as error:
-            st.error(f"{error}. It is left out.")
+            st.error(text.plain_markdown(f"{error}. It is left out."))
     if len(out) > MOST:
         st.error(f"plans: got {len(out)}, expected at most {MOST}. The first {MOST} are shown.")
     return out[:MOST]

@@ -279,7 +279,7 @@ def guard(page: Callable[[], None]) -> None:
     try:
         page()
     except (ConsoleError, PlannerError) as error:
-        st.error(str(error))
+        st.error(text.plain_markdown(str(error)))
         if isinstance(error, ConsoleError) and error.status == 503:
             st.fragment(_until_ready, run_every=2)()
     access.who(get_console())
@@ -539,7 +539,8 @@ def open_job(
         with controls:
             chosen = _pick(known, None if unknown else job_id)
         if unknown:
-            st.error(f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead.")
+            words = f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead."
+            st.error(text.plain_markdown(words))
         if chosen is None:
             return None
         job_id = chosen

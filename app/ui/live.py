@@ -487,12 +487,12 @@ def _live(
             st.rerun()  # it was deleted; the page's head says so, and offers others
         seen = st.session_state.get(SEEN)
         if seen is None or seen.view.job_id != job_id:
-            st.error(f"{error}. The page tries again by itself.")
+            st.error(text.plain_markdown(f"{error}. The page tries again by itself."))
             return
         now = seen
         if not in_doubt:
             st.warning(
-                f"{str(error)[:1].upper()}{str(error)[1:]}. What is shown here is that of "
+                f"{text.plain_markdown(str(error)[:1].upper() + str(error)[1:])}. What is shown here is that of "
                 f"{text.clock(now.at, st.context.timezone)}; the page tries again by itself. {standby.TRAINING}"
             )
     view = now.view
@@ -534,6 +534,7 @@ def _tiles(view: JobView) -> None:
 
 
 def _tile(worker: WorkerView) -> components.Tile:
+    worker = worker._replace(host=text.plain_markdown(worker.host))
     tip = worker_sentence(worker).replace("<br>", "  \n").replace("<b>", "**").replace("</b>", "**")
     return components.Tile(worker.name, worker.state.value, facts.tile_words(worker), tip)
 

@@ -243,9 +243,9 @@ def page() -> None:
         )
         planning.sources(console)
     for error in misread:
-        st.error(f"{error}. The default is used instead.")
+        st.error(text.plain_markdown(f"{error}. The default is used instead."))
     if words := said(PAGE):
-        st.error(words)
+        st.error(text.plain_markdown(words))
     if planning.EXAMPLE in st.query_params:
         _example(console, question)
     left, right = st.columns([3, 2], gap="medium")
@@ -266,7 +266,7 @@ def page() -> None:
     elif plan is not None:
         result(console, question, plan, solve if plan is not saved else None, colours)
     elif solve is not None and solve.error:
-        st.error(solve.error[:1].upper() + solve.error[1:] + ".")
+        st.error(text.plain_markdown(solve.error[:1].upper() + solve.error[1:] + "."))
     if question.failed and found.job is not None and question.technique.reroutes and (plan or found.infeasible):
         migrations(console, question, found.job, colours)
 
@@ -279,7 +279,8 @@ def _saved(console: ConsoleService) -> Plan | None:
     try:
         plan = console.plans.library.saved_plan(fingerprint)
     except ConsoleError:
-        st.error(f"saved: got {fingerprint!r}, expected the fingerprint of a plan that is kept. Plan it anew instead.")
+        words = f"saved: got {fingerprint!r}, expected the fingerprint of a plan that is kept. Plan it anew instead."
+        st.error(text.plain_markdown(words))
         return None
     if not any(name in st.query_params for name in PARAMS):
         change(WhatIf.of_plan(plan), saved=fingerprint)

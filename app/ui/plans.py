@@ -104,7 +104,7 @@ def _wanted(
             found = console.sources.find(reference)
         except (InputError, ConsoleError) as error:
             understood = False
-            notes.error(f"{error}. Choose one instead.")
+            notes.error(text.plain_markdown(f"{error}. Choose one instead."))
             if isinstance(reference, MeasuredReference) and isinstance(error, ConsoleError) and error.code == NOT_KEPT:
                 notes.button(
                     "Show the newest that was measured", on_click=_show, args=(newest(reference),), key="show-newest"

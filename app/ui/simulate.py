@@ -163,7 +163,7 @@ def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
         st.session_state["simulation-whole"] = simulation.request
         st.rerun()
     if simulation.error:
-        st.error(simulation.error)
+        st.error(text.plain_markdown(simulation.error))
         return
     with st.container(key="simulate-progress"):  # in one place, so that its end moves nothing
         if simulation.done:

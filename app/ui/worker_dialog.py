@@ -50,7 +50,7 @@ def say_later(words: str) -> None:
 
 def say_now() -> None:
     if words := st.session_state.pop(SAID, None):
-        st.toast(words)
+        st.toast(text.plain_markdown(words))
 
 
 def asked_for() -> tuple[str, str]:
@@ -483,7 +483,7 @@ def _arm(wanted: tuple[str, str] | None) -> None:
 def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list[_Action]:
     """What can be done with it, the mildest first."""
     name, job_id = worker.name, view.job_id
-    process, made = facts.process_words(worker), []
+    process, made = text.plain_markdown(facts.process_words(worker)), []
     share = console.operators.share_without(job_id, name) if worker.state in ALIVE else None
     if worker.state in DRAINABLE and facts.living_peers(view, worker):
         made.append(

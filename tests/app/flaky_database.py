@@ -34,11 +34,11 @@ class FlakyDatabase(Database):
             yield session
 
     @contextmanager
-    def write(self) -> Iterator[Session]:
+    def write(self, *, lasting: bool = True) -> Iterator[Session]:
         fault = self._next()
         if fault == "refused":
             raise _failure(fault)
-        with super().write() as session:
+        with super().write(lasting=lasting) as session:
             yield session
             if fault == "rolled back":
                 raise _failure(fault)

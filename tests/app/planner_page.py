@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, turn_to, until
+from ui_console import MAIN, ConsoleHere, errors, turn_to, until
 
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.solving import Solves
@@ -46,8 +46,8 @@ def click(test: AppTest, key: str) -> AppTest:
 
 def words(test: AppTest) -> str:
     parts = [element.proto.body for element in test.get("html")]
-    parts += [m.value for kind in ("markdown", "caption", "error", "warning", "success") for m in test.get(kind)]
-    return "\n".join(parts)
+    parts += [m.value for kind in ("markdown", "caption", "warning", "success") for m in test.get(kind)]
+    return "\n".join([*parts, *errors(test)])
 
 
 def params(test: AppTest) -> dict[str, str]:

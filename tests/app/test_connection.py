@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import uvicorn
 from guarded_console import Served, heartbeat
+from starlette.responses import PlainTextResponse
 from ui_console import ConsoleHere, JobHere
 from uvicorn.server import ServerState
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
 from openrecycle.agent.messages.protocol import API
 from openrecycle.app.api.connection import ConnectionLimit, connections
@@ -138,6 +142,55 @@ def test_beyond_the_open_files_it_is_said_and_those_before_are_served(
         assert status == 200
 
     run(served, case)
+
+
+def test_websockets_are_of_their_address_as_long_as_they_are_open() -> None:
+    """They shut out nobody else: what they take is no more than one address may have."""
+    kind = connections()
+    kind.limit = ConnectionLimit(5, share=3)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.accept"})
+            await receive()
+        else:
+            await PlainTextResponse("an answer")(scope, receive, send)
+
+    async def whole() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(app, http=kind, ws="websockets-sansio", lifespan="off", log_config=None)
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        port = listener.getsockname()[1]
+        address = f"ws://127.0.0.1:{port}/"
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+            asked = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            writer.write(asked)
+            assert b"200" in await reader.readline()
+            opened = [await connect(address) for _ in range(3)]
+            for _ in range(3):
+                with pytest.raises(InvalidStatus) as refused:
+                    await connect(address)
+                assert refused.value.response.status_code == 503
+            writer.write(asked)
+            await reader.readuntil(b"answer")
+            writer.write(asked)
+            assert b"200" in await reader.readuntil(b"answer"), "it is still connected"
+            await opened.pop().close()
+            opened.append(await connect(address))
+            for each in opened:
+                await each.close()
+            writer.close()
+            async with asyncio.timeout(60):
+                while kind.limit._open:
+                    await asyncio.sleep(0.001)
+        finally:
+            server.should_exit = True
+            await serving
+
+    asyncio.run(whole())
 
 
 def test_connections_that_are_refused_are_said_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,16 @@ def test_the_busiest_address_makes_way_for_others() -> None:
     assert len(room.inside) == 10
 
 
+def test_where_the_busiest_is_busy_those_that_wait_make_way() -> None:
+    room = Room(6, share=4)
+    for busy in [room.come("a") for _ in range(4)]:
+        assert busy is not None
+        room.limit.asks(busy)
+    idle = [room.come("b"), room.come("c")]
+    assert room.come("d") is not None
+    assert [visitor.gone for visitor in idle if visitor] == [True, False]
+
+
 def test_nothing_is_remembered_of_who_has_left() -> None:
     room = Room(10)
     for number in range(500):

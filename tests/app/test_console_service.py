@@ -424,6 +424,26 @@ def test_after_a_restart_what_is_known_of_a_worker_is_as_old_as_it_is(store: Sto
         console.close()
 
 
+def test_a_worker_of_a_job_that_is_over_was_heard_when_it_was_and_not_when_the_machine_began(store: Store) -> None:
+    before = ConsoleService(store)
+    before.start()
+    job_id = before.jobs.create(SPEC)[0].job_id
+    register_all(before, job_id)
+    beat = Heartbeat(worker="W0_0", incarnation="W0_0-a", seq=5, generation=1, iteration=9, phase="training")
+    before.reports.heartbeats(job_id, [beat])
+    before.reports.finish(job_id, JobFinished(state="finished"))
+    before.close()
+    with store.database.write() as session:
+        session.execute(text("UPDATE worker SET heard_at = heard_at + 86400 WHERE name = 'W0_0'"))
+    console = ConsoleService(store)
+    console.start()
+    try:
+        heard, never, *_ = console.queries.view(job_id).workers
+        assert (heard.heartbeat_age, never.heartbeat_age) == (0.0, None)
+    finally:
+        console.close()
+
+
 class LookedTooEarly(Store):
     """Whoever asks for a key's job does so before it is committed."""
 
@@ -469,9 +489,9 @@ class Beside(Database):
             yield session
 
     @contextmanager
-    def write(self) -> Iterator[Session]:
+    def write(self, *, lasting: bool = True) -> Iterator[Session]:
         self._look()
-        with super().write() as session:
+        with super().write(lasting=lasting) as session:
             yield session
 
 

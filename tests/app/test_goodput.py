@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ui_console import ConsoleHere, JobHere, until
@@ -170,6 +171,29 @@ def test_the_yardstick_is_pinned_and_no_slower_machine_moves_it(here: ConsoleHer
         assert again.accounts.of(read).fault_free == job.baseline.samples_per_second
     finally:
         again.close()
+
+
+def test_a_quicker_fault_free_plan_moves_the_yardstick(here: ConsoleHere) -> None:
+    """Its iterations come in a few at a time, with a look at each."""
+    driven = JobHere(here.console, "re-planned", iterations=5000, paced=False, durations={}).register()
+    job = here.console.jobs.find(driven.job_id)
+    assert job.state.current is not None
+    in_force, periods = job.state.current.plan_fingerprint, {"before": 150, job.state.current.plan_fingerprint: 100}
+
+    def plan(fingerprint: str) -> Any:
+        return SimpleNamespace(
+            job=SimpleNamespace(time_unit="ms"), metrics=SimpleNamespace(period=periods[fingerprint])
+        )
+
+    accounts = Accounts(here.store, plan)
+    commit(here, driven, rows(0, 9, 1.5))
+    job.pin(Baseline(12.0, "measured", 1, 20, "before"))
+    for first in range(10, 50, 2):
+        commit(here, driven, rows(first, first + 1, 1.0))
+        accounts.consider(job)
+    assert job.baseline is not None and job.baseline.plan == in_force
+    assert job.baseline.first >= 10
+    assert job.baseline.samples_per_second == pytest.approx(18 / 1.01, rel=0.02)
 
 
 def test_an_unsteady_start_is_no_yardstick(here: ConsoleHere) -> None:

@@ -165,6 +165,8 @@ def test_a_job_that_runs_is_stopped_where_it_is_imported(
     import_history(target, tmp_path / "job.zip")
     job = Store(target).jobs()[0]
     assert job["state"] == "stopped" and golden("when-its-history-was-exported") in job["reason"]
+    workers = {row["name"]: row["state"] for row in Store(target).workers(other)}
+    assert workers == {name: "failed" if name == "W1_0" else "finished" for name in NAMES}
     assert export(source, "nobody", tmp_path / "none.zip") is None
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix in (".zip", ".part")) == ["job.zip"]
 
@@ -486,6 +488,29 @@ def test_an_exported_file_is_sent_whole_and_is_gone_whatever_part_was_asked_for(
     with zipfile.ZipFile(tmp_path / "got.zip") as got, zipfile.ZipFile(path) as made:
         assert got.namelist() == made.namelist() and got.testzip() is None
     assert not [*tmp_path.glob("openrecycle-history-*")]
+
+
+def test_files_that_nobody_reads_to_the_end_are_a_few(
+    origin: tuple[Database, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, job_id, _ = origin
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    console = ConsoleService(Store(source))
+    console.jobs.follow()
+
+    async def whole() -> None:
+        sent = [await console.histories.export(job_id, audit=False) for _ in range(histories.MOST_FILES)]
+        with pytest.raises(ConsoleError) as refused:
+            await console.histories.export(job_id, audit=False)
+        assert (refused.value.status, refused.value.code) == (409, "busy")
+        assert len([*tmp_path.glob("openrecycle-history-*")]) == len(sent)
+        sent[1].unlink()
+        assert (await console.histories.export(job_id, audit=False)).exists()
+
+    try:
+        asyncio.run(whole())
+    finally:
+        console.close()
 
 
 def test_what_a_killed_export_has_written_is_gone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,14 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.leadership import Gate, LeaderStatus
+from openrecycle.app.console.service import ConsoleService, get_console
+from openrecycle.app.leadership import ConsoleHost, Gate, LeaderStatus
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.runner import EventLoopWatch
+from openrecycle.app.runtime.settings import Settings
+from openrecycle.app.security.access import Caller, Role
+from openrecycle.app.server import make_console
+from openrecycle.db.session import Database
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -111,3 +118,20 @@ def test_an_open_page_ends_as_it_likes(client: TestClient, seat: Seat) -> None:
         assert socket.receive_text() == "hello"
     seat.lose()
     assert client.get("/healthz").status_code == 200
+
+
+def test_a_page_that_was_open_finds_the_new_console_guarded_before_any_request(tmp_path: Path) -> None:
+    """Its WebSocket went through the standby's guard, and acts on the console as soon as that is up."""
+    settings, url = Settings(token="of more than sixteen letters"), f"sqlite:///{tmp_path / 'console.db'}"
+    loop_watch = EventLoopWatch()
+    host = ConsoleHost(lambda term: Database(url), None, lambda found: make_console(settings, found, loop_watch))
+    host.start()
+    try:
+        access = get_console().security.access
+        with pytest.raises(ConsoleError) as refused:
+            access.operator(Caller("oidc:vera", "vera", Role.VIEW).to_header().decode())
+        assert refused.value.status == 403
+        with pytest.raises(ConsoleError):
+            access.operator(None)
+    finally:
+        host.close()

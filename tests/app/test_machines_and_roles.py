@@ -388,6 +388,21 @@ def test_the_job_is_not_called_running_while_nobody_hears_a_worker(database: Fla
         assert view.condition is Condition.SILENT
         world.tick(3, world.living)
         assert view_of(world).condition is Condition.RUNNING
+    # Nor paused: nobody knows whether they still wait.
+    world.operators.pause(world.job_id, "ada")
+    world.obey(*world.living)
+    world.tick(2, world.living)
+    assert view_of(world).condition is Condition.PAUSED
+    for heard, said in ((world.living[1:], world.living[0].name), ([], golden("waiting-for-all-workers"))):
+        world.tick(8, heard)
+        view = view_of(world)
+        assert view.condition is Condition.SILENT and view.sentence.startswith(golden("paused-all-workers-wait"))
+        assert said in view.sentence
+        world.tick(3, world.living)
+        assert view_of(world).condition is Condition.PAUSED
+    world.operators.resume(world.job_id, "ada")
+    world.obey(*world.living)
+    world.tick(2, world.living)
     # Who is out is silent for good.
     world.die(world.living[0])
     world.take_up()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import math
+import sys
+import threading
 from dataclasses import replace
 
 from hypothesis import given
@@ -48,16 +50,37 @@ def test_each_worker_that_was_heard_is_written_once_those_first_that_wait_longes
     assert [each["name"] for each in measurements.unsaved(9)] == ["W0_0"] and measurements.unsaved(9) == []
     again = JobMeasurements(GRID.members, stages=1)
     again.read([{**row, "incarnation": "b"}, {"name": "W0_0", "incarnation": None, "heard_at": None}])
-    assert again.contacts == {"W1_0": measurements.contacts["W1_0"]}, "as the database has it"
+    known = measurements.contacts["W1_0"]._replace(heard=-math.inf)
+    assert again.contacts == {"W1_0": known}, "as the database has it"
 
 
 def test_who_has_stopped_has_said_so_since_and_holds_its_place() -> None:
     members = {**GRID.members, "W0_0": replace(GRID.members["W0_0"], incarnation="a")}
     measurements = JobMeasurements(members, stages=1)
-    begin = time.time()
-    heard(measurements, beat("W0_0", "a", {}, phase="paused"), beat("W1_0", "gone", {}, phase="paused"))
-    assert measurements.stopped(begin, members) == {"W0_0"}
-    assert measurements.stopped(time.time() + 1, members) == frozenset()
+    heard(measurements, beat("W0_0", "a", {}, phase="paused"), beat("W1_0", "gone", {}, phase="paused"), at=5.0)
+    assert measurements.stopped(5.0, members) == {"W0_0"}, "whatever the wall clock says, which may have been put back"
+    assert measurements.stopped(5.5, members) == frozenset()
+    again = JobMeasurements(members, stages=1)
+    again.read({**row, "incarnation": "a"} for row in measurements.unsaved(1))
+    assert again.stopped(-math.inf, members) == {"W0_0"}, "what the database has said of both"
+    assert again.stopped(5.0, members) == frozenset()
+
+
+def test_workers_that_come_while_a_page_asks_who_has_stopped_do_no_harm() -> None:
+    grid = State.new(64, 32, 10)
+    members = {name: replace(member, incarnation="a") for name, member in grid.members.items()}
+    measurements, beats = JobMeasurements(members, stages=32), [beat(name, "a", {}, phase="paused") for name in members]
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    ticker = threading.Thread(target=lambda: [heard(measurements, each) for each in beats])
+    try:
+        ticker.start()
+        while ticker.is_alive():
+            measurements.stopped(0.0, members)
+        assert measurements.stopped(0.0, members) == set(members)
+    finally:
+        ticker.join()
+        sys.setswitchinterval(switching)
 
 
 def test_each_worker_keeps_its_newest_lines() -> None:

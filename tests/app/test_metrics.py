@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
-from ui_console import until
+from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import Iteration, JobSpec
 from openrecycle.app.console.service import ConsoleService
@@ -181,7 +181,9 @@ def test_open_metrics_for_those_who_ask(console: ConsoleServer, job: Agents) -> 
     answer = scrape(console, "application/openmetrics-text; version=1.0.0")
     assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
-    assert scrape(console).headers["Content-Type"].startswith("text/plain")
+    odd = "application/openmetrics-text; version=1.x"
+    for accept in ("", odd, "text/plain; version=a.b"):
+        assert scrape(console, accept).headers["Content-Type"].startswith("text/plain")
 
 
 def test_a_restarted_console_begins_anew(tmp_path: Path) -> None:
@@ -216,6 +218,28 @@ def test_a_restarted_console_begins_anew(tmp_path: Path) -> None:
     finally:
         second.close()
         database.close()
+
+
+def test_throughput_is_none_of_the_past(here: ConsoleHere) -> None:
+    """An alert on it is heard for a job in which nothing runs."""
+
+    def told(name: str, job: JobHere) -> float | None:
+        return here.console.metrics.registry.get_sample_value(f"openrecycle_job_{name}", {"job": job.job_id})
+
+    job = JobHere(here.console, "paused", iterations=400).register().commit(0, 3, 1).beat(4, 1)
+    assert told("samples_per_second", job) == pytest.approx(18) and told("throughput_ratio", job)
+    here.console.operators.pause(job.job_id, "ada")
+    assert told("samples_per_second", job) == pytest.approx(18), "they end what they are at"
+    job.beat(5, 1, "paused")
+    until(lambda: told("samples_per_second", job) == 0, "all have stopped")
+    assert told("throughput_ratio", job) == 0
+    here.console.operators.resume(job.job_id, "ada")
+    assert told("samples_per_second", job) == pytest.approx(18)
+    job.finish()
+    assert told("samples_per_second", job) is None and told("throughput_ratio", job) is None
+    halted = JobHere(here.console, "halted", pipelines=1, stages=2, micro_batches=2).register().commit(0, 3, 1)
+    halted.die("W0_1")
+    until(lambda: told("samples_per_second", halted) == 0, "nobody is left of a stage")
 
 
 def test_quantiles_are_values_that_occur() -> None:

@@ -104,6 +104,24 @@ def test_what_comes_together_is_stored_in_few_transactions(console: ConsoleServi
     assert [len(change.acknowledgements) for change in store.changes] == [len(ACKNOWLEDGEMENTS)]
 
 
+def test_what_launchers_act_on_lasts_and_no_acknowledgement_but_the_last_waits_for_the_disk(
+    console: ConsoleService, store: Counting
+) -> None:
+    job_id = console.jobs.create(SPEC)[0].job_id
+    store.changes.clear()
+    console.reports.register(job_id, [Registration(worker=n, incarnation=f"{n}-a", host="h", pid=1) for n in NAMES])
+    assert store.changes[-1].generation is not None and all(change.lasting for change in store.changes)
+    store.changes.clear()
+    for state in STATES:
+        for name in NAMES:
+            said = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=1, state=state)  # type: ignore[arg-type]
+            console.reports.acknowledge(job_id, [said])
+    assert [change.lasting for change in store.changes] == [False] * 11 + [True]
+    exited = FailureReport(worker="W0_0", incarnation="W0_0-a", cause="exit", reporter="launcher", detail="gone")
+    console.reports.failure(job_id, exited)
+    assert store.changes[-1].lasting
+
+
 def test_a_refused_report_does_not_keep_out_the_others(console: ConsoleService) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
     console.reports.register(job_id, REGISTRATIONS)

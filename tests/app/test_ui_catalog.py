@@ -9,7 +9,7 @@ from html import unescape
 
 import pytest
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
+from ui_console import MAIN, ConsoleHere, JobHere, errors, turn_to, until
 
 from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import ConsoleService, set_console
@@ -45,8 +45,8 @@ def open_page(**query: str) -> AppTest:
 
 def words(test: AppTest) -> str:
     parts = [element.proto.body for element in test.get("html")]
-    parts += [m.value for kind in ("markdown", "caption", "error", "warning") for m in test.get(kind)]
-    return "\n".join(parts)
+    parts += [m.value for kind in ("markdown", "caption", "warning") for m in test.get(kind)]
+    return "\n".join([*parts, *errors(test)])
 
 
 def own(micro_batches: int) -> dict[str, str]:

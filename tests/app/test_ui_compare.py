@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ui_factory as factory
 from streamlit.testing.v1 import AppTest
-from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, turn_to, until
+from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, errors, turn_to, until
 
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.sources import MOST, WORKED_EXAMPLE
@@ -55,7 +55,7 @@ def settled(test: AppTest) -> AppTest:
 
 def words(test: AppTest) -> str:
     parts = [element.proto.body for element in test.get("html")]
-    return "\n".join(parts + [e.value for kind in ("markdown", "caption", "error") for e in test.get(kind)])
+    return "\n".join([*parts, *(e.value for kind in ("markdown", "caption") for e in test.get(kind)), *errors(test)])
 
 
 def chart(test: AppTest) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def test_what_a_link_has_wrong_is_said_and_the_rest_is_shown(
     console: ConsoleService, plans: list[str], said: str
 ) -> None:
     test = open_page(plans=plans)
-    assert any(said in error.value for error in test.error)
+    assert any(said in error for error in errors(test))
     assert len(test.multiselect(key="compare-picker").value) == min(len(plans) - 1, MOST)
 
 

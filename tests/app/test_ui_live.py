@@ -10,7 +10,7 @@ import pytest
 from flaky_database import FlakyDatabase
 from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, JobHere, turn_to, until
+from ui_console import MAIN, JobHere, errors, turn_to, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts, Mode
 from openrecycle.agent.messages.protocol import LogLine, LogLines, Registration
@@ -91,7 +91,7 @@ def test_a_worker_shows_its_history_op_times_and_log(console: ConsoleService) ->
     assert 'class="or-in-running"' in page and "re-routed" in page.lower()
     dead = html(open_live(job.job_id, worker="W1_2"))
     assert 'class="or-in-failed"' in dead and "killed by signal 9" in dead
-    assert golden("expected-one-of-the-jobs") in open_live(job.job_id, worker="W9_9").error[0].value
+    assert golden("expected-one-of-the-jobs") in errors(open_live(job.job_id, worker="W9_9"))[0]
 
 
 def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: ConsoleService) -> None:
@@ -147,8 +147,8 @@ def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page
         test = open_live(job.job_id)
         if page != "live":
             turn_to(test, page).run()
-        assert golden("the-database-cant-take-this") in test.error[0].value
-        assert "by itself" in test.error[0].value + html(test), "whoever waits need not do anything"
+        assert golden("the-database-cant-take-this") in errors(test)[0]
+        assert "by itself" in errors(test)[0] + html(test), "whoever waits need not do anything"
         database.heal()
         test.run()
         assert not test.exception and not test.error

@@ -11,9 +11,10 @@ import pandas as pd
 import pytest
 from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
+from ui_console import MAIN, ConsoleHere, JobHere, errors, turn_to, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
+from openrecycle.agent.messages.protocol import Registration
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.sources import OfJob, parse_reference
 from tests.golden import golden
@@ -54,8 +55,8 @@ def open_page(job_id: str | None, page: str = "live") -> AppTest:
 def words(test: AppTest) -> str:
     """All text of the page: HTML, Markdown, captions, alerts."""
     parts = [element.proto.body for element in test.get("html")]
-    parts += [m.value for kind in ("markdown", "caption", "error", "warning", "title") for m in test.get(kind)]
-    return "\n".join(parts)
+    parts += [m.value for kind in ("markdown", "caption", "warning", "title") for m in test.get(kind)]
+    return "\n".join([*parts, *errors(test)])
 
 
 def cell(test: AppTest, worker: str) -> str:
@@ -160,7 +161,7 @@ def test_finished(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
 def test_unknown_job_in_the_address(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     for page in ("live", "schedule"):
         test = open_page("no-such-job", page)
-        assert "job: got 'no-such-job'" in test.error[0].value
+        assert "job: got 'no-such-job'" in errors(test)[0]
         picker = test.selectbox(key="job-picker")
         assert picker.value is None
         picker.select(jobs["running"].job_id).run()
@@ -286,7 +287,7 @@ def test_unknown_plan_in_the_address(console: ConsoleService, jobs: dict[str, Jo
     test.run()
     test.query_params["plan"] = "0123abcd"
     turn_to(test, "schedule").run()
-    assert "plan: got '0123abcd'" in test.error[0].value
+    assert "plan: got '0123abcd'" in errors(test)[0]
     assert test.get("plotly_chart")
 
 
@@ -324,12 +325,62 @@ def test_a_page_that_fails_says_so_in_a_sentence_and_the_log_has_it(capsys: pyte
             assert page_failed(error)
 
     test = AppTest.from_function(script).run()
-    broken, refused = (element.value for element in test.error)
+    broken, refused = errors(test)
     mark = re.search(r"in its log under ([0-9a-f]{8})\.", broken)
     assert mark and "secret" not in broken and golden("no-job-is-touched") in broken
     assert refused == golden("job-got-x-expected-one")
     said = capsys.readouterr()
     assert mark.group(1) in said.out + said.err and "KeyError: 'secret'" in said.out + said.err
+
+
+def test_large_numbers_are_drawn(console: ConsoleService) -> None:
+    """Of iterations and generations there may be as many as the protocol takes."""
+    job, first = JobHere(console, "for ever", iterations=2**53).register(), 2**40
+    job.commit(first, first + 2, 1).beat(first + 3, 1)
+    assert list(rows(open_page(job.job_id), "throughput")["iteration"]) == [first, first + 1, first + 2]
+
+
+LINK = "![](https://elsewhere.example/picture.png) [Sign in again](https://elsewhere.example)"
+
+
+@pytest.mark.parametrize(
+    ("page", "named"),
+    [
+        ("live", "job"),
+        ("schedule", "plan"),
+        ("compare", "plans"),
+        ("catalog", "job"),
+        ("catalog", "catalog"),
+        ("planner", "saved"),
+    ],
+)
+def test_what_an_address_says_is_no_markdown(console: ConsoleService, page: str, named: str) -> None:
+    """Whoever follows a link is shown none of somebody else's, and asks no other server for a picture."""
+    test = AppTest.from_file(MAIN, default_timeout=TIMEOUT)
+    test.query_params[named] = LINK
+    if page != "live":
+        turn_to(test, page)
+    test.run()
+    assert not test.exception
+    assert any("[Sign in again](https" in error for error in errors(test)), "it is said as it is"
+    assert not any("![" in element.value or "](" in element.value for element in test.error)
+
+
+def test_what_an_agent_calls_its_host_is_no_markdown(console: ConsoleService) -> None:
+    job = JobHere(console, "odd hosts")
+    console.reports.register(
+        job.job_id, [Registration(worker=n, incarnation=f"{n}-a", host=f"h {LINK}", pid=7) for n in job.names]
+    )
+    job.resume(1)
+    job.commit(0, 3, 1).beat(4, 1)
+    test = AppTest.from_file(MAIN, default_timeout=TIMEOUT)
+    test.query_params.update(job=job.job_id, worker="W0_0")
+    test.run()
+    test.button(key="ask-kill").click().run()
+    assert not test.exception
+    (asked,) = [element.value for element in test.markdown if "SIGKILL" in element.value]
+    for markdown in (asked, test.button(key="worker-W0_0").help):
+        assert "Sign in again" in markdown and "![" not in markdown and "](" not in markdown
 
 
 def test_home_opens_a_job_that_runs_before_one_that_has_ended(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import ui_factory as factory
 from streamlit.proto.WidgetStates_pb2 import WidgetState
 from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Selectbox
-from ui_console import DEADLINE, MAIN, Address, ConsoleHere, JobHere, turn_to, until
+from ui_console import DEADLINE, MAIN, Address, ConsoleHere, JobHere, errors, turn_to, until
 
 from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.app.console.service import ConsoleService, set_console
@@ -57,7 +57,7 @@ def link(test: AppTest) -> str:
 
 def words(test: AppTest) -> str:
     parts = [element.proto.body for element in test.get("html")]
-    return "\n".join(parts + [e.value for kind in ("markdown", "caption", "error") for e in test.get(kind)])
+    return "\n".join([*parts, *(e.value for kind in ("markdown", "caption") for e in test.get(kind)), *errors(test)])
 
 
 def test_memory_and_the_next_iteration_are_drawn_and_the_critical_path_on_request(
@@ -155,7 +155,7 @@ def test_a_saved_plan_is_shown_without_any_job(tmp_path: Path) -> None:
         assert test.selectbox(key="plan-picker").options == ["Saved: kept"]
         assert "<b>out</b>" in json.dumps(drawn(test)[1]), "nobody knows why"
         assert drawn(open_page(plan=f"saved:{saved}"))[1] == drawn(test)[1]
-        assert "plan: got 'saved:'" in open_page(plan="saved:").error[0].value
+        assert "plan: got 'saved:'" in errors(open_page(plan="saved:"))[0]
     finally:
         set_console(None)
         empty.close()
@@ -282,7 +282,7 @@ def test_an_iteration_as_it_ran_stands_still_until_a_newer_one_is_asked_for(cons
     assert test.query_params["plan"] == f"measured:{job.job_id}:{newer}"
 
     unknown = open_page(job=job.job_id, plan=f"measured:{job.job_id}:{newer + 1}")
-    assert golden("iteration-of-job-measured-job", newer + 1) in unknown.error[0].value
+    assert golden("iteration-of-job-measured-job", newer + 1) in errors(unknown)[0]
     unknown.run()
     assert unknown.error, "it is said for as long as the address asks for it"
     unknown.button(key="show-newest").click().run()
@@ -318,7 +318,7 @@ def test_a_link_shows_the_plan_that_was_in_force_and_the_page_itself_goes_on_wit
 def test_a_job_that_ended_unmeasured_says_so(console: ConsoleService) -> None:
     job = JobHere(console, "over").register().finish()
     test = open_page(job=job.job_id, plan=f"measured:{job.job_id}")
-    assert golden("no-iteration-of-job-over") in test.error[0].value
+    assert golden("no-iteration-of-job-over") in errors(test)[0]
     assert test.get("plotly_chart"), "the plan in force is shown instead"
 
 

@@ -10,9 +10,9 @@ def test_commands_are_kept_in_order_and_the_last_word_on_a_pause_counts() -> Non
     commands = CommandQueue()
     assert commands.paused_at is None and commands.after(0) == []
     commands.add(Command(seq=1, kind="kill", worker="W0_1"), 10.0)
-    commands.add(Command(seq=2, kind="pause", worker=None), 20.0)
-    assert commands.paused_at == 20.0 and [c.kind for c in commands.after(1)] == ["pause"]
-    commands.add(Command(seq=3, kind="resume", worker=None), 30.0)
+    commands.add(Command(seq=2, kind="pause", worker=None), 20.0, now=5.0)
+    assert commands.paused_at == 5.0 and [c.kind for c in commands.after(1)] == ["pause"]
+    commands.add(Command(seq=3, kind="resume", worker=None), 30.0, now=15.0)
     assert commands.paused_at is None and pauses(commands.held) == (Wait(20.0, 30.0),)
     again = CommandQueue()
     again.read(

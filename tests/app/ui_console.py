@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,11 @@ def turn_to(test: AppTest, page: str) -> AppTest:
     """Has its next run be that of the page with this address. By itself AppTest finds only pages that are files."""
     test._page_hash = calc_hash(page)
     return test
+
+
+def errors(test: AppTest) -> list[str]:
+    """As a person reads them."""
+    return [re.sub(r"\\(\W|_)", r"\1", element.value) for element in test.error]
 
 
 class Address(dict[str, Any]):

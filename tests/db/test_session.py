@@ -47,9 +47,19 @@ def test_sqlite_keeps_a_write_ahead_log_and_foreign_keys(tmp_path: Path) -> None
     with database.engine.connect() as connection:
         pragmas = {
             name: connection.execute(text(f"pragma {name}")).scalar_one()
-            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+            for name in ("journal_mode", "foreign_keys", "busy_timeout")
         }
-    assert pragmas == {"journal_mode": "wal", "synchronous": 1, "foreign_keys": 1, "busy_timeout": 5000}
+    assert pragmas == {"journal_mode": "wal", "foreign_keys": 1, "busy_timeout": 5000}
+    database.close()
+
+
+def test_sqlite_waits_for_the_disk_where_something_has_to_last(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    for lasting in (True, False, True):
+        with database.write(lasting=lasting) as session:
+            assert session.scalar(text("pragma synchronous")) == (2 if lasting else 1)
+    with database.write() as session:
+        assert session.scalar(text("pragma synchronous")) == 2
     database.close()
 
 

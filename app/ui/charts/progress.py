@@ -306,7 +306,7 @@ def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], faul
     """
     at = {mark.iteration: mark for mark in marks}
     found = [at.get(i.iteration) for i in iterations]
-    number = np.array([i.iteration for i in iterations], dtype=np.int32)
+    number = np.array([i.iteration for i in iterations], dtype=np.float64)
     rate = np.array([i.samples_per_second for i in iterations], dtype=np.float32)
     first, last = np.arange(len(number)) == 0, np.arange(len(number)) == len(number) - 1
     span = int(number[-1] - number[0]) if len(number) else 0
@@ -317,7 +317,7 @@ def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], faul
         "samples_per_second": rate,
         "milliseconds": np.array([1000 * i.seconds for i in iterations], dtype=np.float32),
         "loss": np.array([i.loss for i in iterations], dtype=np.float32),
-        "generation": np.array([i.generation for i in iterations], dtype=np.int32),
+        "generation": np.array([i.generation for i in iterations], dtype=np.float64),
         "living": np.array([i.living for i in iterations], dtype=np.int32),
         "mark": [text for text, _ in words],
         "height": np.array([PANEL_HEIGHT - 4 - LINE_HEIGHT * line for _, line in words], dtype=np.float32),
