@@ -519,7 +519,7 @@ def is_remark(line: dict[str, Any]) -> bool:
 
 
 def is_trouble(line: dict[str, Any]) -> bool:
-    """Is it a remark that people must see who follow nothing else, as a death, a restart or what could not be written?"""
+    """Is it a remark that those must see who follow nothing else, as a death, a restart or what was not written?"""
     if "validation" in line:
         return line["validation"]["coefficient"] is None
     if "checkpoint" in line:

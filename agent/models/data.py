@@ -504,6 +504,10 @@ class _Raised:
     error: Exception
 
 
+class StreamEndedError(InputError):
+    """A stream is over, since an item raised: nothing that comes after it can be had, by whoever reads it anew."""
+
+
 class _Reading:
     """One way through a source. item: the number of the micro-batch that comes next."""
 
@@ -532,9 +536,11 @@ class _Reading:
                 self._failed = None
             except StopIteration:
                 if self._failed is not None and not self._source.goes_on:
-                    expected = "one that goes on after it"
-                    got = f"a stream that ended with what item {self.item - 1} raised"
-                    raise InputError("data", got, expected) from self._failed.error
+                    error = self._failed.error
+                    got = f"a stream that ended when item {self.item - 1} raised {in_a_line(error)}"
+                    expected = "one that goes on: catch the error inside `__iter__`"
+                    # With the place where that was, and not where it was noticed.
+                    raise StreamEndedError("data", got, expected).with_traceback(error.__traceback__) from error
                 self._failed = None
                 if not self._read:
                     raise _too_short(self._source) from None

@@ -28,6 +28,7 @@ from openrecycle.agent.config.faults import FaultInjector, profile_pace, slownes
 from openrecycle.agent.config.options import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.messages.client import LogTail
+from openrecycle.agent.models.data import StreamEndedError
 from openrecycle.agent.models.layers import (
     CPU,
     Partition,
@@ -894,6 +895,7 @@ class WorkerLoop:
             micro_batch=end.key[0] * self._options.job.micro_batches + end.key[1],
             error=describe_exception(error)[:1000],
             samples=list(samples(end.iteration, *end.key)) if samples is not None else [],
+            ends=isinstance(error, StreamEndedError),
             traceback="".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:],
         )
         if isinstance(error, torch.AcceleratorError):
