@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
 import logging
 import multiprocessing
@@ -111,6 +112,13 @@ class Loading:
                 raise InputError("loading.shared", tuple(self.shared), expected)
             return ()
         for name, value in inputs.items():
+            # What torch's own collation makes of samples that are lists of numbers, as other libraries have them.
+            if isinstance(value, (list, tuple)) and value and all(isinstance(part, Tensor) for part in value):
+                expected = (
+                    'tensors; have the data set give them (of Hugging Face: `with_format("torch")`), or '
+                    "Loading(collate=...) make them"
+                )
+                raise InputError("data", f"{name!r}, a list in each sample", expected)
             if not isinstance(value, Tensor) or not isinstance(name, str):
                 expected = f"tensors alone; leave {name!r} out of the samples, or have Loading(collate=...) do it"
                 raise InputError("data", f"{name!r}, of the type {type(value).__name__}", expected)
@@ -356,6 +364,24 @@ def of_loader(loader: DataLoader[Any], loading: Loading) -> tuple[Any, int, Load
         raise InputError("data", f"a DataLoader with a {type(sampler).__name__}", expected)
     say_workers_unused(loader)
     return loader.dataset, loader.batch_size, replace(loading, collate=loader.collate_fn, shuffle=shuffled)
+
+
+def check_data_function(data: Callable[..., Any]) -> None:
+    """Raises InputError for what is no function of a micro-batch's place, as far as it tells."""
+    made = data if inspect.isroutine(data) else type(data).__call__
+    fits = not inspect.isgeneratorfunction(made)
+    try:
+        inspect.signature(data).bind(0, 0, 0)
+    except TypeError:
+        fits = False
+    except ValueError:  # a builtin, which tells nothing
+        pass
+    if not fits:
+        expected = (
+            "a function of (iteration, pipeline, micro_batch) that returns a micro-batch; give what can only be read in "
+            "order as an IterableDataset"
+        )
+        raise InputError("data", getattr(data, "__name__", type(data).__name__), expected)
 
 
 def first_length(inputs: Tensor | tuple[Tensor, ...] | list[Tensor]) -> int:

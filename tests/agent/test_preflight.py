@@ -49,7 +49,10 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
             ["stages: got '0.weight of stage 0, which is table.weight of"],
         ),
         ({"stages": wrong_jobs.numbers_needed_and_tied}, ["table.weight of stage 0, which is table.weight of stage 1"]),
-        ({"stages": [wrong_jobs.WithStatistics, wrong_jobs.WithStatistics]}, ["statistics of stage 0, which is"]),
+        (
+            {"stages": [wrong_jobs.WithStatistics, wrong_jobs.WithStatistics]},
+            ["statistics of stage 0, which is", "no buffer in two"],
+        ),
         ({"stages": wrong_jobs.complex_weights}, ["weight of stage 1, which is complex64"]),
         ({"stages": wrong_jobs.sparse}, ["stages: got 'Embedding(sparse=True), 0 of stage 0', expected sparse=False"]),
         ({"optimizer": torch.optim.SparseAdam}, ["optimizer: got 'SparseAdam'", "dense"]),
@@ -59,13 +62,20 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"optimizer": wrong_jobs.no_optimizer}, ["optimizer: got 'NoneType'", "torch.optim.Optimizer"]),
         ({"optimizer": partial(torch.optim.SGD, rate=1)}, ["optimizer: got", "TypeError: ", "rate"]),
         ({"scheduler": wrong_jobs.plateau}, ["scheduler: got 'ReduceLROnPlateau'", "no metric"]),
+        ({"scheduler": wrong_jobs.scheduled()}, ["scheduler: got 'a LambdaLR already made', expected a function"]),
         ({"scheduler": wrong_jobs.NoScheduler}, ["scheduler: got 'ArithmeticError: no'"]),
         ({"scheduler": Slow}, ["optimizer: got 'SGD with Slow'", "state_dict"]),
         ({"data": wrong_jobs.with_text}, ["data: got", "'source', of the type list"]),
         ({"data": wrong_jobs.singles}, ["data: got 'Tensor', expected a pair (inputs, targets)"]),
         ({"data": wrong_jobs.uneven}, ["data: got 'float32[4, 6] in the first", "float32[6, 6] in another", "pad"]),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
-        ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each tensor"]),
+        (
+            {"data": wrong_jobs.Ragged(), "batch_size": 4},
+            ["data: got 'RuntimeError: stack expects each tensor", "PadCollate"],
+        ),
+        ({"data": wrong_jobs.as_lists}, ["data: got \"'x', a list in each sample\"", "with_format"]),
+        ({"data": wrong_jobs.generated}, ["data: got 'generated', expected a function of (iteration"]),
+        ({"data": len}, ["data: got 'len', expected a function of (iteration"]),
         ({"data": wrong_jobs.Unreadable(), "batch_size": 4}, ["data: got 'NotImplementedError"]),
         ({"data": own_jobs.Squares(0), "batch_size": 4}, ["data: got 0, expected at least 24 samples"]),
         ({"data": 7}, ["data: got 'int', expected"]),
@@ -78,6 +88,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
 def test_what_can_be_known_is_refused_by_the_constructor(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
         own_jobs.trainer(**changes)
+    assert type(caught.value) is InputError
     for word in words:
         assert word in str(caught.value)
 
