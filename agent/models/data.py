@@ -378,8 +378,8 @@ def check_data_function(data: Callable[..., Any]) -> None:
         pass
     if not fits:
         expected = (
-            "a function of (iteration, pipeline, micro_batch) that returns a micro-batch; give what can only be read in "
-            "order as an IterableDataset"
+            "a function of (iteration, pipeline, micro_batch) that returns a micro-batch; give what can only be read "
+            "in order as an IterableDataset"
         )
         raise InputError("data", getattr(data, "__name__", type(data).__name__), expected)
 

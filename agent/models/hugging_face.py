@@ -255,12 +255,10 @@ class TokenBatches:
         except InputError:
             raise
         except Exception as error:
-            lengths = (
-                {_length(sample["input_ids"]) for sample in args[0] if "input_ids" in sample} if self.several else ()
-            )
-            if len(lengths) < 2:
+            samples = args[0] if len(args) == 1 and self.several else []
+            if len({_length(sample.get("input_ids")) for sample in samples}) < 2:
                 raise
-            padded = {name: value for name, value in _PADDING.items() if any(name in sample for sample in args[0])}
+            padded = {name: value for name, value in _PADDING.items() if name in samples[0]}
             expected = f"one length: loading=Loading(collate=PadCollate(LENGTH, {padded}))"
             raise InputError("data", "samples of different lengths", expected) from error
         expected = f"dicts with input_ids, and labels, {' and '.join(PASSED)} where there are any"

@@ -633,3 +633,5 @@ def test_batches_of_a_function_and_of_samples_are_one() -> None:
         [{"input_ids": [1, 2], "other": 3}]
     )
     assert torch.equal(by_function[0][0], by_samples[0][0]) and torch.equal(by_function[1], by_samples[1])
+    with pytest.raises(ZeroDivisionError):  # what a function itself raises is no mistake about lengths
+        TokenBatches(lambda *_: 1 / 0, columns)(0, 0, 0)

@@ -49,10 +49,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
             ["stages: got '0.weight of stage 0, which is table.weight of"],
         ),
         ({"stages": wrong_jobs.numbers_needed_and_tied}, ["table.weight of stage 0, which is table.weight of stage 1"]),
-        (
-            {"stages": [wrong_jobs.WithStatistics, wrong_jobs.WithStatistics]},
-            ["statistics of stage 0, which is", "no buffer in two"],
-        ),
+        ({"stages": [wrong_jobs.WithStatistics] * 2}, ["statistics of stage 0, which is", "no buffer in two"]),
         ({"stages": wrong_jobs.complex_weights}, ["weight of stage 1, which is complex64"]),
         ({"stages": wrong_jobs.sparse}, ["stages: got 'Embedding(sparse=True), 0 of stage 0', expected sparse=False"]),
         ({"optimizer": torch.optim.SparseAdam}, ["optimizer: got 'SparseAdam'", "dense"]),
@@ -69,10 +66,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"data": wrong_jobs.singles}, ["data: got 'Tensor', expected a pair (inputs, targets)"]),
         ({"data": wrong_jobs.uneven}, ["data: got 'float32[4, 6] in the first", "float32[6, 6] in another", "pad"]),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
-        (
-            {"data": wrong_jobs.Ragged(), "batch_size": 4},
-            ["data: got 'RuntimeError: stack expects each tensor", "PadCollate"],
-        ),
+        ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each", "PadCollate"]),
         ({"data": wrong_jobs.as_lists}, ["data: got \"'x', a list in each sample\"", "with_format"]),
         ({"data": wrong_jobs.generated}, ["data: got 'generated', expected a function of (iteration"]),
         ({"data": len}, ["data: got 'len', expected a function of (iteration"]),
