@@ -41,7 +41,7 @@ from openrecycle.agent.models.layers import (
     tied_of,
 )
 from openrecycle.agent.models.parallelized import OtherRankError, gathered_tensors, part_of_rank
-from openrecycle.agent.models.state import StageState, Writer, layer_of
+from openrecycle.agent.models.state import StageState, StateError, Writer, layer_of
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception
@@ -124,7 +124,12 @@ class WorkerLoop:
         if not spec.joins:
             self._state.holds_everything()
             if origin is not None and origin.resumed is not None:
-                self._load(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
+                try:
+                    self._load(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
+                except CheckpointError:
+                    raise
+                except StateError as error:
+                    raise StateError(f"the checkpoint {origin.resumed} is of another job: {error}") from None
         self._known = not spec.joins
         """Has it been in a generation with all others, or is it one of the first?"""
         self._generation = self._taken_in = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
 from openrecycle.agent.config.devices import Mode, memory_limit
 from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.models.compat import tensors_without_data
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
@@ -85,6 +87,18 @@ def test_what_can_be_known_is_refused_by_the_constructor(changes: dict[str, Any]
     assert type(caught.value) is InputError
     for word in words:
         assert word in str(caught.value)
+
+
+def test_torch_says_nothing_of_what_is_only_tried(caplog: pytest.LogCaptureFixture) -> None:
+    """In dozens of lines, before the sentence that the user is to read."""
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    torch_log.addHandler(caplog.handler)
+    try:
+        with pytest.raises(RuntimeError), tensors_without_data() as take:
+            take(torch.zeros(2, 3)) @ take(torch.zeros(2, 3))
+    finally:
+        torch_log.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def large(stage: int, stages: int) -> nn.Module:
