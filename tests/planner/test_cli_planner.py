@@ -36,6 +36,7 @@ def run(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
 def test_the_help_names_a_command_that_there_is() -> None:
     command = [sys.executable, "-m", "openrecycle", "check", "--help"]
     done = subprocess.run(
