@@ -137,6 +137,7 @@ class Reporter:
                 samples_per_micro_batch=samples_per_micro_batch,
                 technique=wanted.value,
                 memory=MemoryLimit.parse(memory, field="memory").text,
+                own_loop=True,
             )
         self._without_me = (
             f"the console goes on without {worker}: it was silent for too long, or another took its place"
