@@ -559,15 +559,8 @@ class Origin:
     resumed_at: int = 0
 
 
-def prepare(
-    options: Checkpoints,
-    identity: Identity,
-    iterations: int,
-    say: Callable[[str], None],
-    news: Callable[[str], None] | None = None,
-) -> Origin:
-    """Finds and verifies what the job begins with. say: gets what the person should know of it; news: what goes as it
-    should, where that goes elsewhere.
+def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Callable[[str], None]) -> Origin:
+    """Finds and verifies what the job begins with. say: gets what the person should know of it.
 
     Raises InputError, also for a folder with checkpoints that nobody asked to resume from: they
     would be mixed with those of another run.
@@ -610,9 +603,9 @@ def prepare(
         raise InputError("iterations", iterations, f"more than the {found.iteration} that {found.path} holds")
     remove_unfinished(directory)
     if done:
-        (news or say)(f"all {iterations} iterations are in {found.path}: nothing is left to train")
+        say(f"all {iterations} iterations are in {found.path}: nothing is left to train")
     else:
-        (news or say)(f"resumes after iteration {found.iteration - 1} from {found.path}")
+        say(f"resumes after iteration {found.iteration - 1} from {found.path}")
     for name in set_aside_later(directory, found.iteration):
         say(f"note: a later checkpoint is now called {name}")
     if (identity.pipelines, identity.micro_batches) != (was.pipelines, was.micro_batches):

@@ -59,19 +59,16 @@ def make_launcher(
     listener: Callable[[dict[str, Any]], None],
     say: Callable[[str], None],
     *,
-    news: Callable[[str], None] | None = None,
     role: NodeRole | None = None,
     needed: JobMemory | None = None,
 ) -> Launcher:
     """A launcher whose `run` trains. source: of the workload. listener: gets every line of the record. say: gets
-    sentences for the person who started it, also from threads; news: those on what goes as it should, where they go
-    elsewhere. role: where this launcher leads a job of several nodes. needed: what agent.jobs.preflight has said of the
-    workload, where that has seen it already.
+    sentences for the person who started it, also from threads. role: where this launcher leads a job of several
+    nodes. needed: what agent.jobs.preflight has said of the workload, where that has seen it already.
 
     Raises InputError, InfeasibleError, ConsoleUnavailable or ConsoleRefused; with `role`, also LedElsewhere.
     """
     options.check()
-    news = news or say
     # It takes as long to import torch as this process does, so both do it at the same time.
     start_worker_server(preload(source))
     here = _workers_on(options.job, role)
@@ -113,10 +110,10 @@ def make_launcher(
     if on_cpu or autocast is None:
         layer_io = layer_io_of(seen, sum(partition), options.seed, autocast)
     if options.console.url is not None and options.pace and "O" not in options.pace and on_cpu:
-        options = _with_step(options, source, news)
+        options = _with_step(options, source, say)
     # Before the checkpoints are looked at: they are another's while the job is led from elsewhere.
     pool = open_pool(role, options.job, source, options.console.token, say, fits) if role else None
-    origin = _origin(options, source, sum(partition), say, news)
+    origin = _origin(options, source, sum(partition), say)
     heartbeat_seconds: float | None = None
     technique, memory = options.planning.limits
     coordination: Coordination
@@ -153,7 +150,7 @@ def make_launcher(
             interval=created.heartbeat_seconds,
             decide=pool.decide if pool else lambda send: send(),
         )
-        news(f"job {created.job_id} at {url}")
+        say(f"job {created.job_id} at {url}")
     options = replace(options, console=replace(options.console, token=None))
     run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds, bool(shared), divided)
     return launch.Launcher(run, coordination, listener, catalog, pool)
@@ -230,13 +227,7 @@ def _workers_on(job: Job, role: NodeRole | None) -> list[Worker]:
     return [worker for worker, node in place(job, role.nodes).items() if node == role.rank]
 
 
-def _origin(
-    options: TrainingOptions,
-    source: WorkloadSource,
-    layers: int,
-    say: Callable[[str], None],
-    news: Callable[[str], None],
-) -> Origin | None:
+def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: Callable[[str], None]) -> Origin | None:
     if options.checkpoints.directory is None:
         return None
     from openrecycle.agent.checkpoints import Identity, prepare
@@ -246,7 +237,7 @@ def _origin(
     of_faults = ("keep_finished", "on_bad_sample", "bad_sample_limit")
     recipe = asdict(options.optimization) | {field: getattr(faults, field) for field in of_faults}
     identity = Identity(name, layers, job.stages, job.pipelines, job.micro_batches, options.seed, recipe)
-    return prepare(options.checkpoints, identity, options.iterations, say, news)
+    return prepare(options.checkpoints, identity, options.iterations, say)
 
 
 def _restore_point(options: TrainingOptions, say: Callable[[str], None]) -> Callable[[], str | None] | None:

@@ -56,7 +56,7 @@ from openrecycle.agent.jobs.callbacks import Callback, TrainingStart
 from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.jobs.start import check_writable, make_launcher
 from openrecycle.agent.launcher.processes import preload, start_worker_server
-from openrecycle.agent.launcher.record import EvaluationResult, is_remark, is_trouble, iteration_of, sentence_of
+from openrecycle.agent.launcher.record import EvaluationResult, is_remark, iteration_of, sentence_of
 from openrecycle.agent.messages.client import Delivery, Record
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.agent.models import torch_pipelining
@@ -304,7 +304,7 @@ class ResilientTrainer:
         self._workload = SentWorkload.of(workload)
         self._options, self._layers = options, count
         self._needed = check_workload(workload, options)
-        _log(self._needed.text, logging.WARNING if self._needed.warning else logging.INFO)
+        log.log(logging.WARNING if self._needed.warning else logging.INFO, "%s", self._needed.text)
 
     @classmethod
     def from_transformers(
@@ -367,8 +367,8 @@ class ResilientTrainer:
         """Trains from the initial parameters, or from a checkpoint, until so many iterations are committed, or
         `stop` is called.
 
-        What is worth a remark on the way goes to the log `openrecycle`, as warnings where somebody died or something is
-        wrong. Where nobody else heeds SIGTERM, it ends the job in order, and this raises SystemExit.
+        What is worth a remark on the way goes to the log `openrecycle`. Where nobody else heeds SIGTERM, it ends the
+        job in order, and this raises SystemExit.
 
         Raises InputError, also where torchrun or srun started several of this process; JobFailed where the job can't
         go on (no process is left behind), ConsoleUnavailable or ConsoleRefused where a console was asked for and does
@@ -398,7 +398,7 @@ class ResilientTrainer:
             callbacks = self._callbacks(self.stop, self._written)
             with contextlib.ExitStack() as ending:
                 targets: list[Callable[[dict[str, Any]], None]] = [lines]
-                delivery = Delivery(callbacks, "on_iteration", _log)
+                delivery = Delivery(callbacks, "on_iteration", log.warning)
                 ending.callback(delivery.close, lambda: callbacks.over)
                 targets.append(delivery)
 
@@ -409,13 +409,11 @@ class ResilientTrainer:
                 # The caller's own random numbers must not depend on what is tried out first.
                 with torch.random.fork_rng(devices=[]):
                     launcher = make_launcher(
-                        *(replace(options, weights=folder), self._workload, listener, _log),
-                        news=log.info,
-                        needed=self._needed,
+                        replace(options, weights=folder), self._workload, listener, log.info, needed=self._needed
                     )
                 # Not before: a start that is refused leaves an earlier record in its place.
                 if options.record is not None:
-                    targets.insert(0, record := Record(Path(options.record), _log))
+                    targets.insert(0, record := Record(Path(options.record), log.warning))
                     ending.callback(record.close)
                 self._launcher = launcher
                 if self._stop_asked:
@@ -485,11 +483,6 @@ class ResilientTrainer:
         launcher = self._launcher
         if launcher is not None:
             launcher.end_soon()
-
-
-def _log(sentence: str, level: int = logging.WARNING) -> None:
-    """The level says already what `openrecycle train` says with a word."""
-    log.log(level, "%s", sentence.removeprefix("warning: "))
 
 
 @contextlib.contextmanager
@@ -603,7 +596,7 @@ class _Callbacks:
         if self.over:
             return
         if is_remark(line):
-            _log(sentence_of(line), logging.WARNING if is_trouble(line) else logging.INFO)
+            log.info("%s", sentence_of(line))
         if "loss" in line:
             self.each("on_iteration", iteration_of(line))
         elif "failure" in line:

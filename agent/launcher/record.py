@@ -518,15 +518,6 @@ def is_remark(line: dict[str, Any]) -> bool:
     return not any(key in line for key in ("iteration", "gradient_norm", "final"))
 
 
-def is_trouble(line: dict[str, Any]) -> bool:
-    """Is it a remark that those must see who follow nothing else, as a death, a restart or what was not written?"""
-    if "validation" in line:
-        return line["validation"]["coefficient"] is None
-    if "checkpoint" in line:
-        return line["checkpoint"]["problem"] is not None
-    return any(key in line for key in ("warning", "raised", "failure", "restart"))
-
-
 def iteration_of(line: dict[str, Any]) -> Iteration:
     """What agent.launcher.launch.iteration_line made the line of."""
     return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))

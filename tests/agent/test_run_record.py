@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from openrecycle.agent.launcher.record import DataWait, DivergedError, RunRecord, is_trouble
+from openrecycle.agent.launcher.record import DataWait, DivergedError, RunRecord
 from openrecycle.agent.messages.protocol import Iteration
 from openrecycle.planner.jobs.job import Worker
 
@@ -260,14 +260,3 @@ def test_without_a_micro_batch_the_loss_is_another_one() -> None:
     record.left_out(0, 3)
     assert _redone_with(record, (2.25).hex()) == (2.25).hex()
     assert record.skipped == {0: (3,)}
-
-
-def test_what_a_trainers_log_warns_of() -> None:
-    """Without logging turned on, nobody would hear of anything less."""
-    written, left_out = ({"checkpoint": {"iteration": 2, "problem": problem}} for problem in (None, "no space"))
-    clipped, skipped = (
-        {"validation": {"iteration": 2, "coefficient": coefficient, "redone": False}} for coefficient in (0.5, None)
-    )
-    news = [written, clipped, {"evaluation": {}}, {"relayout": {}}, {"move": {}}, {"left": {}}, {"hand_over": {}}]
-    trouble = [left_out, skipped, {"warning": "slow data"}, {"raised": {}}, {"failure": {}}, {"restart": {}}]
-    assert not any(map(is_trouble, news)) and all(map(is_trouble, trouble))
