@@ -420,8 +420,8 @@ def _give_up_older(directory: Path, iteration: int) -> None:
             unfinished.setdefault(int(match[1]), []).append(path)
     for number in sorted(unfinished)[:-1]:
         for path in unfinished[number]:
-            if all((share / _WRITTEN).exists() for share in path.glob("stage-*/share-*")):
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # another writer may remove it at this moment
+                if all((share / _WRITTEN).exists() for share in path.glob("stage-*/share-*")):
                     (path / ".claimed").touch(exist_ok=False)  # else somebody makes it whole at this moment
                     shutil.rmtree(path, ignore_errors=True)
 

@@ -851,5 +851,7 @@ def gantt_lines(schedule: Schedule, *, width: int) -> Iterator[Text]:
         yield Text(f"... and {len(schedule.ops) - MAX_ROWS} more workers", "dim")
     slice_of = schedule.problem.job.units(end / columns)
     unit = schedule.problem.job.time_unit
+    if unit == "ms" and slice_of >= 1000:
+        slice_of, unit = slice_of / 1000, "s"
     unit = unit if slice_of == 1 else plural(unit)
     yield Text(f"one column is {slice_of:.3g} {unit}; small letters: re-routed micro-batches; dots: bubbles", "dim")

@@ -132,7 +132,9 @@ def run(app: typer.Typer) -> NoReturn:
     seen enough.
     """
     try:
-        status = _with_plain_numbers(app)(standalone_mode=False)
+        # Of `python -m openrecycle`, click would make a module that is none.
+        name = sys.argv[0] if sys.argv[0].startswith("openrecycle") else None
+        status = _with_plain_numbers(app)(standalone_mode=False, prog_name=name)
         sys.stdout.flush()
     except PlannerError as error:
         _refuse(str(error))

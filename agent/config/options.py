@@ -548,6 +548,11 @@ class TrainingOptions(OptionGroup):
         if kills and not technique.reroutes:
             raise self.planning.refuse("technique", "adaptive, decoupled or staggered when a worker is to be killed")
         if not (rejoins or self.faults.max_restarts) and self.checkpoints.directory is None:
+            killed = {kill.worker for kill in kills}
+            for stage in range(self.job.stages):
+                if all(Worker(pipeline, stage) in killed for pipeline in range(self.job.pipelines)):
+                    expected = f"a worker of stage {stage} that stays, or `checkpoints.directory`, to go back to one"
+                    raise self.faults.refuse("kill", expected)
             Problem(self.job, frozenset(k.worker for k in kills), technique, memory)
         for rejoin in rejoins:
             if all(k.worker != rejoin.worker for k in kills):

@@ -366,7 +366,7 @@ MOVE_ITERATIONS = 1.0
 def worth_moving(now: float, then: float, iteration_seconds: float) -> tuple[bool, str]:
     """Does an hour of the shorter period save more than it costs that layers move? now, then: periods; and a reason."""
     saved, cost = 3600 * (1 - then / now), MOVE_ITERATIONS * iteration_seconds
-    return saved > cost, f"layers move: the period falls by {1 - then / now:.1%}"
+    return saved > cost, f"layers move: an iteration gets {1 - then / now:.1%} shorter"
 
 
 def offered(state: State, event: Offered, now: float, failure_timeouts: FailureTimeouts) -> Transition:

@@ -327,8 +327,8 @@ def partition_at_start(options: TrainingOptions, layers: int) -> Partition:
 # -- data -------------------------------------------------------------------------------------
 
 
-class _UnreadableError(InputError):
-    """One micro-batch raises."""
+class _Unreadable(Exception):
+    """One micro-batch raises; what is said of it."""
 
 
 def _check_data(workload: Workload, job: Job, seed: int, *, skips: bool) -> None:
@@ -341,9 +341,9 @@ def _check_data(workload: Workload, job: Job, seed: int, *, skips: bool) -> None
             try:
                 found.append(_micro_batch(workload, seed, *place))
                 break
-            except _UnreadableError:
+            except _Unreadable as one:
                 if not skips or place == order[-1]:
-                    raise
+                    raise one.args[0] from one.__cause__
     first, other = found
     if getattr(workload, "varies", False):
         return  # each output is compared with the largest
@@ -368,7 +368,8 @@ def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int)
         text = in_a_line(error)
         samples = getattr(workload, "samples", lambda *_: ())(0, pipeline, micro_batch)
         which = f"micro-batch {micro_batch} of pipeline {pipeline}" + named(samples)
-        raise _UnreadableError("data", text[:200], f"{which} to be there") from error
+        pads = "; PadCollate pads samples to one length" if "equal size" in text else ""  # as torch's collation says it
+        raise _Unreadable(InputError("data", text[:200], f"{which} to be there{pads}")) from error
     return tuple(part for t in inputs for part in (tuple(t.shape), dtype_name(t.dtype)))
 
 
@@ -440,12 +441,11 @@ def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
                 other, its_name = alive[id(tensor)]
                 if members.get(full, ()) and f"{other}.{its_name}" in members[full]:
                     continue
-                raise InputError(
-                    f"{kind}s",
-                    f"{its_name} of {kind} {other}, which is {name} of {kind} {layer}, too",
-                    f"that it is said: tied=[['{other}.{its_name}', '{layer}.{name}']]; buffers can't be shared (give "
-                    f"each {kind} a copy, or put what shares them into one {kind})",
-                )
+                expected = f"that it is said: tied=[['{other}.{its_name}', '{layer}.{name}']]"
+                if not isinstance(tensor, nn.Parameter):
+                    expected = f"no buffer in two {kind}s: give each a copy, or put what shares it into one {kind}"
+                got = f"{its_name} of {kind} {other}, which is {name} of {kind} {layer}, too"
+                raise InputError(f"{kind}s", got, expected)
         seen += [(weakref.ref(tensor), layer, name) for name, tensor in mine]
         shapes.append(
             [

@@ -76,6 +76,7 @@ def make_launcher(
     here = _workers_on(options.job, role)
     if shared := options.platform.check(len(here) * options.platform.ranks_per_worker):
         say(shared)
+    from openrecycle.agent.checkpoints import IF_ANY
     from openrecycle.agent.jobs.preflight import check_workload, partition_at_start
     from openrecycle.agent.launcher import launch
     from openrecycle.agent.models.layers import kind_of, layer_count, layer_io_of
@@ -85,7 +86,10 @@ def make_launcher(
     from openrecycle.agent.nodes.pool import open_pool
     from openrecycle.agent.workers.spec import RunSpec
 
-    _make_folder("checkpoints.directory", options.checkpoints.folder)
+    saved = options.checkpoints.folder
+    # One to go on from is there, or its name is wrong.
+    if saved is not None and (options.checkpoints.resume in (None, IF_ANY) or saved.is_dir()):
+        _make_folder("checkpoints.directory", saved)
     _make_folder("weights", None if options.weights is None else Path(options.weights))
     workload = source.load()
     if needed is None:

@@ -67,6 +67,7 @@ from openrecycle.agent.models.data import (
     Loading,
     MicroBatchSampler,
     StreamBatches,
+    check_data_function,
     of_loader,
     stream_of,
 )
@@ -242,6 +243,12 @@ class ResilientTrainer:
         if not isinstance(job, Job):
             raise InputError("job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)")
         make_layers, count, shared = _model(stages, layers, layer_count, job)
+        if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+            expected = (
+                "a function of the optimizer that makes one, such as "
+                "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)"
+            )
+            raise InputError("scheduler", f"a {type(scheduler).__name__} already made", expected)
         if isinstance(optimizer, torch.optim.Optimizer):
             expected = "a function that makes one of a stage's parameters, such as partial(torch.optim.AdamW, lr=1e-3)"
             raise InputError("optimizer", f"an {type(optimizer).__name__} already made", expected)
@@ -341,6 +348,8 @@ class ResilientTrainer:
                     raise InputError("batch_size", batch_size, "nothing where data is a DataLoader, which has one")
                 data, batch_size, loading = of_loader(data, loading)
             source, arguments = pretrained_job(model, data, loading, ending, evaluate)
+            if job.stages > source.layer_count:
+                raise InputError("job.stages", job.stages, f"at most {source.layer_count}, the layers of the model")
             batches, split = _batches(arguments["data"], job, seed, batch_size, arguments["loading"])
             made, pads = first_readable(batches), arguments["loading"].collate
             ids = split.split(pads.widest(made) if getattr(pads, "varies", False) else made)[0][0]
@@ -670,6 +679,7 @@ def _batches(
         for argument, value in (("batch_size", batch_size), ("loading.sampler", loading.sampler)):
             if value is not None:
                 raise InputError(argument, value, "nothing where data is a function: it makes whole micro-batches")
+        check_data_function(data)
         function: Data = data
         return function, loading
     sampler = loading.sampler

@@ -35,7 +35,8 @@ def named(samples: Sequence[int], how: str = "") -> str:
 class FailedOp:
     """An op of micro-batch `micro_batch` (numbered over the pipelines) raised in a process of `worker`, of `stage`.
 
-    error: the exception, in a line. samples: which of the data set are in the micro-batch, where that is known.
+    error: the exception, in a line. samples: which of the data set are in the micro-batch, where that is known. ends:
+    no micro-batch after it can be read either.
     """
 
     worker: str
@@ -46,6 +47,7 @@ class FailedOp:
     micro_batch: int
     error: str
     samples: tuple[int, ...] = ()
+    ends: bool = False
 
     @property
     def what(self) -> str:
@@ -117,6 +119,8 @@ def raised(bad: BadSamples, report: FailedOp, peers: Mapping[str, str], *, skip:
     bad = replace(bad, suspects=tuple(s for s in others if s.key[:2] != suspect.key[:2]))
     whose = " and ".join(sorted(set(suspect.tried.values())))
     fault = f"{report.what}: what raises wherever it is tried ({whose}) is the data's fault: {report.error}"
+    if report.ends:
+        return Finding(bad, found, halt=fault)
     if not skip:
         return Finding(bad, found, halt=f"{fault}. on_bad_sample='skip' (--on-bad-sample skip) leaves it out")
     count = len(bad.left_out) + 1

@@ -545,7 +545,7 @@ class Launcher:
         cell, faults = entry.worker, self._options.faults
         said = bad_samples.FailedOp(
             *(str(cell), entry.incarnation, cell.stage, message["iteration"], message["op"], message["micro_batch"]),
-            *(message["error"], tuple(message["samples"])),
+            *(message["error"], tuple(message["samples"]), message["ends"]),
         )
         skip, limit = faults.on_bad_sample == "skip", faults.bad_sample_limit
         found = bad_samples.raised(self._bad_samples, said, self._incarnations(cell.stage), skip=skip, limit=limit)

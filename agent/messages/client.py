@@ -410,7 +410,10 @@ class ConsoleRefused(Exception):
 
     def __init__(self, problem: ProblemDetails) -> None:
         self.problem = problem
-        super().__init__(problem.detail or problem.title)
+        text = problem.detail or problem.title
+        if problem.status == 401:
+            text += "; give it by --token-file or OPENRECYCLE_TOKEN; in Python: Console(token=...), Reporter(token=...)"
+        super().__init__(text)
 
 
 class ConsoleClient:

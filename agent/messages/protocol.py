@@ -134,6 +134,7 @@ class JobSpec(Message):
     them (agent.config.options). None: not said. max_restarts: so often in a row its launcher starts a worker again by
     itself. ranks_per_worker: processes of each worker. stage_bytes: by stage,
     what a worker may come to take where it computes, beside the program itself, as it was reckoned before the start.
+    own_loop: it has no launcher, and nobody who pauses it or starts its processes.
     """
 
     name: Name
@@ -159,6 +160,7 @@ class JobSpec(Message):
     max_restarts: Annotated[Count, Field(exclude_if=lambda value: not value)] = 0
     ranks_per_worker: Annotated[int, Field(ge=1, le=RANKS, exclude_if=lambda value: value == 1), INTEGER] = 1
     stage_bytes: Annotated[tuple[Count, ...], Field(max_length=16_384, exclude_if=lambda value: not value)] = ()
+    own_loop: Annotated[StrictBool, Field(exclude_if=lambda value: not value)] = False
 
     @classmethod
     def of(cls, job: Job, **about: Any) -> Self:

@@ -10,6 +10,7 @@ Named elsewhere: two modules that agent.launcher.processes, which has no torch i
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import weakref
@@ -253,8 +254,15 @@ def tensors_without_data() -> Iterator[Callable[[Tensor], Tensor]]:
     """Of what is made inside, shapes, types and devices alone. Takes a second to load."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield mode.from_tensor
+    # What does not go is said by whoever asks, and not in dozens of lines by torch as well.
+    said = logging.getLogger(FakeTensorMode.__module__)
+    level = said.level
+    said.setLevel(logging.CRITICAL + 1)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode.from_tensor
+    finally:
+        said.setLevel(level)
 
 
 def _grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
 import logging
 import multiprocessing
@@ -111,6 +112,13 @@ class Loading:
                 raise InputError("loading.shared", tuple(self.shared), expected)
             return ()
         for name, value in inputs.items():
+            # What torch's own collation makes of samples that are lists of numbers, as other libraries have them.
+            if isinstance(value, (list, tuple)) and value and all(isinstance(part, Tensor) for part in value):
+                expected = (
+                    'tensors; have the data set give them (of Hugging Face: `with_format("torch")`), or '
+                    "Loading(collate=...) make them"
+                )
+                raise InputError("data", f"{name!r}, a list in each sample", expected)
             if not isinstance(value, Tensor) or not isinstance(name, str):
                 expected = f"tensors alone; leave {name!r} out of the samples, or have Loading(collate=...) do it"
                 raise InputError("data", f"{name!r}, of the type {type(value).__name__}", expected)
@@ -358,6 +366,24 @@ def of_loader(loader: DataLoader[Any], loading: Loading) -> tuple[Any, int, Load
     return loader.dataset, loader.batch_size, replace(loading, collate=loader.collate_fn, shuffle=shuffled)
 
 
+def check_data_function(data: Callable[..., Any]) -> None:
+    """Raises InputError for what is no function of a micro-batch's place, as far as it tells."""
+    made = data if inspect.isroutine(data) else type(data).__call__
+    fits = not inspect.isgeneratorfunction(made)
+    try:
+        inspect.signature(data).bind(0, 0, 0)
+    except TypeError:
+        fits = False
+    except ValueError:  # a builtin, which tells nothing
+        pass
+    if not fits:
+        expected = (
+            "a function of (iteration, pipeline, micro_batch) that returns a micro-batch; give what can only be read "
+            "in order as an IterableDataset"
+        )
+        raise InputError("data", getattr(data, "__name__", type(data).__name__), expected)
+
+
 def first_length(inputs: Tensor | tuple[Tensor, ...] | list[Tensor]) -> int:
     """Samples in a micro-batch: the first tensor's first dimension."""
     tensor = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
@@ -504,6 +530,10 @@ class _Raised:
     error: Exception
 
 
+class StreamEndedError(InputError):
+    """A stream is over, since an item raised: nothing that comes after it can be had, by whoever reads it anew."""
+
+
 class _Reading:
     """One way through a source. item: the number of the micro-batch that comes next."""
 
@@ -532,9 +562,11 @@ class _Reading:
                 self._failed = None
             except StopIteration:
                 if self._failed is not None and not self._source.goes_on:
-                    expected = "one that goes on after it"
-                    got = f"a stream that ended with what item {self.item - 1} raised"
-                    raise InputError("data", got, expected) from self._failed.error
+                    error = self._failed.error
+                    got = f"a stream that ended when item {self.item - 1} raised {in_a_line(error)}"
+                    expected = "one that goes on: catch the error inside `__iter__`"
+                    # With the place where that was, and not where it was noticed.
+                    raise StreamEndedError("data", got, expected).with_traceback(error.__traceback__) from error
                 self._failed = None
                 if not self._read:
                     raise _too_short(self._source) from None

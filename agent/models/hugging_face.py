@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.data import Evaluation, Loading, of_loader, pad_to
+from openrecycle.agent.models.data import Evaluation, Loading, check_data_function, of_loader, pad_to
 from openrecycle.agent.models.layers import StageIO, TensorSpec, Tied
 from openrecycle.agent.models.state import dtype_name
 from openrecycle.agent.models.workload import first_readable
@@ -250,7 +250,17 @@ class TokenBatches:
         """Raises InputError."""
         if len(args) == 1 and self.several:
             args = ([self._sample(sample) for sample in args[0]],)
-        made = self.make(*args)
+        try:
+            made = self.make(*args)
+        except InputError:
+            raise
+        except Exception as error:
+            samples = args[0] if len(args) == 1 and self.several else []
+            if len({_length(sample.get("input_ids")) for sample in samples}) < 2:
+                raise
+            padded = {name: value for name, value in _PADDING.items() if name in samples[0]}
+            expected = f"one length: loading=Loading(collate=PadCollate(LENGTH, {padded}))"
+            raise InputError("data", "samples of different lengths", expected) from error
         expected = f"dicts with input_ids, and labels, {' and '.join(PASSED)} where there are any"
         if not isinstance(made, Mapping):
             raise InputError("data", type(made).__name__, expected)
@@ -271,6 +281,11 @@ class TokenBatches:
 
 _IGNORED = -100
 """A label that counts nothing."""
+_PADDING = {"input_ids": 0, "attention_mask": 0, "labels": _IGNORED}
+
+
+def _length(tokens: Any) -> int | None:
+    return len(tokens) if hasattr(tokens, "__len__") else None
 
 
 def predicted(labels: Tensor) -> Tensor:
@@ -300,6 +315,7 @@ def pretrained_job(
     source = pretrained(model, into)
     columns = frozenset(inspect.signature(source.kind.forward).parameters) | {"labels"}
     if not hasattr(data, "__getitem__") and callable(data):
+        check_data_function(data)
         data = tokens = TokenBatches(data, columns, pads=loading.collate)
         batch = first_readable(data.batch)
         loading = replace(loading, collate=tokens) if tokens.varies else loading
@@ -307,8 +323,13 @@ def pretrained_job(
         collate = transformers.default_data_collator if loading.collate is default_collate else loading.collate
         tokens = TokenBatches(collate, columns, pads=collate)
         loading = replace(loading, collate=tokens)
-        if not hasattr(data, "__getitem__"):
-            raise InputError("data", type(data).__name__, "a map-style data set of dicts with input_ids, or a function")
+        columns_alone = isinstance(data, Mapping) and 0 not in data
+        if isinstance(data, IterableDataset) or columns_alone or not hasattr(data, "__getitem__"):
+            expected = (
+                "a map-style data set (or a list) of dicts with input_ids, or a function of (iteration, pipeline, "
+                "micro_batch)"
+            )
+            raise InputError("data", type(data).__name__, expected)
         batch = first_readable(lambda i, *_: tokens.batch([data[i]]))
     if loading.weight is None:
         loading = replace(loading, weight=predicted)

@@ -43,6 +43,8 @@ def modules_of(given: Any, argument: str) -> tuple[Any, Tied]:
         expected = (
             f"a list of modules, one each{' (list(model))' if parts else ''}, a function that builds them, or a Pipe"
         )
+        if any(base.__name__ == "PreTrainedModel" for base in type(given).__mro__):  # of transformers, perhaps not here
+            expected += "; ResilientTrainer.from_transformers takes it as it is"
         raise InputError(argument, f"one {type(given).__name__}", expected)
     if isinstance(given, Sequence):
         for part in given:

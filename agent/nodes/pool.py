@@ -591,7 +591,8 @@ def open_pool(
     try:
         if role.store is not None:
             publish_lead(role.store, hub.port)
-        say(f"waiting for {role.nodes - 1} more nodes at {hub.host}:{hub.port}")
+        more = role.nodes - 1
+        say(f"waiting for {more} more node{'s' if more != 1 else ''} at {hub.host}:{hub.port}")
         hub.wait_for_all(NODE_SECONDS)
         if fits is not None:
             for node in sorted(set(homes.values()) - {role.rank}):

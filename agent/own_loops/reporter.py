@@ -84,6 +84,9 @@ _KINDS = frozenset(get_args(OpKind))
 _RUN = re.compile(r"[A-Za-z0-9 .:@/()+_-]{1,80}")
 _CLOSE_SECONDS = 5.0
 _REGISTERING_SECONDS = 0.05
+_UNANSWERED = 4
+"""Tries in a row, the last of them a second or two after the first: a console that is only restarted is not worth a
+word."""
 
 
 class Reporter:
@@ -134,6 +137,7 @@ class Reporter:
                 samples_per_micro_batch=samples_per_micro_batch,
                 technique=wanted.value,
                 memory=MemoryLimit.parse(memory, field="memory").text,
+                own_loop=True,
             )
         self._without_me = (
             f"the console goes on without {worker}: it was silent for too long, or another took its place"
@@ -298,7 +302,7 @@ class Reporter:
     def _follow(self) -> None:
         """Joins the job, then takes one generation after the other."""
         client, backoff = ConsoleClient(self._url, token=self._token), Backoff(0.2, 30.0)
-        generation, plans = 0, dict[str, Plan]()
+        generation, plans, unanswered = 0, dict[str, Plan](), 0
         while not self._closing.is_set():
             try:
                 if self._reports is None:
@@ -310,12 +314,19 @@ class Reporter:
                 generation = max(generation, self._before)
                 found = next_deployment(client, self._job_path, generation, plans, LONG_POLL_SECONDS)
                 backoff.reset()
+                if unanswered >= _UNANSWERED:
+                    log.warning("the console answers again")
+                unanswered = 0
                 if found is not None and not self._closing.is_set():
                     generation = found[0].generation
                     self._take_up(*found)
             except (ConsoleUnavailable, ConsoleRefused) as error:
                 if isinstance(error, ConsoleRefused | JobUnknown):
                     self._refused(str(error))
+                else:
+                    unanswered += 1
+                    if unanswered == _UNANSWERED:
+                        log.warning("%s; your loop goes on, and the console is told once it answers", error)
                 self._closing.wait(backoff.seconds())
 
     def _refused(self, why: str) -> None:

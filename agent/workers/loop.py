@@ -28,6 +28,7 @@ from openrecycle.agent.config.faults import FaultInjector, profile_pace, slownes
 from openrecycle.agent.config.options import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.messages.client import LogTail
+from openrecycle.agent.models.data import StreamEndedError
 from openrecycle.agent.models.layers import (
     CPU,
     Partition,
@@ -40,7 +41,7 @@ from openrecycle.agent.models.layers import (
     tied_of,
 )
 from openrecycle.agent.models.parallelized import OtherRankError, gathered_tensors, part_of_rank
-from openrecycle.agent.models.state import StageState, Writer, layer_of
+from openrecycle.agent.models.state import StageState, StateError, Writer, layer_of
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception
@@ -123,7 +124,12 @@ class WorkerLoop:
         if not spec.joins:
             self._state.holds_everything()
             if origin is not None and origin.resumed is not None:
-                self._load(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
+                try:
+                    self._load(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
+                except CheckpointError:
+                    raise
+                except StateError as error:
+                    raise StateError(f"the checkpoint {origin.resumed} is of another job: {error}") from None
         self._known = not spec.joins
         """Has it been in a generation with all others, or is it one of the first?"""
         self._generation = self._taken_in = 0
@@ -900,6 +906,7 @@ class WorkerLoop:
             micro_batch=end.key[0] * self._options.job.micro_batches + end.key[1],
             error=describe_exception(error)[:1000],
             samples=list(samples(end.iteration, *end.key)) if samples is not None else [],
+            ends=isinstance(error, StreamEndedError),
             traceback="".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:],
         )
         if isinstance(error, torch.AcceleratorError):

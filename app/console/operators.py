@@ -83,6 +83,7 @@ class Operators:
     def restart(self, job_id: str, worker: str, actor: str) -> None:
         """Asks the launcher to start a new process for a failed worker. Raises ConsoleError."""
         job, member = self._member(job_id, worker)
+        _has_launcher(job, "start its processes again yourself")
         if member.state is not WorkerState.FAILED:
             raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
         if member.goes:  # its launcher has no place for another one yet, and would start none
@@ -129,6 +130,7 @@ class Operators:
     def _hold(self, job_id: str, kind: str, actor: str) -> str:
         job = self._find(job_id)
         _runs(job)
+        _has_launcher(job, "it can't be paused from here")
         with job.writing():
             if job.paused == (kind == "pause"):
                 raise ConsoleError(409, "no_choice", f"the job is {'' if job.paused else 'not '}paused")
@@ -225,6 +227,12 @@ class Operators:
             candidates=offer.candidates,
             better=offer.better,
         )
+
+
+def _has_launcher(job: LiveJob, otherwise: str) -> None:
+    """Raises ConsoleError (409) where a command would be heard by nobody."""
+    if job.spec.own_loop:
+        raise ConsoleError(409, "own_loop", f"the job has a loop of its own: {otherwise}")
 
 
 def _runs(job: LiveJob) -> None:

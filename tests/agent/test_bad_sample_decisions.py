@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -63,6 +64,15 @@ def test_what_raises_on_two_workers_is_the_datas_fault() -> None:
     halted = found(bad, report("W1_0"), skip=False)
     assert "samples 12, 13" in halted.halt and not halted.bad.left_out
     assert "W0_0 and W1_0" in halted.halt
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_of_a_stream_that_is_over_nothing_is_left_out(skip: bool) -> None:
+    over = [replace(report(worker), ends=True) for worker in ("W0_0", "W1_0")]
+    first = found(BadSamples(), over[0], skip=skip)
+    assert not first.halt and "tried again" in first.text
+    last = found(first.bad, over[1], skip=skip)
+    assert last.halt and not last.left_out and "on_bad_sample" not in last.halt
 
 
 def test_alone_it_is_tried_twice() -> None:

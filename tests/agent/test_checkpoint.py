@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +111,20 @@ def test_parts_of_checkpoints_that_never_became_whole_make_room(tmp_path: Path) 
     for iteration in (4, 5):
         write_share(tmp_path, _whole(_stage(1, iteration)), 0, 1, JOB, 2, 9)
     assert parts() == [(f".partial-{i:010d}-2", "stage-0") for i in (4, 5)]
+
+
+def test_parts_that_another_writer_removes_meanwhile_leave_no_checkpoint_out(tmp_path: Path) -> None:
+    for iteration in (2, 3):
+        write_share(tmp_path, _whole(_stage(1, iteration)), 0, 1, JOB, 1, 9)
+    there = [tmp_path / f".partial-{2:010d}-1"]
+
+    def other_writer(event: str, arguments: tuple[object, ...]) -> None:
+        if there and event == "os.scandir" and str(arguments[0]).startswith(f"{there[0]}/"):
+            shutil.rmtree(there.pop())
+
+    sys.addaudithook(other_writer)  # which stays, and has nothing more to do
+    _write(tmp_path, 4)
+    assert not there and [c.iteration for c in whole_checkpoints(tmp_path)] == [4]
 
 
 def test_all_writers_at_once_make_one_checkpoint(tmp_path: Path) -> None:

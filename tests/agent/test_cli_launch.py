@@ -17,7 +17,7 @@ from tests.golden import golden
     [
         (["--kill", "W9_9@1:F0"], ["--kill", "'W9_9'", "W0_0 to W2_3"]),
         (["--kill", "nonsense"], ["--kill", "'nonsense'", "W1_2@10:F3"]),
-        (["--kill", "W0_1@1:F0", "--kill", "W1_1@2:F0", "--kill", "W2_1@3:F0"], ["stage 1", "no living worker"]),
+        (["--kill", "W0_1@1:F0", "--kill", "W1_1@2:F0", "--kill", "W2_1@3:F0"], ["stage 1", "--checkpoint"]),
         (["--stages", "0"], ["stages", "0", "at least 1"]),
         (["--micro-batches", "-3"], ["micro_batches", "-3"]),
         (["--iterations", "0"], ["--iterations", "0"]),

@@ -145,6 +145,9 @@ def test_a_refusal_is_an_answer(stack: ExitStack) -> None:
     with pytest.raises(ConsoleRefused, match=golden("no-such-job")):
         read(client)
     assert second.asked == []
+    first.answer = (401, {"title": "t", "status": 401, "code": "unauthorized", "detail": "Authorization: none"})
+    with pytest.raises(ConsoleRefused, match=golden("give-it-by-token-file")):
+        read(client)
 
 
 def test_a_job_that_was_known_is_asked_for_again(stack: ExitStack) -> None:

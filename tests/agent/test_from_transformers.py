@@ -22,8 +22,9 @@ from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning,
 from openrecycle.agent.checkpoints import save_weights
 from openrecycle.agent.jobs.trainer import ResilientTrainer, TrainingResult
 from openrecycle.agent.models.layers import LayerStack, TensorSpec, build_layer, build_layers
+from openrecycle.agent.models.torch_pipelining import modules_of
 from openrecycle.planner.jobs.errors import InputError
-from tests.agent import language_models
+from tests.agent import language_models, streamed_jobs
 from tests.agent.language_models import BLOCKS, CONFIGS, TOKENS, VOCABULARY, Words, gpt2, llama, trainer
 from tests.agent.launches import warm
 from tests.agent.node_runs import lines, two_nodes
@@ -553,9 +554,17 @@ def _ids(value: Any) -> list[dict[str, Any]]:
         (llama, {"layers": 4}, ["layers: got"]),
         (llama, {"loss": nn.functional.cross_entropy}, ["loss: got"]),
         (llama, {"job": "2x2"}, ["job: got 'str'"]),
-        (llama, {"job": Job.uniform(1, 9, 2)}, ["layer_count: got 5"]),
+        (llama, {"job": Job.uniform(1, 9, 2)}, ["job.stages: got 9, expected at most 5"]),
         (llama, {"data": [[1, 2, 3]] * 64}, ["data: got 'list'", "dicts with input_ids"]),
         (llama, {"data": 7}, ["data: got 'int'"]),
+        (llama, {"data": streamed_jobs.Plain()}, ["data: got 'Plain', expected a map-style data set"]),
+        (llama, {"data": {"input_ids": [[1, 2]] * 64}}, ["data: got 'dict', expected a map-style data set"]),
+        (llama, {"data": lambda: None}, ["data: got '<lambda>', expected a function of (iteration, pipeline"]),
+        (
+            llama,
+            {"data": [{"input_ids": [1] * n} for n in range(1, 65)]},
+            ["data: got 'samples of different lengths'", "PadCollate(LENGTH, {'input_ids': 0})"],
+        ),
         (llama, {"data": [{"labels": [1]}] * 64}, ["data: got 'a batch with labels'"]),
         (llama, {"data": _ids(3)}, ["data: got 'input_ids [1]'"]),
         (gpt2, {"data": [{"input_ids": [1], "token_type_ids": [0]}] * 64}, ["(token_type_ids)"]),
@@ -570,6 +579,11 @@ def test_what_is_wrong_is_said_at_once_and_by_name(
         trainer(model(), **changes)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_who_gives_a_model_as_layers_is_told_of_the_other_way() -> None:
+    with pytest.raises(InputError, match=golden("layers-got-one-llamaforcausallm")):
+        modules_of(whole(llama()), "layers")
 
 
 def test_a_folder_that_lacks_weights_is_refused_by_name(tmp_path: Path) -> None:
@@ -619,3 +633,5 @@ def test_batches_of_a_function_and_of_samples_are_one() -> None:
         [{"input_ids": [1, 2], "other": 3}]
     )
     assert torch.equal(by_function[0][0], by_samples[0][0]) and torch.equal(by_function[1], by_samples[1])
+    with pytest.raises(ZeroDivisionError):  # what a function itself raises is no mistake about lengths
+        TokenBatches(lambda *_: 1 / 0, columns)(0, 0, 0)

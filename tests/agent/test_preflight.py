@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from openrecycle.agent.config.devices import Mode, memory_limit
 from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.jobs.callables import CallableWorkload
 from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.models.compat import tensors_without_data
 from openrecycle.agent.models.layers import build_layers
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
@@ -53,7 +55,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
             ["stages: got '0.weight of stage 0, which is table.weight of"],
         ),
         ({"stages": wrong_jobs.numbers_needed_and_tied}, ["table.weight of stage 0, which is table.weight of stage 1"]),
-        ({"stages": [wrong_jobs.WithStatistics, wrong_jobs.WithStatistics]}, ["statistics of stage 0, which is"]),
+        ({"stages": [wrong_jobs.WithStatistics] * 2}, ["statistics of stage 0, which is", "no buffer in two"]),
         ({"stages": wrong_jobs.complex_weights}, ["weight of stage 1, which is complex64"]),
         ({"stages": [wrong_jobs.Halves, wrong_jobs.Halves]}, ["turns of stage 0, which is complex32"]),
         ({"stages": wrong_jobs.sparse}, ["stages: got 'Embedding(sparse=True), 0 of stage 0', expected sparse=False"]),
@@ -68,13 +70,17 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"optimizer": wrong_jobs.no_optimizer}, ["optimizer: got 'NoneType'", "torch.optim.Optimizer"]),
         ({"optimizer": partial(torch.optim.SGD, rate=1)}, ["optimizer: got", "TypeError: ", "rate"]),
         ({"scheduler": wrong_jobs.plateau}, ["scheduler: got 'ReduceLROnPlateau'", "no metric"]),
+        ({"scheduler": wrong_jobs.scheduled()}, ["scheduler: got 'a LambdaLR already made', expected a function"]),
         ({"scheduler": wrong_jobs.NoScheduler}, ["scheduler: got 'ArithmeticError: no'"]),
         ({"scheduler": Slow}, ["optimizer: got 'SGD with Slow'", "state_dict"]),
         ({"data": wrong_jobs.with_text}, ["data: got", "'source', of the type list"]),
         ({"data": wrong_jobs.singles}, ["data: got 'Tensor', expected a pair (inputs, targets)"]),
         ({"data": wrong_jobs.uneven}, ["data: got 'float32[4, 6] in the first", "float32[6, 6] in another", "pad"]),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
-        ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each tensor"]),
+        ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each", "PadCollate"]),
+        ({"data": wrong_jobs.as_lists}, ["data: got \"'x', a list in each sample\"", "with_format"]),
+        ({"data": wrong_jobs.generated}, ["data: got 'generated', expected a function of (iteration"]),
+        ({"data": len}, ["data: got 'len', expected a function of (iteration"]),
         ({"data": wrong_jobs.Unreadable(), "batch_size": 4}, ["data: got 'NotImplementedError"]),
         ({"data": own_jobs.Squares(0), "batch_size": 4}, ["data: got 0, expected at least 24 samples"]),
         ({"data": 7}, ["data: got 'int', expected"]),
@@ -87,8 +93,21 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
 def test_what_can_be_known_is_refused_by_the_constructor(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
         own_jobs.trainer(**changes)
+    assert type(caught.value) is InputError
     for word in words:
         assert word in str(caught.value)
+
+
+def test_torch_says_nothing_of_what_is_only_tried(caplog: pytest.LogCaptureFixture) -> None:
+    """In dozens of lines, before the sentence that the user is to read."""
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    torch_log.addHandler(caplog.handler)
+    try:
+        with pytest.raises(RuntimeError), tensors_without_data() as take:
+            take(torch.zeros(2, 3)) @ take(torch.zeros(2, 3))
+    finally:
+        torch_log.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def large(stage: int, stages: int) -> nn.Module:

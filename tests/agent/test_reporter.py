@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -143,6 +144,16 @@ def test_a_dead_console_costs_nothing_and_learns_the_newest_later(tmp_path: Path
         kept = range(199, MAX_ITERATIONS + 200)
         assert sorted(reported(server, job_id)) == [i for i in kept if i != 700]
         assert server.read(f"/jobs/{job_id}")["state"] == "finished"
+
+
+def test_it_says_when_nobody_is_at_the_address(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        arguments: dict[str, Any] = {"run": "alone", "job": Job.uniform(1, 1, 2), "worker": "W0_0", "iterations": 9}
+        with Reporter(console=f"http://127.0.0.1:{taken.getsockname()[1]}", **arguments):
+            until(lambda: caplog.records, "a warning")
+    (warning,) = caplog.records
+    assert golden("your-loop-goes-on") in warning.getMessage()
 
 
 @pytest.mark.processes

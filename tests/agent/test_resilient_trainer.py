@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from openrecycle import Checkpoints, Console, Evaluation, Faults, JobFailed, Loading, Optimization, Planning
 from openrecycle.agent.jobs.trainer import ResilientTrainer, TrainingResult
-from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
+from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
 from tests.agent import own_jobs
@@ -100,8 +101,9 @@ def test_the_memory_of_a_worker_can_be_set(capacity: Any) -> None:
 
 
 def test_deaths_that_no_plan_survives_are_refused() -> None:
-    with pytest.raises(InfeasibleError, match=golden("stage-1-has-no-living-peer")):
+    with pytest.raises(InputError, match=golden("a-worker-of-stage-1-that-stays")) as error:
         own_jobs.trainer(faults=Faults(kill=["W0_1@1:F0", "W1_1@2:F0"]))
+    assert error.value.field == "faults.kill"
 
 
 @pytest.mark.parametrize("iterations", [0, True, 1.5])
@@ -160,6 +162,12 @@ def test_a_job_goes_on_from_its_checkpoint_to_the_same_numbers(tmp_path: Path) -
     second = own_jobs.trainer(scheduler=scheduler, checkpoints=again).fit(iterations=4)
     assert first.losses + second.losses == undisturbed().losses
     assert second.parameters_sha256 == undisturbed().parameters_sha256
+    elsewhere = tmp_path / "mistyped"
+    with pytest.raises(InputError):
+        own_jobs.trainer(checkpoints=replace(again, directory=elsewhere)).fit(iterations=4)
+    assert not elsewhere.exists()
+    with pytest.raises(JobFailed, match=golden("iteration-4-is-of-another-job")):
+        own_jobs.trainer(optimizer=partial(torch.optim.Adam, lr=0.1), checkpoints=again).fit(iterations=6)
 
 
 @pytest.mark.processes

@@ -16,11 +16,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from openrecycle import Checkpoints, Evaluation, Faults, InputError, Loading, Planning
+from openrecycle.agent.config.options import OnBadSample
 from openrecycle.agent.jobs.trainer import TrainingResult
-from openrecycle.agent.models.data import StreamBatches, stream_of
+from openrecycle.agent.launcher.launch import JobFailed
+from openrecycle.agent.models.data import StreamBatches, StreamEndedError, stream_of
+from openrecycle.agent.monitoring.liveness import describe_exception
 from openrecycle.planner.jobs.job import Job
 from tests.agent import own_jobs, streamed_jobs
 from tests.conftest import at_length
+from tests.golden import golden
 
 ITERATIONS, RESUMED_AT = 14, 9
 STAYS = Planning(relayout="never")
@@ -312,8 +316,19 @@ def test_one_item_that_can_not_be_read_is_that_items_alone() -> None:
     ended = batches(streamed_jobs.Plain(broken=9), 2)
     with pytest.raises(OSError, match="no sample 9"):
         ended(0, 1, 1)
-    with pytest.raises(InputError):
+    with pytest.raises(StreamEndedError, match=golden("data-got-a-stream-that-ended")) as over:
         ended(1, 0, 0)
+    assert "streamed_jobs.py" in describe_exception(over.value), "where it raised, and not where that was noticed"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("on_bad_sample", ["skip", at_length("halt")])
+def test_a_stream_that_ends_with_an_error_ends_the_job(on_bad_sample: OnBadSample) -> None:
+    """Else all later micro-batches were left out, and it would train on nothing."""
+    faults = Faults(on_bad_sample=on_bad_sample)
+    with pytest.raises(JobFailed, match="item 9 raised OSError: no sample 18") as error:
+        streamed_jobs.trainer(data=streamed_jobs.Plain(broken=18), batch_size=2, faults=faults).fit(iterations=4)
+    assert "on_bad_sample" not in str(error.value)
 
 
 def test_whole_micro_batches_may_come_out_of_the_data_set() -> None:

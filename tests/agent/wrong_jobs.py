@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -161,6 +161,20 @@ plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 def with_text(iteration: int, pipeline: int, micro_batch: int) -> dict[str, Any]:
     return {"x": torch.zeros(4, 6), "source": ["a", "b", "c", "d"], "labels": torch.zeros(4, 6)}
+
+
+def as_lists(iteration: int, pipeline: int, micro_batch: int) -> dict[str, Any]:
+    """As torch's collation makes them of samples that hold lists of numbers."""
+    return {"x": [torch.zeros(4)] * 6, "labels": torch.zeros(4, 6)}
+
+
+def generated() -> Iterator[tuple[Tensor, Tensor]]:
+    yield torch.zeros(4, WIDTH), torch.zeros(4, WIDTH)
+
+
+def scheduled() -> torch.optim.lr_scheduler.LambdaLR:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
 def dictionaries(iteration: int, pipeline: int, micro_batch: int) -> tuple[dict[str, Tensor], Tensor]:

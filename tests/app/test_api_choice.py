@@ -154,6 +154,15 @@ def test_a_job_is_paused_and_goes_on(server: ConsoleServer) -> None:
     assert texts[-2:] == [golden("ada-asked-to-pause-the"), golden("ada-asked-to-resume-the")]
 
 
+def test_a_loop_of_its_own_is_not_paused_and_its_workers_are_not_started(server: ConsoleServer) -> None:
+    agents = started(server, own_loop=True)
+    agents.exit("W1_1")
+    for path in ("/pause", "/workers/W1_1/restart"):
+        refused = server.post(agents.path(path))
+        assert (refused.status_code, refused.json()["code"]) == (409, "own_loop")
+    assert agents.job()["condition"] != "pausing"
+
+
 def test_the_baseline_is_measured_again_when_somebody_asks(server: ConsoleServer) -> None:
     agents = Agents(server)
     agents.register_all()

@@ -36,6 +36,15 @@ def run(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
+def test_the_help_names_a_command_that_there_is() -> None:
+    command = [sys.executable, "-m", "openrecycle", "check", "--help"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"PYTHONPATH": ".src"}
+    )
+    assert "Usage: openrecycle check" in done.stdout
+
+
 @pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
