@@ -352,7 +352,7 @@ class Job:
     home: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_sizes(self.pipelines, self.stages, self.micro_batches)
+        check_sizes(self.pipelines, self.stages, self.micro_batches)
         self._lay_out()
         if len(self.time_unit) > 20 or not self.time_unit.isprintable():
             raise InputError("time_unit", self.time_unit, "at most 20 printable characters")
@@ -513,7 +513,7 @@ class Job:
         """A job whose stages are alike, or, with so many layers, those. `durations`, of each, has any of the keys F, I,
         W, O, transfer."""
         times = {"F": 1.0, "I": 1.0, "W": 1.0, "O": 0.0, "transfer": 0.0, **(durations or {})}
-        _check_sizes(pipelines, stages, micro_batches)  # before a tuple per stage is made
+        check_sizes(pipelines, stages, micro_batches)  # before a tuple per stage is made
         if layers:
             layer = LayerProfile(times["F"], times["I"], times["W"], times["O"], transfer=times["transfer"])
             if isinstance(layers, bool) or not isinstance(layers, int) or not stages <= layers <= MAX_LAYERS:
@@ -750,7 +750,7 @@ def count_ops(pipelines: int, stages: int, micro_batches: int) -> int:
     return 3 * pipelines * stages * micro_batches
 
 
-def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
+def check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
     """Refuses what is no size, and what would not fit in memory, before any is taken."""
     for name, value in (("pipelines", pipelines), ("stages", stages), ("micro_batches", micro_batches)):
         check_whole(name, value, 1)
