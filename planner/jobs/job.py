@@ -631,6 +631,15 @@ class MemoryLimit:
         return tuple((limit, limit) for limit in self.limits(job, technique))
 
 
+class StageRoom(NamedTuple):
+    """What a worker of a stage may hold: `capacity`, of which a micro-batch takes `need` from F's start to I's (or B's)
+    end, and `keep` from there to W's end. All 0 where there is no limit."""
+
+    capacity: int
+    need: int
+    keep: int
+
+
 @dataclass(frozen=True)
 class Problem:
     """One planning question: this job, with these workers dead, this technique and memory limit.
@@ -678,7 +687,7 @@ class Problem:
 
     @cached_property
     def limits(self) -> tuple[int | None, ...]:
-        """What solvers keep to: whatever does, fits."""
+        """In micro-batches: whatever keeps to them, fits."""
         return self.memory.limits(self.job, self.technique)
 
     @cached_property
@@ -690,6 +699,16 @@ class Problem:
     def limits_are_exact(self) -> bool:
         """Does nothing fit but what keeps to the limits?"""
         return all(limit == held for limit, (_, held) in zip(self.limits, self.most_held, strict=True))
+
+    @cached_property
+    def room(self) -> tuple[StageRoom, ...]:
+        """By stage, in micro-batches; in bytes, beside weights and optimizer state, where those alone are exact."""
+        if self.limits_are_exact:
+            return tuple(StageRoom(0, 0, 0) if limit is None else StageRoom(limit, 1, 1) for limit in self.limits)
+        stages = zip(self.job.profiles, self.job.capacity_bytes, strict=True)
+        return tuple(
+            StageRoom(capacity - p.fixed_bytes, p.activation_bytes, p.weight_backward_bytes) for p, capacity in stages
+        )
 
     @cached_property
     def ticks(self) -> tuple[StageTicks, ...]:

@@ -64,7 +64,7 @@ class MilpSolver:
             message = "stopped" if run.stopped else "time limit reached"
             message += " before the MILP was solved"
         elif best.period > bound:
-            message = proven_for_routing(problem, bound)
+            message = proven_for_routing(problem, bound, exact=problem.limits_are_exact)
         run.tell(self.name, best.period, bound)
         return Solution(best, bound, self.name, run.elapsed, message)
 
