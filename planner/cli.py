@@ -274,7 +274,7 @@ def catalog_command(
         raise InputError("--relayout", relayout, "auto or never")
     if relayout == "auto" and not job.layers:
         raise InputError("--relayout", relayout, "--layers beside it, or a profile by layers")
-    if job.layers and partition in (None, AUTO):
+    if job.layers and partition == AUTO:
         job = best_at_home(job, of, limit)
     over: Over = "partitions" if job.layers and relayout != "never" else "schedules"
     question = CatalogQuestion(job, of, limit, over)
