@@ -102,11 +102,14 @@ def job_of_options(
     profile: Path | None,
     layers: int | None = None,
     partition: str | None = None,
+    *,
+    moved: bool = False,
 ) -> Job:
     """The job that `--profile`, or the sizes, `--layers` and `--durations`, describe. Raises InputError.
 
     A measured profile (by its file, or a shipped one by its name) takes other sizes too. With a partition its layers
     are those that were measured. `auto` leaves the job at the partition that spreads work most evenly.
+    moved: from the partition that the profile says, if it does, to the one that is given.
     """
     sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches, "--durations": durations}
     if profile is not None:
@@ -116,7 +119,11 @@ def job_of_options(
         for option, value in sizes.items():
             if value is not None and (isinstance(document, JobDoc) or option == "--durations"):
                 raise InputError(option, value, "nothing, since --profile FILE says it")
-        return _cut(job_on(document, pipelines, stages, micro_batches, by_layers=partition is not None), partition)
+        job = job_on(document, pipelines, stages, micro_batches, by_layers=partition is not None)
+        cut = _cut(job, partition)
+        return (
+            job.with_partition(cut.partition) if moved and isinstance(document, JobDoc) and document.partition else cut
+        )
     for option, value in sizes.items():
         if value is None and option != "--durations":
             raise InputError(option, None, "a whole number of at least 1 (or --profile FILE)")
@@ -683,7 +690,7 @@ def plan(
         partition = AUTO
     if migrate and partition != AUTO:
         raise InputError("--migrate", True, "--partition auto beside it")
-    job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition)
+    job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition, moved=True)
     dead = failed_workers(fail, job)
     layout = None
     if reference is not None:
