@@ -478,12 +478,17 @@ class Job:
                 f"one for each number of living peers, {self.pipelines} in all",
             )
 
-    def _check_length(self) -> None:
+    @property
+    def longest(self) -> float:
+        """All ops of an iteration one after the other, at the slowest speed, in its time unit."""
         each = sum(p.forward + p.input_backward + p.weight_backward for p in self.profiles)
         each += sum(self.transfers) + sum(self.backward_transfers)
         steps = sum(p.optimizer + max(p.reductions, default=0.0) for p in self.profiles)
         slowest = min((speed for _, speed in self.speeds), default=1.0)
-        longest = self.pipelines * (self.micro_batches * each + steps) / min(1.0, slowest)
+        return self.pipelines * (self.micro_batches * each + steps) / min(1.0, slowest)
+
+    def _check_length(self) -> None:
+        longest = self.longest
         if longest * 10**MAX_DECIMALS > MAX_TICKS and longest * self.ticks_per_unit > MAX_TICKS:
             why = ", since the shortest has so many decimals" if self.ticks_per_unit > 1 else ""
             most = f"at most {MAX_TICKS / self.ticks_per_unit:.3g}{why}"

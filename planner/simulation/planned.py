@@ -13,6 +13,7 @@ from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import (
     MAX_DECIMALS,
     MAX_LAYERS,
+    MAX_TICKS,
     SIZES,
     TIMES,
     Job,
@@ -228,7 +229,7 @@ class PlannedJob:
     def layered(self) -> Job | None:
         """The job by layers: its own, or, where it has none, as many equal ones in each stage as `layers` says.
 
-        None where that would be too many.
+        None where that would be too many, or their times too fine for so long a job.
         """
         job, each = self.job, min(self.layers, MAX_LAYERS // self.job.stages)
         if job.layers or not each:
@@ -237,11 +238,19 @@ class PlannedJob:
         for s, profile in enumerate(job.profiles):
             cut = min(s, job.stages - 2)
             sent, back = (job.transfers[cut], job.backward_transfers[cut]) if cut >= 0 else (0.0, 0.0)
-            share = vars(_share_of(profile, each))
+            share = vars(_share_of(profile, each, self._decimals))
             layers += [LayerProfile(**share, transfer=sent, backward_transfer=back)] * each
-        return replace(
-            job, layers=tuple(layers), partition=(each,) * job.stages, profiles=(), transfers=(), backward_transfers=()
-        )
+        parts: dict[str, Any] = {"layers": tuple(layers), "partition": (each,) * job.stages}
+        try:
+            return replace(job, **parts, profiles=(), transfers=(), backward_transfers=())
+        except InputError:
+            return None
+
+    @cached_property
+    def _decimals(self) -> int:
+        """Of a share of an op time: as many as a job twice as long may have, and no fewer than its own times."""
+        own = round(math.log10(self.job.ticks_per_unit))
+        return max(own, min(MAX_DECIMALS, math.floor(math.log10(MAX_TICKS / (2 * self.job.longest)))))
 
     @property
     def _layout_technique(self) -> Technique:
@@ -285,12 +294,12 @@ class PlannedJob:
 
     def _staffed(self, stages: int, workers: int) -> Rate | None:
         assert self.layered is not None
-        job = self.layered if stages == self.job.stages else with_stages(self.layered, stages, workers)
-        if job is None:
-            return None
         try:
+            job = self.layered if stages == self.job.stages else with_stages(self.layered, stages, workers)
+            if job is None:
+                return None
             made = staffed(job, workers, technique=self._layout_technique, memory=self.memory, effort=EFFORT, final=1)
-        except InputError:  # too many layers and stages to choose from
+        except InputError:  # too many layers and stages to choose from, or too many ops
             return None
         return None if made is None else self.rate_of(made)
 
@@ -372,7 +381,7 @@ class PlannedJob:
         layers: list[StageProfile] = [replace(p, reductions=(), optimizer=_step_of(p)) for p in self.job.layers]
         if not layers:
             own = [replace(p, reductions=(), optimizer=_step_of(p)) for p in self.job.profiles]
-            layers = [_share_of(p, self.layers) for p in own for _ in range(self.layers)]
+            layers = [share for p in own for share in [_share_of(p, self.layers, self._decimals)] * self.layers]
         counts = balanced([p.forward + p.input_backward + p.weight_backward for p in layers], stages)
         if counts is None:
             raise InfeasibleError(f"{len(layers)} layers make no {stages} stages", "use fewer stages")
@@ -395,11 +404,11 @@ class PlannedJob:
         )
 
 
-def _share_of(profile: StageProfile, layers: int) -> StageProfile:
+def _share_of(profile: StageProfile, layers: int, decimals: int) -> StageProfile:
     """One of so many equal layers of a stage."""
 
     def share(time: float) -> float:
-        return max(round(time / layers, MAX_DECIMALS), 10.0**-MAX_DECIMALS) if time else 0.0
+        return max(round(time / layers, decimals), 10.0**-decimals) if time else 0.0
 
     times: dict[str, Any] = {name: share(getattr(profile, name)) for name in TIMES}
     sizes: dict[str, Any] = {name: getattr(profile, name) // layers for name in SIZES}
