@@ -35,6 +35,8 @@ from openrecycle.planner.solvers.list_scheduler import ListScheduler
 if TYPE_CHECKING:
     from openrecycle.planner.catalogs.catalog import StoredCatalog
 
+# More are none that a job has, and what is added up of them would be no number.
+MOST_SAMPLES, MOST_UNIT = 1e12, 1e9
 # Layers of a stage where nobody says how many there are: what re-partition can move.
 LAYERS_PER_STAGE = 8
 # Ops that are scheduled to compare partitions, about: many states are planned, and none is run.
@@ -77,16 +79,16 @@ class PlannedJob:
     ) -> None:
         if job.speeds:
             raise InputError("profile.speeds", len(job.speeds), "none: the simulator's workers are equally fast")
-        if not 0 < samples < math.inf:
-            raise InputError("--samples", samples, "samples of one iteration, above 0")
+        if not 0 < samples <= MOST_SAMPLES:
+            raise InputError("--samples", samples, f"samples of one iteration, above 0 and at most {MOST_SAMPLES:g}")
         if isinstance(layers, bool) or not 1 <= layers <= 512:
             raise InputError("--layers-per-stage", layers, "a whole number from 1 to 512")
         least = max(1, job.stages - job.stages // 4) if least_stages is None else least_stages
         if not 1 <= least <= job.stages:
             raise InputError("--least-stages", least, f"a whole number from 1 to {job.stages}")
         seconds = SECONDS.get(job.time_unit, 1.0) if unit_seconds is None else unit_seconds
-        if not 0 < seconds < math.inf:
-            raise InputError("--unit-seconds", seconds, "a number of seconds above 0")
+        if not 0 < seconds <= MOST_UNIT:
+            raise InputError("--unit-seconds", seconds, f"a number of seconds above 0, at most {MOST_UNIT:g}")
         self.job = job
         self.samples = samples
         self.technique = technique

@@ -221,6 +221,17 @@ def test_varuna_morphs_and_bamboo_pays_for_redundancy(grid: PlannedJob) -> None:
     assert bamboo.fault_free == plain.fault_free
 
 
+def test_what_bamboo_can_not_take_over_costs_a_restart(grid: PlannedJob) -> None:
+    """Half of all workers: nobody runs the forwards of two. The first start is free, as for all."""
+    names = [f"w{i}" for i in range(24)]
+    events = [Event(0, "add", name) for name in names] + [Event(500_000, "remove", name) for name in names[:12]]
+    trace = Trace.of("half", events, end=2_000_000)
+    first, last = (run(grid, "bamboo", trace, detect=1, restart=restart).rates for restart in (0, 300))
+    assert first[0] == last[0] and first[0][0] == 0 < first[0][1]
+    ends = [next(at for at, rate in rates if at > 500_000_000 and rate) for rates in (first, last)]
+    assert ends[1] - ends[0] == pytest.approx(300_000_000, rel=0.01)
+
+
 def test_spares_have_their_price(grid: PlannedJob) -> None:
     trace = one_death(1_000_000)
     spares, recycle = run(grid, "spares", trace), run(grid, "recycle", trace)
@@ -309,6 +320,8 @@ def test_a_tie_hides_no_crossing() -> None:
         ({"samples": 1, "layers": 0}, "--layers-per-stage"),
         ({"samples": 1, "least_stages": 9}, "--least-stages"),
         ({"samples": 1, "unit_seconds": 0}, "--unit-seconds"),
+        ({"samples": 1, "unit_seconds": 1e308}, "--unit-seconds"),
+        ({"samples": 1e308}, "--samples"),
     ],
 )
 def test_bad_planned_jobs(change: dict[str, float], field: str) -> None:
