@@ -59,7 +59,7 @@ from openrecycle.planner.plans.plan import PLAN_BYTES, JobDoc, Plan, PlanError, 
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.profiles import analytic_job, job_on, load, model_shape
 from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
-from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob
+from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, evened
 from openrecycle.planner.simulation.policies import PLANNED, PUBLISHED, READY_AFTER, planned_policy, published
 from openrecycle.planner.simulation.traces import HOST, Domain, Trace, generated, read_trace
 from openrecycle.planner.solvers.base import SolverProgress
@@ -479,12 +479,16 @@ def simulate_command(
         run, label, workers, dollars = _measured(names, throughput, costs, model), model, None, None
     else:
         job = _job(model, profile, pipelines, stages, micro_batches, durations)
-        charges = RecoveryCosts.parse(cost)
+        charges, of, limit = RecoveryCosts.parse(cost), Technique.of(technique), MemoryLimit.parse(memory)
+        if catalog is None:  # (else its plans say where layers are)
+            job = evened(
+                job, technique=of if of.reroutes else Technique.STAGGERED, memory=limit, layers=layers_per_stage
+            )
         planned = PlannedJob(
             job,
             samples=float(job.pipelines * job.micro_batches) if samples is None else samples,
-            technique=Technique.of(technique),
-            memory=MemoryLimit.parse(memory),
+            technique=of,
+            memory=limit,
             unit_seconds=unit_seconds,
             layers=layers_per_stage,
             least_stages=least_stages,

@@ -233,26 +233,7 @@ class PlannedJob:
 
         None where that would be too many, or their times too fine for so long a job.
         """
-        job, each = self.job, min(self.layers, MAX_LAYERS // self.job.stages)
-        if job.layers or not each:
-            return job if job.layers else None
-        layers: list[LayerProfile] = []
-        for s, profile in enumerate(job.profiles):
-            cut = min(s, job.stages - 2)
-            sent, back = (job.transfers[cut], job.backward_transfers[cut]) if cut >= 0 else (0.0, 0.0)
-            share = vars(_share_of(profile, each, self._decimals))
-            layers += [LayerProfile(**share, transfer=sent, backward_transfer=back)] * each
-        parts: dict[str, Any] = {"layers": tuple(layers), "partition": (each,) * job.stages}
-        try:
-            return replace(job, **parts, profiles=(), transfers=(), backward_transfers=())
-        except InputError:
-            return None
-
-    @cached_property
-    def _decimals(self) -> int:
-        """Of a share of an op time: as many as a job twice as long may have, and no fewer than its own times."""
-        own = round(math.log10(self.job.ticks_per_unit))
-        return max(own, min(MAX_DECIMALS, math.floor(math.log10(MAX_TICKS / (2 * self.job.longest)))))
+        return self.job if self.job.layers else _by_layers(self.job, self.layers)
 
     @property
     def _layout_technique(self) -> Technique:
@@ -279,6 +260,8 @@ class PlannedJob:
         """The layers over all living workers, wherever they are needed, in pipelines as deep as the grid's or, where
         that is shorter, of one stage less, or left where they are; None where none fits."""
         # (Layouts are found by rules of thumb: now and then one is shorter that leaves a worker idle.)
+        if workers >= self.workers:  # nothing has happened yet
+            return self.rerouted(0)
         options = [self.with_depth(self.job.stages - less, workers - idle) for less in (0, 1) for idle in (0, 1)]
         options.append(self.rerouted(self.workers - workers))
         return min(filter(None, options), key=lambda rate: rate.seconds, default=None)
@@ -383,7 +366,8 @@ class PlannedJob:
         layers: list[StageProfile] = [replace(p, reductions=(), optimizer=_step_of(p)) for p in self.job.layers]
         if not layers:
             own = [replace(p, reductions=(), optimizer=_step_of(p)) for p in self.job.profiles]
-            layers = [share for p in own for share in [_share_of(p, self.layers, self._decimals)] * self.layers]
+            decimals = _decimals(self.job)
+            layers = [share for p in own for share in [_share_of(p, self.layers, decimals)] * self.layers]
         counts = balanced([p.forward + p.input_backward + p.weight_backward for p in layers], stages)
         if counts is None:
             raise InfeasibleError(f"{len(layers)} layers make no {stages} stages", "use fewer stages")
@@ -404,6 +388,48 @@ class PlannedJob:
             time_unit=self.job.time_unit,
             capacity_bytes=capacity,
         )
+
+
+def evened(job: Job, *, technique: Technique, memory: MemoryLimit, layers: int = LAYERS_PER_STAGE) -> Job:
+    """As every policy begins it: cut as is best without failures, so that none is credited with what balance is worth.
+
+    Of a job whose layers are known it keeps what it says, and what is balanced already stays a job of stages.
+    """
+    by_layers = None if job.layers or layers < 1 else _by_layers(job, layers)
+    if by_layers is None:
+        return job
+    try:
+        best = lay_out(by_layers, technique=technique, memory=memory).partition
+    except (InfeasibleError, InputError):  # none, or too many to choose from
+        return job
+    if best == by_layers.partition:
+        return job
+    return replace(by_layers, partition=best, home=best, profiles=(), transfers=(), backward_transfers=())
+
+
+def _by_layers(job: Job, most: int) -> Job | None:
+    """With so many equal layers in each stage, or as many as there may be; see `PlannedJob.layered`."""
+    each = min(most, MAX_LAYERS // job.stages)
+    if not each:
+        return None
+    decimals = _decimals(job)
+    layers: list[LayerProfile] = []
+    for s, profile in enumerate(job.profiles):
+        cut = min(s, job.stages - 2)
+        sent, back = (job.transfers[cut], job.backward_transfers[cut]) if cut >= 0 else (0.0, 0.0)
+        share = vars(_share_of(profile, each, decimals))
+        layers += [LayerProfile(**share, transfer=sent, backward_transfer=back)] * each
+    parts: dict[str, Any] = {"layers": tuple(layers), "partition": (each,) * job.stages}
+    try:
+        return replace(job, **parts, profiles=(), transfers=(), backward_transfers=())
+    except InputError:
+        return None
+
+
+def _decimals(job: Job) -> int:
+    """Of a share of an op time: as many as a job twice as long may have, and no fewer than its own times."""
+    own = round(math.log10(job.ticks_per_unit))
+    return max(own, min(MAX_DECIMALS, math.floor(math.log10(MAX_TICKS / (2 * job.longest)))))
 
 
 def _share_of(profile: StageProfile, layers: int, decimals: int) -> StageProfile:

@@ -18,7 +18,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Techniq
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
-from openrecycle.planner.simulation.planned import PlannedJob
+from openrecycle.planner.simulation.planned import PlannedJob, evened
 from openrecycle.planner.simulation.policies import PLANNED, planned_policy
 from openrecycle.planner.simulation.traces import Domain, Event, Trace, generated, read_trace
 
@@ -177,6 +177,22 @@ def test_layers_move_only_where_that_is_quicker(grid: tuple[int, int, int], laye
     stayed = [rate.seconds for rate in (planned.rerouted(planned.workers - n) for n in counts) if rate]
     assert all(map(operator.le, moved, stayed)) and len(moved) == len(stayed) == len(counts)
     assert moved == sorted(moved)
+
+
+def test_no_policy_is_credited_with_balance() -> None:
+    """Where nobody is lost, nobody trains faster than the fault-free job: all begin with the best partition."""
+    uneven = Job(2, 3, 4, profiles=(StageProfile(), StageProfile(3, 3, 3), StageProfile()))
+    memory = MemoryLimit("uniform")
+    even = evened(uneven, technique=Technique.STAGGERED, memory=memory, layers=4)
+    assert even.partition == even.home != (4, 4, 4)
+    begun, given = (PlannedJob(job, samples=8, memory=memory, layers=4) for job in (even, uneven))
+    assert begun.full.seconds < given.full.seconds
+    quiet = Trace.of("quiet", [Event(0, "add", f"w{i}") for i in range(6)], end=1_000_000)
+    for name in PLANNED:
+        assert run(begun, name, quiet).goodput <= 1.001, name
+    assert begun.repartitioned(6) == begun.full and given.repartitioned(6) == given.full
+    alike = Job.uniform(2, 3, 4)
+    assert evened(alike, technique=Technique.STAGGERED, memory=memory) is alike
 
 
 def test_the_first_failure_is_moved_to_where_it_costs_least(uneven: PlannedJob) -> None:
