@@ -59,7 +59,7 @@ from openrecycle.planner.plans.plan import PLAN_BYTES, JobDoc, Plan, PlanError, 
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.profiles import analytic_job, job_on, load, model_shape
 from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
-from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob
+from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, evened
 from openrecycle.planner.simulation.policies import PLANNED, PUBLISHED, READY_AFTER, planned_policy, published
 from openrecycle.planner.simulation.traces import HOST, Domain, Trace, generated, read_trace
 from openrecycle.planner.solvers.base import SolverProgress
@@ -102,11 +102,14 @@ def job_of_options(
     profile: Path | None,
     layers: int | None = None,
     partition: str | None = None,
+    *,
+    moved: bool = False,
 ) -> Job:
     """The job that `--profile`, or the sizes, `--layers` and `--durations`, describe. Raises InputError.
 
     A measured profile (by its file, or a shipped one by its name) takes other sizes too. With a partition its layers
     are those that were measured. `auto` leaves the job at the partition that spreads work most evenly.
+    moved: from the partition that the profile says, if it does, to the one that is given.
     """
     sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches, "--durations": durations}
     if profile is not None:
@@ -116,7 +119,11 @@ def job_of_options(
         for option, value in sizes.items():
             if value is not None and (isinstance(document, JobDoc) or option == "--durations"):
                 raise InputError(option, value, "nothing, since --profile FILE says it")
-        return _cut(job_on(document, pipelines, stages, micro_batches, by_layers=partition is not None), partition)
+        job = job_on(document, pipelines, stages, micro_batches, by_layers=partition is not None)
+        cut = _cut(job, partition)
+        return (
+            job.with_partition(cut.partition) if moved and isinstance(document, JobDoc) and document.partition else cut
+        )
     for option, value in sizes.items():
         if value is None and option != "--durations":
             raise InputError(option, None, "a whole number of at least 1 (or --profile FILE)")
@@ -274,7 +281,7 @@ def catalog_command(
         raise InputError("--relayout", relayout, "auto or never")
     if relayout == "auto" and not job.layers:
         raise InputError("--relayout", relayout, "--layers beside it, or a profile by layers")
-    if job.layers and partition in (None, AUTO):
+    if job.layers and partition == AUTO:
         job = best_at_home(job, of, limit)
     over: Over = "partitions" if job.layers and relayout != "never" else "schedules"
     question = CatalogQuestion(job, of, limit, over)
@@ -472,12 +479,16 @@ def simulate_command(
         run, label, workers, dollars = _measured(names, throughput, costs, model), model, None, None
     else:
         job = _job(model, profile, pipelines, stages, micro_batches, durations)
-        charges = RecoveryCosts.parse(cost)
+        charges, of, limit = RecoveryCosts.parse(cost), Technique.of(technique), MemoryLimit.parse(memory)
+        if catalog is None:  # (else its plans say where layers are)
+            job = evened(
+                job, technique=of if of.reroutes else Technique.STAGGERED, memory=limit, layers=layers_per_stage
+            )
         planned = PlannedJob(
             job,
             samples=float(job.pipelines * job.micro_batches) if samples is None else samples,
-            technique=Technique.of(technique),
-            memory=MemoryLimit.parse(memory),
+            technique=of,
+            memory=limit,
             unit_seconds=unit_seconds,
             layers=layers_per_stage,
             least_stages=least_stages,
@@ -683,7 +694,7 @@ def plan(
         partition = AUTO
     if migrate and partition != AUTO:
         raise InputError("--migrate", True, "--partition auto beside it")
-    job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition)
+    job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition, moved=True)
     dead = failed_workers(fail, job)
     layout = None
     if reference is not None:

@@ -62,8 +62,8 @@ def needed(question: CatalogQuestion, tolerance: int) -> PlansNeeded:
 class PlanLine:
     """One stored plan. period, bound: in the job's time unit. peak: activations, most on one worker.
 
-    peak_bytes: the most that one worker may hold, were each of its activations always at its larger part;
-    None where the profile does not say.
+    peak_bytes: the most that one worker may hold, were each of its activations always at its larger part, but no more
+    than it has where plans are by bytes; None where the profile does not say.
 
     dead: by stage, the pipelines whose worker has failed.
     """
@@ -216,7 +216,7 @@ def report(
         workers = job.pipelines * job.stages
         linear = fault_free * workers / (workers - count) if fault_free is not None else None
         lines.append(CountLine(count, asked, there, plans, linear))
-    limits = [limit for limit in question.memory.limits(job, question.technique) if limit is not None]
+    limits = [limit for _, limit in question.memory.most(job, question.technique) if limit is not None]
     return CatalogReport(
         question,
         fingerprint,
@@ -283,11 +283,14 @@ def stale(question: CatalogQuestion, catalogs: Sequence[CatalogSummary]) -> list
 
 
 def _line(name: str, header: Header, question: CatalogQuestion) -> PlanLine:
-    metrics, splits = header.metrics, question.technique.splits
+    metrics, splits, job = header.metrics, question.technique.splits, question.job
+    job = job.with_partition(header.partition) if header.partition else job
     held = [
         profile.fixed_bytes + peak * profile.micro_batch_bytes(splits=splits)
-        for profile, peak in zip(question.job.profiles, header.peaks, strict=False)
+        for profile, peak in zip(job.profiles, header.peaks, strict=False)
     ]
+    if question.memory.text == "bytes":
+        held = list(map(min, held, job.capacity_bytes))
     return PlanLine(
         name,
         header.failed,

@@ -33,6 +33,7 @@ from openrecycle.planner.check import check, further
 from openrecycle.planner.export import EXPORTERS, text_formats
 from openrecycle.planner.export.picture import MAX_ROWS, MAX_STAGES
 from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.packed import Packed, packed
 from openrecycle.planner.plans.plan import MEASURED, JobDoc, Plan
 
@@ -305,8 +306,7 @@ def plan_line(plan: Plan, *, command: str = "plan") -> str:
 
 def _slots(job: JobDoc) -> bool:
     """Is it what the command line plans for without any op times?"""
-    plain = all((p.forward, p.input_backward, p.weight_backward, p.optimizer) == (1, 1, 1, 0) for p in job.profiles)
-    return plain and job.time_unit == "slot" and not any(job.transfers) and not job.speeds
+    return job.job() == Job.uniform(job.pipelines, job.stages, job.micro_batches)
 
 
 def _readme(plan: Plan, name: str, spec: JobSpec | None, files: dict[str, str], left_out: list[str]) -> str:

@@ -719,7 +719,7 @@ def misfit(job: LiveJob, plan: Plan) -> str:
         return "it is in force already"
     if plan.partition != current.partition and job.spec.relayout == "never":
         return f"its layers per stage are {counts(plan.partition)}, and those of this job stay {counts(job.state.held)}"
-    return _too_much(job, plan)
+    return above_limit(plan, job.spec.memory)
 
 
 def use_plan(job: LiveJob, plan: Plan, actor: str) -> str:
@@ -735,13 +735,21 @@ def use_plan(job: LiveJob, plan: Plan, actor: str) -> str:
     return job.apply(event, plan=plan, audit=audit_row(who, "use plan", plan.fingerprint))
 
 
-def _too_much(job: LiveJob, plan: Plan) -> str:
-    """Would a worker hold more activations than the job's own limit allows?"""
-    limits = MemoryLimit.parse(job.spec.memory, field="memory").limits(plan.problem().job, plan.technique)
+def above_limit(plan: Plan, memory: str) -> str:
+    """Would a worker hold more than the job's own memory limit allows? In a sentence; "": none."""
+    planned = plan.problem().job
+    limits = MemoryLimit.parse(memory, field="memory").limits(planned, plan.technique)
     for name, held in plan.metrics.peak_activations.items():
-        limit = limits[Worker.parse(name).stage]
-        if limit is not None and held > limit:
-            return f"{name} would hold {held} activations, and the job's memory limit {job.spec.memory} allows {limit}"
+        worker = Worker.parse(name)
+        limit = limits[worker.stage]
+        if limit is None or held <= limit:
+            continue
+        if memory != "bytes":
+            return f"{name} would hold {held} activations, and the job's memory limit {memory} allows {limit}"
+        # More may fit than if each took its larger part all along.
+        taken, capacity = plan.schedule().peak_bytes[worker], planned.capacity_bytes[worker.stage]
+        if taken > capacity:
+            return f"{name} would hold {taken:,} bytes, and has {capacity:,}"
     return ""
 
 

@@ -20,11 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from openrecycle.app.runtime.errors import first_wrong
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, unexpected
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.job import Job, count_ops
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, count_ops
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.profiles import SHAPES, analytic_job, model_shape
 from openrecycle.planner.simulation.engine import HOUR, RecoveryCosts, SimulationOutcome, simulate, sweep
-from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.simulation.planned import PlannedJob, Rate, evened
 from openrecycle.planner.simulation.policies import PLANNED, planned_policy
 from openrecycle.planner.simulation.traces import HOST, Domain, Trace, from_history, generated, public_traces, scaled
 
@@ -230,7 +230,7 @@ class Simulator:
     def _plan(self, job: Job, samples: float, wanted: Callable[[], bool]) -> PlannedJob:
         planned = self._planned.get((job, samples))
         if planned is None:
-            planned = self._planned[job, samples] = _WantedJob(job, samples=samples)
+            planned = self._planned[job, samples] = _WantedJob(_evened(job), samples=samples)
         planned.wanted = wanted
         return planned
 
@@ -280,7 +280,11 @@ class _WantedJob(PlannedJob):
 
 
 def _planned(job: Job, samples: float) -> PlannedJob:
-    return PlannedJob(job, samples=samples)
+    return PlannedJob(_evened(job), samples=samples)
+
+
+def _evened(job: Job) -> Job:
+    return job if job.speeds else evened(job, technique=Technique.STAGGERED, memory=MemoryLimit("uniform"))
 
 
 def run(

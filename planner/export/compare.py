@@ -110,7 +110,7 @@ def by_stage(schedule: Schedule) -> list[StageFigures]:
                 min(row[0].start for row in rows),
                 max(row[-1].end for row in rows),
                 max(schedule.peak_activations[w] for w in workers),
-                schedule.problem.limits[stage],
+                schedule.problem.most_held[stage][1],
                 sum(schedule.rerouted_forwards[w] for w in workers),
             )
         )

@@ -352,7 +352,7 @@ class Job:
     home: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_sizes(self.pipelines, self.stages, self.micro_batches)
+        check_sizes(self.pipelines, self.stages, self.micro_batches)
         self._lay_out()
         if len(self.time_unit) > 20 or not self.time_unit.isprintable():
             raise InputError("time_unit", self.time_unit, "at most 20 printable characters")
@@ -478,12 +478,17 @@ class Job:
                 f"one for each number of living peers, {self.pipelines} in all",
             )
 
-    def _check_length(self) -> None:
+    @property
+    def longest(self) -> float:
+        """All ops of an iteration one after the other, at the slowest speed, in its time unit."""
         each = sum(p.forward + p.input_backward + p.weight_backward for p in self.profiles)
         each += sum(self.transfers) + sum(self.backward_transfers)
         steps = sum(p.optimizer + max(p.reductions, default=0.0) for p in self.profiles)
         slowest = min((speed for _, speed in self.speeds), default=1.0)
-        longest = self.pipelines * (self.micro_batches * each + steps) / min(1.0, slowest)
+        return self.pipelines * (self.micro_batches * each + steps) / min(1.0, slowest)
+
+    def _check_length(self) -> None:
+        longest = self.longest
         if longest * 10**MAX_DECIMALS > MAX_TICKS and longest * self.ticks_per_unit > MAX_TICKS:
             why = ", since the shortest has so many decimals" if self.ticks_per_unit > 1 else ""
             most = f"at most {MAX_TICKS / self.ticks_per_unit:.3g}{why}"
@@ -513,7 +518,7 @@ class Job:
         """A job whose stages are alike, or, with so many layers, those. `durations`, of each, has any of the keys F, I,
         W, O, transfer."""
         times = {"F": 1.0, "I": 1.0, "W": 1.0, "O": 0.0, "transfer": 0.0, **(durations or {})}
-        _check_sizes(pipelines, stages, micro_batches)  # before a tuple per stage is made
+        check_sizes(pipelines, stages, micro_batches)  # before a tuple per stage is made
         if layers:
             layer = LayerProfile(times["F"], times["I"], times["W"], times["O"], transfer=times["transfer"])
             if isinstance(layers, bool) or not isinstance(layers, int) or not stages <= layers <= MAX_LAYERS:
@@ -631,6 +636,15 @@ class MemoryLimit:
         return tuple((limit, limit) for limit in self.limits(job, technique))
 
 
+class StageRoom(NamedTuple):
+    """What a worker of a stage may hold: `capacity`, of which a micro-batch takes `need` from F's start to I's (or B's)
+    end, and `keep` from there to W's end. All 0 where there is no limit."""
+
+    capacity: int
+    need: int
+    keep: int
+
+
 @dataclass(frozen=True)
 class Problem:
     """One planning question: this job, with these workers dead, this technique and memory limit.
@@ -678,7 +692,7 @@ class Problem:
 
     @cached_property
     def limits(self) -> tuple[int | None, ...]:
-        """What solvers keep to: whatever does, fits."""
+        """In micro-batches: whatever keeps to them, fits."""
         return self.memory.limits(self.job, self.technique)
 
     @cached_property
@@ -690,6 +704,16 @@ class Problem:
     def limits_are_exact(self) -> bool:
         """Does nothing fit but what keeps to the limits?"""
         return all(limit == held for limit, (_, held) in zip(self.limits, self.most_held, strict=True))
+
+    @cached_property
+    def room(self) -> tuple[StageRoom, ...]:
+        """By stage, in micro-batches; in bytes, beside weights and optimizer state, where those alone are exact."""
+        if self.limits_are_exact:
+            return tuple(StageRoom(0, 0, 0) if limit is None else StageRoom(limit, 1, 1) for limit in self.limits)
+        stages = zip(self.job.profiles, self.job.capacity_bytes, strict=True)
+        return tuple(
+            StageRoom(capacity - p.fixed_bytes, p.activation_bytes, p.weight_backward_bytes) for p, capacity in stages
+        )
 
     @cached_property
     def ticks(self) -> tuple[StageTicks, ...]:
@@ -750,7 +774,7 @@ def count_ops(pipelines: int, stages: int, micro_batches: int) -> int:
     return 3 * pipelines * stages * micro_batches
 
 
-def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
+def check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
     """Refuses what is no size, and what would not fit in memory, before any is taken."""
     for name, value in (("pipelines", pipelines), ("stages", stages), ("micro_batches", micro_batches)):
         check_whole(name, value, 1)

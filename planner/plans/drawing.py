@@ -338,7 +338,7 @@ class Held:
         problem = self.drawing.schedule.problem
         if self.in_bytes:
             return problem.job.capacity_bytes[worker.stage] if problem.job.capacity_bytes else None
-        return problem.limits[worker.stage]
+        return problem.most_held[worker.stage][1]
 
     def outline(self, worker: Worker, start: float, end: float) -> list[tuple[float, int]]:
         """Corners (tick, held) of the area: along the steps, and back to the ground."""

@@ -52,6 +52,7 @@ from openrecycle.planner.jobs.job import (
     StageProfile,
     Technique,
     Worker,
+    check_sizes,
     count_ops,
 )
 from openrecycle.planner.jobs.words import printable
@@ -202,6 +203,7 @@ class JobDoc(DocumentModel):
 
     def job(self) -> Job:
         """Raises InputError when the document describes no job."""
+        check_sizes(self.pipelines, self.stages, self.micro_batches)  # before a capacity per stage is made
         capacity, speeds = self.capacity_bytes, {Worker.parse(w, field="speeds"): s for w, s in self.speeds.items()}
         layers: dict[LayerDoc, LayerProfile] = {}  # equal ones are one object
         for layer in self.layers:

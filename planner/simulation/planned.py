@@ -13,6 +13,7 @@ from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import (
     MAX_DECIMALS,
     MAX_LAYERS,
+    MAX_TICKS,
     SIZES,
     TIMES,
     Job,
@@ -34,6 +35,8 @@ from openrecycle.planner.solvers.list_scheduler import ListScheduler
 if TYPE_CHECKING:
     from openrecycle.planner.catalogs.catalog import StoredCatalog
 
+# More are none that a job has, and what is added up of them would be no number.
+MOST_SAMPLES, MOST_UNIT = 1e12, 1e9
 # Layers of a stage where nobody says how many there are: what re-partition can move.
 LAYERS_PER_STAGE = 8
 # Ops that are scheduled to compare partitions, about: many states are planned, and none is run.
@@ -76,16 +79,16 @@ class PlannedJob:
     ) -> None:
         if job.speeds:
             raise InputError("profile.speeds", len(job.speeds), "none: the simulator's workers are equally fast")
-        if not 0 < samples < math.inf:
-            raise InputError("--samples", samples, "samples of one iteration, above 0")
+        if not 0 < samples <= MOST_SAMPLES:
+            raise InputError("--samples", samples, f"samples of one iteration, above 0 and at most {MOST_SAMPLES:g}")
         if isinstance(layers, bool) or not 1 <= layers <= 512:
             raise InputError("--layers-per-stage", layers, "a whole number from 1 to 512")
         least = max(1, job.stages - job.stages // 4) if least_stages is None else least_stages
         if not 1 <= least <= job.stages:
             raise InputError("--least-stages", least, f"a whole number from 1 to {job.stages}")
         seconds = SECONDS.get(job.time_unit, 1.0) if unit_seconds is None else unit_seconds
-        if not 0 < seconds < math.inf:
-            raise InputError("--unit-seconds", seconds, "a number of seconds above 0")
+        if not 0 < seconds <= MOST_UNIT:
+            raise InputError("--unit-seconds", seconds, f"a number of seconds above 0, at most {MOST_UNIT:g}")
         self.job = job
         self.samples = samples
         self.technique = technique
@@ -228,20 +231,9 @@ class PlannedJob:
     def layered(self) -> Job | None:
         """The job by layers: its own, or, where it has none, as many equal ones in each stage as `layers` says.
 
-        None where that would be too many.
+        None where that would be too many, or their times too fine for so long a job.
         """
-        job, each = self.job, min(self.layers, MAX_LAYERS // self.job.stages)
-        if job.layers or not each:
-            return job if job.layers else None
-        layers: list[LayerProfile] = []
-        for s, profile in enumerate(job.profiles):
-            cut = min(s, job.stages - 2)
-            sent, back = (job.transfers[cut], job.backward_transfers[cut]) if cut >= 0 else (0.0, 0.0)
-            share = vars(_share_of(profile, each))
-            layers += [LayerProfile(**share, transfer=sent, backward_transfer=back)] * each
-        return replace(
-            job, layers=tuple(layers), partition=(each,) * job.stages, profiles=(), transfers=(), backward_transfers=()
-        )
+        return self.job if self.job.layers else _by_layers(self.job, self.layers)
 
     @property
     def _layout_technique(self) -> Technique:
@@ -268,6 +260,8 @@ class PlannedJob:
         """The layers over all living workers, wherever they are needed, in pipelines as deep as the grid's or, where
         that is shorter, of one stage less, or left where they are; None where none fits."""
         # (Layouts are found by rules of thumb: now and then one is shorter that leaves a worker idle.)
+        if workers >= self.workers:  # nothing has happened yet
+            return self.rerouted(0)
         options = [self.with_depth(self.job.stages - less, workers - idle) for less in (0, 1) for idle in (0, 1)]
         options.append(self.rerouted(self.workers - workers))
         return min(filter(None, options), key=lambda rate: rate.seconds, default=None)
@@ -285,12 +279,12 @@ class PlannedJob:
 
     def _staffed(self, stages: int, workers: int) -> Rate | None:
         assert self.layered is not None
-        job = self.layered if stages == self.job.stages else with_stages(self.layered, stages, workers)
-        if job is None:
-            return None
         try:
+            job = self.layered if stages == self.job.stages else with_stages(self.layered, stages, workers)
+            if job is None:
+                return None
             made = staffed(job, workers, technique=self._layout_technique, memory=self.memory, effort=EFFORT, final=1)
-        except InputError:  # too many layers and stages to choose from
+        except InputError:  # too many layers and stages to choose from, or too many ops
             return None
         return None if made is None else self.rate_of(made)
 
@@ -372,7 +366,8 @@ class PlannedJob:
         layers: list[StageProfile] = [replace(p, reductions=(), optimizer=_step_of(p)) for p in self.job.layers]
         if not layers:
             own = [replace(p, reductions=(), optimizer=_step_of(p)) for p in self.job.profiles]
-            layers = [_share_of(p, self.layers) for p in own for _ in range(self.layers)]
+            decimals = _decimals(self.job)
+            layers = [share for p in own for share in [_share_of(p, self.layers, decimals)] * self.layers]
         counts = balanced([p.forward + p.input_backward + p.weight_backward for p in layers], stages)
         if counts is None:
             raise InfeasibleError(f"{len(layers)} layers make no {stages} stages", "use fewer stages")
@@ -395,11 +390,53 @@ class PlannedJob:
         )
 
 
-def _share_of(profile: StageProfile, layers: int) -> StageProfile:
+def evened(job: Job, *, technique: Technique, memory: MemoryLimit, layers: int = LAYERS_PER_STAGE) -> Job:
+    """As every policy begins it: cut as is best without failures, so that none is credited with what balance is worth.
+
+    Of a job whose layers are known it keeps what it says, and what is balanced already stays a job of stages.
+    """
+    by_layers = None if job.layers or layers < 1 else _by_layers(job, layers)
+    if by_layers is None:
+        return job
+    try:
+        best = lay_out(by_layers, technique=technique, memory=memory).partition
+    except (InfeasibleError, InputError):  # none, or too many to choose from
+        return job
+    if best == by_layers.partition:
+        return job
+    return replace(by_layers, partition=best, home=best, profiles=(), transfers=(), backward_transfers=())
+
+
+def _by_layers(job: Job, most: int) -> Job | None:
+    """With so many equal layers in each stage, or as many as there may be; see `PlannedJob.layered`."""
+    each = min(most, MAX_LAYERS // job.stages)
+    if not each:
+        return None
+    decimals = _decimals(job)
+    layers: list[LayerProfile] = []
+    for s, profile in enumerate(job.profiles):
+        cut = min(s, job.stages - 2)
+        sent, back = (job.transfers[cut], job.backward_transfers[cut]) if cut >= 0 else (0.0, 0.0)
+        share = vars(_share_of(profile, each, decimals))
+        layers += [LayerProfile(**share, transfer=sent, backward_transfer=back)] * each
+    parts: dict[str, Any] = {"layers": tuple(layers), "partition": (each,) * job.stages}
+    try:
+        return replace(job, **parts, profiles=(), transfers=(), backward_transfers=())
+    except InputError:
+        return None
+
+
+def _decimals(job: Job) -> int:
+    """Of a share of an op time: as many as a job twice as long may have, and no fewer than its own times."""
+    own = round(math.log10(job.ticks_per_unit))
+    return max(own, min(MAX_DECIMALS, math.floor(math.log10(MAX_TICKS / (2 * job.longest)))))
+
+
+def _share_of(profile: StageProfile, layers: int, decimals: int) -> StageProfile:
     """One of so many equal layers of a stage."""
 
     def share(time: float) -> float:
-        return max(round(time / layers, MAX_DECIMALS), 10.0**-MAX_DECIMALS) if time else 0.0
+        return max(round(time / layers, decimals), 10.0**-decimals) if time else 0.0
 
     times: dict[str, Any] = {name: share(getattr(profile, name)) for name in TIMES}
     sizes: dict[str, Any] = {name: getattr(profile, name) // layers for name in SIZES}

@@ -282,6 +282,7 @@ class BambooTable(MeasuredPolicy):
         super().__init__(throughput, costs, stages=stages)
         self.corrected = corrected
         self.name = "bamboo-corrected" if corrected else "bamboo"
+        self.global_restart = GLOBAL_RESTART
         self.places: dict[str, list[Place]] = {}
         self.order: list[str] = []  # in which the next layout takes the nodes
         self.pipelines = 0
@@ -290,7 +291,7 @@ class BambooTable(MeasuredPolicy):
         self.current: Pace | None = None
 
     def start(self, nodes: int) -> Reaction:
-        return Stop(GLOBAL_RESTART)
+        return Stop(self.global_restart)
 
     def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
         if not training:
@@ -307,7 +308,7 @@ class BambooTable(MeasuredPolicy):
             places = self.places.pop(name, [])
             if places and not self._taken_over(places):
                 self.order = cluster.ready
-                return Stop(GLOBAL_RESTART)
+                return Stop(self.global_restart)
             slower = slower or bool(places) or not self.corrected
         if self.corrected and change.lost and not slower:
             self.current = super().pace(cluster)
@@ -654,7 +655,8 @@ class DropReplica(GridPolicy):
 
 
 class Bamboo(BambooTable):
-    """Every worker also runs its successor's forwards. A re-balance costs what a re-partition does."""
+    """Every worker also runs its successor's forwards. A re-balance costs what a re-partition does, and what nobody can
+    take over a restart."""
 
     def __init__(self, planned: PlannedJob, costs: RecoveryCosts) -> None:
         self.planned = planned
@@ -664,6 +666,11 @@ class Bamboo(BambooTable):
         super().__init__(full, constants, corrected=True, stages=planned.job.stages)
         self.name = "bamboo"
         self.fault_free = planned.full.per_second
+        self.restart = seconds(costs.restart)
+        self.global_restart = seconds(costs.detect + costs.restart)
+
+    def start(self, nodes: int) -> Reaction:
+        return Stop(self.restart if self.current else 0)
 
     def cut(self, iteration: float) -> int:
         return max(1, round(iteration))

@@ -34,7 +34,7 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from openrecycle.planner.jobs.job import Problem, Worker
+from openrecycle.planner.jobs.job import Problem, StageRoom, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Op, Schedule
 from openrecycle.planner.solvers.base import Cancelled, Run, Solution
@@ -93,9 +93,6 @@ class ScheduleGraph:
     def length(self, key: OpKey) -> int:
         return self._lengths[key[0]][key[2]][key[1]]
 
-    def limit(self, stage: int) -> int | None:
-        return self.reduction.problem.limits[stage]
-
     @property
     def period(self) -> int:
         """Ticks, O included; by `first`."""
@@ -133,16 +130,8 @@ class ScheduleGraph:
         return links
 
     def _orders(self) -> list[tuple[OpKey, OpKey, int]]:
-        """One op after the other on each worker, and each F after the release that makes room for it."""
-        links = []
-        for worker, row in self.rows.items():
-            links += [(one, then, self.length(one)) for one, then in pairwise(row)]
-            limit = self.limit(worker.stage)
-            if limit is not None:
-                forwards = [key for key in row if key[0] == "F"]
-                releases = [key for key in row if key[0] == self.kinds[-1]]
-                links += [(one, then, self.length(one)) for one, then in zip(releases, forwards[limit:], strict=False)]
-        return links
+        """One op after the other on each worker, and so what it holds as well."""
+        return [(one, then, self.length(one)) for row in self.rows.values() for one, then in pairwise(row)]
 
     def room(self, begin: int, end: int, target: int) -> SliceWindows | None:
         """What order[begin:end] may use; None when the rest alone already exceeds `target`."""
@@ -234,6 +223,88 @@ class Slices:
         self.size = max(self.SMALLEST, self.size * 3 // 4)
 
 
+# A cumulative constraint adds up demand times ticks, in 64 bits.
+MOST_ENERGY, MOST_ROOM = 1 << 62, 1 << 20
+
+
+def rooms(problem: Problem, horizon: int) -> tuple[list[StageRoom], bool]:
+    """Of each stage in numbers that CP-SAT can add up over so many ticks; and whether models that split every B take
+    all that fits.
+
+    Bytes are divided by some number and rounded down. That is exact where all that is held at a time, so many
+    micro-batches before the end of their I's and so many after, fits as before; else they are counted, as
+    Problem.limits does. And where W keeps more than I needs, a B that is whole needs less.
+    """
+    count = problem.job.pipelines * problem.job.micro_batches
+    most = min(MOST_ROOM, max(1, MOST_ENERGY // (4 * count * count * max(1, horizon))))
+    made, exact = [], True
+    for room, limit in zip(problem.room, problem.limits, strict=True):
+        if room.need == room.keep:
+            fits, small = True, room if limit is None else StageRoom(limit, 1, 1)
+        else:
+            small = _smaller(room, max(1, -(-room.capacity // most)), count)
+            fits = all(_beside(ahead, room, count) == _beside(ahead, small, count) for ahead in range(count + 1))
+        exact = exact and fits and room.keep <= room.need
+        made.append(small if fits or limit is None else StageRoom(limit, 1, 1))
+    return made, exact
+
+
+def _smaller(room: StageRoom, by: int, count: int) -> StageRoom:
+    """Rounded down, with the least capacity that holds all of what `room` does."""
+    need, keep = room.need // by, room.keep // by
+    held = [ahead * need + kept * keep for ahead in range(count + 1) if (kept := _beside(ahead, room, count)) >= 0]
+    return StageRoom(max(held), need, keep)
+
+
+def _beside(ahead: int, room: StageRoom, count: int) -> int:
+    """How many micro-batches behind the end of their I's there is room for beside so many before it; -1: not even
+    for those."""
+    left = room.capacity - ahead * room.need
+    if left < 0:
+        return -1
+    return count if room.keep == 0 else min(count, left // room.keep)
+
+
+class Held:
+    """What micro-batches hold, from when to when."""
+
+    def __init__(self, model: cp_model.CpModel, horizon: int) -> None:
+        self._model, self._horizon = model, horizon
+        self._spans: list[cp_model.IntervalVar] = []
+        self._demands: list[int] = []
+
+    def take(
+        self,
+        room: StageRoom,
+        forward: cp_model.LinearExprT,
+        backward: cp_model.LinearExprT,
+        release: cp_model.LinearExprT,
+        where: cp_model.IntVar | None = None,
+    ) -> None:
+        """One of them: F's start, I's (or B's) end, and W's. where: None, or whether it counts."""
+        if room.need == room.keep:
+            self._add(forward, release, room.need, where)
+            return
+        self._add(forward, backward, room.need, where)
+        self._add(backward, release, room.keep, where)
+
+    def _add(
+        self, begin: cp_model.LinearExprT, end: cp_model.LinearExprT, demand: int, where: cp_model.IntVar | None
+    ) -> None:
+        if not demand:
+            return
+        size = self._model.new_int_var(0, self._horizon, "")
+        if where is None:
+            self._spans.append(self._model.new_interval_var(begin, size, end, ""))
+        else:
+            self._spans.append(self._model.new_optional_interval_var(begin, size, end, where, ""))
+        self._demands.append(demand)
+
+    def within(self, capacity: int) -> None:
+        if sum(self._demands) > capacity:
+            self._model.add_cumulative(self._spans, self._demands, capacity)
+
+
 @dataclass
 class ScheduleModel:
     """A model that looks for a period of `lower` to `upper` ticks, O included.
@@ -258,6 +329,7 @@ class ScheduleModel:
         # Every stage starts before stage 0 ends, and lasts no longer than a period.
         self.horizon = 2 * self.upper if self.staggers else self.upper
         self.heads = problem.heads
+        self.rooms, self.exact = rooms(problem, self.horizon)
         self.starts: dict[OpKey, cp_model.IntVar] = {}
         self.period = self.model.new_int_var(self.lower, self.upper, "period")
         self.first: list[cp_model.IntVar | int] = [0] * job.stages
@@ -287,7 +359,7 @@ class ScheduleModel:
         return self.starts[kind, index, stage] + self.duration(kind, index, stage)
 
     def last_end(self, index: int, stage: int) -> cp_model.LinearExpr:
-        """When the activation is free."""
+        """When all of its memory is free."""
         return self.end("W" if self.splits else "I", index, stage)
 
     # -- constraints -----------------------------------------------------------------------------
@@ -319,7 +391,7 @@ class ScheduleModel:
                     add(self.starts[kind, after, s] >= self.end(kind, before, s))
 
     def _workers(self) -> None:
-        """One op at a time, and no more activations than fit."""
+        """One op at a time, and no more in memory than fits."""
         kinds = "FIW" if self.splits else "FI"
         for worker, classes in self.reduction.by_worker().items():
             keys = [(kind, i, worker.stage) for c in classes for i in c for kind in kinds]
@@ -329,24 +401,19 @@ class ScheduleModel:
             self._memory(worker, classes)
 
     def _memory(self, worker: Worker, classes: list[tuple[int, ...]]) -> None:
-        limit = self.reduction.problem.limits[worker.stage]
+        room, stage = self.rooms[worker.stage], worker.stage
         guests = [i for c in classes for i in c]
-        if limit is None or len(guests) <= limit:
+        if len(guests) * max(room.need, room.keep) <= room.capacity:
             return
-        for members in classes:  # alone, a class fills the limit with its next `limit` members
-            for before, after in zip(members, members[limit:], strict=False):
-                self.model.add(self.starts["F", after, worker.stage] >= self.last_end(before, worker.stage))
-        if len(classes) > 1:
-            intervals = [
-                self.model.new_interval_var(
-                    self.starts["F", i, worker.stage],
-                    self.model.new_int_var(self.reduction.problem.worker_ticks(worker).work, self.horizon, ""),
-                    self.last_end(i, worker.stage),
-                    "",
-                )
-                for i in guests
-            ]
-            self.model.add_cumulative(intervals, [1] * len(intervals), limit)
+        if room.need == room.keep:  # alone, a class fills the room with the next of its members
+            for members in classes:
+                for before, after in zip(members, members[room.capacity // room.need :], strict=False):
+                    self.model.add(self.starts["F", after, stage] >= self.last_end(before, stage))
+        if room.need != room.keep or len(classes) > 1:
+            held = Held(self.model, self.horizon)
+            for i in guests:
+                held.take(room, self.starts["F", i, stage], self.end("I", i, stage), self.last_end(i, stage))
+            held.within(room.capacity)
 
     # -- hint and solution ------------------------------------------------------------------------
 
@@ -403,6 +470,7 @@ class RoutingModel:
         # See ScheduleModel: a stage starts before stage 0 ends and lasts a period at most.
         self.horizon = 2 * upper if self.staggers else upper
         self.heads = problem.heads
+        self.rooms, self.exact = rooms(problem, self.horizon)
         self.first: list[cp_model.IntVar | int] = [
             self.model.new_int_var(self.heads[s], upper, "") if s and self.staggers else 0 for s in range(job.stages)
         ]
@@ -459,16 +527,17 @@ class RoutingModel:
         """Routes of the stage; one op at a time per peer; memory; the peers' order."""
         model, ticks = self.model, self.ticks[stage]
         peers = self.problem.living_peers(stage)
-        limit = self.problem.limits[stage]
+        room = self.rooms[stage]
         on = [[model.new_bool_var("") for _ in peers] for _ in range(self.count)]
         self.on.append(on)
         parts = [(self.forward, ticks.forward), (self.backward, self._back(stage))]
         if self.splits:
             parts.append((self.weight, ticks.weight_backward))
         held = [
-            (self.forward[i][stage], model.new_int_var(ticks.work, self.horizon, ""), self._end(i, stage))
+            (self.forward[i][stage], self.backward[i][stage] + self._back(stage), self._end(i, stage))
             for i in range(self.count)
         ]
+        most = self.count * max(room.need, room.keep)
         for row in on:
             model.add_exactly_one(row)
         for q in range(len(peers)):
@@ -477,9 +546,11 @@ class RoutingModel:
                 for starts, length in parts
                 for i in range(self.count)
             )
-            if limit is not None and limit < self.count:
-                spans = [model.new_optional_interval_var(*held[i], on[i][q], "") for i in range(self.count)]
-                model.add_cumulative(spans, [1] * self.count, limit)
+            if most > room.capacity:
+                mine = Held(model, self.horizon)
+                for i in range(self.count):
+                    mine.take(room, *held[i], on[i][q])
+                mine.within(room.capacity)
             # What a peer runs fits between the stage's first start and the period's end.
             load = sum(on[i][q] for i in range(self.count)) * ticks.work
             if self.staggers:
@@ -498,10 +569,11 @@ class RoutingModel:
             [1] * (len(parts) * self.count),
             len(peers),
         )
-        if limit is not None and limit * len(peers) < self.count:
-            model.add_cumulative(
-                [model.new_interval_var(*span, "") for span in held], [1] * self.count, limit * len(peers)
-            )
+        if most > room.capacity * len(peers):
+            together = Held(model, self.horizon)
+            for times in held:
+                together.take(room, *times)
+            together.within(room.capacity * len(peers))
 
     def read(self, solver: cp_model.CpSolver) -> Schedule:
         """The schedule of a solution.
@@ -547,6 +619,7 @@ class SliceModel:
         self.room = room
         self.model = cp_model.CpModel()
         frame = room.frame
+        self._rooms, _ = rooms(frame.reduction.problem, 2 * room.target)
         self.starts = {key: self.model.new_int_var(low, high, "") for key, (low, high) in room.windows.items()}
         for one, then, lag in frame.links:
             if one in self.starts and then in self.starts:
@@ -562,36 +635,23 @@ class SliceModel:
             self.model.add_hint(start, frame.starts[key])
 
     def _memory(self, row: list[OpKey], stage: int) -> None:
-        """At most `limit` activations at once, counting those that reach into the slice.
-
-        An F after the slice waits for the release whose rank is `limit` less. Where that release
-        is inside, its rank is open, so that F and all F's before it are counted too.
-        """
-        room, frame = self.room, self.room.frame
-        limit = frame.limit(stage)
-        forwards = [key for key in row if key[0] == "F"]
-        if limit is None or len(forwards) <= limit:
-            return
-        last = frame.kinds[-1]
-        releases = [key for key in row if key[0] == last]
-        waiting = max(
-            (rank for rank in range(limit, len(forwards)) if releases[rank - limit] in self.starts), default=-1
-        )
-        held = []
-        for rank, forward in enumerate(forwards):
-            release = (last, forward[1], stage)
-            reaches = release not in room.earliest and (frame.place[forward] < room.end or rank <= waiting)
-            if reaches:
-                begin, end = self._start(forward), self._start(release) + frame.length(release)
-                size = self.model.new_int_var(0, 2 * room.target, "")
-                held.append(self.model.new_interval_var(begin, size, end, ""))
-        if len(held) > limit:
-            self.model.add_cumulative(held, [1] * len(held), limit)
+        """What reaches into the slice. Before and after it the worker's ops keep their order, and with it what they
+        hold: those after begin when all of its ops in the slice have ended."""
+        windows, room = self.room, self._rooms[stage]
+        held, last = Held(self.model, 2 * windows.target), windows.frame.kinds[-1]
+        for kind, index, _ in row:
+            forward, backward, release = ("F", index, stage), ("I", index, stage), (last, index, stage)
+            if kind == "F" and forward not in windows.latest and release not in windows.earliest:
+                held.take(room, self._start(forward), self._end(backward), self._end(release))
+        held.within(room.capacity)
 
     def _start(self, key: OpKey) -> cp_model.LinearExprT:
         if key in self.starts:
             return self.starts[key]
         return self.room.earliest[key] if key in self.room.earliest else self.room.latest[key]
+
+    def _end(self, key: OpKey) -> cp_model.LinearExprT:
+        return self._start(key) + self.room.frame.length(key)
 
     def read(self, solver: cp_model.CpSolver) -> ScheduleGraph:
         """The whole schedule with the slice as solved."""
@@ -764,6 +824,7 @@ class _Search:
     run: Run
     workers: int
     seed: int = field(init=False, default=0)
+    exact: bool = field(init=False, default=True)  # does the model of given routes take all that fits in memory?
 
     def go(self, *, free_routes: bool) -> str:
         """Improves `best` and `bound`; returns what is to be said about the result."""
@@ -797,9 +858,16 @@ class _Search:
         self.run.tell(CpSatSolver.name, incumbent, bound)
 
     def take(self, schedule: Schedule) -> None:
-        if schedule.period < self.best.period:
+        if schedule.period < self.best.period and self._fits(schedule):
             self.best = schedule
             self.tell(self.best.period, self.bound)
+
+    def _fits(self, schedule: Schedule) -> bool:
+        """A W that takes no time may free, at the very tick, what an I leaves; and slices may move them apart."""
+        if self.problem.limits_are_exact:
+            return True
+        capacity = self.problem.job.capacity_bytes
+        return all(most <= capacity[worker.stage] for worker, most in schedule.peak_bytes.items())
 
     def raise_bound(self, bound: int) -> None:
         """`bound` holds for all schedules better than `best`; no more than that is known."""
@@ -817,6 +885,7 @@ class _Search:
     def _whole(self, reduction: Reduction, seconds: float) -> bool:
         """All ops in one model. True when nothing better exists for these routes."""
         model = ScheduleModel(reduction, self.bound, self.best.period, reduction.times_of(self.best))
+        self.exact = model.exact
 
         def watch(objective: int | None, _: int) -> None:
             if objective is not None:
@@ -872,8 +941,8 @@ class _Search:
         if not self.left or RoutingModel.ops(self.problem) > ROUTED_OPS or self.problem.job.speeds:
             return
         model = RoutingModel(self.problem, self.bound, self.best.period - 1)
-        # The model keeps to the limits, and proves nothing where more may fit.
-        proves = self.problem.limits_are_exact
+        # Where more may fit than the model lets, it proves nothing.
+        proves = model.exact
 
         def watch(objective: int | None, bound: int) -> None:
             if proves:
@@ -891,7 +960,7 @@ class _Search:
         if self.closed:
             return ""
         if proven:
-            return proven_for_routing(self.problem, self.bound)
+            return proven_for_routing(self.problem, self.bound, exact=self.exact)
         return (
             "stopped before the gap was closed" if self.run.stopped else "time limit reached before the gap was closed"
         )

@@ -120,7 +120,7 @@ class Table:
             for name in ("forward", "input_backward", "weight_backward")
         ]
         self.transfers = [self._vector(ticks) for ticks in (job.transfer_ticks, job.backward_transfer_ticks)]
-        self.capacity = self._vector([UNLIMITED if limit is None else limit for limit in problem.limits])
+        self.room = [self._vector(column) for column in zip(*problem.room, strict=True)]
         self._keys: dict[str | int, Any] = {}
 
     def run(self, settings: DispatchSettings) -> Result:
@@ -140,7 +140,7 @@ class Table:
             self.route,
             *times,
             *(ticks * scale if self.compiled else [scale * t for t in ticks] for ticks in self.transfers),
-            self.capacity,
+            *self.room,
             split,
             self._key(settings.order),
             *map(

@@ -172,7 +172,8 @@ class OpOrders:
         sent, returned = (np.asarray(ticks, dtype=np.int64) for ticks in table.transfers)
         # Of down, up and W, and of both transfers: forwards, backwards.
         self._lengths = ((forward, backward, weight, sent, returned), (backward, forward, weight, returned, sent))
-        self._capacity = np.asarray(table.capacity, dtype=np.int64)
+        limits = table.problem.limits
+        self._capacity = np.array([UNLIMITED if limit is None else limit for limit in limits], dtype=np.int64)
         self._base = np.asarray(table.base, dtype=np.int64)
         self._load = np.asarray(table.load, dtype=np.int64)
         fastest = table.problem.fastest
@@ -348,8 +349,10 @@ FINE = 8
 
 
 def rearrangeable(problem: Problem) -> bool:
-    """Is there a choice to be made, are the compiled loops here that it needs, and do its times fit into them?"""
-    return problem.technique.splits and find_spec("numba") is not None and fits_machine_code(problem)
+    """Is there a choice to be made, are the compiled loops here that it needs, and do its times fit into them? What is
+    held they count in micro-batches."""
+    possible = problem.technique.splits and problem.limits_are_exact
+    return possible and find_spec("numba") is not None and fits_machine_code(problem)
 
 
 class Rearranger:

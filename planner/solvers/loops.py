@@ -65,6 +65,8 @@ def dispatch(
     transfer: Ints,
     transfer_back: Ints,
     capacity: Ints,
+    need: Ints,
+    keep: Ints,
     split: Ints,
     key: Ints,
     depth: Ints,
@@ -91,14 +93,14 @@ def dispatch(
       1. W, when open_limit of them are pending and F's are still to come;
       2. F, when memory allows and either fewer than `depth` forwards are ahead of the backwards or
          at most `final` are still to come (the last ones have the longest way before them);
-      3. I (or B where the worker does not split);
+      3. I (or B where the worker does not split), when memory allows: W may need more than I;
       4. F, when memory allows;
       5. W.
     Before an F of 4. or a W it may wait for an I that is under way and would come before that op's end:
     when the wait is shorter than max_wait % of the delay it spares the I, and the worker would
     still be done in time (`slack`). Before a W it may wait for an F in the same way (max_wait_w).
 
-    No limit of at least 1 can deadlock. A worker waits only for an op that is running or being
+    No room for at least one micro-batch can deadlock. A worker waits only for an op that is running or being
     transferred, so if nothing runs, nobody waits by choice. On the last stage an F that has run
     is followed by its backward, which frees its memory; and if every worker of stage s + 1 frees
     its memory again and again, each micro-batch held on stage s is taken in turn, comes back,
@@ -106,7 +108,7 @@ def dispatch(
 
     route: worker of each item. forward, input_backward, weight_backward: ticks by worker (one that
     does not split takes both for B). transfer, transfer_back: by boundary, of activations and of
-    gradients. capacity, depth, final,
+    gradients. capacity, need, keep: see planner.jobs.job.StageRoom. These, depth, final,
     open_limit, max_wait, max_wait_w: by stage. split: by worker, 0 or 1. key: by item, smaller first; equal
     keys go by micro-batch. slack: by worker, the latest tick at which it may begin all its work
     and end in time; moves on with the work done. base: where each worker's part of ready_f,
@@ -122,7 +124,7 @@ def dispatch(
     size_i = workers
     head_w = 2 * workers  # W's that were started, and those that became pending
     tail_w = 3 * workers
-    held = 4 * workers  # activations
+    held = 4 * workers  # of `capacity`
     ahead = 5 * workers  # F's started less I's started
     kind = 6 * workers  # of the running op: 0 none, 1 F, 2 I or B, 3 W
     current = 7 * workers
@@ -153,14 +155,20 @@ def dispatch(
                 continue
             s = w // pipelines
             has_w = state[tail_w + w] > state[head_w + w]
-            may_f = state[size_f + w] > 0 and state[held + w] < capacity[s]
+            # Once all pending W's have run, there is room for the W of the oldest I: so no F locks a worker.
+            may_f = (
+                state[size_f + w] > 0
+                and state[held + w] + need[s] <= capacity[s]
+                and (split[w] == 0 or state[ahead + w] * need[s] + keep[s] <= capacity[s])
+            )
+            may_i = state[size_i + w] > 0 and (split[w] == 0 or state[held + w] - need[s] + keep[s] <= capacity[s])
             waits = True
             if has_w and state[left + w] > 0 and state[tail_w + w] - state[head_w + w] >= open_limit[s]:
                 choice = 3
             elif may_f and (state[ahead + w] < depth[s] or state[left + w] <= final[s]):
                 choice = 1
                 waits = False  # it goes before I's, so it does not wait for one either
-            elif state[size_i + w] > 0:
+            elif may_i:
                 choice = 2
             elif may_f:
                 choice = 1
@@ -184,7 +192,7 @@ def dispatch(
             if choice == 1:
                 m = pop(ready_f, base[w], state[size_f + w]) % n
                 state[size_f + w] -= 1
-                state[held + w] += 1
+                state[held + w] += need[s]
                 state[ahead + w] += 1
                 state[left + w] -= 1
                 start_f[s * n + m] = now
@@ -235,7 +243,7 @@ def dispatch(
                     dirty[n_dirty] = w
                     n_dirty += 1
                 if done == 3:
-                    state[held + w] -= 1
+                    state[held + w] -= keep[s]
                     continue
                 if done == 1:
                     if s == stages - 1:
@@ -246,9 +254,9 @@ def dispatch(
                             heappush(events, (now + transfer[s]) * codes + code)
                             continue
                 else:
-                    if split[w] == 0:
-                        state[held + w] -= 1
-                    else:
+                    state[held + w] -= need[s]
+                    if split[w] != 0:
+                        state[held + w] += keep[s]
                         pending_w[base[w] + state[tail_w + w]] = m
                         state[tail_w + w] += 1
                     if s == 0:

@@ -64,7 +64,7 @@ class MilpSolver:
             message = "stopped" if run.stopped else "time limit reached"
             message += " before the MILP was solved"
         elif best.period > bound:
-            message = proven_for_routing(problem, bound)
+            message = proven_for_routing(problem, bound, exact=problem.limits_are_exact)
         run.tell(self.name, best.period, bound)
         return Solution(best, bound, self.name, run.elapsed, message)
 
@@ -240,6 +240,7 @@ class StepModel:
         for worker, indices in guests.items():
             s, limit = worker.stage, self.problem.limits[worker.stage]
             ops = [(kind, index, s) for index in indices for kind in self.kinds]
+            self._instants(ops)
             end = max(self.latest[kind, s] + self.duration(kind, s) for kind in self.kinds)
             for t in range(self.earliest["F", s], end):
                 running = [(self.step(op, t), 1) for op in ops]
@@ -249,6 +250,17 @@ class StepModel:
                     held = [(self.step(("F", i, s), t), 1) for i in indices]
                     held += [(self.step((self.last, i, s), t - self.duration(self.last, s)), -1) for i in indices]
                     self._at_most(held, limit)
+
+    def _instants(self, ops: list[_Op]) -> None:
+        """What takes no time is no load, but lies inside no other op of its worker either."""
+        lengths = {op: self.duration(op[0], op[2]) for op in ops}
+        longer = [op for op, length in lengths.items() if length > 1]
+        for op, length in lengths.items():
+            for t in range(self.earliest[op[0], op[2]], self.latest[op[0], op[2]] + 1) if length == 0 else ():
+                starts = [(self.step(op, t), 1), (self.step(op, t - 1), -1)]
+                across = [(self.step(other, t - 1), 1) for other in longer]
+                across += [(self.step(other, t - lengths[other]), -1) for other in longer]
+                self._at_most([*starts, *across], 1)
 
     def _span(self) -> None:
         add = self.model.add_linear_constraint

@@ -15,7 +15,7 @@ Order inside a class. There is an optimal schedule in which, on every stage, the
 in one and the same order, and so do its I's (or B's) and its W's. Proof: take any schedule, and on
 each stage sort the class's F starts, I starts and W starts each on their own; give the k-th of each
 to the k-th micro-batch. All of them run on the same worker, so no op moves in time and nothing
-overlaps, and the number of activations held (F's started less W's ended) stays as it was. Each
+overlaps, and what is held, which follows from how many F's have started and I's and W's ended, stays as it was. Each
 precedence "every b_j follows its a_j by d" survives sorting: at least k of the a's lie d before the
 k-th smallest b, so the k-th smallest a does.
 
@@ -189,7 +189,7 @@ class Reduction:
         """The k-th start of each kind and stage to the k-th micro-batch of each class.
 
         Between the classes of one worker, W's follow the order of their I's, which is no loss
-        either: they are equally long, and nothing but memory, a count, follows them.
+        either: they are equally long, and nothing but memory follows them, by how many have ended.
         """
         for stage in range(self.problem.job.stages):
             for members in self.kept:
@@ -266,9 +266,10 @@ def routes_of(schedule: Schedule) -> Routes:
     return tuple(map(tuple, routes))
 
 
-def proven_for_routing(problem: Problem, bound: int) -> str:
-    """What to say of a schedule that is optimal for its routing, and perhaps not over all."""
-    counted = "" if problem.limits_are_exact else " where each micro-batch takes its larger part all along"
+def proven_for_routing(problem: Problem, bound: int, *, exact: bool) -> str:
+    """What to say of a schedule that is optimal for its routing, and perhaps not over all. exact: of all that fits in
+    memory; else of what keeps to the problem's limits."""
+    counted = "" if exact else " where each micro-batch takes its larger part all along"
     return (
         f"no better schedule exists for this routing{counted}; "
         f"over all routings the proven lower bound is {problem.job.units(bound)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from starlette.applications import Starlette
@@ -12,9 +13,11 @@ from ui_factory import plan
 
 from openrecycle.agent.coordination.membership import Exited, PlanReady, UsePlan
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.plans.service import misfit, use_plan
+from openrecycle.app.plans.service import above_limit, misfit, use_plan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.server import create_routes
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Worker
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.agent.coordinator_run import Run
 from tests.golden import golden
 
@@ -116,6 +119,17 @@ def test_what_does_not_fit_is_said(console: ConsoleService) -> None:
         use_plan(console.jobs.find(running.job_id), plan(("W1_2",)), "ada")
     assert error.value.status == 409
     assert console.queries.view(running.job_id).generation == 1
+
+
+def test_what_fits_in_bytes_may_be_more_than_if_each_took_its_larger_part_all_along() -> None:
+    profile = StageProfile(activation_bytes=3, weight_backward_bytes=1)
+    job = Job(3, 4, 6, profiles=(profile,) * 4, capacity_bytes=(12,) * 4)
+    problem = Problem(job, frozenset({Worker(1, 2)}), memory=MemoryLimit("bytes"))
+    fitting = make_plan(problem, solver="list")
+    assert max(fitting.metrics.peak_activations.values()) > 4 == problem.limits[0]
+    assert above_limit(fitting, "bytes") == ""
+    more = make_plan(replace(problem, memory=MemoryLimit("none")), solver="list")
+    assert golden("would-hold-bytes-and-has") in above_limit(more, "bytes")
 
 
 def test_over_http_a_saved_plan_is_put_in_force(console: ConsoleService) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from ui_console import until
 
-from openrecycle.app.catalogs.contents import CatalogRequest, parse_request, stale, summary
+from openrecycle.app.catalogs.contents import CatalogRequest, needed, parse_request, stale, summary
+from openrecycle.app.catalogs.contents import report as contents_report
 from openrecycle.app.catalogs.service import Catalogs, Filling, documents, json_refusal, stored_zip
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel, Children
@@ -26,10 +27,10 @@ from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo, o
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.bounds import period_bound
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, pack, plan_name
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, decode_header, pack, plan_name
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
@@ -76,6 +77,30 @@ def test_filling_makes_every_pattern_and_stores_it(catalogs: Catalogs, store: St
     assert linear == pytest.approx(report.lines[0].plans[0].period * 4 / 3)
     again = ended(catalogs.fill(request))
     assert (again.state, again.planned, again.done) == ("done", 0, 3), "nothing is planned twice"
+
+
+def test_what_a_worker_holds_is_of_the_partition_of_the_plan() -> None:
+    layers = (LayerProfile(activation_bytes=10**6, weight_bytes=10**9),) * 4
+    job = Job(2, 2, 2, layers=layers, partition=(2, 2))
+    question = CatalogQuestion(job, Technique.STAGGERED, MemoryLimit("uniform"), "partitions")
+    plan = make_plan(Problem(job.with_partition((3, 1)), frozenset({Worker(1, 1)})), solver="list")
+    header = decode_header(pack(plan, Effort(solver="list")))
+    (line,) = contents_report(question, needed(question, 1), "", {"x": header}).lines[1].plans
+    assert line.peak_bytes == 3_006_000_000 == max(plan.schedule().peak_bytes.values())
+
+
+def test_by_bytes_a_worker_holds_no_more_than_it_has() -> None:
+    """Though it holds more micro-batches than if each took its larger part all along."""
+    job = Job(
+        3, 4, 6, profiles=(StageProfile(activation_bytes=3, weight_backward_bytes=1),) * 4, capacity_bytes=(12,) * 4
+    )
+    question = CatalogQuestion(job, Technique.STAGGERED, MemoryLimit("bytes"))
+    plan = make_plan(Problem(job, frozenset({Worker(1, 2)}), memory=question.memory), solver="list")
+    header = decode_header(pack(plan, Effort(solver="list")))
+    report = contents_report(question, needed(question, 1), "", {"x": header})
+    (line,) = report.lines[1].plans
+    assert line.peak is not None and report.limit is not None
+    assert 4 < line.peak <= report.limit and line.peak_bytes == 12
 
 
 @pytest.mark.processes

@@ -7,6 +7,8 @@ import io
 import json
 import shlex
 import zipfile
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -14,6 +16,7 @@ from PIL import Image
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from typer.main import get_command
+from typer.testing import CliRunner
 from ui_console import ConsoleHere, JobHere
 from ui_factory import plan as made_plan
 
@@ -36,7 +39,7 @@ from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.cli import app as planner_cli
 from openrecycle.planner.export.text_formats import parse_yaml
-from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Worker
+from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlannedOps, job_doc
 from openrecycle.planner.plans.schedule import OpsByWorker
@@ -174,11 +177,35 @@ def test_what_is_made_anew_has_the_plans_failures_and_layers() -> None:
     assert plan_line(make_plan_for(job.with_partition((3, 1)))).endswith("--partition 3,1")
 
 
-def make_plan_for(job: Job) -> Plan:
-    from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique
-    from openrecycle.planner.solvers.portfolio import make_plan
+def test_the_line_makes_the_same_plan_of_layers_that_have_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = make_plan_for(Job.uniform(2, 2, 2, layers=4).with_partition((3, 1)))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "profile.json").write_text(moved.job.model_dump_json())
+    again = CliRunner().invoke(planner_cli, [*shlex.split(plan_line(moved))[1:], "--solver", "list", "--json"])
+    assert again.exit_code == 0, again.output
+    made = Plan.from_json(again.stdout)
+    assert (made.job.partition, made.partition) == ((2, 2), (3, 1)) and made.fingerprint == moved.fingerprint
 
-    return make_plan(Problem(job, technique=Technique.STAGGERED, memory=MemoryLimit("none")), solver="list")
+
+@pytest.mark.parametrize(
+    ("changes", "memory"),
+    [
+        ({"profiles": (StageProfile(reductions=(1, 3)),) * 2}, "none"),
+        ({"backward_transfers": (2.0,)}, "none"),
+        ({"profiles": (StageProfile(activation_bytes=5),) * 2, "capacity_bytes": (10, 10)}, "bytes"),
+        ({"layers": (LayerProfile(),) * 2}, "none"),
+    ],
+)
+def test_what_is_no_job_in_slots_is_started_by_its_profile(changes: dict[str, Any], memory: str) -> None:
+    plan = make_plan_for(Job(2, 2, 2, **changes), memory)
+    assert "--profile profile.json" in launch_line(plan, None)
+    assert "--profile" not in launch_line(make_plan_for(Job(2, 2, 2)), None)
+
+
+def make_plan_for(job: Job, memory: str = "none") -> Plan:
+    return make_plan(Problem(job, technique=Technique.STAGGERED, memory=MemoryLimit(memory)), solver="list")
 
 
 def test_the_launch_line_is_that_of_the_job(here: ConsoleHere) -> None:

@@ -57,23 +57,26 @@ class Commit:
 
 @dataclass(frozen=True)
 class Generation:
-    """failed: workers that are out. planned: milliseconds of the period of the plan in force."""
+    """failed: workers that are out. planned: milliseconds of the period of the plan in force. moved: some took a place
+    on another stage as it began."""
 
     failed: int
     planned: float
+    moved: bool
 
 
 @dataclass(frozen=True)
 class Pause:
     """What a step of the script cost. Seconds.
 
-    failed: workers that are out after it. delay: from a return to the last commit without it, 0 for a
-    loss. lost: beyond the iterations' own time, from the death, or from that last commit, to the first
-    commit with the new members.
+    failed: workers that are out after it. moved: somebody took a place on another stage for it. delay: from a return
+    to the last commit without it, 0 for a loss. lost: beyond the iterations' own time, from the death, or from that
+    last commit, to the first commit with the new members.
     """
 
     step: Step
     failed: int
+    moved: bool
     delay: float
     lost: float
 
@@ -113,13 +116,14 @@ class ScriptedRun:
                     f"what happened at {step.at:g} s was not over when the next step of the script, or its end, "
                     "came: the machine is too busy for so short a run"
                 ) from None
+            moved = self.generations[commit.generation].moved
             if step.kills:
-                out.append(Pause(step, failed, 0.0, commit.at - issued - period))
+                out.append(Pause(step, failed, moved, 0.0, commit.at - issued - period))
             else:
                 last = max(i for i, c in enumerate(self.commits[:settled]) if self.failed(c) == before)
                 boundary = self.commits[last].at
                 lost = commit.at - boundary - (settled - last) * period
-                out.append(Pause(step, failed, max(0.0, boundary - issued), lost))
+                out.append(Pause(step, failed, moved, max(0.0, boundary - issued), lost))
         return out
 
 
@@ -177,7 +181,8 @@ class _Scripted(LocalCoordination):
         for event in events:
             if isinstance(event, Deploy):
                 deployment, period = event.deployment, event.plan.schedule().period / self._ticks
-                self._run.generations[deployment.generation] = Generation(len(deployment.failed), period)
+                opened = Generation(len(deployment.failed), period, bool(event.moves))
+                self._run.generations[deployment.generation] = opened
                 self._living = set(deployment.living)
                 self._empty = set(deployment.failed)
                 self._moved |= {str(source): str(to) for source, to in event.moves}

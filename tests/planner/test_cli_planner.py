@@ -16,9 +16,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from openrecycle.planner import cli
+from openrecycle.planner.catalogs.catalog import open_folder
 from openrecycle.planner.cli import app, interruptible, main
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.jobs.job import Job, LayerProfile
+from openrecycle.planner.plans.plan import Plan, job_doc
 from openrecycle.planner.profiles import SHAPES, load, model_shape, shipped
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
@@ -351,6 +353,26 @@ def test_what_is_no_partition_is_refused(options: list[str], field: str) -> None
     with pytest.raises(PlannerError) as refused:
         CliRunner().invoke(app, ["plan", *GRID, *options], catch_exceptions=False)
     assert str(refused.value).startswith(f"{field}: got")
+
+
+def profile_of_two_stages(folder: Path) -> Path:
+    """By layers, not as even as can be."""
+    job = Job(2, 2, 2, layers=(LayerProfile(3, 3, 3), *(LayerProfile(),) * 3), partition=(2, 2))
+    path = folder / "profile.json"
+    path.write_text(job_doc(job).model_dump_json())
+    return path
+
+
+@pytest.mark.parametrize(("options", "partition"), [([], (2, 2)), (["--partition", "auto"], (1, 3))])
+def test_a_catalog_is_of_the_partition_that_the_profile_says(
+    tmp_path: Path, options: list[str], partition: tuple[int, ...]
+) -> None:
+    profile = ["--profile", str(profile_of_two_stages(tmp_path)), "--memory", "none", *options]
+    made = invoke("catalog", *profile, "--tolerance", "0", "--out", str(tmp_path), "--jobs", "1", "--json")
+    assert made.exit_code == 0, made.output
+    found = open_folder(Path(json.loads(made.stdout)["folder"]))
+    planned = Plan.from_json(invoke("plan", *profile, "--solver", "list", "--json").stdout)
+    assert found.question.job.partition == planned.job.partition == partition
 
 
 def test_a_catalog_has_a_partition_per_plan(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from openrecycle.planner.check import check
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageRoom, Technique, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers import cp_sat
@@ -77,7 +77,7 @@ def test_fault_free_is_1f1b() -> None:
 def test_three_in_flight_on_the_peers_only_or_everywhere(limits: tuple[int, ...], period: int) -> None:
     """34 holds where only the failed stage's peers are limited to 3; `--memory 3` limits stage 0 too."""
     problem = worked_example("adaptive", "none")
-    problem.__dict__["limits"] = limits
+    problem.__dict__["room"] = [StageRoom(limit, 1, 1) for limit in limits]
     reduction = Reduction.of(problem)
     outcome = run(ScheduleModel(reduction, 0, 60).model, time_limit=60, workers=2, seed=0)
     assert outcome.proven and outcome.objective == period

@@ -6,7 +6,7 @@ import pytest
 
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.solvers.base import Run, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver, StepModel, solve_apart
@@ -55,6 +55,15 @@ def test_that_nothing_is_as_short_is_a_proof() -> None:
     assert found.optimal
     outcome = solve_apart(StepModel(problem, routes_of(found.schedule), found.bound - 1).model, 60, None)
     assert outcome.proven and not outcome.values
+
+
+def test_what_takes_no_time_lies_inside_no_other_op() -> None:
+    """As an I of no load would."""
+    job = Job(2, 1, 2, profiles=(StageProfile(3, 0, 2),))
+    problem = Problem(job, frozenset({Worker(1, 0)}), Technique.DECOUPLED, MemoryLimit("none"))
+    model = StepModel(problem, routes_of(ListScheduler().solve(problem).schedule), 20)
+    schedule = model.read(solve_apart(model.model, 60, None).values)
+    assert check(schedule) == [] and schedule.period == 20
 
 
 def test_fault_free_is_1f1b() -> None:

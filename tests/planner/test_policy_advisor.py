@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.simulation.engine import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob
 from openrecycle.planner.simulation.policy import Option, PolicyState, advise, best_option
@@ -128,6 +128,17 @@ def test_nobody_lives() -> None:
     everyone = frozenset(JOB.workers())
     with pytest.raises(InfeasibleError, match="0 living workers"):
         advise(PolicyState(everyone), PLANNED, COSTS, heals_in=60)
+
+
+def test_a_job_as_long_as_can_be_has_layers_too() -> None:
+    """With six decimals, as an eighth of its op times has, it would be too long."""
+    profile = StageProfile(123456789.123, 100000000.001, 100000000.999, 5000.0)
+    job = Job(2, 2, 2, profiles=(profile,) * 2, time_unit="us")
+    planned = PlannedJob(job, samples=4, memory=MemoryLimit("none"))
+    assert planned.layered is not None
+    advice = advise(PolicyState(frozenset({Worker(0, 0)})), planned, COSTS, heals_in=36000)
+    assert {"re-route", "re-partition"} <= {option.name for option in advice.options}
+    assert planned.templates(4) is not None
 
 
 @pytest.mark.parametrize(

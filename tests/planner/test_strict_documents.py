@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from openrecycle.planner.catalogs.catalog import Catalog, CatalogInfo
+from openrecycle.planner.check import check
 from openrecycle.planner.export.text_formats import parse_yaml, to_yaml
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.plans.plan import Plan, job_doc
@@ -57,6 +58,16 @@ def _cases(plan: Plan) -> dict[str, tuple[str, Reader]]:
 
 
 KINDS = ["plan", "catalog", "catalog folder", "profile", "measured profile", "job", "trace"]
+
+
+@pytest.mark.parametrize("sizes", [{"stages": 10**20}, {"pipelines": 0, "stages": 10**20}])
+def test_a_small_document_of_a_huge_job_is_refused_before_memory_is_taken(sizes: dict[str, int], plan: Plan) -> None:
+    # One number is the capacity of each stage, and no tuple has so many: it would raise an OverflowError.
+    document = plan.job.model_copy(update={"capacity_bytes": 1, **sizes})
+    with pytest.raises(InputError, match="pipelines"):
+        document.job()
+    if sizes.get("pipelines") == 0:  # then its ops are none, as far as their number goes
+        assert "pipelines" in str(check(plan.model_copy(update={"job": document}))[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

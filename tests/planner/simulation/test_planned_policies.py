@@ -18,7 +18,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Techniq
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
-from openrecycle.planner.simulation.planned import PlannedJob
+from openrecycle.planner.simulation.planned import PlannedJob, evened
 from openrecycle.planner.simulation.policies import PLANNED, planned_policy
 from openrecycle.planner.simulation.traces import Domain, Event, Trace, generated, read_trace
 
@@ -179,6 +179,22 @@ def test_layers_move_only_where_that_is_quicker(grid: tuple[int, int, int], laye
     assert moved == sorted(moved)
 
 
+def test_no_policy_is_credited_with_balance() -> None:
+    """Where nobody is lost, nobody trains faster than the fault-free job: all begin with the best partition."""
+    uneven = Job(2, 3, 4, profiles=(StageProfile(), StageProfile(3, 3, 3), StageProfile()))
+    memory = MemoryLimit("uniform")
+    even = evened(uneven, technique=Technique.STAGGERED, memory=memory, layers=4)
+    assert even.partition == even.home != (4, 4, 4)
+    begun, given = (PlannedJob(job, samples=8, memory=memory, layers=4) for job in (even, uneven))
+    assert begun.full.seconds < given.full.seconds
+    quiet = Trace.of("quiet", [Event(0, "add", f"w{i}") for i in range(6)], end=1_000_000)
+    for name in PLANNED:
+        assert run(begun, name, quiet).goodput <= 1.001, name
+    assert begun.repartitioned(6) == begun.full and given.repartitioned(6) == given.full
+    alike = Job.uniform(2, 3, 4)
+    assert evened(alike, technique=Technique.STAGGERED, memory=memory) is alike
+
+
 def test_the_first_failure_is_moved_to_where_it_costs_least(uneven: PlannedJob) -> None:
     events = [Event(0, "add", f"w{i}") for i in range(6)] + [Event(1_000_000, "remove", "w5")]
     outcome = run(uneven, "recycle", Trace.of("one", events, end=1_200_000), detect=1, recover=1, migrate=7)
@@ -219,6 +235,17 @@ def test_varuna_morphs_and_bamboo_pays_for_redundancy(grid: PlannedJob) -> None:
     # F, I and W alike: a doubled forward makes 3 into 4, and 1F1B has more bubbles than our schedule.
     assert bamboo.average_samples_per_second < 0.78 * plain.average_samples_per_second
     assert bamboo.fault_free == plain.fault_free
+
+
+def test_what_bamboo_can_not_take_over_costs_a_restart(grid: PlannedJob) -> None:
+    """Half of all workers: nobody runs the forwards of two. The first start is free, as for all."""
+    names = [f"w{i}" for i in range(24)]
+    events = [Event(0, "add", name) for name in names] + [Event(500_000, "remove", name) for name in names[:12]]
+    trace = Trace.of("half", events, end=2_000_000)
+    first, last = (run(grid, "bamboo", trace, detect=1, restart=restart).rates for restart in (0, 300))
+    assert first[0] == last[0] and first[0][0] == 0 < first[0][1]
+    ends = [next(at for at, rate in rates if at > 500_000_000 and rate) for rates in (first, last)]
+    assert ends[1] - ends[0] == pytest.approx(300_000_000, rel=0.01)
 
 
 def test_spares_have_their_price(grid: PlannedJob) -> None:
@@ -309,6 +336,8 @@ def test_a_tie_hides_no_crossing() -> None:
         ({"samples": 1, "layers": 0}, "--layers-per-stage"),
         ({"samples": 1, "least_stages": 9}, "--least-stages"),
         ({"samples": 1, "unit_seconds": 0}, "--unit-seconds"),
+        ({"samples": 1, "unit_seconds": 1e308}, "--unit-seconds"),
+        ({"samples": 1e308}, "--samples"),
     ],
 )
 def test_bad_planned_jobs(change: dict[str, float], field: str) -> None:
