@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from openrecycle.agent.messages.protocol import LONGEST_MS, Iteration, Recovery, Restart
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.words import count
 
 UNUSUAL, LOOKED_AT = 3, 20
 """Iterations of a run."""
@@ -465,7 +466,7 @@ def _check_alike(stage: int, iterations: int, hashes: Mapping[Worker, str]) -> N
         groups: dict[str, list[str]] = {}
         for worker in sorted(hashes):
             groups.setdefault(hashes[worker], []).append(str(worker))
-        when = f"after {iterations} iterations" if iterations else "before the first iteration"
+        when = f"after {count(iterations, 'iteration')}" if iterations else "before the first iteration"
         why = "does something outside the seeds, parameters and optimizer state go into a step?"
         if not iterations:
             why = "do initial parameters come out of a generator of their own, or of something that differs by process?"

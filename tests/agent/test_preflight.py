@@ -241,12 +241,12 @@ def test_peers_that_drift_apart_end_the_job_within_the_interval() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stages": wrong_jobs.different}, "before-the-first-iteration-the-peers"),
-        at_length({"optimizer": wrong_jobs.Drifting}, "after-1-iterations-the-peers"),
+        ({"stages": wrong_jobs.different}, golden("before-the-first-iteration-the-peers")),
+        at_length({"optimizer": wrong_jobs.Drifting}, golden("after-1-iteration-the-peers")),
     ],
 )
 def test_peers_that_differ_from_the_start_do_not_train_on(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(JobFailed, match=golden(words)):
+    with pytest.raises(JobFailed, match=words):
         own_jobs.trainer(**changes).fit(iterations=400)
 
 

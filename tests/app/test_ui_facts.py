@@ -141,7 +141,7 @@ def test_the_last_worker_of_a_stage_can_be_replaced_where_there_are_checkpoints_
         assert helps and "checkpoint" in said
     comes_back = replace(view, spec=factory.spec(max_restarts=3))
     for said, helps in (facts.consequence_of_restart(comes_back, dead), facts.consequence_of_kill(comes_back, last)):
-        assert helps and "to the start" in said
+        assert helps and golden("to-the-start") in said
     alone = replace(kept, workers=tuple(w for w in kept.workers if w.pipeline == 1))
     assert not facts.consequence_of_kill(alone, last)[1], "no stage has a worker to spare"
     begins = replace(view, generation=0)
