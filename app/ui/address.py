@@ -374,7 +374,7 @@ def number_input(label: str, least: N, most: N, value: N, *, key: str, **look: A
     def draw(value: N, **rest: Any) -> N:
         return cast("N", st.number_input(label, least, most, value, **look, **rest))
 
-    expected = f"a {'whole ' * whole}number from {least:,.10g} to {most:,.10g}"
+    expected = f"a {'whole ' * whole}number from {least:.10g} to {most:.10g}"
     return _addressed(draw, key, read(key, accept, expected), value, lambda number: f"{number}".removesuffix(".0"))
 
 

@@ -547,7 +547,7 @@ def _tile(worker: WorkerView) -> components.Tile:
 
 def _heat_map(view: JobView, colours: Palette) -> None:
     # Workers that need a look come first, so that they are found without scrolling.
-    quiet = (RoleState.RUNNING, RoleState.FINISHED)
+    quiet = (RoleState.RUNNING, RoleState.FINISHED, RoleState.ENDED)
     names = [w.name for w in sorted(view.workers, key=lambda w: (w.state in quiet, w.pipeline, w.stage))]
     with st.container(horizontal=True, vertical_alignment="bottom"):
         chosen = st.selectbox(

@@ -425,8 +425,10 @@ def _over_time(console: ConsoleService, job_id: str, detail: WorkerDetail) -> No
     span = address.segmented_control(
         "Span", list(SPANS), default=next(iter(SPANS)), key=SPAN, label_visibility="collapsed"
     )
-    until = time.time() + 1
-    series = console.recorder.series(console.jobs.find(job_id), name, until - SPANS[span], until)
+    job, until = console.jobs.find(job_id), time.time() + 1
+    if job.state.over and detail.stays:
+        until = detail.stays[-1].begin + 1  # from when on there was nothing to report
+    series = console.recorder.series(job, name, until - SPANS[span], until)
     if not series.metrics:
         st.html('<div class="or-quiet">It has reported nothing in this time.</div>')
         return

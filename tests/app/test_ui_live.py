@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from flaky_database import FlakyDatabase
@@ -14,14 +15,14 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, turn_to, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts, Mode, Note
-from openrecycle.agent.messages.protocol import LogLine, LogLines, Registration
+from openrecycle.agent.messages.protocol import JobFinished, LogLine, LogLines, Registration
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.jobs.states import Condition
 from openrecycle.app.jobs.throughput import Baseline
 from openrecycle.app.plans.service import use_plan
 from openrecycle.app.plans.sources import OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import live
+from openrecycle.app.ui import live, worker_dialog
 from openrecycle.app.ui.live import SharedReads
 from openrecycle.db.access import audit_row
 from openrecycle.db.store import Store
@@ -352,6 +353,24 @@ def test_each_state_of_a_worker_has_its_look(console: ConsoleService) -> None:
         and "Pausing" in html(paused)
         and paused.button(key="pause").label == "Resume"
     )
+
+
+def test_a_job_that_was_stopped_has_ended_workers_and_what_they_last_reported(
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = failed_job(console, "interrupted")
+    until(
+        lambda: bool(console.jobs.find(job.job_id).measurements.op_times.smoothed("W0_2")),
+        "the heartbeats are taken in",
+    )
+    console.reports.finish(job.job_id, JobFinished(state="stopped", reason="interrupted"))
+    later = time.time() + 2 * 86_400
+    monkeypatch.setattr(worker_dialog, "time", SimpleNamespace(time=lambda: later))
+    test = open_live(job.job_id, worker="W0_2")
+    assert looks(test) == {name: "failed" if name == "W1_2" else "ended" for name in job.names}
+    page = html(test)
+    assert "Ended with the job <b>11</b>" in page and "Finished <b>" not in page
+    assert golden("1-heartbeat-in-this-time") in page
 
 
 def test_a_job_that_has_ended_can_be_deleted(console: ConsoleService) -> None:
