@@ -183,6 +183,8 @@ def test_the_job_is_that_of_the_address(console: ConsoleService, jobs: dict[str,
     test.run()
     (picker,) = (box for box in test.selectbox if box.label == "Job")
     assert picker.value == test.query_params["job"] == halted and jobs["halted"].spec.name in words(test)
+    labels = {option.rsplit(" · ", 1)[1]: option for option in picker.options}
+    assert " · finished · " in labels[jobs["finished"].job_id] and labels[halted].count(" · ") == 1, "it may run again"
 
 
 def test_a_job_that_is_gone_is_asked_about_only_where_a_link_names_it(console: ConsoleService) -> None:
