@@ -955,10 +955,10 @@ class Histories:
         """Why it can't be deleted now: `is running (W0_0 lives)`; "" where it can be. Raises ConsoleError."""
         job = self._jobs.find(job_id)
         members = job.state.members.values()
-        alive = sorted(m.name for m in members if m.state in _ALIVE and m.incarnation is not None)
+        alive = [m.name for m in members if m.state in _ALIVE and m.incarnation is not None]
         # Of workers that have not been heard for so long nobody knows; whoever deletes the job has looked.
         kept = alive and not job.state.over and not job.state.unheard
-        return f"is {job.state.job_state} ({alive[0]} lives)" if kept else ""
+        return f"is {job.state.job_state} ({min(alive)} lives)" if kept else ""
 
     def _follow(self) -> None:
         while True:

@@ -82,6 +82,17 @@ class Operators:
 
     def restart(self, job_id: str, worker: str, actor: str) -> None:
         """Asks the launcher to start a new process for a failed worker. Raises ConsoleError."""
+        self._command(self._restartable(job_id, worker), "restart", worker, actor)
+
+    def can_restart(self, job_id: str, worker: str) -> bool:
+        """Would `restart` be taken?"""
+        try:
+            self._restartable(job_id, worker)
+        except ConsoleError:
+            return False
+        return True
+
+    def _restartable(self, job_id: str, worker: str) -> LiveJob:
         job, member = self._member(job_id, worker)
         _has_launcher(job, "start its processes again yourself")
         if member.state is not WorkerState.FAILED:
@@ -89,7 +100,7 @@ class Operators:
         if member.goes:  # its launcher has no place for another one yet, and would start none
             text = f"worker: {worker} is about to leave, as it was asked to; it can be started again once it has left"
             raise ConsoleError(409, "not_failed", text)
-        self._command(job, "restart", worker, actor)
+        return job
 
     def consider(self, job: LiveJob) -> None:
         """Has workers started again that stood by with their pipeline, once what they stood by for is back. Raises

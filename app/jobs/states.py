@@ -29,7 +29,7 @@ class RoleState(StrEnum):
     longer than its peers. WAITING: for a person to choose how the job goes on. PAUSED: it waits, since an operator has
     stopped the job. SUSPECT: heartbeats overdue.
     JOINING: registered, does not train yet. LEAVING: asked to go, and has not gone yet. FINISHED: left after the last
-    iteration.
+    iteration. ENDED: with its job, which was stopped before that.
     Of a role that nobody holds: DRAINED, FAILED: as its last process ended. MOVED: that process holds another role.
     EMPTY: nobody has held it yet, or its process moved on and has ended since.
     """
@@ -47,6 +47,7 @@ class RoleState(StrEnum):
     FAILED = "failed"
     EMPTY = "empty"
     FINISHED = "finished"
+    ENDED = "ended"
 
 
 # Nobody trains there.
@@ -381,7 +382,7 @@ class WorkerStates:
             case WorkerState.SUSPECT:
                 return RoleState.SUSPECT
             case WorkerState.FINISHED:
-                return RoleState.FINISHED
+                return RoleState.ENDED if self.state.over is JobState.STOPPED else RoleState.FINISHED
             case WorkerState.FAILED:
                 if member.incarnation is None:
                     return RoleState.EMPTY

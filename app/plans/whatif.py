@@ -357,6 +357,8 @@ def at_random(question: WhatIf, count: int, noise: random.Random) -> WhatIf:
 
 
 PARAMS = tuple(WhatIf().words())
+# From and to, of what migrations cost.
+LIMITS = {"state_gb": (0.0, 1e6), "copy_gbs": (1e-6, 1e6), "heals_in": (0.0, 1e9)}
 
 
 def parse(params: Mapping[str, str], kept: SavedProfile | None = None) -> tuple[WhatIf, list[InputError]]:
@@ -372,9 +374,9 @@ def parse(params: Mapping[str, str], kept: SavedProfile | None = None) -> tuple[
         "memory": lambda t: {"memory": MemoryLimit.parse(t, field="memory").text},
         "solver": lambda t: {"solver": _one_of("solver", t, SOLVERS)},
         "time": lambda t: {"seconds": _number("time", t, 0.1, MAX_SECONDS)},
-        "state": lambda t: {"state_gb": _number("state", t, 0, 1e6)},
-        "copy": lambda t: {"copy_gbs": _number("copy", t, 1e-6, 1e6)},
-        "heals": lambda t: {"heals_in": _number("heals", t, 0, 1e9)},
+        "state": lambda t: {"state_gb": _number("state", t, *LIMITS["state_gb"])},
+        "copy": lambda t: {"copy_gbs": _number("copy", t, *LIMITS["copy_gbs"])},
+        "heals": lambda t: {"heals_in": _number("heals", t, *LIMITS["heals_in"])},
         "partition": lambda t: {"partition": t if t == AUTO else ",".join(map(str, parse_partition(t)))},
     }
     for name, read in readers.items():

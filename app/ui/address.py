@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache, partial
 from html import escape
 from importlib import import_module
+from operator import eq
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -41,7 +42,7 @@ SWITCH = "true or false"
 # control was made anew, and with which value last.
 PAGE, NOTES, TURNS = "bound-page", "bound-notes", "bound-turns"
 JOB = "job"
-# In the session: the job that was chosen on another page; and the plans that Compare began with, which nobody has
+# In the session: the job that was looked at on another page; and the plans that Compare began with, which nobody has
 # chosen: those of another job take their place.
 CHOSEN, BEGAN_WITH = "chosen-job", "compare-began-with"
 _SHARED = (JOB, "show", "pipeline", "stage", "time", "figures")
@@ -128,9 +129,28 @@ def moved() -> None:
         _notes().setdefault(name, _Note())
 
 
+def job_asked_for(known: Collection[str]) -> str | None:
+    """The job that the address names, whether there is such a one or not; else the one that was looked at on another
+    page: links between pages drop the query. known: the jobs that there are."""
+    seen = st.session_state.get(CHOSEN)
+    return read(JOB, str, "the id of a job") or (seen if seen in known else None)
+
+
+def show_job(job_id: str) -> None:
+    """Has the address name the job, and other pages go on with it."""
+    pin(JOB, job_id)
+    st.session_state[CHOSEN] = job_id
+
+
+def pin(name: str, shown: str) -> None:
+    """Has the address name what the page shows, so that a link shows what its sender saw."""
+    if st.query_params.get_all(name) != [shown]:
+        put(name, shown)
+
+
 def forget_job() -> None:
-    """For a callback: the page goes on with the newest job."""
-    st.query_params.pop(JOB, None)
+    """The page goes on with the newest job."""
+    put(JOB, None)
     st.session_state.pop(CHOSEN, None)
 
 
@@ -224,26 +244,32 @@ def field_error(words: str, width: int | Literal["stretch"] = WIDTH) -> None:
 # -- controls. What is said here of their look is passed on to Streamlit. ---------------------------------------------
 
 
-def control(draw: Callable[..., D], name: str, value: Any, choose: Callable[[Any], object]) -> D:
+def control(
+    draw: Callable[..., D],
+    name: str,
+    value: Any,
+    choose: Callable[[Any], object],
+    alike: Callable[[Any, Any], bool] = eq,
+) -> D:
     """A control that shows `value`, whatever it showed before. draw: with that, and Streamlit's `key` and `on_change`.
-    choose: a callback, with what somebody has chosen.
+    choose: a callback, with what somebody has chosen. alike: is what it shows what is to be shown?
 
     A value that comes from elsewhere than the control (a preset, a link, Back) makes it a new one. To set it by its key
     would not do: when two clicks come so fast that a run is cut short, the browser misses what was set, shows the
     control's default instead, and reports that as if somebody had chosen it.
     """
-    key = _turned(name, value)[0]
+    key = _turned(name, value, alike)[0]
     return draw(value, key=key, on_change=lambda: choose(st.session_state[key]))
 
 
-def _turned(name: str, value: Any) -> tuple[str, Any]:
+def _turned(name: str, value: Any, alike: Callable[[Any, Any], bool] = eq) -> tuple[str, Any]:
     """The key of a control that shows `value`, and what it was made with. Keys differ in white space at their end: that
     is not in the class by which the style sheet knows a control."""
     turns: dict[str, tuple[int, Any]] = st.session_state.setdefault(TURNS, {})
     turn, made_with = turns.get(name, (0, value))
     if (key := name + turn * " ") not in st.session_state:  # not drawn yet, or not since another page was open
         made_with = value
-    elif st.session_state[key] != value:
+    elif not alike(st.session_state[key], value):
         turn, made_with = turn + 1, value
     turns[name] = turn, made_with
     return name + turn * " ", made_with
@@ -348,7 +374,7 @@ def number_input(label: str, least: N, most: N, value: N, *, key: str, **look: A
     def draw(value: N, **rest: Any) -> N:
         return cast("N", st.number_input(label, least, most, value, **look, **rest))
 
-    expected = f"a {'whole ' * whole}number from {least:,.10g} to {most:,.10g}"
+    expected = f"a {'whole ' * whole}number from {least:.10g} to {most:.10g}"
     return _addressed(draw, key, read(key, accept, expected), value, lambda number: f"{number}".removesuffix(".0"))
 
 
@@ -412,11 +438,9 @@ _SCRIPT = Path(__file__).parent / "assets" / "chart_zoom.js"
 
 @dataclass(frozen=True)
 class TimeRange:
-    """Times in the unit of the chart's axis. shown: None: all, from 0 to `end`. name: in the address. key: of the
-    slider."""
+    """Times in the unit of the chart's axis. shown: None: all, from 0 to `end`. name: in the address."""
 
     name: str
-    key: str
     end: float
     shown: Range | None
 
@@ -424,24 +448,19 @@ class TimeRange:
 def choose_time(of: str, end: float, unit: str, name: str = TIME) -> TimeRange:
     """Draws the slider. of: what is shown; each has a slider of its own, since their times differ in length. name: in
     the address."""
-    key = f"{name}-{of}"
     expected = f"two times from 0 to {spelled(end)}, such as 0-{spelled(end / 2)}"
     sent = read(name, lambda word: parsed(word, end), expected, "All of it is shown.")
-    if key not in st.session_state:
-        st.session_state[key] = sent or (0.0, end)
-    chosen = st.slider(
-        f"Time ({unit})",
-        0.0,
-        end,
-        step=_step(end),
-        format="%g",
-        key=key,
-        on_change=slid,
-        args=(name, key, end),
-        width=240,
-    )
+
+    def draw(value: Range, **rest: Any) -> Range:
+        step, label = _step(end), f"Time ({unit})"
+        return cast("Range", st.slider(label, 0.0, end, value, step=step, format="%g", width=240, **rest))
+
+    def alike(slid: Range, value: Range) -> bool:  # an address has nine digits
+        return _word(narrowed(slid, end)) == _word(narrowed(value, end))
+
+    control(draw, f"{name}-{of}", sent or (0.0, end), lambda slid: choose_range(name, narrowed(slid, end)), alike)
     say(name)
-    return TimeRange(name, key, end, narrowed(chosen, end))
+    return TimeRange(name, end, narrowed(sent, end) if sent else None)
 
 
 def follow(chart: str, time: TimeRange) -> None:
@@ -462,8 +481,7 @@ def within(time: TimeRange, low: float, high: float) -> Range | None:
 
 def show_all(time: TimeRange) -> None:
     """For a callback."""
-    st.session_state[time.key] = (0.0, time.end)
-    _remember(time.name, None)
+    choose_range(time.name, None)
 
 
 def dragged(chart: str, time: TimeRange) -> None:
@@ -482,17 +500,16 @@ def dragged(chart: str, time: TimeRange) -> None:
         digits = max(0, 3 - math.floor(math.log10(high - low)))
         part = narrowed((round(low, digits), min(time.end, round(high, digits))), time.end)
         chart_moved(chart, part)
-    st.session_state[time.key] = part or (0.0, time.end)
-    _remember(time.name, part)
+    choose_range(time.name, part)
 
 
-def slid(name: str, key: str, end: float) -> None:
-    """The slider was moved."""
-    _remember(name, narrowed(st.session_state[key], end))
+def choose_range(name: str, part: Range | None) -> None:
+    """For a callback. None: all of it."""
+    put(name, _word(part))
 
 
-def _remember(name: str, part: Range | None) -> None:
-    put(name, "-".join(map(spelled, part)) if part else None)
+def _word(part: Range | None) -> str | None:
+    return "-".join(map(spelled, part)) if part else None
 
 
 def narrowed(chosen: Range, end: float) -> Range | None:
@@ -582,7 +599,7 @@ def _revision_key(chart: str) -> str:
 # many would not do: what an operator looks at closely is a failure, and that moves away from the newest.
 
 ITERATIONS = "iterations"
-_WORD = re.compile(r"([0-9]{1,12})-([0-9]{1,12})")
+_FROM_TO = re.compile(r"([0-9]{1,12})-([0-9]{1,12})")
 
 
 def iterations_shown(first: int, last: int) -> Range | None:
@@ -592,7 +609,7 @@ def iterations_shown(first: int, last: int) -> Range | None:
     """
 
     def accept(word: str) -> Range | None:
-        found = _WORD.fullmatch(word)
+        found = _FROM_TO.fullmatch(word)
         low, high = map(int, found.groups()) if found else (0, 0)
         return (low, high) if low < high and low <= last and high >= first else None
 

@@ -26,7 +26,6 @@ from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, tables, text
 from openrecycle.app.ui.access import acting, told
-from openrecycle.app.ui.address import CHOSEN
 from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.app.ui.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, note, style
@@ -198,12 +197,14 @@ def _others(console: ConsoleService, report: CatalogReport) -> None:
     }
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalogs-row"):
         chosen = st.selectbox("Stored catalog", list(names), format_func=names.__getitem__, key="stored", width=420)
-        if st.button("Show", key="show-catalog"):
+        # Keys by the catalog: where it is gone by now, and another one is in its place, a click is not for that one.
+        if st.button("Show", key=f"show-catalog-{chosen}"):
             st.query_params["catalog"] = chosen
             st.rerun()
         with st.popover("Delete", key="delete-catalog"):
-            st.markdown("Its plans are gone for good; a job that runs keeps those it has, and Fill makes them anew.")
-            if st.button("Delete this catalog", type="primary", key="act-kill-catalog"):
+            st.markdown(f"**Delete {text.plain_markdown(names[chosen])}?**")
+            st.caption("Its plans are gone for good; a job that runs keeps those it has, and Fill makes them anew.")
+            if st.button("Delete this catalog", type="primary", key=f"act-kill-catalog-{chosen}"):
                 with told():
                     with acting(console, "delete catalog", chosen):
                         console.catalogs.delete(chosen)
@@ -475,24 +476,14 @@ def _leave_button(label: str) -> None:
 def ask(console: ConsoleService) -> CatalogRequest:
     """The controls; their state is in the URL. Raises InputError."""
     jobs = {job.job_id: job.name for job in console.queries.list_jobs()}
-    wanted = st.query_params.get("job") or st.session_state.get(CHOSEN) or next(iter(jobs), OWN)
+    wanted = address.job_asked_for(jobs) or next(iter(jobs), OWN)
     if wanted not in (OWN, *jobs):
         words = f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead."
         st.error(text.plain_markdown(words))
         wanted = OWN
     values: dict[str, Any] = {}
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-question"):
-        source = st.selectbox(
-            "Plans for",
-            [OWN, *jobs],
-            index=[OWN, *jobs].index(wanted),
-            format_func=lambda j: "A question of your own" if j == OWN else f"{jobs[j]} · {j}",
-            key=JOB,
-            on_change=_remember,
-            width=230,
-        )
-        if st.query_params.get("job") != source:
-            st.query_params["job"] = source  # a newer job must not change what a link shows
+        source = _source(jobs, wanted)
         if source == OWN:
             values |= _own_question()
             most = values["stages"] * (values["pipelines"] - 1)
@@ -577,11 +568,27 @@ def _effort() -> dict[str, Any]:
     return {"solver": solver, "time_limit": limit}
 
 
-def _remember() -> None:
-    address.moved()
-    st.query_params["job"] = st.session_state[JOB]
-    if st.session_state[JOB] != OWN:
-        st.session_state[CHOSEN] = st.session_state[JOB]
+def _source(jobs: dict[str, str], source: str) -> str:
+    """A newer job must not change what a link shows: it names the source."""
+    options = [OWN, *jobs]
+
+    def draw(value: str, **rest: Any) -> None:
+        def words(option: str) -> str:
+            return "A question of your own" if option == OWN else f"{jobs[option]} · {option}"
+
+        st.selectbox("Plans for", options, options.index(value), format_func=words, width=230, **rest)
+
+    def choose(chosen: str) -> None:
+        if chosen in options:
+            address.moved()
+            address.put(address.JOB, chosen)
+
+    address.control(draw, JOB, source, choose)
+    if source == OWN:
+        address.pin(address.JOB, OWN)
+    else:
+        address.show_job(source)
+    return source
 
 
 # -- curves -----------------------------------------------------------------------------------------

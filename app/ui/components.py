@@ -30,7 +30,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import Condition, JobSummary, RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import access, address, text
-from openrecycle.app.ui.address import BEGAN_WITH, CHOSEN, FOLLOWED_CONFIG, ITERATIONS, TimeRange, follow
+from openrecycle.app.ui.address import BEGAN_WITH, FOLLOWED_CONFIG, ITERATIONS, TimeRange, follow
 from openrecycle.app.ui.charts.progress import LOOKS
 from openrecycle.app.ui.charts.vega import LiveChart
 from openrecycle.app.ui.facts import OVER, Card, op_time_words
@@ -524,8 +524,7 @@ def open_job(
         st.fragment(_wait_for_job, run_every=2)(console)
         return None
     known = {job.job_id: job for job in jobs}
-    # Links between pages drop the query; the session remembers.
-    wanted = st.query_params.get("job") or st.session_state.get(CHOSEN)
+    wanted = address.job_asked_for(known)
     unknown = wanted is not None and wanted not in known
     if unknown:
         st.html('<h1 class="or-title">Which job?</h1>')
@@ -537,17 +536,13 @@ def open_job(
     opened = None if unknown else _titled(place, console, job_id, title, pace=pace)
     if len(jobs) > 1 or unknown:
         with controls:
-            chosen = _pick(known, None if unknown else job_id)
+            _pick(known, None if unknown else job_id)
         if unknown:
             words = f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead."
             st.error(text.plain_markdown(words))
-        if chosen is None:
-            return None
-        job_id = chosen
-    if st.query_params.get("job") != job_id:
-        st.query_params["job"] = job_id  # so that a link shows what its sender saw
-    if opened is None or opened.job_id != job_id:
-        opened = _titled(place, console, job_id, title, pace=pace)
+    if opened is None:
+        return None
+    address.show_job(job_id)
     return opened, controls
 
 
@@ -561,32 +556,28 @@ def _titled(
     return job
 
 
-def _pick(known: dict[str, JobSummary], job_id: str | None) -> str | None:
+def _pick(known: dict[str, JobSummary], job_id: str | None) -> None:
     options = list(known)
-    names = {job.job_id: f"{job.name} · {job.condition.value} · {job.job_id}" for job in known.values()}
-    return st.selectbox(  # type: ignore[no-any-return]
-        "Job",
-        options,
-        index=None if job_id is None else options.index(job_id),
-        format_func=names.__getitem__,
-        placeholder="Choose a job",
-        key=PICKER,
-        width=340,
-        on_change=_remember,
-        args=(frozenset(known),),
-    )
+    # Of one that runs it is not said how it is: that would be so no more by the time somebody looks.
+    over = {job.job_id: f" · {job.condition.value}" for job in known.values() if job.state in OVER}
+    names = {job.job_id: f"{job.name}{over.get(job.job_id, '')} · {job.job_id}" for job in known.values()}
 
+    def draw(value: str | None, **rest: Any) -> None:
+        shown = None if value is None else options.index(value)
+        words = names.__getitem__
+        st.selectbox("Job", options, shown, format_func=words, placeholder="Choose a job", width=340, **rest)
 
-def _remember(known: frozenset[str]) -> None:
-    """known: the jobs that were offered. Of one that is gone since, the browser still sends the words."""
-    if st.session_state[PICKER] in known:
-        address.moved()
-        st.query_params["job"] = st.session_state[CHOSEN] = st.session_state[PICKER]
-        left = ["plan", "follow", ITERATIONS]
-        if st.query_params.get_all("plans") == st.session_state.get(BEGAN_WITH):
-            left += ["plans", "baseline"]
-        for name in left:
-            st.query_params.pop(name, None)
+    def choose(chosen: str) -> None:
+        if chosen in options:  # of a job that is gone since, the browser still sends the words
+            address.moved()
+            address.put(address.JOB, chosen)
+            left = ["plan", "follow", ITERATIONS]
+            if st.query_params.get_all("plans") == st.session_state.get(BEGAN_WITH):
+                left += ["plans", "baseline"]
+            for name in left:
+                st.query_params.pop(name, None)
+
+    address.control(draw, PICKER, job_id, choose)
 
 
 def _wait_for_job(console: ConsoleService) -> None:

@@ -288,6 +288,8 @@ def consequence_of_kill(view: JobView, worker: WorkerView, share: float | None =
     peers, others = living_peers(view, worker), f"No other worker of stage {worker.stage} lives"
     if not view.generation:
         return "The job has not begun. It waits until this worker is started again.", True
+    if worker.state is RoleState.JOINING:
+        return "It does not train yet: nothing changes for the others.", True
     where = back_to(view.spec.checkpoints, view.spec.max_restarts)
     if not peers and where and _can_spare(view, worker.stage):
         return (

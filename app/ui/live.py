@@ -123,9 +123,11 @@ WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
 MOST_COLUMNS = 4
 
 
-def said_by_controls(choice: Choice) -> tuple[object, ...]:
-    """What the controls in the page's head say of the job. Others may change it, and workers take their time."""
-    return choice.mode, choice.choice_timeout, choice.paused, choice.stopped, choice.frozen_by
+def said_by_controls(console: ConsoleService, job_id: str, choice: Choice) -> tuple[object, ...]:
+    """What the controls in the page's head say of the job. Others may change it, and workers take their time. Raises
+    ConsoleError."""
+    menus = console.jobs.find(job_id).baseline, console.histories.kept_for(job_id)
+    return choice.mode, choice.choice_timeout, choice.paused, choice.stopped, choice.frozen_by, *menus
 
 
 def mode_switch(console: ConsoleService, job_id: str, choice: Choice, *, over: bool) -> None:
@@ -169,10 +171,15 @@ def mode_switch(console: ConsoleService, job_id: str, choice: Choice, *, over: b
             if paused
             else "Paused, all workers stop before the same iteration; nothing is redone, and no bit differs later."
         )
-        if st.button("Resume" if paused else "Pause", type="primary" if paused else "secondary", key="pause"):
-            with told():
-                (console.operators.resume if paused else console.operators.pause)(job_id, actor(console))
-                st.rerun()
+        # What it says is what is asked for: by now another operator may have done so.
+        ask = console.operators.resume if paused else console.operators.pause
+        st.button(
+            "Resume" if paused else "Pause",
+            type="primary" if paused else "secondary",
+            key="pause",
+            on_click=_try,
+            args=(lambda: ask(job_id, actor(console)),),
+        )
 
 
 def options(console: ConsoleService, view: JobView, choice: Choice) -> None:
@@ -239,9 +246,7 @@ def _card(console: ConsoleService, job_id: str, choice: Choice, way: Candidate, 
 
 
 def _choose(console: ConsoleService, job_id: str, name: str, failed: tuple[str, ...]) -> None:
-    with told(say_later):
-        console.operators.choose(job_id, name, failed, actor(console))
-        say_later(f"The job goes on: {name}")
+    _try(lambda: console.operators.choose(job_id, name, failed, actor(console)))
 
 
 NAME = "delete-name"
@@ -468,7 +473,7 @@ def page() -> None:
         )
     every = (1.0 if len(job.state.members) <= MAX_TILES else 2.0) if moving else None
     show_opened(console, job.job_id)  # first, since somebody has just clicked
-    said = said_by_controls(offered)
+    said = said_by_controls(console, job.job_id, offered)
     st.fragment(_live, run_every=every)(console, job.job_id, colours, over=over, moving=moving, said=said)
 
 
@@ -481,6 +486,7 @@ def _live(
     events = FILTERED_EVENTS if filtered else EVENTS
     try:
         now = read_now(console, job_id, ITERATIONS, events)
+        head = said_by_controls(console, job_id, now.choice)
         st.session_state[SEEN] = now
     except ConsoleError as error:
         if error.status == 404:
@@ -495,9 +501,10 @@ def _live(
                 f"{text.plain_markdown(str(error)[:1].upper() + str(error)[1:])}. What is shown here is that of "
                 f"{text.clock(now.at, st.context.timezone)}; the page tries again by itself. {standby.TRAINING}"
             )
+    else:
+        if (now.view.state in OVER) != over or head != said:
+            st.rerun()  # the head's controls are those of a job that has come further by now
     view = now.view
-    if (view.state in OVER) != over or said_by_controls(now.choice) != said:
-        st.rerun()  # the head's controls are those of a job that has come further by now
     worker_dialog.say_now()
     zone = st.context.timezone
     with st.container(gap="small"):
@@ -541,7 +548,7 @@ def _tile(worker: WorkerView) -> components.Tile:
 
 def _heat_map(view: JobView, colours: Palette) -> None:
     # Workers that need a look come first, so that they are found without scrolling.
-    quiet = (RoleState.RUNNING, RoleState.FINISHED)
+    quiet = (RoleState.RUNNING, RoleState.FINISHED, RoleState.ENDED)
     names = [w.name for w in sorted(view.workers, key=lambda w: (w.state in quiet, w.pipeline, w.stage))]
     with st.container(horizontal=True, vertical_alignment="bottom"):
         chosen = st.selectbox(

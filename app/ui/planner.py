@@ -19,7 +19,7 @@ from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.plans.solving import Migrations, PlanAsked, Solve
-from openrecycle.app.plans.whatif import PARAMS, STEPS, Checked, WhatIf, checked, parse_word, step_of
+from openrecycle.app.plans.whatif import LIMITS, PARAMS, STEPS, Checked, WhatIf, checked, parse_word, step_of
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, facts, planning, tables, text
 from openrecycle.app.ui.access import acting, actor, told
@@ -258,7 +258,7 @@ def page() -> None:
         planning.techniques(question, found)
         planning.limits(question, found)
         profile(console, question, found)
-        _go(console, found, solve, plan, running=running)
+        _go(console, found, solve, plan, running=running, misread=bool(misread))
     steps = [step.question for step in STEPS] if planning.EXAMPLE in st.query_params else [question]
     others(console, [step.asked().id for step in steps] if found.asked else [])
     if solve is not None and running and found.job is not None:
@@ -296,8 +296,11 @@ def _answer(asked: PlanAsked | None, saved: Plan | None, solve: Solve | None) ->
     return solve.plan if solve is not None else None
 
 
-def _go(console: ConsoleService, found: Checked, solve: Solve | None, plan: Plan | None, *, running: bool) -> None:
-    """Plan; before that, what can be said at once."""
+def _go(
+    console: ConsoleService, found: Checked, solve: Solve | None, plan: Plan | None, *, running: bool, misread: bool
+) -> None:
+    """Plan; before that, what can be said at once. misread: is something in the link, so that this is not the question
+    that was sent? Whoever changes anything makes it their own."""
     answered = not running and solve is not None and solve.plan is not None and not solve.stopped
     with st.container(horizontal=True, vertical_alignment="center", key="planner-go"):
         st.button(
@@ -305,13 +308,15 @@ def _go(console: ConsoleService, found: Checked, solve: Solve | None, plan: Plan
             type="primary",
             key="planner-plan",
             icon=":material/play_arrow:",
-            disabled=not found.plannable or running or answered,
+            disabled=not found.plannable or running or answered or misread,
             help="It is planned already: see below. More time or another solver asks anew." if answered else None,
             on_click=_plan,
             args=(console,),
             width=150,
         )
-        if found.bound is not None and found.job is not None and plan is None and not running:
+        if misread:
+            components.quiet("What is wrong in the link stands in the way of a plan, until you change anything here.")
+        elif found.bound is not None and found.job is not None and plan is None and not running:
             least = text.planned(found.job.units(found.bound.ticks), found.job.time_unit)
             components.quiet(f"No plan can be shorter than {least}: {found.bound.reason}.")
         elif found.errors or found.infeasible:
@@ -500,8 +505,7 @@ def migrations(console: ConsoleService, question: WhatIf, job: Job, colours: Pal
     components.heading("Migrations", "a living worker may take a dead one's place, with a copy of its peers' weights")
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-costs"):
         for name, label, note in COSTS:
-            least = 0.001 if name == "copy_gbs" else 0.0
-            draw = partial(st.number_input, label, least, 1e6, format="%g", help=note, width=170)
+            draw = partial(st.number_input, label, *LIMITS[name], format="%g", help=note, width=170)
             address.control(draw, f"planner-{name}", float(getattr(question, name)), partial(_price, console, name))
         known = console.plans.solves.find(question.migrations_asked())
         if known is None or (known.over and known.migrations is None):

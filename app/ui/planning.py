@@ -58,7 +58,7 @@ from openrecycle.app.ui.facts import SOLVER_WORDS
 from openrecycle.app.ui.plans import read_file, show_reading
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import AUTO, Job, MemoryLimit, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.job import AUTO, MOST_ACTIVATIONS, Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
 from openrecycle.planner.profiles import Profile, shipped
 from openrecycle.planner.solvers.portfolio import SOLVERS
@@ -275,7 +275,7 @@ def limits(question: WhatIf, found: Checked) -> None:
         choice("Memory limit", MEMORIES, "planner-memory", named, _limit, help=MEMORY_HELP, width=170)
         if named == "number":
             count = int(question.memory) if question.memory.isdigit() else question.stages
-            draw = partial(st.number_input, "Activations", 1, 10**9, step=1, width=110)
+            draw = partial(st.number_input, "Activations", 1, MOST_ACTIVATIONS, step=1, width=110)
             control(draw, "planner-memory-count", count, lambda most: _limit(str(most)))
     wrong(found, MEMORY)
     if found.job is not None and found.job.layers:

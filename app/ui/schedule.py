@@ -285,6 +285,8 @@ FEW = 24
 def page() -> None:
     colours = components.use_style()
     console = get_console()
+    if _outlives_its_job(console):
+        address.put(address.JOB, None)
     # Without a job there may still be plans of the library, or one that a link names.
     jobless = not console.queries.list_jobs() and bool(console.plans.library.saved() or "plan" in st.query_params)
     opened = None if jobless else open_job(console, pace=False, title=partial(_title, console))
@@ -319,6 +321,18 @@ def page() -> None:
     components.cards(facts.plan_cards(plan, schedule))
     detail = _chart(source, schedule, workers, wish, colours)
     _tables(console, source, schedule, workers, detail)
+
+
+def _outlives_its_job(console: ConsoleService) -> bool:
+    """Does the address name a plan that is there, beside a job that is gone?"""
+    job_id, said = st.query_params.get(address.JOB), st.query_params.get("plan", "")
+    if job_id is None or ":" not in said or any(job.job_id == job_id for job in console.queries.list_jobs()):
+        return False
+    try:
+        reference = parse_reference(said)
+        return job_of(reference) is None and console.sources.find(reference) is not None
+    except (InputError, ConsoleError):
+        return False
 
 
 def _title(console: ConsoleService, job: LiveJob) -> bool:

@@ -19,7 +19,8 @@ FONT = '"Source Sans", "Source Sans Pro", system-ui, sans-serif'
 
 @dataclass(frozen=True)
 class Palette(drawing.Colours):
-    """One theme: the colours of schedules, and those of the pages. `policies`: of a simulation's curves."""
+    """One theme: the colours of schedules, and those of the pages. `policies`: of a simulation's curves. op_lines: of
+    lines, which have no edge and no number as bars do, and must stand out from the page by themselves."""
 
     failed_strong: str
     healthy: str
@@ -28,7 +29,9 @@ class Palette(drawing.Colours):
     suspect: str
     slow: str
     joining: str
+    joining_text: str
     good: str
+    op_lines: dict[str, str]
     policies: dict[str, str]
 
 
@@ -41,7 +44,9 @@ LIGHT = Palette(
     suspect="#D9A900",
     slow="#C07A12",
     joining="#1FA3C0",
+    joining_text="#12748B",
     good="#2E7D53",
+    op_lines={**drawing.LIGHT.ops, "I": "#3F8EA4", "W": "#B08546"},
     policies={
         "ours": "#2862B2",
         "recycle": "#2DA569",
@@ -63,7 +68,9 @@ DARK = Palette(
     suspect="#FFD866",
     slow="#F2A541",
     joining="#4CC9E8",
+    joining_text="#4CC9E8",
     good="#5CC08D",
+    op_lines=drawing.DARK.ops,
     policies={
         "ours": "#7FA6EA",
         "recycle": "#009669",

@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from html import escape
 from itertools import groupby
+from typing import NamedTuple
 
 import streamlit as st
 
@@ -343,7 +345,6 @@ def log_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
     return f'<ol class="or-lines" tabindex="0" aria-label="Log, oldest first">{rows}</ol>'
 
 
-OPENED = "opened-worker"
 ASKED = "worker-asked-for"
 IN_ADDRESS = "worker"
 # Widgets of the dialog that a link names, too.
@@ -353,13 +354,13 @@ REFRESH = 2.0
 SPANS = {"10 min": 600.0, "1 hour": 3600.0, "1 day": 86_400.0}
 DRAINABLE = HOLDING - {RoleState.SUSPECT}
 EMPTY = (RoleState.FAILED, RoleState.DRAINED, RoleState.MOVED, RoleState.EMPTY)
-# In the session: the worker and the action that was asked for, and is not confirmed.
+# In the session: what was asked for, and is not confirmed.
 ARMED = "worker-armed"
 
 
 def open_worker(name: str) -> None:
     """For a callback: has the page's next run show the dialog of worker `name`; the address names it, too."""
-    st.session_state[OPENED] = st.query_params[IN_ADDRESS] = name
+    address.put(IN_ADDRESS, name)
     st.session_state[ASKED] = True
     _arm(None)
 
@@ -372,11 +373,12 @@ def page_wanted() -> None:
 
 
 def show_opened(console: ConsoleService, job_id: str) -> None:
-    """Shows the dialog of the opened worker, if one is. Call it from the page's main run, not from a
+    """Shows the dialog of the worker that the address names, if it does. Call it from the page's main run, not from a
     fragment that runs again by itself: that would close it."""
     st.session_state.pop(ASKED, None)
-    name = st.session_state.get(OPENED) or st.query_params.get(IN_ADDRESS)
+    name = address.read(IN_ADDRESS, str, "a worker")
     if name is None:
+        _arm(None)
         return
 
     def dialog() -> None:
@@ -389,9 +391,8 @@ def show_opened(console: ConsoleService, job_id: str) -> None:
 
 
 def _close() -> None:
-    st.session_state.pop(OPENED, None)
     _arm(None)
-    st.query_params.pop(IN_ADDRESS, None)
+    address.put(IN_ADDRESS, None)
 
 
 def _detail(console: ConsoleService, job_id: str, name: str) -> None:
@@ -424,8 +425,10 @@ def _over_time(console: ConsoleService, job_id: str, detail: WorkerDetail) -> No
     span = address.segmented_control(
         "Span", list(SPANS), default=next(iter(SPANS)), key=SPAN, label_visibility="collapsed"
     )
-    until = time.time() + 1
-    series = console.recorder.series(console.jobs.find(job_id), name, until - SPANS[span], until)
+    job, until = console.jobs.find(job_id), time.time() + 1
+    if job.state.over and detail.stays:
+        until = detail.stays[-1].begin + 1  # from when on there was nothing to report
+    series = console.recorder.series(job, name, until - SPANS[span], until)
     if not series.metrics:
         st.html('<div class="or-quiet">It has reported nothing in this time.</div>')
         return
@@ -455,28 +458,46 @@ class _Action:
     warning: str = ""
 
 
+class _Armed(NamedTuple):
+    """What was asked for, and of whom: the worker's process (its id may be used again) and the peers that would do its
+    work."""
+
+    job_id: str
+    worker: str
+    kind: str
+    process: tuple[int, float]
+    peers: tuple[str, ...]
+
+
 def _actions(console: ConsoleService, view: JobView, worker: WorkerView) -> None:
     """What can be done with it. Each button asks first, in its place; nothing is armed before one is clicked."""
     offered = _offered(console, view, worker)
     if worker.state in ALIVE and not view.spec.demo:
         st.caption("Only the processes of a demo job can be killed from here.")
+    if worker.state is RoleState.EMPTY and not view.generation and not offered and view.state not in facts.OVER:
+        st.caption("It has not registered yet: look at its launcher.")
     if not offered:
         return
-    asked = next((a for a in offered if st.session_state.get(ARMED) == (worker.name, a.kind)), None)
+    process, peers = (worker.pid, worker.since), tuple(facts.living_peers(view, worker))
+    here = partial(_Armed, view.job_id, worker.name, process=process, peers=peers)
+    armed: _Armed | None = st.session_state.get(ARMED)
+    asked = next((a for a in offered if armed == here(kind=a.kind)), None)
     if asked is not None:
         _ask(asked)
         return
+    if armed is not None and armed.worker == worker.name:
+        st.caption(f"{worker.name} is not as it was when you asked. Look at it anew.")
     for action in offered:
         if not action.helps:
             st.caption(action.words)
     with st.container(horizontal=True, key="worker-actions"):
         for action in offered:
             if action.helps:
-                asked_for = (worker.name, action.kind)
-                st.button(action.label.split()[0], key=f"ask-{action.kind}", on_click=_arm, args=(asked_for,))
+                args = (here(kind=action.kind),)
+                st.button(action.label.split()[0], key=f"ask-{action.kind}", on_click=_arm, args=args)
 
 
-def _arm(wanted: tuple[str, str] | None) -> None:
+def _arm(wanted: _Armed | None) -> None:
     st.session_state[ARMED] = wanted
 
 
@@ -510,7 +531,7 @@ def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list
                 "" if survives else "This kill stops the job.",
             )
         )
-    if worker.state in EMPTY:
+    if worker.state in EMPTY and console.operators.can_restart(job_id, name):
         consequence, helps = facts.consequence_of_restart(view, worker)
         verb = "Restart" if worker.state in (RoleState.FAILED, RoleState.DRAINED) else "Start"
         made.append(

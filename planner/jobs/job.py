@@ -591,6 +591,10 @@ class Job:
         return worker
 
 
+# That a limit may name.
+MOST_ACTIVATIONS = 10**9 - 1
+
+
 @dataclass(frozen=True)
 class MemoryLimit:
     """How many activations one worker may hold at once (F's start to W's end), by stage.
@@ -606,7 +610,8 @@ class MemoryLimit:
         text = text.strip().lower()
         named = text in ("1f1b", "uniform", "none", "bytes")
         if not named and (not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1):
-            raise InputError(field, text, "1f1b, uniform, none, bytes, or a whole number of at least 1")
+            whole = f"a whole number from 1 to {MOST_ACTIVATIONS}"
+            raise InputError(field, text, f"1f1b, uniform, none, bytes, or {whole}")
         return cls(text)
 
     def limits(self, job: Job, technique: Technique = Technique.STAGGERED) -> tuple[int | None, ...]:

@@ -76,6 +76,14 @@ def test_each_policy_of_a_simulation_has_a_colour_of_its_own(palette: Palette, s
         assert contrast(colour, palette.background) >= 3, name  # WCAG's of what is drawn
 
 
+@THEMES
+def test_words_and_lines_stand_out_from_the_page(palette: Palette) -> None:
+    for name in ("text", "muted", "failed_text", "rerouted_text", "joining_text"):
+        assert contrast(getattr(palette, name), palette.background) >= 4.5, name
+    for kind, colour in palette.op_lines.items():
+        assert contrast(colour, palette.background) >= 3, kind
+
+
 def test_runs_with_different_numbers_of_spares_are_told_apart() -> None:
     assert len({look(f"spares-{n}", LIGHT) for n in (1, 2, 3)}) == 3
 

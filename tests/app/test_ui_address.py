@@ -39,6 +39,7 @@ def script() -> None:
         address.toggle("Switch", key="switch")
         if st.session_state.get("more"):
             address.selectbox("Of few", range(st.session_state.get("few", 30)), key="few-of")
+    address.choose_time("plan", 840.0, "ms")
     st.button("Another job", key="another", on_click=address.moved)
     address.tabs(["One", "Two"], key="tabs")
     if address.expander("Figures", key="figures").open:
@@ -74,12 +75,12 @@ def said(test: AppTest) -> list[str]:
         ({"pills": "z"}, "pills: got 'z', expected one of a, b, c. The default is shown."),
         ({"pills": ["b", "z"]}, "pills: got 'z', expected one of a, b, c. It is left out."),
         ({"many": ["z", "c"]}, "many: got 'z', expected one of a, b, c. It is left out."),
-        ({"whole": "x"}, "whole: got 'x', expected a whole number from 1 to 1,024. The default is shown."),
-        ({"whole": "1025"}, "whole: got '1025', expected a whole number from 1 to 1,024. The default is shown."),
-        ({"whole": "2.5"}, "whole: got '2.5', expected a whole number from 1 to 1,024. The default is shown."),
-        ({"real": "nan"}, "real: got 'nan', expected a number from 0.5 to 2,000. The default is shown."),
-        ({"real": "inf"}, "real: got 'inf', expected a number from 0.5 to 2,000. The default is shown."),
-        ({"real": "0.4"}, "real: got '0.4', expected a number from 0.5 to 2,000. The default is shown."),
+        ({"whole": "x"}, "whole: got 'x', expected a whole number from 1 to 1024. The default is shown."),
+        ({"whole": "1025"}, "whole: got '1025', expected a whole number from 1 to 1024. The default is shown."),
+        ({"whole": "2.5"}, "whole: got '2.5', expected a whole number from 1 to 1024. The default is shown."),
+        ({"real": "nan"}, "real: got 'nan', expected a number from 0.5 to 2000. The default is shown."),
+        ({"real": "inf"}, "real: got 'inf', expected a number from 0.5 to 2000. The default is shown."),
+        ({"real": "0.4"}, "real: got '0.4', expected a number from 0.5 to 2000. The default is shown."),
         ({"text": "too long"}, "text: got 'too long', expected at most 5 characters. The default is shown."),
         ({"switch": "maybe"}, "switch: got 'maybe', expected true or false. The default is shown."),
         ({"tabs": "Three"}, "tabs: got 'Three', expected one of One, Two. The default is shown."),
@@ -124,6 +125,18 @@ def test_a_link_names_an_option_by_itself_or_by_what_the_page_calls_it() -> None
     test.query_params["select"] = "A"  # as a link had it before; or Back
     test.run()
     assert next(each.value for each in test.selectbox if each.label == "Select") == "a"
+
+
+def test_the_slider_of_the_time_follows_the_address() -> None:
+    test = opened(time="100-300")
+    assert test.slider[0].value == (100.0, 300.0)
+    test.query_params["time"] = "400-600.5"  # Back, or a chart that was dragged
+    assert test.run().slider[0].value == (400.0, 600.5)
+    test.slider[0].set_range(0.0, 840.0).run()
+    assert test.slider[0].value == (0.0, 840.0) and "time" not in test.query_params
+    key = test.slider[0].key
+    test.slider[0].set_range(1 / 3, 500.0).run()
+    assert test.query_params["time"] == "0.333333333-500" and test.slider[0].key == key, "the same slider still"
 
 
 def test_it_is_said_until_that_control_is_changed() -> None:

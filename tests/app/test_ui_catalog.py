@@ -171,11 +171,32 @@ def test_a_stored_catalog_by_its_link_and_what_is_stale(here: ConsoleHere) -> No
     assert "Covered" in words(shown)
     assert golden("2-pipelines-2-stages-5") in words(shown)
     shown.selectbox(key="stored").set_value(old.fingerprint).run()
-    shown.button(key="act-kill-catalog").click().run()
+    assert old.fingerprint[:8] in next(m.value for m in shown.markdown if m.value.startswith("**Delete"))
+    shown.button(key=f"act-kill-catalog-{old.fingerprint}").click().run()
     left = [c.fingerprint for c in here.console.catalogs.list()]
     assert fingerprint in left and old.fingerprint not in left
     shown.button(key="leave-catalog").click().run()
     assert not shown.exception and "catalog" not in shown.query_params
+
+
+def test_a_catalog_that_another_operator_has_deleted_takes_no_other_one_with_it(here: ConsoleHere) -> None:
+    made = [filled(here.console, micro_batches=count) for count in (3, 4)]
+    test = open_page(**own(3))
+    test.selectbox(key="stored").set_value(made[1]).run()
+    here.console.catalogs.delete(made[1])
+    test.button(key=f"act-kill-catalog-{made[1]}").click().run()
+    assert not test.exception and made[0] in [c.fingerprint for c in here.console.catalogs.list()]
+
+
+def test_the_source_of_the_question_follows_the_address(here: ConsoleHere) -> None:
+    first, second, third = (JobHere(here.console, name) for name in ("back", "and", "forth"))
+    test = open_page(job=third.job_id)
+    test.selectbox(key="catalog-job").select(second.job_id).run()
+    assert test.query_params["job"] == second.job_id
+    test.query_params["job"] = first.job_id  # the browser's Back, twice
+    test.run()
+    (source,) = (box for box in test.selectbox if box.label == "Plans for")
+    assert source.value == test.query_params["job"] == first.job_id
 
 
 def test_large_grids_say_that_they_have_one_plan_per_count(here: ConsoleHere) -> None:

@@ -132,6 +132,15 @@ def test_kill_tells_who_takes_over_and_when_nobody_can() -> None:
     assert not survives and "halts" in sentence
 
 
+def test_the_kill_of_one_that_joins_changes_nothing_for_the_others() -> None:
+    view = factory.suspect_and_joining()
+    joining = next(w for w in view.workers if w.state is RoleState.JOINING)
+    alone = replace(view, workers=(joining,))
+    for each in (view, alone):
+        words, survives = facts.consequence_of_kill(each, joining, 0.7)
+        assert survives and golden("it-does-not-train-yet") in words
+
+
 def test_the_last_worker_of_a_stage_can_be_replaced_where_there_are_checkpoints_or_the_job_has_not_begun() -> None:
     view = factory.halted()
     dead = next(w for w in view.workers if w.name == "W1_2")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from flaky_database import FlakyDatabase
@@ -12,13 +14,20 @@ from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, errors, turn_to, until
 
-from openrecycle.agent.coordination.membership import FailureTimeouts, Mode
-from openrecycle.agent.messages.protocol import LogLine, LogLines, Registration
+from openrecycle.agent.coordination.membership import FailureTimeouts, Mode, Note
+from openrecycle.agent.messages.protocol import JobFinished, LogLine, LogLines, Registration
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.jobs.states import Condition
-from openrecycle.app.ui import live
+from openrecycle.app.jobs.throughput import Baseline
+from openrecycle.app.plans.service import use_plan
+from openrecycle.app.plans.sources import OfJob, Source
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.ui import live, worker_dialog
 from openrecycle.app.ui.live import SharedReads
+from openrecycle.db.access import audit_row
 from openrecycle.db.store import Store
+from openrecycle.planner.jobs.job import Technique
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -212,6 +221,54 @@ def test_a_job_is_paused_and_goes_on(console: ConsoleService) -> None:
     assert not test.exception and not console.jobs.find(job.job_id).paused
 
 
+def test_what_a_button_says_is_asked_for_though_another_operator_was_quicker(console: ConsoleService) -> None:
+    job = JobHere(console, "two operators").register().commit(0, 9, 1)
+    test = open_live(job.job_id)
+    console.operators.pause(job.job_id, "ada")
+    test.button(key="pause").click().run()
+    assert console.jobs.find(job.job_id).paused, "Pause never lets it go on"
+    assert golden("the-job-is-paused") in test.toast[0].value.lower()
+    console.operators.resume(job.job_id, "ada")
+    test.button(key="pause").click().run()
+    assert not console.jobs.find(job.job_id).paused and golden("the-job-is-not-paused") in test.toast[0].value.lower()
+
+
+def test_a_page_stands_still_without_the_database_though_the_job_had_come_further(
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobHere(console, "paused before the outage").register().commit(0, 9, 1)
+    test = open_live(job.job_id)
+    console.operators.pause(job.job_id, "ada")
+    reads: list[object] = []
+
+    def view(*args: object) -> None:
+        reads.append(args)
+        if len(reads) > 1:  # does not end else
+            raise AssertionError("it reads again at once")
+        raise ConsoleError(503, "unavailable", "the database is away")
+
+    monkeypatch.setattr(console.queries, "view", view)
+    test.run()
+    assert not test.exception and "the database is away" in test.warning[0].value.lower()
+    assert "10 <span" in html(test), "what was seen last"
+
+
+def test_the_head_is_drawn_anew_once_it_would_say_something_else(console: ConsoleService) -> None:
+    job = JobHere(console, "head").register().commit(0, 9, 1)
+    live_job, choice = console.jobs.find(job.job_id), console.operators.choice(job.job_id)
+
+    def said() -> tuple[object, ...]:
+        return live.said_by_controls(console, job.job_id, choice)
+
+    until(lambda: live_job.baseline is not None, "the fault-free throughput is predicted")
+    first = said()
+    assert said() == first
+    live_job.pin(Baseline(60.0, "measured", 0, 19), Note("info", "plan", "measured"), audit_row("test", "measured"))
+    measured = said()
+    job.finish()
+    assert first != measured != said()
+
+
 def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: ConsoleService) -> None:
     job = JobHere(console, "manual").register().commit(0, 9, 1).beat(10, 1)
     console.operators.set_mode(job.job_id, Mode.MANUAL, 3600.0, "test")
@@ -230,6 +287,27 @@ def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: ConsoleServ
     test.button(key="choose-re-route").click().run()
     assert not test.exception
     until(lambda: console.queries.view(job.job_id).generation == 2, "the job goes on")
+
+
+def test_an_option_that_is_refused_says_why(console: ConsoleService) -> None:
+    """The one that is offered where the job re-routes by another plan than the option's own."""
+    job = failed_job(console, "other plan")
+    live_job = console.jobs.find(job.job_id)
+    until(lambda: bool(console.operators.choice(job.job_id).candidates), "the options are worked out")
+    in_force = console.sources.find(OfJob(job.job_id))
+    assert isinstance(in_force, Source)
+    for technique in (Technique.ADAPTIVE, Technique.DECOUPLED):
+        plan = make_plan(replace(in_force.plan.problem(), technique=technique), solver="list")
+        if plan.fingerprint != in_force.plan.fingerprint:
+            break
+    use_plan(live_job, plan, "ada")
+    job.resume(3)
+    job.commit(16, 18, 3).beat(18, 3)
+    until(lambda: bool(console.operators.choice(job.job_id).candidates), "the options are worked out anew")
+    test = open_live(job.job_id)
+    test.button(key="choose-re-route").click().run()
+    assert test.toast[0].value == golden("the-job-re-routes-already")
+    assert console.queries.view(job.job_id).generation == 3
 
 
 def test_the_filter_of_the_address_is_the_filter_of_the_page(console: ConsoleService) -> None:
@@ -275,6 +353,24 @@ def test_each_state_of_a_worker_has_its_look(console: ConsoleService) -> None:
         and "Pausing" in html(paused)
         and paused.button(key="pause").label == "Resume"
     )
+
+
+def test_a_job_that_was_stopped_has_ended_workers_and_what_they_last_reported(
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = failed_job(console, "interrupted")
+    until(
+        lambda: bool(console.jobs.find(job.job_id).measurements.op_times.smoothed("W0_2")),
+        "the heartbeats are taken in",
+    )
+    console.reports.finish(job.job_id, JobFinished(state="stopped", reason="interrupted"))
+    later = time.time() + 2 * 86_400
+    monkeypatch.setattr(worker_dialog, "time", SimpleNamespace(time=lambda: later))
+    test = open_live(job.job_id, worker="W0_2")
+    assert looks(test) == {name: "failed" if name == "W1_2" else "ended" for name in job.names}
+    page = html(test)
+    assert "Ended with the job <b>11</b>" in page and "Finished <b>" not in page
+    assert golden("1-heartbeat-in-this-time") in page
 
 
 def test_a_job_that_has_ended_can_be_deleted(console: ConsoleService) -> None:

@@ -14,7 +14,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, errors, turn_to, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.agent.messages.protocol import Registration
+from openrecycle.agent.messages.protocol import JobFinished, Registration
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.sources import OfJob, parse_reference
 from tests.golden import golden
@@ -167,6 +167,83 @@ def test_unknown_job_in_the_address(console: ConsoleService, jobs: dict[str, Job
         picker.select(jobs["running"].job_id).run()
         assert test.query_params["job"] == jobs["running"].job_id
         assert not test.error
+
+
+def test_the_job_is_that_of_the_address(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
+    """Also on the next page, which a link leads to without any; and after the browser's Back."""
+    running, failed, halted = (jobs[name].job_id for name in ("running", "failed", "halted"))
+    test = open_page(running)
+    for page in ("schedule", "live"):
+        test.query_params.clear()
+        turn_to(test, page).run()
+        assert test.query_params["job"] == running and test.selectbox(key="job-picker").value == running
+    test.selectbox(key="job-picker").select(failed).run()
+    assert test.query_params["job"] == failed and jobs["failed"].spec.name in words(test)
+    test.query_params["job"] = halted
+    test.run()
+    (picker,) = (box for box in test.selectbox if box.label == "Job")
+    assert picker.value == test.query_params["job"] == halted and jobs["halted"].spec.name in words(test)
+    labels = {option.rsplit(" · ", 1)[1]: option for option in picker.options}
+    assert " · finished · " in labels[jobs["finished"].job_id] and labels[halted].count(" · ") == 1, "it may run again"
+
+
+def test_a_job_that_is_gone_is_asked_about_only_where_a_link_names_it(console: ConsoleService) -> None:
+    gone = JobHere(console, "gone", iterations=10).register().commit(0, 9, 1).finish()
+    JobHere(console, "stays", iterations=10).register()
+    test = open_page(gone.job_id)
+    until(lambda: not console.histories.kept_for(gone.job_id), "it can be deleted")
+    console.histories.delete(gone.job_id, "ada")
+    assert test.run().error, "its page says that it is gone"
+    test.query_params.clear()
+    turn_to(test, "schedule").run()
+    assert not test.error and test.query_params["job"] != gone.job_id
+
+
+def test_the_dialog_is_that_of_the_address(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
+    test = open_page(jobs["running"].job_id)
+    test.button(key="worker-W2_1").click().run()
+    test.button(key="ask-kill").click().run()
+    assert "Kill W2_1?" in words(test)
+    test.query_params["worker"] = "W0_3"  # Back
+    assert "Kill W" not in words(test.run()) and "<h2>" not in words(test)
+    assert [d.proto.dialog.title for d in test.get("dialog")] == ["Worker W0_3"]
+    test.query_params["worker"] = "W2_1"
+    assert "Kill W2_1?" in words(test.run())
+    del test.query_params["worker"]
+    assert not test.run().get("dialog")
+    test.query_params["worker"] = "W2_1"
+    assert "Kill W2_1?" not in words(test.run()), "nothing stays armed behind a closed dialog"
+
+
+def test_what_was_confirmed_is_done_to_the_process_that_was_seen(console: ConsoleService) -> None:
+    job = JobHere(console, "replaced").register().commit(0, 9, 1).beat(10, 1)
+    for kind in ("kill", "drain"):
+        test = open_page(job.job_id)
+        test.button(key="worker-W1_2").click().run()
+        test.button(key=f"ask-{kind}").click().run()
+        generation = console.queries.view(job.job_id).generation
+        job.die("W1_2").heal("W1_2", generation + 1).commit(10, 12, generation + 1)
+        job.back("W1_2").resume(generation + 2)
+        job.beat(13, generation + 2)
+        test.button(key="worker-confirm").click().run()
+        assert not console.jobs.find(job.job_id).commands.after(0) and golden("is-not-as-it-was") in words(test)
+        assert console.jobs.find(job.job_id).state.members["W1_2"].state == "running"
+        assert test.button(key=f"ask-{kind}"), "it can be asked for anew"
+
+
+def test_only_a_worker_that_can_be_started_is_offered_to_be(console: ConsoleService) -> None:
+    job = JobHere(console, "waits for its workers", checkpoints=True)
+
+    def offered() -> str:
+        test = open_page(job.job_id)
+        test.button(key="worker-W1_2").click().run()
+        return words(test) + " ".join(b.label for b in test.button if str(b.key).startswith("ask-"))
+
+    assert golden("it-has-not-registered-yet") in offered() and "Start" not in offered().split(" ")
+    job.register().commit(0, 9, 1).die("W1_2").heal("W1_2", 2)
+    assert "Restart" in offered()
+    console.reports.finish(job.job_id, JobFinished(state="stopped", reason="interrupted"))
+    assert "Restart" not in offered()
 
 
 def test_suspect_workers_show(tmp_path: Path) -> None:

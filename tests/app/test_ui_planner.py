@@ -162,6 +162,22 @@ def test_a_dead_stage_has_no_plan_but_a_migration_gives_it_one(console: ConsoleS
     assert len(parse(params(test))[0].failed) == 3
 
 
+def test_what_a_link_may_say_of_costs_the_fields_can_have(console: ConsoleService) -> None:
+    for name, value in (("heals", "1e9"), ("copy", "1e-6"), ("state", "1e6")):
+        test = open_page(fail="W0_2.W1_2.W2_2", memory="none", **{name: value})
+        shown = {str(n.key).strip().removeprefix("planner-"): n.value for n in test.number_input}
+        assert float(value) in [shown[field] for field in ("state_gb", "copy_gbs", "heals_in")]
+    test = open_page(memory="999999999")
+    assert next(n for n in test.number_input if n.label == "Activations").value == 999_999_999
+
+
+def test_nothing_is_planned_that_the_link_did_not_ask(console: ConsoleService) -> None:
+    test = open_page(grid="0x4x6", fail="W0_3")
+    assert test.button(key="planner-plan").disabled and golden("what-is-wrong-in-the-link") in words(test)
+    test.number_input(key="planner-stages").set_value(5)
+    assert not run(test).button(key="planner-plan").disabled and "stands in the way" not in words(test)
+
+
 def test_a_plan_of_another_grid_is_not_set_beside_it(console: ConsoleService) -> None:
     planned(open_page(solver="list"), console)
     test = open_page(solver="list")

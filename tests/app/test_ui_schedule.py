@@ -161,6 +161,17 @@ def test_a_saved_plan_is_shown_without_any_job(tmp_path: Path) -> None:
         empty.close()
 
 
+def test_a_kept_plan_outlives_the_job_that_its_link_names(console: ConsoleService, job: JobHere) -> None:
+    plan = factory.running().plan
+    assert plan is not None
+    console.plans.library.save(plan, "the night shift's")
+    test = open_page(job="deleted", plan=f"saved:{plan.fingerprint}")
+    assert not test.error and "the night shift&#x27;s" in words(test) and drawn(test)[0]
+    assert test.query_params["plan"] == f"saved:{plan.fingerprint}" and test.query_params["job"] != "deleted"
+    for gone in ("saved:0123", f"job:deleted:{plan.fingerprint}"):
+        assert "job: got 'deleted'" in open_page(job="deleted", plan=gone).error[0].value
+
+
 def test_a_plan_by_technique_is_made_while_the_page_waits(console: ConsoleService, job: JobHere) -> None:
     test = open_page(job=job.job_id, plan="made:staggered:none:2x3x5")
     deadline = time.monotonic() + DEADLINE
@@ -211,12 +222,12 @@ def test_a_box_in_the_link_chooses_the_detail(
 
 def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     query = Address(time="40-50")
-    state: dict[str, Any] = {schedule.PAD: {"box": [10, 30.5, 3, 7]}, "slider": (40.0, 50.0)}
+    state: dict[str, Any] = {schedule.PAD: {"box": [10, 30.5, 3, 7]}}
     for module in (schedule, address):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
-    time = address.TimeRange("time", "slider", 60.0, (40.0, 50.0))
+    time = address.TimeRange("time", 60.0, (40.0, 50.0))
     schedule.remember_box(time)
-    assert query == {"box": "10,30.5,3,7"} and state["slider"] == (0.0, 60.0), "all of the box is shown"
+    assert query == {"box": "10,30.5,3,7"}, "all of the box is shown"
     for nothing in ({}, {"box": None}, {"box": [1, 2]}, {"box": ["1", 2, 3, 4]}, {"box": "1,2,3,4"}):
         state[schedule.PAD] = nothing
         schedule.remember_box(time)

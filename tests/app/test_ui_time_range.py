@@ -10,29 +10,27 @@ from ui_console import Address
 
 from openrecycle.app.ui import address
 
-CHART, SLIDER, END = "gantt", "time-plan", 840.0
+CHART, END = "gantt", 840.0
 
 
 class Page:
     """What Streamlit keeps between two runs of a page, and what a browser may send."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.state: dict[str, Any] = {SLIDER: (0.0, END)}
+        self.state: dict[str, Any] = {}
         self.address = Address()
         kept = SimpleNamespace(session_state=self.state, query_params=self.address)
         monkeypatch.setattr(address, "st", kept)
 
     def drag(self, sent: object) -> None:
         self.state[f"zoom-of-{CHART}"] = {"range": sent}
-        address.dragged(CHART, address.TimeRange("time", SLIDER, END, None))
+        address.dragged(CHART, address.TimeRange("time", END, None))
 
     def slide(self, low: float, high: float) -> None:
-        self.state[SLIDER] = (low, high)
-        address.slid("time", SLIDER, END)
+        address.choose_range("time", address.narrowed((low, high), END))
 
     def draw(self, what: str = "a plan") -> tuple[tuple[float, float] | None, int]:
-        shown = address.narrowed(self.state[SLIDER], END)
-        return address.drawn_with(CHART, what, shown)
+        return address.drawn_with(CHART, what, address.parsed(self.address.get("time", ""), END))
 
 
 @pytest.fixture
@@ -41,34 +39,34 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
 
 
 @pytest.mark.parametrize(
-    ("sent", "link", "slider"),
+    ("sent", "link", "part"),
     [
         ([200.04, 400.06], "200-400.1", (200.0, 400.1)),
         ([-50, 400], "0-400", (0.0, 400.0)),
         ([700.5, 5000], "700.5-840", (700.5, 840.0)),
         ([12.34567, 12.45678], "12.3457-12.4568", (12.3457, 12.4568)),
         ([1e-5, 2e-5], "0.00001-0.00002", (1e-5, 2e-5)),
-        ([0, 840], None, (0.0, END)),
-        ([0, 1209.6], None, (0.0, END)),
-        ([], None, (0.0, END)),
+        ([0, 840], None, None),
+        ([0, 1209.6], None, None),
+        ([], None, None),
     ],
 )
-def test_a_dragged_chart_sets_the_slider_and_the_link(
-    page: Page, sent: list[float], link: str | None, slider: tuple[float, float]
+def test_a_dragged_chart_sets_the_link(
+    page: Page, sent: list[float], link: str | None, part: tuple[float, float] | None
 ) -> None:
     page.slide(100, 300)
     assert page.address == {"time": "100-300"}
     page.drag(sent)
-    assert page.address.get("time") == link and page.state[SLIDER] == pytest.approx(slider)
+    assert page.address.get("time") == link
     if link is not None:
-        assert address.parsed(link, END) == pytest.approx(slider)
+        assert address.parsed(link, END) == pytest.approx(part)
 
 
 @pytest.mark.parametrize("sent", [None, "all", [None, 3], ["1", "2"], [float("nan"), 3.0], [400, 200], [900, 950], {}])
 def test_what_else_a_browser_may_send_changes_nothing(page: Page, sent: object) -> None:
     page.slide(100, 300)
     page.drag(sent)
-    assert page.address == {"time": "100-300"} and page.state[SLIDER] == (100, 300)
+    assert page.address == {"time": "100-300"}
 
 
 def test_a_chart_that_has_been_dragged_is_not_drawn_anew(page: Page) -> None:
@@ -125,7 +123,7 @@ def test_the_slider_and_a_double_click_have_it_drawn_anew(page: Page) -> None:
 def test_a_chart_of_a_part_shows_what_it_has_of_the_chosen_time(
     shown: tuple[float, float] | None, part: tuple[float, float] | None
 ) -> None:
-    assert address.within(address.TimeRange("time", SLIDER, END, shown), 100, 200) == part
+    assert address.within(address.TimeRange("time", END, shown), 100, 200) == part
 
 
 @pytest.mark.parametrize("word", ["400-200", "a-b", "200", "-5-10", "0-99999", "nan-3", "1-inf", "", "-"])

@@ -24,7 +24,10 @@ def test_each_kind_has_its_line_colour_and_plan() -> None:
     chart = op_times(series(F=SAME, W=SAME), {"F": 1.5}, LIGHT)
     assert chart.rows["op"] == ["F"] * 5 + ["W"] * 5
     assert chart.rows["planned"] == [1.5] * 5 + [None] * 5
-    assert chart.spec["encoding"]["color"]["scale"] == {"domain": ["F", "W"], "range": [LIGHT.ops["F"], LIGHT.ops["W"]]}
+    assert chart.spec["encoding"]["color"]["scale"] == {
+        "domain": ["F", "W"],
+        "range": [LIGHT.op_lines["F"], LIGHT.op_lines["W"]],
+    }
     assert len(chart.spec["layer"]) == 2 and "dashed" in chart.spec["title"]
     without = op_times(series(F=SAME), {}, LIGHT)
     assert len(without.spec["layer"]) == 1 and "dashed" not in without.spec["title"]

@@ -30,6 +30,7 @@ from openrecycle.planner.plans.drawing import OP_WORDS
 _CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
 _RING = "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0M.55,0A.55,.55,0,1,0,-.55,0A.55,.55,0,1,0,.55,0Z"
 _BARS = "M-.8,-.9L-.2,-.9L-.2,.9L-.8,.9ZM.2,-.9L.8,-.9L.8,.9L.2,.9Z"
+_FRAME = "M-1,-1L1,-1L1,1L-1,1ZM-.55,-.55L-.55,.55L.55,.55L.55,-.55Z"
 _CHECK = "M-1,.1L-.65,-.25L-.25,.15L.65,-.8L1,-.45L-.25,.85Z"
 
 # In the order of the legend. Values: words, Vega shape, attribute of Palette.
@@ -47,6 +48,7 @@ LOOKS: dict[RoleState, tuple[str, str, str]] = {
     RoleState.DRAINED: ("Drained", "triangle-down", "muted"),
     RoleState.EMPTY: ("Empty", _RING, "muted"),
     RoleState.FINISHED: ("Finished", _CHECK, "good"),
+    RoleState.ENDED: ("Ended with the job", _FRAME, "muted"),
 }
 QUIET = (RoleState.RUNNING, RoleState.REROUTED)
 # Seconds: a heartbeat no older than this is as it should be, and its age is of no interest.
@@ -456,7 +458,7 @@ def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
     words = {
         "transform": [changed],
         "mark": text,
-        "encoding": {**at, "color": by_change(colours.failed_text, colours.joining)},
+        "encoding": {**at, "color": by_change(colours.failed_text, colours.joining_text)},
     }
     return [rule, behind, words] if labels else [rule]
 
@@ -477,7 +479,7 @@ def op_times(series: Series, planned: Mapping[str, float], colours: Palette) -> 
         rows["milliseconds"] += values
         rows["planned"] += [planned.get(kind)] * len(at)
         rows["op"] += [kind] * len(at)
-    scale = {"domain": kinds, "range": [colours.ops[kind] for kind in kinds]}
+    scale = {"domain": kinds, "range": [colours.op_lines[kind] for kind in kinds]}
     legend = {"orient": "top", "title": None, "labelColor": colours.muted, "symbolType": "stroke"}
     colour = {"field": "op", "type": "nominal", "scale": scale, "legend": legend}
     planned_y = y_axis("planned", FROM_ZERO)
