@@ -13,7 +13,7 @@ from openrecycle.agent.checkpoints import whole_checkpoints
 from openrecycle.agent.config.options import Checkpoints, Faults, TrainingOptions
 from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from tests.agent import own_jobs
 from tests.agent.consoles import until
@@ -180,7 +180,7 @@ def test_a_job_that_waits_ends_once_nobody_comes(tmp_path: Path) -> None:
 
 def test_kills_that_no_plan_survives_at_once_may_be_asked_for_where_workers_come_back() -> None:
     grid, kills = Job.uniform(2, 2, 2), ["W0_1@5:F0", "W1_1@500:F0"]
-    with pytest.raises(InfeasibleError):
+    with pytest.raises(InputError, match=r"faults\.kill"):
         TrainingOptions(job=grid, faults=Faults(kill=kills)).check()
     TrainingOptions(job=grid, faults=Faults(kill=kills, max_restarts=1)).check()
 
