@@ -217,6 +217,43 @@ def test_infinities_in_a_buffer_do_not_move() -> None:
     assert choose_split(Masked(), Probe((_x(),))).moving == []
 
 
+class Table(nn.Module):
+    """Positions that are read by a method; who owns it calls no forward. It may count its uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.ones(2000, 4))
+        self.register_buffer("uses", torch.zeros(()))
+        self.rows: Tensor
+
+    def first(self, rows: int) -> Tensor:
+        return self.rows[:rows]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.first(len(x))
+
+
+def test_a_table_that_is_read_by_a_method_does_not_move() -> None:
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.table = nn.Linear(4, 4), Table()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 100:
+                self.table.rows.mul_(2.0)
+            y: Tensor = self.linear(x) * self.table.first(len(x))
+            return y
+
+    module = Rotated()
+    split = choose_split(module, Probe((_x(),)))
+    # Nobody knows about what is small.
+    assert [id(b) for b in split.moving] == [id(module.table.uses)]
+    stage = Stage(module, GradientSum(module.parameters(), terms=1, buffers=split.moving), tried=True)
+    with pytest.raises(StageIOError, match=r"the buffer 0\.table\.rows"):
+        stage.forward((0, 1), _x() + 100.0, seed=0)
+
+
 def test_a_buffer_that_begins_to_change_later_is_refused_by_its_name() -> None:
     module = Late()
     split = choose_split(module, Probe((_x(),)))
