@@ -265,6 +265,34 @@ def test_a_buffer_that_begins_to_change_later_is_refused_by_its_name() -> None:
         stage.forward((0, 1), _x() + 100.0, seed=0)
 
 
+def test_a_buffer_may_change_in_evaluation_alone() -> None:
+    """Nothing is left behind: who evaluates what depends on who is alive."""
+
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("keys", torch.zeros(3, 4))
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            self.keys: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            if not self.training:
+                self.keys[:2] = y[:2]
+                self.seen = self.seen + 1
+            return y + self.keys
+
+    module = Remembering()
+    split = choose_split(module, Probe((_x(),)))
+    assert split.moving == []
+    stage = Stage(module, GradientSum(module.parameters(), terms=1), split=split.strategy, tried=True)
+    with stage.evaluating():
+        first, second = stage.evaluate(_x(), seed=0), stage.evaluate(_x(), seed=0)
+        assert torch.equal(first, second) and torch.equal(first, copy.deepcopy(module)(_x()))
+    assert not module.keys.any() and int(module.seen) == 0
+
+
 def test_a_buffer_must_be_changed_by_its_own_name() -> None:
     with pytest.raises(StageIOError, match=golden("by-its-own-name")):
         choose_split(Listed(), Probe((_x(),)))
