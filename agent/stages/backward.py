@@ -107,7 +107,14 @@ class MovingBuffers:
             moves += [(buffer.tensor, change) for buffer, change in zip(self._moving, differences, strict=True)]
             if self.changed is not None:
                 seen = zip(self._moving, copies, written, differences, strict=True)
-                self.changed |= {id(b.tensor) for b, copy, v, d in seen if copy._version != v or bool(d.ne(0).any())}
+                for b, copy, v, d in seen:
+                    if not bool(d.isfinite().all()) and not bool(b.tensor.to(d.dtype).isfinite()[~d.isfinite()].all()):
+                        raise StageIOError(
+                            f"a forward changes the buffer {b.name}, which begins with numbers that are not finite: no "
+                            "change can be added to them. Begin with finite ones"
+                        )
+                    if copy._version != v or bool(d.ne(0).any()):
+                        self.changed.add(id(b.tensor))
             if self._tried and replaced:
                 self._check_replaced(replaced)
         for buffer, version in zip(self._watched, versions, strict=True):

@@ -254,6 +254,26 @@ def test_a_table_that_is_read_by_a_method_does_not_move() -> None:
         stage.forward((0, 1), _x() + 100.0, seed=0)
 
 
+def test_a_buffer_that_begins_at_infinity_can_not_move() -> None:
+    """As a running minimum: the sum would refuse its change in each iteration, which would make no step."""
+
+    class Ranged(nn.Module):
+        def __init__(self, beginning: float) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("least", torch.full((), beginning))
+            self.least: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.least.copy_(torch.minimum(self.least, x.detach().min()))
+            y: Tensor = self.linear(x)
+            return y
+
+    assert len(choose_split(Ranged(1e4), Probe((_x(),))).moving) == 1
+    with pytest.raises(StageIOError, match=golden("begins-at-infinity")):
+        choose_split(Ranged(float("inf")), Probe((_x(),)))
+
+
 def test_a_buffer_that_begins_to_change_later_is_refused_by_its_name() -> None:
     module = Late()
     split = choose_split(module, Probe((_x(),)))
