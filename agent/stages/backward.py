@@ -33,6 +33,9 @@ from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import BackwardSeed, StageIOError
 from openrecycle.agent.models.parallelized import Sums, computed
 
+# Elements of a counter, a flag, or an average for each channel.
+_SMALL = 4096
+
 Move = tuple[Tensor, Tensor]
 """(buffer, what a forward added to it: fp64, the same shape)."""
 
@@ -104,7 +107,14 @@ class MovingBuffers:
             moves += [(buffer.tensor, change) for buffer, change in zip(self._moving, differences, strict=True)]
             if self.changed is not None:
                 seen = zip(self._moving, copies, written, differences, strict=True)
-                self.changed |= {id(b.tensor) for b, copy, v, d in seen if copy._version != v or bool(d.ne(0).any())}
+                for b, copy, v, d in seen:
+                    if not bool(d.isfinite().all()) and not bool(b.tensor.to(d.dtype).isfinite()[~d.isfinite()].all()):
+                        raise StageIOError(
+                            f"a forward changes the buffer {b.name}, which begins with numbers that are not finite: no "
+                            "change can be added to them. Begin with finite ones"
+                        )
+                    if copy._version != v or bool(d.ne(0).any()):
+                        self.changed.add(id(b.tensor))
             if self._tried and replaced:
                 self._check_replaced(replaced)
         for buffer, version in zip(self._watched, versions, strict=True):
@@ -160,9 +170,11 @@ def _forbidden(buffer: _Buffer, *, own: bool = False) -> str:
 
 
 def moved_by(module: nn.Module, run: Callable[[MovingBuffers], Any]) -> list[Tensor]:
-    """The buffers of `module` that a forward changes, and those that another one may change though this one did not,
-    and nobody would see it: the running statistics of norms, and what is in modules that it has not called. run: a
-    forward, within `kept` of what it is given. Raises StageIOError for one that can't be summed."""
+    """The buffers of `module` that a forward changes, and those that another one may change though this one did not:
+    the running statistics of norms, where nobody would see it, and what is small in modules that it has not called.
+    Larger ones there are tables, or weights that are kept in few bits: of them each micro-batch would keep a change,
+    and each iteration a sum. One that does change is seen by its version. run: a forward, within `kept` of what it is
+    given. Raises StageIOError for one that can't be summed."""
     buffers = MovingBuffers(module, tried=True)
     with _passed_over(module) as uncalled:
         run(buffers)
@@ -180,13 +192,13 @@ def moved_by(module: nn.Module, run: Callable[[MovingBuffers], Any]) -> list[Ten
 
 @contextlib.contextmanager
 def _passed_over(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Afterwards, the buffers that are only in modules that have not been called. A module without a forward is part of
-    another one; what is compiled is taken as called, since a hook would have it compiled anew."""
+    """Afterwards, the small buffers that are only in modules that have not been called. A module without a forward is
+    part of another one; what is compiled is taken as called, since a hook would have it compiled anew."""
     compiled, called, uncalled = compat.compiled_parts(module), set[int](), list[Tensor]()
     watched = [
         part
         for part in module.modules()
-        if compat.own_buffers(part) and id(part) not in compiled and compat.has_forward(part)
+        if _small_buffers(part) and id(part) not in compiled and compat.has_forward(part)
     ]
     hooks = [part.register_forward_pre_hook(lambda part, _: called.add(id(part))) for part in watched]
     try:
@@ -196,7 +208,11 @@ def _passed_over(module: nn.Module) -> Iterator[list[Tensor]]:
             hook.remove()
     not_called = {id(part) for part in watched} - called
     elsewhere = {id(t) for p in module.modules() if id(p) not in not_called for t in compat.own_buffers(p).values()}
-    uncalled += [t for p in watched for t in p.buffers(recurse=False) if id(p) in not_called and id(t) not in elsewhere]
+    uncalled += [t for p in watched for t in _small_buffers(p) if id(p) in not_called and id(t) not in elsewhere]
+
+
+def _small_buffers(module: nn.Module) -> list[Tensor]:
+    return [t for t in module.buffers(recurse=False) if t.numel() <= _SMALL]
 
 
 def _difference(after: Tensor | None, buffer: _Buffer) -> Tensor:

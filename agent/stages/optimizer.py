@@ -672,6 +672,10 @@ class StageOptimizer:
         Raises StateError when it is of another stage.
         """
         here, doc = self.state().document, state.document
+        # Of a checkpoint that was written when what a forward had made counted as state: another one makes it again.
+        if isinstance(doc.get("model"), dict):
+            none = compat.buffers_of_none(self.module)
+            doc = {**doc, "model": {n: v for n, v in doc["model"].items() if n not in none}}
         parameters = self._named
         targets = {**parameters, **self._buffers}
         try:

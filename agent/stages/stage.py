@@ -90,6 +90,8 @@ class Stage:
         self.gradients = gradients
         self.split = split or Deferred(module)
         self._buffers = buffers or MovingBuffers(self.module, gradients.moving, tried=tried)
+        self._buffers_in_evaluation = MovingBuffers(self.module, tried=True)
+        """Some change in evaluation alone: keys and values that are kept, counters, metrics."""
         self._autocast = autocast
         self._over_ranks = OverRanks(layer for _, layer in self.module.layers)
         self._states: dict[MicroBatch, MicroBatchState] = {}
@@ -162,10 +164,11 @@ class Stage:
                 part.training = mode
 
     def evaluate(self, x: Tensors, *, seed: int, measure: Callable[[Any], Any] = lambda y: y) -> Any:
-        """What `measure` makes of the output; nothing is kept of it."""
+        """What `measure` makes of the output; nothing is kept of it, and no buffer has changed afterwards."""
         inputs = x if isinstance(x, tuple) else (x,)
         where = inputs[0].device
-        with torch.no_grad(), self._over_ranks.op(), self._buffers.kept(), precision(self._autocast, where):
+        kept = self._buffers_in_evaluation.kept()
+        with torch.no_grad(), self._over_ranks.op(), kept, precision(self._autocast, where):
             return measure(self.module(*inputs, seed=seed))
 
     def weigh(self, key: MicroBatch, weight: Tensor) -> None:

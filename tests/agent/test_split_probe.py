@@ -217,6 +217,63 @@ def test_infinities_in_a_buffer_do_not_move() -> None:
     assert choose_split(Masked(), Probe((_x(),))).moving == []
 
 
+class Table(nn.Module):
+    """Positions that are read by a method; who owns it calls no forward. It may count its uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.ones(2000, 4))
+        self.register_buffer("uses", torch.zeros(()))
+        self.rows: Tensor
+
+    def first(self, rows: int) -> Tensor:
+        return self.rows[:rows]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.first(len(x))
+
+
+def test_a_table_that_is_read_by_a_method_does_not_move() -> None:
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.table = nn.Linear(4, 4), Table()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 100:
+                self.table.rows.mul_(2.0)
+            y: Tensor = self.linear(x) * self.table.first(len(x))
+            return y
+
+    module = Rotated()
+    split = choose_split(module, Probe((_x(),)))
+    # Nobody knows about what is small.
+    assert [id(b) for b in split.moving] == [id(module.table.uses)]
+    stage = Stage(module, GradientSum(module.parameters(), terms=1, buffers=split.moving), tried=True)
+    with pytest.raises(StageIOError, match=r"the buffer 0\.table\.rows"):
+        stage.forward((0, 1), _x() + 100.0, seed=0)
+
+
+def test_a_buffer_that_begins_at_infinity_can_not_move() -> None:
+    """As a running minimum: the sum would refuse its change in each iteration, which would make no step."""
+
+    class Ranged(nn.Module):
+        def __init__(self, beginning: float) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("least", torch.full((), beginning))
+            self.least: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.least.copy_(torch.minimum(self.least, x.detach().min()))
+            y: Tensor = self.linear(x)
+            return y
+
+    assert len(choose_split(Ranged(1e4), Probe((_x(),))).moving) == 1
+    with pytest.raises(StageIOError, match=golden("begins-at-infinity")):
+        choose_split(Ranged(float("inf")), Probe((_x(),)))
+
+
 def test_a_buffer_that_begins_to_change_later_is_refused_by_its_name() -> None:
     module = Late()
     split = choose_split(module, Probe((_x(),)))
@@ -226,6 +283,34 @@ def test_a_buffer_that_begins_to_change_later_is_refused_by_its_name() -> None:
     stage.forward((0, 0), _x(), seed=0)
     with pytest.raises(StageIOError, match=golden("begins-to-change-later")):
         stage.forward((0, 1), _x() + 100.0, seed=0)
+
+
+def test_a_buffer_may_change_in_evaluation_alone() -> None:
+    """Nothing is left behind: who evaluates what depends on who is alive."""
+
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("keys", torch.zeros(3, 4))
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            self.keys: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            if not self.training:
+                self.keys[:2] = y[:2]
+                self.seen = self.seen + 1
+            return y + self.keys
+
+    module = Remembering()
+    split = choose_split(module, Probe((_x(),)))
+    assert split.moving == []
+    stage = Stage(module, GradientSum(module.parameters(), terms=1), split=split.strategy, tried=True)
+    with stage.evaluating():
+        first, second = stage.evaluate(_x(), seed=0), stage.evaluate(_x(), seed=0)
+        assert torch.equal(first, second) and torch.equal(first, copy.deepcopy(module)(_x()))
+    assert not module.keys.any() and int(module.seen) == 0
 
 
 def test_a_buffer_must_be_changed_by_its_own_name() -> None:
