@@ -377,7 +377,10 @@ def spec_of(workload: Any) -> WorkerSpec:
 
 def test_a_workload_is_the_same_each_time_it_is_loaded() -> None:
     """Also where its making draws parameters without a seed."""
-    run = RunSpec(everything_changed(), NamedWorkload("torch.nn:Linear", {"in_features": 2, "out_features": 2}))
+    run = RunSpec(
+        everything_changed(job=Job.uniform(1, 1, 1)),
+        NamedWorkload("torch.nn:Linear", {"in_features": 2, "out_features": 2}),
+    )
     made: list[Any] = [run.load_workload(), run.load_workload()]
     assert made[0] is not made[1] and made[0].weight.tolist() == made[1].weight.tolist()
 

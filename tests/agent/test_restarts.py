@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from openrecycle.agent.checkpoints import whole_checkpoints
 from openrecycle.agent.config.options import Checkpoints, Faults, TrainingOptions
+from openrecycle.agent.coordination.launcher import FROM_START
 from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.models.data import Loading
@@ -186,6 +188,31 @@ def test_a_job_that_waits_ends_once_nobody_comes(tmp_path: Path) -> None:
             checkpoint=lambda: next((str(c.path) for c in whole_checkpoints(kept)), None),
             on_line=act,
         ).run()
+
+
+def test_a_job_that_waits_ends_though_one_has_come_who_is_not_enough(tmp_path: Path) -> None:
+    """Of two stages that are lost one comes back, and the other is out of tries."""
+    broken = tmp_path / "broken"
+
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == 1 and not broken.exists():
+            broken.touch()
+            job.signal("W0_1", signal.SIGKILL)
+            job.signal("W0_2", signal.SIGKILL)
+
+    workload = NamedWorkload("tests.agent.crashing:Crashing", {"broken": str(broken), "only": 2, **MODEL})
+    grid = {"pipelines": 1, "stages": 3, "micro_batches": 2}
+    faults = Faults(max_restarts=1, restart_delay=0.1)
+    job = LocalJob(
+        **grid, workload=workload, faults=faults, checkpoint=lambda: FROM_START, back_to="the start", on_line=act
+    )
+    stop = threading.Timer(30.0, job.stop)  # one that waits for ever fails by that
+    stop.start()
+    with pytest.raises(JobFailed):
+        job.run()
+    stop.cancel()
+    tries = [restart["worker"] for restart in restarts(job.lines)]
+    assert tries.count("W0_1") == 1 and tries.count("W0_2") == 2
 
 
 def test_kills_that_no_plan_survives_at_once_may_be_asked_for_where_workers_come_back() -> None:
