@@ -445,6 +445,8 @@ class Launcher:
         cell, at = entry.worker, message["at"]
         match message["kind"]:
             case "ready":
+                # It is decided anew whether the job can go on.
+                entry.waits, self._stands = True, ""
                 self._coordination.ready(cell, entry.incarnation, message["host"], message["pids"], entry.made_of)
             case "resumed":
                 self._acknowledged(entry, message)
@@ -670,9 +672,12 @@ class Launcher:
 
     @property
     def _on_the_way(self) -> list[str]:
-        """Workers that are to be started again, or are about to ask for their place."""
+        """Workers that are to be started again, or are about to ask for their place; not those that have asked, and got
+        none."""
         waiting = [] if self._ends else [one.worker for one in self._restarts.waiting]
-        return waiting + [str(worker) for worker, entry in self._pool.running.items() if not entry.member]
+        return waiting + [
+            str(worker) for worker, entry in self._pool.running.items() if not (entry.member or entry.waits)
+        ]
 
     def _replace(self, worker: str, incarnation: str, node: int, why: str) -> None:
         """A process that is gone is to be replaced, if it may be (agent.launcher.restarts)."""
@@ -923,7 +928,7 @@ class Launcher:
             entry = self._pool.running.get(Worker.parse(name))
             if entry is None:
                 continue
-            entry.member = True
+            entry.member, entry.waits = True, False
             self._hold.tell(entry)
             entry.post(
                 "deployment",

@@ -125,10 +125,11 @@ class SpareRanks:
 class WorkerProcess:
     """One incarnation. heard_at: monotonic seconds of its last message. member: of a generation.
 
-    spoke: it has said something. fenced: it was held for dead while it still is a process: whatever it
-    says is void. since: the generation with which it came to its place; what it says of earlier ones concerns
-    its place before, came_from. slots: of each of its ranks the lowest number that no other process of this node had at
-    its start, so also its GPU's where it has one. whole: it has all of its stage's state.
+    spoke: it has said something. waits: it has asked for its place, and is in no generation yet. fenced: it was held
+    for dead while it still is a process: whatever it says is void. since: the generation with which it came to its
+    place; what it says of earlier ones concerns its place before, came_from. slots: of each of its ranks the lowest
+    number that no other process of this node had at its start, so also its GPU's where it has one. whole: it has all
+    of its stage's state.
     asked: as `end` does, to show which of its ranks still can.
     siblings: the processes of its ranks above 0, which live and die with it (agent.workers.worker); meeting: a
     folder where they find each other at their start. made_of: the spare ranks in whose place its own are.
@@ -159,6 +160,7 @@ class WorkerProcess:
     made_of: tuple[RankOf, ...] = ()
     whole: bool = True
     spoke: bool = False
+    waits: bool = False
     lived_at: float = float("-inf")
     stopped: bool = False
     looked_at: float = float("-inf")
@@ -281,7 +283,7 @@ class WorkerProcess:
         self.kill()
 
 
-_TOLD = ("member", "since", "whole", "spoke", "op_limit")
+_TOLD = ("member", "since", "whole", "spoke", "waits", "op_limit")
 
 
 def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:

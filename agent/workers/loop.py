@@ -12,6 +12,7 @@ only adds workers interrupts nothing: all leave at the same boundary, with nothi
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import socket
 import time
@@ -26,6 +27,7 @@ from openrecycle.agent.checkpoints import Checkpointer, CheckpointError, Origin,
 from openrecycle.agent.config.devices import kind_number
 from openrecycle.agent.config.faults import FaultInjector, profile_pace, slowness
 from openrecycle.agent.config.options import ALIVE_SECONDS
+from openrecycle.agent.coordination.launcher import FROM_START
 from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.messages.client import LogTail
 from openrecycle.agent.models.data import StreamEndedError
@@ -107,6 +109,7 @@ class WorkerLoop:
         device: torch.device = CPU,
     ) -> None:
         options, me, origin = spec.run.options, spec.worker, spec.run.origin
+        self._load_workload = spec.run.load_workload
         self._options, self._origin, self._workload = options, origin, workload
         self._communicator, self._channel = communicator, channel
         self._status, self._log = status, log or LogTail()
@@ -229,7 +232,13 @@ class WorkerLoop:
         except (CheckpointError, OSError) as error:  # the next generation tries again, with this one or an older
             raise TransferError(str(error)) from None
         self._cuts, self._taken_in = cuts, 0
+        anew = orders.restore == FROM_START and not self._several  # ranks train copies (agent.models.parallelized)
+        if anew:
+            # The modules that a workload was given have been trained in place.
+            self._workload = self._load_workload()
         self._take_another_place(orders.cell)
+        if anew:
+            gc.collect()  # of the workload before: also the process ends that read ahead for it
         if state is not None:
             self._load(state)
         if orders.restore is not None:

@@ -15,8 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from openrecycle.agent.checkpoints import Origin
 from openrecycle.agent.config.options import LOOPBACK, TrainingOptions
+from openrecycle.agent.models.data import own_numbers
 from openrecycle.agent.models.layers import Partition, StageIO
-from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
+from openrecycle.agent.models.workload import NamedWorkload, Workload, WorkloadSource
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Worker
 
@@ -39,6 +40,12 @@ class RunSpec:
     heartbeat_seconds: float | None = None
     shared_gpus: bool = False
     divided: bool = False
+
+    def load_workload(self) -> Workload:
+        """One that nothing has been trained of, the same each time, also where its making draws numbers without a
+        seed. Raises InputError when it can't be made."""
+        with own_numbers("workload", self.options.seed):
+            return self.workload.load()
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
     try:
         deterministic = options.optimization.mode == "deterministic"
         device = platform.take(spec.slot, deterministic=deterministic, shared=spec.run.shared_gpus)
-        workload = spec.run.workload.load()
+        workload = spec.run.load_workload()
         if spec.ranks > 1:
             over_nccl = device.type == "cuda" and platform.carrier == "ordered"
             communicator.ranks = ranks = Ranks.begin(
@@ -225,6 +225,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
             )
             workload = Parallelized(workload, spec.rank, ranks.mesh, ranks.gather, divided=spec.run.divided)
         loop = WorkerLoop(spec, workload, communicator, channel, status, log, device)
+        del workload  # where all begin anew the loop loads another one, and this one goes
         channel.say("ready", host=socket.gethostname(), pids=[os.getpid()])
         loop.run()
     except (NonFiniteError, NoAgreementError, StageIOError, WeightsError, StateError) as error:

@@ -12,14 +12,14 @@ from openrecycle.agent.examples.gpt import Gpt
 
 
 class Crashing(Gpt):
-    """broken: a file. As long as it is there, whoever makes its layers ends instead."""
+    """broken: a file. As long as it is there, whoever makes its layers, or that of number `only`, ends instead."""
 
-    def __init__(self, broken: str, **settings: Any) -> None:
+    def __init__(self, broken: str, only: int = -1, **settings: Any) -> None:
         super().__init__(**settings)
-        self._broken = Path(broken)
+        self._broken, self._only = Path(broken), only
 
     def build_layer(self, layer: int, layers: int, seed: int) -> Any:
-        if self._broken.exists():
+        if self._broken.exists() and self._only in (-1, layer):
             os._exit(7)
         return super().build_layer(layer, layers, seed)
 

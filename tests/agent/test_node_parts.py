@@ -375,6 +375,16 @@ def spec_of(workload: Any) -> WorkerSpec:
     return WorkerSpec(Worker(1, 2), "abc", run, True, threads=2, address="10.0.0.7")
 
 
+def test_a_workload_is_the_same_each_time_it_is_loaded() -> None:
+    """Also where its making draws parameters without a seed."""
+    run = RunSpec(
+        everything_changed(job=Job.uniform(1, 1, 1)),
+        NamedWorkload("torch.nn:Linear", {"in_features": 2, "out_features": 2}),
+    )
+    made: list[Any] = [run.load_workload(), run.load_workload()]
+    assert made[0] is not made[1] and made[0].weight.tolist() == made[1].weight.tolist()
+
+
 def test_a_worker_is_described_in_json() -> None:
     spec = spec_of(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 32}))
     document = encode_spec(spec)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,14 @@ import pytest
 
 from openrecycle.agent.checkpoints import whole_checkpoints
 from openrecycle.agent.config.options import Checkpoints, Faults, TrainingOptions
+from openrecycle.agent.coordination.launcher import FROM_START
+from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.agent.launcher.launch import JobFailed
+from openrecycle.agent.models.data import Loading
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
-from tests.agent import own_jobs
+from tests.agent import own_jobs, streamed_jobs
 from tests.agent.consoles import until
 from tests.agent.local_jobs import TINY as MODEL
 from tests.agent.local_jobs import LocalJob, Message, fault_free_losses
@@ -143,14 +149,20 @@ def test_a_job_that_lost_a_stage_waits_for_those_who_come_back(victims: tuple[st
     assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1] and "final" in job.lines[-1]
 
 
-@pytest.mark.parametrize("checkpoints", [False, at_length(True)])
-def test_without_a_checkpoint_all_go_back_to_the_start(checkpoints: bool, tmp_path: Path) -> None:
-    """There are none, or none yet. One of the other stage takes over, and whoever comes back joins."""
-    kept = Checkpoints(directory=tmp_path / "kept", every=1000) if checkpoints else Checkpoints()
+@pytest.mark.parametrize("given", ["modules and a stream", at_length("functions"), at_length("checkpoints")])
+def test_without_a_checkpoint_all_go_back_to_the_start(given: str, tmp_path: Path) -> None:
+    """There are none, or none yet. One of the other stage takes over, and whoever comes back joins. Modules that are
+    given are trained in place: whoever survives begins anew with what they were. So with a stream that it has read."""
+    make: Callable[..., ResilientTrainer] = own_jobs.trainer
+    if given == "modules and a stream":
+        layers = [streamed_jobs.build_layer(layer, 4) for layer in range(4)]
+        read = {"data": streamed_jobs.stateful(), "loading": Loading(prefetch=2)}
+        make = partial(streamed_jobs.trainer, layers=layers, layer_count=None, **read)
+    kept = Checkpoints(directory=tmp_path / "kept", every=1000) if given == "checkpoints" else Checkpoints()
     faults = Faults(kill=["W0_1@2:F0", "W1_1@2:F1"], max_restarts=1, restart_delay=0.1)
     record = tmp_path / "run.jsonl"
-    result = own_jobs.trainer(faults=faults, checkpoints=kept, record=record).fit(iterations=6)
-    undisturbed = own_jobs.trainer().fit(iterations=6)
+    result = make(faults=faults, checkpoints=kept, record=record).fit(iterations=6)
+    undisturbed = make().fit(iterations=6)
     assert golden("all-begin-anew") in record.read_text()
     assert (result.losses, result.parameters_sha256) == (undisturbed.losses, undisturbed.parameters_sha256)
     assert sorted(one.worker for one in result.recoveries) == ["W0_1", "W1_1"]
@@ -176,6 +188,31 @@ def test_a_job_that_waits_ends_once_nobody_comes(tmp_path: Path) -> None:
             checkpoint=lambda: next((str(c.path) for c in whole_checkpoints(kept)), None),
             on_line=act,
         ).run()
+
+
+def test_a_job_that_waits_ends_though_one_has_come_who_is_not_enough(tmp_path: Path) -> None:
+    """Of two stages that are lost one comes back, and the other is out of tries."""
+    broken = tmp_path / "broken"
+
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == 1 and not broken.exists():
+            broken.touch()
+            job.signal("W0_1", signal.SIGKILL)
+            job.signal("W0_2", signal.SIGKILL)
+
+    workload = NamedWorkload("tests.agent.crashing:Crashing", {"broken": str(broken), "only": 2, **MODEL})
+    grid = {"pipelines": 1, "stages": 3, "micro_batches": 2}
+    faults = Faults(max_restarts=1, restart_delay=0.1)
+    job = LocalJob(
+        **grid, workload=workload, faults=faults, checkpoint=lambda: FROM_START, back_to="the start", on_line=act
+    )
+    stop = threading.Timer(30.0, job.stop)  # one that waits for ever fails by that
+    stop.start()
+    with pytest.raises(JobFailed):
+        job.run()
+    stop.cancel()
+    tries = [restart["worker"] for restart in restarts(job.lines)]
+    assert tries.count("W0_1") == 1 and tries.count("W0_2") == 2
 
 
 def test_kills_that_no_plan_survives_at_once_may_be_asked_for_where_workers_come_back() -> None:
