@@ -432,6 +432,10 @@ def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
             if tensor.dtype not in DTYPES.values():
                 got = f"{name} of {kind} {layer}, which is {dtype_name(tensor.dtype)}"
                 raise InputError(f"{kind}s", got, f"a type that peers can be sent: {', '.join(DTYPES)}")
+            if tensor.dtype == torch.float4_e2m1fn_x2 and not isinstance(tensor, nn.Parameter):
+                got = f"{name} of {kind} {layer}, which is {dtype_name(tensor.dtype)}"
+                expected = "no buffer of this type; keep uint8, and view it in a forward"
+                raise InputError(f"{kind}s", got, expected)
         alive = {id(t): (other, name) for ref, other, name in seen if (t := ref()) is not None}
         for name, tensor in mine:
             full = f"{layer}.{name}"

@@ -58,6 +58,10 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"stages": [wrong_jobs.WithStatistics] * 2}, ["statistics of stage 0, which is", "no buffer in two"]),
         ({"stages": wrong_jobs.complex_weights}, ["weight of stage 1, which is complex64"]),
         ({"stages": [wrong_jobs.Halves, wrong_jobs.Halves]}, ["turns of stage 0, which is complex32"]),
+        (
+            {"stages": [partial(wrong_jobs.Halves, torch.float4_e2m1fn_x2)] * 2},
+            ["turns of stage 0, which is float4_e2m1fn_x2", "keep uint8"],
+        ),
         ({"stages": wrong_jobs.sparse}, ["stages: got 'Embedding(sparse=True), 0 of stage 0', expected sparse=False"]),
         (
             {"stages": wrong_jobs.limited},

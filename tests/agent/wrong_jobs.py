@@ -63,10 +63,13 @@ def numbers_needed_and_tied(stage: int, stages: int) -> nn.Module:
 
 
 class Halves(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, turns: torch.dtype = torch.complex32) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("turns", torch.zeros(2, dtype=torch.complex32))
+        self.register_buffer(
+            "turns",
+            torch.zeros(2, dtype=torch.uint8).view(turns) if turns.itemsize == 1 else torch.zeros(2, dtype=turns),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
