@@ -257,6 +257,7 @@ def plan_refused(state: State, event: PlanRefused, now: float, failure_timeouts:
     if not _awaited(state, event.failed):
         return Transition(state, reason="nobody waits for that plan")
     text = f"halted: there is no plan for this job{_without(event.failed)}: {event.detail}"
+    state = _with_moves_undone(state)
     return Transition(replace(state, pending=None, broken=None, halted=text), (Note("error", "job", text),), text)
 
 
@@ -304,6 +305,18 @@ def staff(state: State) -> tuple[State, tuple[tuple[str, str], ...]]:
         target = next(m for m in members.values() if m.stage == empty[0])
         move(members, source.name, target.name)
         moves.append((source.name, target.name))
+
+
+def _with_moves_undone(state: State) -> State:
+    """Whoever was to move with a generation that won't open has its place again: no launcher has been told."""
+    told = dict(state.current.moves) if state.current else {}
+    members = dict(state.members)
+    for source, to in reversed(state.pending.moves if state.pending else ()):
+        place = told.get(source, source)
+        if place != to and members[to].state in PRESENT and members[place].incarnation is None:
+            move(members, to, place)
+            members[to] = replace(members[to], detail="nobody could take its place: there was no plan for that")
+    return replace(state, members=members)
 
 
 def why_not(state: State, moves: Sequence[tuple[str, str]], failed: Iterable[str] = ()) -> str:

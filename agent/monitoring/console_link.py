@@ -340,6 +340,10 @@ class Absence:
     def broken(self) -> None:
         self._broken = True
 
+    def trains(self) -> None:
+        """The generation in force does: what was said to be broken was not, as where all were only to form anew."""
+        self._broken = False
+
     def decided(self, members: Collection[str]) -> None:
         """There is a new generation; those of `members` whose process is lost were lost after that."""
         self._lost = {worker: how for worker, how in self._lost.items() if worker in members}
@@ -497,7 +501,8 @@ class ConsoleCoordination(Coordination):
     def failed(self, failure: Failure) -> None:
         cause, worker, incarnation, generation, detail, peer, spare, _ = failure
         if cause != "exit":
-            self._absence.broken()
+            if generation >= self._generation:  # of an earlier one it is over, and all go on
+                self._absence.broken()
         elif self._living is None or str(worker) in self._living:
             self._absence.lost(str(worker), detail)
         if cause == "transfer":
@@ -548,6 +553,8 @@ class ConsoleCoordination(Coordination):
     def committed(self, iterations: Iterable[Iteration]) -> None:
         batch = tuple(iterations)
         if batch:
+            if batch[-1].generation == self._generation:
+                self._absence.trains()
             self._report(IterationReport(iterations=batch))
 
     def report(self, message: Relayout | Recovery | ValidationReport) -> None:
@@ -642,16 +649,18 @@ class ConsoleCoordination(Coordination):
         said = ""
         while not self._closing.is_set():
             try:
-                found = next_deployment(client, self._path, generation, plans, SAY_WHY_NOT_SECONDS)
+                # One that was away is asked without a wait: that it answers again is to be known at once.
+                away = self._away is not None
+                found = next_deployment(client, self._path, generation, plans, 0.0 if away else SAY_WHY_NOT_SECONDS)
                 backoff.reset()
                 self._away = None
                 if found is None:
-                    said = self._say_why_not(client, said)
+                    said = said if away else self._say_why_not(client, said)
                     continue
                 generation = found[0].generation
                 self._put(self._event(*found))
-            except ConsoleUnavailable as away:
-                self._away = (self._away or (time.monotonic(), ""))[0], str(away)
+            except ConsoleUnavailable as error:
+                self._away = (self._away or (time.monotonic(), ""))[0], str(error)
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:
                 self._put(Halt(f"the console refused: {refusal}"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.coordination.membership import PRESENT, Exited, GenerationAcknowledged, PlanReady
+from openrecycle.agent.coordination.membership import PRESENT, Exited, GenerationAcknowledged, PlanReady, PlanRefused
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.conftest import examples
@@ -46,6 +47,27 @@ def test_a_process_that_moved_is_not_fenced_while_it_does_not_know_yet() -> None
     assert moved in run.member(target).retired
     ((other, there),) = run.opened[-1].moves
     assert other != source and there == target and run.opened[-1].restore
+
+
+@pytest.mark.parametrize("comes", ["W0_2", "W0_1"])
+def test_a_move_for_which_there_was_no_plan_is_undone(comes: str) -> None:
+    """No launcher has been told of it: a healthy process was put out, or its place taken for that of the newcomer."""
+    run = Run(2, 3, checkpoints=True).start()
+    run.plans = False
+    for name in ("W0_1", "W1_1", "W0_2", "W1_2"):
+        run.exit(name)
+        if {run.member(living).stage for living in run.state.pending.living} != {0, 1, 2}:  # type: ignore[union-attr]
+            run.send(PlanRefused(run.state.pending.failed, "no schedule exists"))  # type: ignore[union-attr]
+    assert run.state.job_state is JobState.HALTED
+    here = {m.name: m.incarnation for m in run.state.members.values() if m.state in PRESENT}
+    assert here == {"W0_0": "W0_0-1", "W1_0": "W1_0-1"}
+    run.plans = True
+    run.back(comes)
+    generation = run.opened[-1] if len(run.opened) > 1 else run.state.pending
+    assert generation is not None and generation.restore
+    held = {name: run.member(name).incarnation for name in generation.living}
+    assert "W0_0-1" in held.values() and "W1_0-1" in held.values() and len(held) == 3
+    assert {name for name, process in held.items() if process == "W1_0-1"} == {to for _, to in generation.moves}
 
 
 def test_the_place_that_was_given_up_can_be_taken_by_a_new_process() -> None:

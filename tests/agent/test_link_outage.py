@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -286,6 +286,69 @@ def test_who_has_lost_its_peer_is_said_where_none_is_known_to_be_gone() -> None:
     texts = [absence.turn(now, (-60, "x"), 1e9) for now in range(20)]
     assert golden("training-goes-on-but-once") in texts[0], "whose death it is is not seen yet"
     assert [n for n, text in enumerate(texts) if golden("workers-have-lost-each-other") in text] == [AWAY_SECONDS]
+
+
+def test_what_broke_in_an_earlier_generation_or_broke_nothing_stands_still_for_nobody(console: Console) -> None:
+    """All train, and the console is away: that was said to stand still, again and again."""
+
+    def connect() -> ConsoleClient:
+        return ConsoleClient(f"http://127.0.0.1:{console.server_port}", known=True)
+
+    before = ConsoleCoordination(connect, "job", print)
+    before.close(lambda: True)
+    link = ConsoleCoordination(connect, "job", print, saved={**before.saved(), "generation": 2})
+    now = time.monotonic()
+
+    def said() -> str:
+        """While the console is away; what stands still is told a moment after it is known."""
+        nonlocal now
+        out = list[str]()
+        for _ in range(3):
+            now += AWAY_SECONDS
+            out += [event.text for event in link.poll(now) if isinstance(event, LauncherWarning)]
+        return "".join(out)
+
+    try:
+        until(lambda: golden("training-goes-on-but-once") in said(), "it to be away", TIMEOUT)
+        stands = golden("workers-have-lost-each-other")
+        link.failed(Failure("transfer", Worker(0, 0), "i0", 1, "connection reset"))
+        assert stands not in said(), "generation 2 has begun without"
+        link.failed(Failure("exception", Worker(0, 0), "i0", 2, "all form anew"))
+        link.committed([Iteration(iteration=7, loss=1.0, loss_hex="0x1p+0", seconds=0.5, generation=2, living=4)])
+        assert stands not in said(), "all went on until the next generation"
+        link.failed(Failure("transfer", Worker(0, 0), "i0", 2, "connection reset"))
+        assert stands in said()
+    finally:
+        link.close(lambda: True)
+
+
+def test_a_console_that_refused_one_connection_is_not_away() -> None:
+    """It answers again at once, with what it has; what it hasn't takes as long as a question waits."""
+    asked, closed = list[float](), threading.Event()
+
+    class Blip:
+        """A client. The first question for a generation is refused; those that wait are never answered."""
+
+        token = None
+
+        def get(self, path: str, reply: Any, *, wait: float = 0.0, **params: Any) -> None:
+            if path.endswith("/deployment"):
+                asked.append(wait)
+                if len(asked) == 1:
+                    raise ConsoleUnavailable("connection refused")
+            if wait:
+                closed.wait(TIMEOUT)
+
+        def post(self, *args: Any, **params: Any) -> None:
+            """Takes whatever comes."""
+
+    link = ConsoleCoordination(lambda: cast("Any", Blip()), "job", print)
+    try:
+        until(lambda: len(asked) > 1 and asked[-1], "it to wait for an answer", TIMEOUT)
+        assert not link.poll(time.monotonic() + AWAY_SECONDS)
+    finally:
+        closed.set()
+        link.close(lambda: True)
 
 
 def test_a_job_whose_console_is_away_before_the_first_generation_says_that() -> None:
