@@ -86,6 +86,9 @@ FORMAT, VERSION = "openrecycle-checkpoint", 5
 # Asked for before a file is read. A state of 100,000 tensors has a description of 20 MB, a job of 16,384
 # stages with 8 shares each a manifest of 50 MB; nothing that is larger is one.
 MAX_MANIFEST_BYTES, MAX_STATE_BYTES = 2**26, 2**28
+
+# -- checkpoints --------------------------------------------------------------------------------
+
 _STATE, _MODEL, _OPTIMIZER = FILES = "state.json", "model.safetensors", "optimizer.safetensors"
 _WRITTEN = "share.json"
 _OF_MODEL = "model."
@@ -545,6 +548,8 @@ def _identity(document: Any, stages: int) -> Identity:
     return Identity(**values)
 
 
+# -- checkpoints beside the training ------------------------------------------------------------
+
 TIMEOUT_SECONDS = 30.0
 """How long training waits for the checkpoint before to be written, when the next is to begin."""
 
@@ -720,6 +725,8 @@ class Checkpointer:
             if whole:
                 self._said(copy.iteration, None)
 
+
+# -- the trained weights, one file per layer, in the safetensors format -------------------------
 
 _OTHERS = "openrecycle"
 """What a state dict has beside tensors, which files of the format have no place for."""

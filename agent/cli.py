@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from openrecycle.agent.nodes.server import Succession
 
 
+# -- what the agent's commands share ------------------------------------------------------------
+
+
 def import_from_here() -> None:
     """Has modules found in the current folder, where people keep what they train: as `python -m` does, and an installed
     script does not. They come last, so that a file there stands for no package."""
@@ -136,6 +139,9 @@ def read_token(path: Path | None) -> str | None:
 
 DEFAULT_GRID = (3, 4, 6)
 """Pipelines, stages and micro-batches of a job that says nothing else."""
+
+# -- `openrecycle train` ------------------------------------------------------------------------
+
 INCOMPLETE = 3
 """Exit status of a job that trained to its end, but whose record lacks lines."""
 
@@ -348,6 +354,8 @@ def serve_node(
     return None
 
 
+# -- `openrecycle profile` ----------------------------------------------------------------------
+
 MODELS_HELP = "gpt-3-medium, gpt-3-3.35b or gpt-3-6.7b: one layer, the embedding and the head are measured."
 MAX_REPEATS = 1000
 
@@ -456,6 +464,8 @@ def _summary(made: Profile) -> list[str]:
         lines.append(f"reductions of {made.reductions.bytes / 2**20:.1f} MiB: {times}")
     return lines
 
+
+# -- command line of the agent ------------------------------------------------------------------
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 

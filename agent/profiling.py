@@ -67,6 +67,8 @@ from openrecycle.planner.jobs.job import MAX_LAYERS, Job, Worker
 from openrecycle.planner.plans.schedule import MicroBatch, Op
 from openrecycle.planner.profiles import Clock, Hardware, Measurements, Part, Reductions, Timing, shape_name
 
+# -- measures what the planner wants to know of a model -----------------------------------------
+
 T = TypeVar("T")
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -202,6 +204,8 @@ def _quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
+# -- how long transfers and reductions take between real processes ------------------------------
+
 dist: Any = torch.distributed
 
 MAX_REDUCED_BYTES = 1 << 26
@@ -326,6 +330,9 @@ def _reduce(groups: Groups, size: int, rounds: range) -> list[float]:
 
 
 _STAGES_SECONDS = 600.0
+
+# -- op times of a workload's stages, as its workers take them ----------------------------------
+
 _FAILED = 1
 # Of `measure_step`.
 STEP_ROUNDS, STEP_WARM_UP = 5, 2

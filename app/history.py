@@ -84,6 +84,8 @@ from openrecycle.planner.plans.plan import INTEGER, Plan, read_model
 
 RowRecord = dict[str, Any]
 
+# -- a row of each table as a line of JSON ------------------------------------------------------
+
 # Not exported: what other jobs, consoles or launchers count by, and a key under which requests find the job again.
 LEFT_OUT = {
     "job": ("idempotency_key", "lead_term", "lead_node"),
@@ -289,6 +291,8 @@ def _inflated_json(data: bytes) -> Any:
 def _deflated_json(document: BaseModel) -> bytes:
     return zlib.compress(document.model_dump_json().encode())
 
+
+# -- a job's history as a zip file --------------------------------------------------------------
 
 MANIFEST = "manifest.json"
 # The audit log is this console's own: it goes along to be read, and is never taken from a file.
@@ -811,6 +815,8 @@ def _taken(job_id: str) -> HistoryError:
         f"job: {job_id} is there already, and is not overwritten; delete it first, or import under another id (--as)"
     )
 
+
+# -- histories of the jobs of a running console -------------------------------------------------
 
 log = structlog.get_logger()
 

@@ -36,6 +36,10 @@ from openrecycle.app.security.access import Tokens
 from openrecycle.db.access import TokenStore
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderSession, Lease
 
+# -- keeps the lead, or waits for it ------------------------------------------------------------
+
+# -- the console comes up where this process leads ----------------------------------------------
+
 log = structlog.get_logger()
 
 

@@ -69,6 +69,10 @@ from openrecycle.planner.jobs.job import Job, Problem
 from openrecycle.planner.plans.baseline import one_forward_one_backward
 from openrecycle.planner.plans.drawing import Drawing
 
+# -- `openrecycle serve` ------------------------------------------------------------------------
+
+# -- what Streamlit calls, and what is done before the first page -------------------------------
+
 log = structlog.get_logger()
 
 # By then the workers of a job that goes on have found their way back to the console.
@@ -178,6 +182,8 @@ class StreamlitLogin:
 
         return f"{LOGIN_STREAMLIT}?{urlencode({'provider': encode_provider_token(provider or 'default')})}"
 
+
+# -- the OpenAPI document -----------------------------------------------------------------------
 
 _PROBLEM = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}}
 

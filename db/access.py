@@ -13,6 +13,8 @@ from sqlalchemy import Table, bindparam, delete, insert, or_, select, update
 from openrecycle.db.models import AuditRow, IdempotentRequestRow, TokenRow
 from openrecycle.db.session import Database, Record
 
+# -- rows of who may ask, and of who did what ---------------------------------------------------
+
 
 def audit_row(actor: str, action: str, target: str = "", *, job_id: str | None = None, detail: str = "") -> Record:
     """A line of now. action: a verb and what it is done to. detail: of which so much is kept as anybody reads."""
@@ -82,6 +84,8 @@ class TokenStore:
         with self._database.write() as session:
             session.connection().execute(statement, [{"_id": name, "_at": at} for name, at in when.items()])
 
+
+# -- what was answered to requests that carried an idempotency key ------------------------------
 
 # Keys are kept for a day.
 KEPT_SECONDS = 86_400.0

@@ -55,6 +55,8 @@ from openrecycle.db.session import Database
 from openrecycle.db.session import Record as Record
 from openrecycle.planner.plans.packed import Packed
 
+# -- what is deleted when there is enough of it -------------------------------------------------
+
 ROWS = 5_000
 """That are taken at a time."""
 PLANS = 100
@@ -155,6 +157,8 @@ def _trim_plans(session: Session, job_id: str, keep: int) -> int:
 def _deleted(session: Session, statement: Any) -> int:
     return int(session.execute(statement).rowcount)  # type: ignore[attr-defined]
 
+
+# -- everything that is stored of one job, table by table ---------------------------------------
 
 OVER = ("finished", "stopped")
 

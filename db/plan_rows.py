@@ -17,6 +17,8 @@ from openrecycle.db.models import GenerationRow, JobPlanRow, PlanColumnsRow, Pla
 from openrecycle.db.session import Database
 from openrecycle.planner.plans.packed import Packed, bound_of
 
+# -- plan documents, and the plans that people keep under a name --------------------------------
+
 
 def keep_plan(database: Database, session: Session, fingerprint: str, document: str | Packed) -> bool:
     """Stores a plan that is not stored already, and holds its row until the transaction ends. document: JSON; or what
@@ -146,6 +148,8 @@ class SavedPlans:
             session.execute(delete(PlanRow).where(PlanRow.fingerprint == fingerprint, *unused))
         return True
 
+
+# -- the profiles that people keep under a name -------------------------------------------------
 
 _LISTED = (
     ProfileRow.name,

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 # Any numbers, so that our advisory locks don't meet those of other users of the database; db.session has another.
 _MIGRATION_LOCK, _AUDIT_LOCK = 0x0C1E_0001, 0x0C1E_0003
 
+# -- opens a database ---------------------------------------------------------------------------
+
 NOT_LEADING = -1
 """The term of a console that does not lead: it may read, and write nothing."""
 
@@ -320,6 +322,8 @@ def _prepare_sqlite(engine: Engine) -> None:
             connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if options['lasting'] else 'NORMAL'}")
         connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("immediate") else "BEGIN")
 
+
+# -- which of the consoles on one PostgreSQL database leads -------------------------------------
 
 # Any number, so that our lock doesn't meet those of other users of the database.
 _LOCK = 0x0C1E_0002

@@ -43,6 +43,8 @@ from openrecycle.db.session import Database
 from openrecycle.db.session import Record as Record
 from openrecycle.planner.plans.packed import Packed
 
+# -- every query there is -----------------------------------------------------------------------
+
 # More than fits beside other rows of a page: the database has to find others for it, since PostgreSQL can't press it.
 PROBE_BYTES = 16 * 1024
 
@@ -514,6 +516,9 @@ class CatalogBlobs:
         query = select(CatalogPlanRow.name, CatalogPlanRow.data).where(CatalogPlanRow.fingerprint == self._fingerprint)
         with self._database.read() as session:
             return {row.name: row.data for row in session.execute(query)}
+
+
+# -- what was seen of jobs ----------------------------------------------------------------------
 
 
 class Observations:

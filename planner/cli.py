@@ -65,6 +65,8 @@ from openrecycle.planner.simulation.traces import HOST, Domain, Trace, generated
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan, reference_plan
 
+# -- what several commands of `python -m planner` share -----------------------------------------
+
 Pipelines = Annotated[int | None, typer.Option(help="Data-parallel pipelines.")]
 Stages = Annotated[int | None, typer.Option(help="Stages of each pipeline.")]
 MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")]
@@ -172,6 +174,9 @@ def interruptible() -> Iterator[list[int]]:
         yield stop
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# -- `openrecycle catalog` and `migrations` -----------------------------------------------------
 
 
 def migrations_command(
@@ -337,6 +342,8 @@ def _bar(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
+# -- `openrecycle export` and `compare` ---------------------------------------------------------
+
 MAX_COMPARED = 4
 
 
@@ -407,6 +414,8 @@ def _table(names: list[str], rows: tuple[ComparisonRow, ...]) -> Table:
         table.add_row(row.label, *(Text(row.shown(i)) for i in range(len(names))))
     return table
 
+
+# -- `openrecycle simulate` ---------------------------------------------------------------------
 
 Run = Callable[[Trace], list[SimulationOutcome]]
 
@@ -641,6 +650,8 @@ def _print_sweep(made: Sweep, show: _Show) -> None:
     for crossing in made.crossings:
         shown.print(f"{crossing.after} overtakes {crossing.before} at an MTBF of about {crossing.hours:.3g} h")
 
+
+# -- `python -m planner` ------------------------------------------------------------------------
 
 SHOWN_VIOLATIONS = 20
 

@@ -19,6 +19,8 @@ from rich.console import Console
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.words import printable
 
+# -- where a command's result goes --------------------------------------------------------------
+
 _STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 # Wider than any line: what is no terminal has no edge at which to cut a table.
 _WIDE = 10_000

@@ -22,8 +22,13 @@ from openrecycle.agent.config.settings import OptionGroup, documented, option
 if TYPE_CHECKING:
     import torch
 
+# -- how numbers are computed, by name ----------------------------------------------------------
+
 Mode = Literal["deterministic", "fast"]
 Autocast = Literal["bf16", "fp16"]
+
+
+# -- randomness that belongs to the micro-batch, never to the worker ----------------------------
 
 
 def seed_for(*parts: int | str) -> int:
@@ -38,6 +43,8 @@ def seed_for(*parts: int | str) -> int:
 
 # ruff: noqa: RUF009 (`option` makes a field)
 
+
+# -- what workers compute on, and what carries their data ---------------------------------------
 
 Kind = Literal["cpu", "cuda"]
 Transport = Literal["tagged", "ordered"]

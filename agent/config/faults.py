@@ -17,6 +17,8 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Problem, Worker
 from openrecycle.planner.layers.migration import SECONDS
 
+# -- ops stretched to given times, as an accelerator of that speed would take -------------------
+
 # Seconds. An op that starts so soon after this process woke up from the one before had its inputs by then.
 PROMPT = 0.00025
 # By how much a late wake-up may be made up for where an op received something; see PacedDevice.
@@ -111,6 +113,8 @@ def profile_pace(job: Job, me: Worker, living: Iterable[Worker]) -> dict[str, fl
     times = {"F": ticks.forward, "I": ticks.input_backward, "W": ticks.weight_backward, "O": ticks.optimizer}
     return {kind: n * unit for kind, n in times.items() if kind != "O" or n}
 
+
+# -- deliberate faults --------------------------------------------------------------------------
 
 _KILL = re.compile(
     r"(?P<worker>W[0-9]{1,6}_[0-9]{1,6})(?:\.(?P<rank>[0-9]{1,3}))?@(?P<iteration>[0-9]{1,15})"

@@ -43,6 +43,9 @@ from openrecycle.planner.plans.plan import JobDoc, PlanError
 from openrecycle.planner.profiles import Profile, job_on, load
 
 LOOPBACK = "127.0.0.1"
+
+# -- all limits of the agents, with their defaults and reasons ----------------------------------
+
 LONGEST_SECONDS = 86400.0
 ALIVE_SECONDS = 1.0
 """A worker process says so often that it lives."""
@@ -113,6 +116,8 @@ class Timeouts(OptionGroup):
 
 # ruff: noqa: RUF009 (`option` makes a field)
 
+
+# -- the options of a training job --------------------------------------------------------------
 
 NonFinite = Literal["skip", "stop"]
 Sharding = Literal["none", "zero1"]

@@ -55,6 +55,9 @@ RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
 
 
+# -- which generation opens next, when, and who takes which place in it -------------------------
+
+
 def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float, *, anew: bool = False) -> Transition:
     """Takes workers out. causes: worker -> why, as in `its process ended`. anew: as of `reconsider`."""
     members = dict(state.members)
@@ -368,6 +371,8 @@ def move(members: dict[str, Member], source: str, to: str) -> None:
         leaving=False,
     )
 
+
+# -- what operators and the advisor say ---------------------------------------------------------
 
 STANDS_BY = "stands by for "
 """Begins the detail of a worker that was let go with the rest of its pipeline; the lost ones follow."""

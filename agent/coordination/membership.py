@@ -21,6 +21,8 @@ from openrecycle.agent.coordination.blame import Complaint, Links
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.planner.jobs.errors import InputError
 
+# -- who leads a job of several nodes, as its console has it ------------------------------------
+
 
 @dataclass(frozen=True)
 class LeadTerm:

@@ -64,6 +64,8 @@ from openrecycle.agent.workers.state_transfer import PIECE_ELEMENTS
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, in_a_line
 from openrecycle.planner.jobs.job import Job, Worker, parse_partition
 
+# -- what memory a job's workers take -----------------------------------------------------------
+
 _KEY = (0, 0)
 _SMALL = 4 << 20
 """Bytes of parameters of a model that runs for real in less time than it takes to load what runs it without data."""
@@ -280,6 +282,8 @@ class _Dropped(GradientSum):
     def settle(self, key: tuple[int, int]) -> None:
         pass
 
+
+# -- mistakes in a job's model, data and optimizer ----------------------------------------------
 
 _SIDE = 3
 """Elements along each dimension of the parameters that an optimizer is tried on."""

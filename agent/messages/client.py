@@ -387,6 +387,8 @@ class Record:
         return not missing
 
 
+# -- HTTP session with the console --------------------------------------------------------------
+
 M = TypeVar("M", bound=BaseModel)
 
 CONNECT_SECONDS = 5.0

@@ -55,6 +55,12 @@ from openrecycle.forking import fork_context
 from openrecycle.planner.jobs.errors import InputError, check_whole, in_a_line
 from openrecycle.planner.jobs.job import Job
 
+# -- data for jobs that survive -----------------------------------------------------------------
+
+# -- data that can only be read one after the other ---------------------------------------------
+
+# -- micro-batches that are read beside the training --------------------------------------------
+
 log = logging.getLogger("openrecycle")
 
 Sampler = Callable[[int, int, int], Sequence[int]]

@@ -31,6 +31,8 @@ from openrecycle.agent.models.state import dtype_name, layer_of
 from openrecycle.agent.models.workload import Workload, probe_inputs
 from openrecycle.planner.jobs.errors import InputError
 
+# -- a model as a run of layers, of which a stage holds a contiguous part -----------------------
+
 Partition = tuple[int, ...]
 """Layers per stage."""
 Span = range
@@ -283,6 +285,8 @@ def parameters_by_layer(module: nn.Module) -> Sequence[list[nn.Parameter]]:
         out.append(own)
     return out
 
+
+# -- what passes from one layer to the next, and so from stage to stage -------------------------
 
 CPU = torch.device("cpu")
 LOWER: dict[Autocast, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}

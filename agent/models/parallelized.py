@@ -45,6 +45,8 @@ from openrecycle.agent.models.state import Slab, Split, StageState, StateError
 from openrecycle.agent.models.workload import Metric, Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
 
+# -- layers that fully_shard (FSDP2) has split over the ranks of a worker -----------------------
+
 
 class Sums(Protocol):
     """Where gradients go, once per parameter and micro-batch (see agent.stages.gradients)."""
@@ -324,6 +326,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+# -- micro-batches that are divided over the ranks of a worker ----------------------------------
+
 Gather = Callable[[Tensor], Tensor]
 """Everybody's numbers, of one shape: (ranks, ...)."""
 
@@ -457,6 +461,8 @@ def _samples_of_a_rank(samples: int, ranks: int) -> int:
         )
     return samples // ranks
 
+
+# -- a workload whose layers are split over the ranks of a worker -------------------------------
 
 Way = Literal["whole", "tensor", "data"]
 """How a layer is split over ranks: not, by parallelize_module, by fully_shard."""

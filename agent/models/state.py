@@ -34,6 +34,8 @@ from torch import Tensor
 
 from openrecycle.planner.plans.plan import read_json
 
+# -- a stage's state as plain data --------------------------------------------------------------
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as `float32`."""
@@ -342,6 +344,9 @@ def whole_number(value: Any) -> int:
 def layer_of(name: str) -> int:
     """The number that a parameter's name begins with."""
     return int(name.partition(".")[0])
+
+
+# -- what each of a stage's living workers copies and writes of its state -----------------------
 
 
 class Slab(NamedTuple):

@@ -27,6 +27,8 @@ from openrecycle.agent.config.options import ALIVE_SECONDS, TIMES_LONGEST, Timeo
 from openrecycle.planner.jobs.words import encodable
 from openrecycle.planner.plans.schedule import Op
 
+# -- when each op of one iteration ran, and how long ops take -----------------------------------
+
 _NONE = -1
 
 
@@ -115,6 +117,8 @@ class OpSeconds:
         self.total, self.count = {}, {}
         return {kind: 1000 * total[kind] / count[kind] for kind in total if kind in count}
 
+
+# -- evidence of life ---------------------------------------------------------------------------
 
 Clock = Callable[[], float]
 

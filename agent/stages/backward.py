@@ -36,6 +36,8 @@ from openrecycle.agent.models.parallelized import Sums, computed
 # Elements of a counter, a flag, or an average for each channel.
 _SMALL = 4096
 
+# -- buffers that a forward changes, such as the running statistics of a batch norm -------------
+
 Move = tuple[Tensor, Tensor]
 """(buffer, what a forward added to it: fp64, the same shape)."""
 
@@ -241,6 +243,9 @@ def _difference(after: Tensor | None, buffer: _Buffer) -> Tensor:
 # Deferred are nn.Linear, nn.Embedding and nn.Conv1d/2d/3d in their plain forms, and the Conv1D of transformers (a
 # Linear whose weight is transposed, as GPT-2 has it); every other parameter gets its gradient with I. Whether that
 # equals the fused backward to the bit for a given module is not taken on trust: see agent.stages.stage.
+
+
+# -- how a stage's backward is split into I and W -----------------------------------------------
 
 
 class Product(NamedTuple):

@@ -65,6 +65,8 @@ from openrecycle.planner.plans.schedule import MicroBatch
 if TYPE_CHECKING:
     from openrecycle.agent.models.data import StreamBatches
 
+# -- the stage's own step, what undoes it, and the stage's state --------------------------------
+
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"}
 )
@@ -1020,6 +1022,9 @@ def _required(step: Any) -> bool:
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         for p in parameters
     )
+
+
+# -- a moving average of the parameters, beside those that are trained --------------------------
 
 
 @dataclass(frozen=True)

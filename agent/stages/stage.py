@@ -61,6 +61,8 @@ from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.schedule import MicroBatch
 
+# -- one stage's module and what its micro-batches hold between forward and weight-backward -----
+
 
 class Stage:
     """Runs F, I and W of micro-batches on one stage's module; gradients go into `gradients`.
@@ -227,6 +229,8 @@ class Stage:
             self.gradients.add_weight(state.weight)
         self.gradients.settle(key)
 
+
+# -- finds out, by trying, how the backward of a stage can be split -----------------------------
 
 Wanted = Literal["auto"] | StrategyName
 
@@ -515,6 +519,9 @@ def _covers_most(strategy: Strategy) -> bool:
         return False
     deferred, every = ({id(p): p.numel() for p in ps} for ps in (strategy.layers.parameters, strategy.parameters))
     return sum(deferred.values()) >= _NEARLY * sum(every.values())
+
+
+# -- puts one worker's stage together -----------------------------------------------------------
 
 
 def assemble(

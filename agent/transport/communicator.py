@@ -50,6 +50,10 @@ from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, Trans
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 from openrecycle.planner.plans.schedule import MicroBatch
 
+# -- the groups of a generation -----------------------------------------------------------------
+
+# -- the store through which the groups of a generation find each other -------------------------
+
 dist: Any = torch.distributed
 
 START_SECONDS, REPLACE_SECONDS = 30.0, 5.0

@@ -67,6 +67,10 @@ from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.planner.jobs.job import Worker
 
+# -- a process group over NCCL, for tensors on a GPU --------------------------------------------
+
+# -- one process group, as the rest of the agent sees it, and gloo's ----------------------------
+
 # torch ships no types for what is used here.
 dist: Any = torch.distributed
 
@@ -526,6 +530,9 @@ def to_bits(number: float) -> int:
 def from_bits(bits: int) -> float:
     (number,) = struct.unpack("<d", struct.pack("<q", bits))
     return float(number)
+
+
+# -- tensors of a device over a group that takes those of the CPU alone -------------------------
 
 
 class Arriving:

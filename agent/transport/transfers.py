@@ -30,6 +30,8 @@ from openrecycle.agent.transport.group import Group, PendingTransfer, halt_all
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.schedule import MicroBatch, Op, Schedule
 
+# -- what one worker does in every iteration of a generation ------------------------------------
+
 Transfer = tuple[str, MicroBatch]
 """`F`: what a forward hands to the next stage; `I`: the gradient that comes back."""
 Lane = tuple[str, Worker]
@@ -110,6 +112,8 @@ class Script:
         """Everybody with whom this worker exchanges anything; each of them says the same of this one."""
         return frozenset(worker for _, worker in self.arrivals)
 
+
+# -- what a worker's ops give to and take from neighbouring stages ------------------------------
 
 # Receives posted ahead of the op that needs them.
 PREFETCH = 4

@@ -71,6 +71,8 @@ from openrecycle.agent.workers.validation_exchange import Steps, lost_validation
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.schedule import MicroBatch
 
+# -- what a worker's thread has given its device to do ------------------------------------------
+
 AHEAD = 1
 """Ops that may be queued behind the one that the device is at."""
 _GLANCE_SECONDS = 2e-5
@@ -210,6 +212,9 @@ def op_queue(
         return made
 
     return DeviceOpQueue(pace, ended, progress, event)
+
+
+# -- one worker's ops of one iteration ----------------------------------------------------------
 
 
 class OpError(Exception):

@@ -42,6 +42,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from openrecycle.planner.jobs.job import Job, Worker, WorkerRank
 from openrecycle.planner.plans.schedule import MicroBatch
 
+# -- rows of whole numbers of 64 bits, which are gathered ---------------------------------------
+
 _BITS = 62
 """Of a word: it stays above zero."""
 
@@ -56,6 +58,9 @@ def to_words(members: Collection[int], of: int) -> tuple[int, ...]:
 
 def from_words(words: Sequence[int]) -> frozenset[int]:
     return frozenset(i * _BITS + bit for i, word in enumerate(words) for bit in range(_BITS) if word >> bit & 1)
+
+
+# -- which micro-batches need not be run again after a death ------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,9 @@ def redo(finished: Mapping[Worker, Collection[MicroBatch]], job: Job, stage: int
 
 def _all(job: Job) -> Iterable[MicroBatch]:
     return ((p, m) for p in range(job.pipelines) for m in range(job.micro_batches))
+
+
+# -- agreement after a death --------------------------------------------------------------------
 
 
 class NoAgreementError(RuntimeError):

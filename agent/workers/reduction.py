@@ -28,6 +28,8 @@ from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import PendingTransfer, TransferError
 from openrecycle.planner.jobs.job import Worker
 
+# -- the reduction of a stage's gradients, in buckets -------------------------------------------
+
 
 class GradientReduction:
     """Of one iteration. Takes the terms of the last micro-batch (agent.models.parallelized.Sums), and passes them on.
@@ -102,6 +104,8 @@ class GradientReduction:
         if pending is not None:
             self._pending.append(pending)
 
+
+# -- parameters that several layers share -------------------------------------------------------
 
 _TAG = 2**27
 _ITERATIONS = 4

@@ -21,6 +21,8 @@ from openrecycle.agent.models.workload import NamedWorkload, Workload, WorkloadS
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Worker
 
+# -- what the processes of a job are started with; plain data -----------------------------------
+
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -68,6 +70,8 @@ class WorkerSpec:
     def ranks(self) -> int:
         return self.run.options.platform.ranks_per_worker
 
+
+# -- what a node is told of a worker to start ---------------------------------------------------
 
 dist: Any = torch.distributed
 

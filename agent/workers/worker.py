@@ -43,6 +43,8 @@ from openrecycle.agent.workers.loop import WorkerLoop
 from openrecycle.agent.workers.recovery import NoAgreementError, UnlikeError
 from openrecycle.agent.workers.spec import WorkerSpec
 
+# -- several ranks, one worker ------------------------------------------------------------------
+
 _ONCE_ALL_HAVE: Mapping[str, tuple[str, ...]] = {
     "ready": (),
     "alive": (),
@@ -171,6 +173,8 @@ class RankRelay:
             if merged is not None:
                 self._say(merged)
 
+
+# -- the process of one worker ------------------------------------------------------------------
 
 # An exit code that the launcher tells from those of agent.messages.channel.
 FAILED = 1

@@ -71,6 +71,8 @@ from openrecycle.db.heartbeats import Level
 from openrecycle.db.store import Record
 from openrecycle.planner.plans.plan import INTEGER, Plan
 
+# -- what people and dashboards read of a job ---------------------------------------------------
+
 _DEFLATE = re.compile(r"\bdeflate\b(?! *; *q *= *0(?:\.0*)?(?:,|$))", re.IGNORECASE)
 Limit = Annotated[int, Query(ge=1, le=5000)]
 
@@ -407,6 +409,9 @@ def histories_router(console: ConsoleService) -> APIRouter:
         return ReportOutcome(reason=f"job {job_id} is deleted")
 
     return api
+
+
+# -- what operators ask of a job as a whole -----------------------------------------------------
 
 
 class ChoiceMade(BaseModel):

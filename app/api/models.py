@@ -34,6 +34,8 @@ from openrecycle.app.security.access import MAX_ACTOR, actor_of
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.plan import read_json
 
+# -- what a route takes -------------------------------------------------------------------------
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -186,6 +188,8 @@ def _read(of: str, cursor: str) -> Place:
 def _wrong(cursor: str) -> ConsoleError:
     return ConsoleError(422, "invalid", f"after: got {cursor[:80]!r}, expected the `next` of a page of this list")
 
+
+# -- what the API answers -----------------------------------------------------------------------
 
 # What requests have in common: who asks (where no token says so), for how long an answer may wait, a profile.
 Actor = Annotated[str, Header(max_length=MAX_ACTOR, alias="X-Actor"), BeforeValidator(actor_of)]

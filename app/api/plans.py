@@ -61,6 +61,8 @@ from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, job_doc
 from openrecycle.planner.profiles import Profile
 
+# -- plans --------------------------------------------------------------------------------------
+
 
 class SavedPlan(BaseModel):
     """created: POSIX seconds. period, lower_bound: in time_unit. workers: of the grid."""
@@ -398,6 +400,8 @@ def _profile_detail(console: ConsoleService, name: str) -> ProfileDetail:
     line, document = console.plans.profiles.get(name)
     return ProfileDetail(**line.model_dump(), document=document, job=job_doc(console.plans.profiles.job(name)))
 
+
+# -- catalogs -----------------------------------------------------------------------------------
 
 Fingerprint = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 PlanName = Annotated[str, Path(pattern="^[0-9]{6}-[0-9a-f]{24}$")]

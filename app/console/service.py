@@ -74,6 +74,10 @@ from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.words import layers_move, micro_batch_names, milliseconds
 from openrecycle.planner.plans.plan import Plan
 
+# -- the console as a service -------------------------------------------------------------------
+
+# -- which jobs a console has -------------------------------------------------------------------
+
 log = structlog.get_logger()
 
 MAX_WORKERS = 16_384
@@ -321,6 +325,8 @@ def _line(row: Record) -> JobSummary | None:
         condition=Condition(state.value),
     )
 
+
+# -- what agents and launchers say and ask, of every job ----------------------------------------
 
 # A report that was sent twice stands among so many of the newest events.
 LOOK_BACK = 200

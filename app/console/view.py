@@ -53,6 +53,8 @@ from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
 
+# -- how the newest generation's plan is taken up -----------------------------------------------
+
 STEPS = ("adopted", "formed", "resumed")
 
 
@@ -138,6 +140,9 @@ class RollOuts:
         with self._lock:
             self._of[job] = found
         return found
+
+
+# -- what people, pages and dashboards see of jobs ----------------------------------------------
 
 
 class WorkerView(NamedTuple):

@@ -75,6 +75,8 @@ from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.packed import storable
 from openrecycle.planner.plans.plan import Plan
 
+# -- the event feed of a job --------------------------------------------------------------------
+
 KINDS = frozenset({"console", "worker"})
 # A line that was not repeated for so long has come to its end: seconds.
 WITHIN = 600.0
@@ -191,6 +193,9 @@ class JobFeed:
         self.last, self._folding = last, Folding.read(newest)
 
 
+# -- who leads a job of several nodes -----------------------------------------------------------
+
+
 class JobLead:
     """Of one job. `newest` is stored by whoever has it changed; the rest is of this console alone.
 
@@ -223,6 +228,8 @@ class JobLead:
         """So long this console has been at work."""
         self.unheard += seconds
 
+
+# -- between the coordinator's objects and the rows of the database -----------------------------
 
 # Of the processes that were started for one place, the newest so many.
 KEPT = 16
@@ -481,6 +488,8 @@ def repair_times(rows: Iterable[Row]) -> list[float]:
             times.append(at - since.pop(worker))
     return times
 
+
+# -- one job in memory --------------------------------------------------------------------------
 
 log = structlog.get_logger()
 

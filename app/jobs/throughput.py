@@ -30,6 +30,8 @@ from openrecycle.agent.messages.protocol import Command, JobSpec
 from openrecycle.db.store import Record
 from openrecycle.planner.jobs.words import percent
 
+# -- what operators have asked of a job, and when it waited for a person ------------------------
+
 
 class CommandQueue:
     """What operators have asked the launchers and workers of one job for. Written under the job's lock.
@@ -183,6 +185,9 @@ def segments(row: Record, waited: Waited) -> list[tuple[str, float]]:
 # So many iterations make a window; it is stable where their middle four fifths differ by no more than this share of
 # the median. Where none is after so many iterations, the newest window is taken, and said to be unsteady.
 WINDOW, STABLE, PATIENCE = 20, 0.15, 200
+
+
+# -- what of a job's time counts, and what its throughput is measured by ------------------------
 
 
 @dataclass(frozen=True)

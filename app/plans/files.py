@@ -37,6 +37,8 @@ from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.packed import Packed, packed
 from openrecycle.planner.plans.plan import MEASURED, JobDoc, Plan
 
+# -- large plans that come from outside ---------------------------------------------------------
+
 log = structlog.get_logger()
 
 # Of a file's name, what a plan is kept under.
@@ -209,6 +211,8 @@ def summary_of(plan: Plan) -> dict[str, Any]:
         "workers": job.pipelines * job.stages,
     }
 
+
+# -- a plan as a file ---------------------------------------------------------------------------
 
 # A catalog of more ops than this makes the bundle too large to hand around.
 CATALOG_OPS = 1_000_000

@@ -40,6 +40,8 @@ from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, Wor
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan, reference_plan
 
+# -- plans that child processes make or look up -------------------------------------------------
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -199,6 +201,8 @@ class Making:
         self._maker.submit(request, answer.end)
         return answer
 
+
+# -- plans and migrations that people ask for ---------------------------------------------------
 
 log = structlog.get_logger()
 

@@ -50,6 +50,9 @@ from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan
 # Presets of stage times, in slots. uneven: as the planner's benchmark; ends: an embedding that hands no
 # gradient on, and a head that takes longer than the layers do.
 EVEN, UNEVEN, ENDS, OWN = "even", "uneven", "ends", "own"
+
+# -- the Planner page's question ----------------------------------------------------------------
+
 PRESETS = (EVEN, UNEVEN, ENDS)
 _HEAD = 1.4
 MAX_PROFILE = 1 << 20
@@ -527,6 +530,8 @@ def _words(error: InputError, field: str) -> str:
     """The sentence with the page's name of the field instead of the command line's."""
     return f"{field.removeprefix('--')}: got {error.value!r}, expected {error.expected}"
 
+
+# -- the idea in five pictures ------------------------------------------------------------------
 
 JOB = Job.uniform(3, 4, 6)
 FAILED = frozenset({Worker(1, 2)})

@@ -51,6 +51,8 @@ from openrecycle.db.access import AuditStore, TokenStore, audit_row
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record
 
+# -- who asks, and what each role may ask for ---------------------------------------------------
+
 # Set by the guard on every request that it lets through, and never taken from outside.
 CALLER = "x-openrecycle-caller"
 ACTOR = "x-actor"  # of any alphabet: see `actor_of`
@@ -169,6 +171,8 @@ def _words(roles: frozenset[Role]) -> str:
     named = [role.value for role in Role if role in roles and role is not Role.ADMINISTER]
     return " or ".join(named) or "the token that the console was started with"
 
+
+# -- how people sign in -------------------------------------------------------------------------
 
 COOKIE = "openrecycle_session"
 SESSION_SECONDS = 12 * 3600
@@ -328,6 +332,8 @@ def _check(file: Path, where: str, section: Mapping[str, Any], names: Sequence[s
         if not isinstance(value, str) or not value:
             raise SettingsError(f"--oidc {file}: [{where}] {name}: missing, expected text")
 
+
+# -- who somebody is, how often they may ask, and what they did ---------------------------------
 
 log = structlog.get_logger()
 

@@ -41,6 +41,8 @@ from openrecycle.planner.plans.drawing import legend as op_keys
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 
+# -- a schedule's figure as a picture, until the browser has drawn it ---------------------------
+
 # The plot area's width, in the units of the pictures' paths; in pixels it is the browser's.
 WIDTH = 10_000
 # A number is there where its bar has so many parts of the width: 20 pixels of a chart of 1,000.
@@ -244,6 +246,8 @@ def _text(x: str, y: float, words: str, font: Document, anchor: str = "") -> str
     )
     return f'<text x="{x}" y="{y:.1f}"{size}{side}{faint} fill="{font["color"]}">{_FORBIDDEN.sub("", inside)}</text>'
 
+
+# -- the console's own pieces of HTML -----------------------------------------------------------
 
 JOB_TONE = {
     Condition.STARTING: "wait",
@@ -504,6 +508,8 @@ def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
     """Keyed by the fingerprint; the plan itself is not hashed."""
     return _plan.schedule()
 
+
+# -- the head of a page -------------------------------------------------------------------------
 
 PICKER = "job-picker"
 

@@ -50,6 +50,8 @@ from openrecycle.app.ui.worker_dialog import open_worker, page_wanted, say_later
 from openrecycle.planner.jobs.words import names
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
+# -- what a refresh of Live reads of the database, all at once ----------------------------------
+
 # A database that hangs refuses nothing: it does not answer at all, and a page that waited for it would stand still
 # without a word. So a page waits no longer than this.
 READ_SECONDS = 3.0
@@ -118,6 +120,8 @@ class SharedReads:
 
 
 _shared = SharedReads()
+
+# -- what operators do on Live ------------------------------------------------------------------
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
 MOST_COLUMNS = 4
@@ -440,6 +444,8 @@ def _try(act: Callable[[], str]) -> None:
 def _say_sentence(words: str) -> None:
     say_later(words[:1].upper() + words[1:])
 
+
+# -- live ---------------------------------------------------------------------------------------
 
 # Up to here each worker is a button; larger grids are drawn as a heat-map.
 MAX_TILES = 64

@@ -54,6 +54,8 @@ from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.portfolio import reference_plan
 
+# -- charts of the Planner page -----------------------------------------------------------------
+
 # Rows (pipelines) beyond these are left out unless something moves there.
 MAX_ROWS = 16
 
@@ -223,6 +225,9 @@ def _label(field: str, words: str, colour: str, dy: int) -> dict[str, Any]:
         "mark": {"type": "text", "align": "right", "dy": dy, "dx": -2, "color": colour},
         "encoding": {"y": {"field": field, "type": "quantitative"}, "text": {"field": words}},
     }
+
+
+# -- planner ------------------------------------------------------------------------------------
 
 
 def page() -> None:

@@ -63,6 +63,8 @@ from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
 from openrecycle.planner.profiles import Profile, shipped
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
+# -- the page's question ------------------------------------------------------------------------
+
 QUESTION = "planner-question"
 # Besides the question a link may name a saved plan that answers it, and the paper's example.
 SAVED_PARAM, EXAMPLE = "saved", "example"
@@ -144,6 +146,8 @@ def said(where: str) -> str:
     del st.session_state[MESSAGE]
     return str(words)
 
+
+# -- the question's controls --------------------------------------------------------------------
 
 MAX_SIDE = 100_000
 TECHNIQUES = tuple(Technique)
@@ -331,6 +335,8 @@ def question_words(question: WhatIf) -> str:
     return f"{grid}, {without(question.failed)}, {question.technique.value}, memory {question.memory}"
 
 
+# -- the grid of workers ------------------------------------------------------------------------
+
 # Up to here each worker is a button; larger grids are drawn as a heat-map, still larger ones not at all.
 MAX_TILES = 64
 MAX_CELLS = 4_096
@@ -460,6 +466,8 @@ def _random() -> None:
 def _revive() -> None:
     change(now().with_failed(set()))
 
+
+# -- the profile of the question ----------------------------------------------------------------
 
 NAME = "planner-profile-name"
 ASKED = "planner-profile-delete-asked"

@@ -34,6 +34,8 @@ from openrecycle.planner.plans.drawing import Drawing, pipeline_workers, stage_w
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 
+# -- what of a schedule is shown ----------------------------------------------------------------
+
 SHOW = {"all": "All workers", "failure": "Touched by the failure", "pipeline": "One pipeline", "stage": "One stage"}
 DRAW = {"held": "Memory", "next": "Next iteration", "critical": "Critical path"}
 DRAWN = ["held", "next"]
@@ -278,6 +280,8 @@ def drawn_box(key: str) -> Box | None:
 def _component() -> ComponentRenderer:
     return st.components.v2.component("box-select", html=_HTML, js=_SCRIPT.read_text(), isolate_styles=False)
 
+
+# -- schedule -----------------------------------------------------------------------------------
 
 FEW = 24
 

@@ -28,6 +28,8 @@ from openrecycle.app.ui.theme import palette
 from openrecycle.planner.jobs.words import names
 from openrecycle.planner.plans.drawing import OP_WORDS
 
+# -- the event feed of Live ---------------------------------------------------------------------
+
 MARKS = {"error": "✕", "warning": "▲", "info": "·"}
 # What the filter offers: words, and the kinds of events it lets through.
 SHOW: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -161,6 +163,8 @@ def _row(event: EventView, at: datetime, *, new_day: bool) -> str:
         f"<span>{tick}{escape(event.text)}{_times(event, at)}</span></li>"
     )
 
+
+# -- one worker's details, with drain, kill and restart -----------------------------------------
 
 # The table below the bar shows so many stays, the newest.
 NEWEST = 8

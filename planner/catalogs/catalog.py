@@ -47,6 +47,8 @@ from openrecycle.planner.plans.packed import (
 from openrecycle.planner.plans.plan import INTEGER, Plan, PlanError, first_problem, job_doc, read_model, read_whole
 from openrecycle.planner.solvers.portfolio import make_plan
 
+# -- plans made ahead ---------------------------------------------------------------------------
+
 # More patterns than this per failure count are not planned ahead; the list scheduler takes over.
 MAX_PATTERNS = 10_000
 _NO_PLANS = '"plans":[]'
@@ -188,6 +190,8 @@ def _gap(plan: Plan) -> str:
         return "proven optimal"
     return f"at most {percent(plan.metrics.gap)} above the best"
 
+
+# -- catalogs on disk, and the look-up of one plan ----------------------------------------------
 
 INFO = "catalog.json"
 SUFFIX = ".plan"

@@ -48,6 +48,8 @@ from openrecycle.planner.solvers.base import Cancelled, Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import best_solution, metrics_of, of_layout, solver_of
 
+# -- plans some targets of a catalog, in whichever process or on whichever machine --------------
+
 # Ops from which alternatives are compared by a quick try, not solved in full.
 LARGE = 50_000
 # Of such grids every TRIED-th count tries other places for its failures than its neighbour's.
@@ -187,6 +189,8 @@ def _promising(problems: Sequence[Problem], taken: ReusablePlan | None) -> list[
     return [] if best is None else [best]
 
 
+# -- where the plans of a catalog are made ------------------------------------------------------
+
 # Seconds after which a wait for the next result looks whether it is to stop.
 POLL = 0.2
 
@@ -282,6 +286,8 @@ def _prepare() -> None:
 
     threading.Thread(target=follow, daemon=True).start()
 
+
+# -- makes a catalog ----------------------------------------------------------------------------
 
 # Up to so many patterns each gets its own plan.
 LISTED = 500

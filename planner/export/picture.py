@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
     from PIL.ImageFont import FreeTypeFont
 
+# -- a drawn schedule as shapes in pixels, which SVG and PNG draw alike -------------------------
+
 # Above either a bar per op can't be read; then a row is a stage.
 MAX_ROWS = 128
 MAX_OPS = 20_000
@@ -433,6 +435,8 @@ def small(drawing: Drawing, colours: Colours, end: int, description: str) -> Pic
     )
 
 
+# -- the Gantt chart as SVG, drawn without a browser --------------------------------------------
+
 FONT = "'Source Sans 3', 'Source Sans Pro', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 # What XML 1.0 has no place for, escaped or not.
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -507,6 +511,8 @@ def _text(text: str) -> str:
 def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
+
+# -- the Gantt chart as PNG, drawn with Pillow and the font that Pillow carries -----------------
 
 SCALE = 2  # pixels of the file per pixel of the drawing: sharp on dense screens and in print
 MAX_PIXELS = 100_000_000

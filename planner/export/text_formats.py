@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # A process per pipeline and a thread per worker; a slice per op; arrows for the transfers of
 # re-routed micro-batches; a counter of held activations per worker; a mark on workers that are out.
 
+# -- a plan as text for other programs ----------------------------------------------------------
+
 # A unit that is no unit of time, such as a slot, is drawn as a millisecond.
 SECONDS_OF_OTHERS = 1e-3
 
@@ -289,6 +291,8 @@ def _no_formula(text: str) -> str:
     """The unit is free text from the plan's author; a spreadsheet must not run it."""
     return "'" + text if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
 
+
+# -- the plan document as YAML, for people ------------------------------------------------------
 
 # PyYAML takes 0.1 ms per op to write and as much to read.
 MAX_OPS = 50_000

@@ -20,6 +20,8 @@ from typing import Any, Literal, NamedTuple
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, check_whole
 
+# -- what the ops of a stage or a layer take ----------------------------------------------------
+
 MAX_DECIMALS = 6
 # For the best partition of the layers, where numbers could be given.
 AUTO = "auto"
@@ -236,6 +238,8 @@ def decimals(value: float) -> int:
     exponent = Decimal(repr(float(value))).normalize().as_tuple().exponent
     return max(0, -int(exponent))
 
+
+# -- what is to be planned ----------------------------------------------------------------------
 
 # Refused before memory is taken: 3 ops per micro-batch and stage. An op takes up to BYTES_PER_OP while it is
 # planned, made a document and printed, measured as the growth of the process's peak; so no plan takes more than 8 GB.

@@ -27,6 +27,8 @@ from openrecycle.planner.jobs.words import planned
 from openrecycle.planner.plans.bounds import CountBounds
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
+# -- how many failures each stage should bear ---------------------------------------------------
+
 Counts = tuple[int, ...]
 
 # Beyond so many stages distributions are ranked by load alone: the bound of one takes a pass over all stages,
@@ -282,6 +284,8 @@ def check_copy_cost(job: Job, state_bytes: Sequence[int], bandwidth: float) -> C
         raise InputError("--bandwidth", bandwidth, "bytes per second above 0")
     return CopyCost(per_stage, bandwidth)
 
+
+# -- migration of workers -----------------------------------------------------------------------
 
 # Distributions that are planned with the list scheduler, after each period model has ranked its own.
 PLANNED = 3

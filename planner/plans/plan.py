@@ -74,6 +74,9 @@ from openrecycle.planner.plans.schedule import (
 PLAN_BYTES, OTHER_BYTES = 1 << 30, 1 << 26
 
 
+# -- reading a file that somebody names on the command line -------------------------------------
+
+
 def read_whole(path: str | Path, *, most: int = OTHER_BYTES) -> bytes:
     """All that is in it, `most` bytes at most. A pipe and a terminal are read to their end; no other device is, as it
     has none. Raises OSError."""
@@ -86,6 +89,8 @@ def read_whole(path: str | Path, *, most: int = OTHER_BYTES) -> bytes:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
     return data
 
+
+# -- the Plan document --------------------------------------------------------------------------
 
 SCHEMA_VERSION: Literal[1] = 1
 Model = TypeVar("Model", bound=BaseModel)

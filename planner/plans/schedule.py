@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Problem, Technique, Worker
 
+# -- op, OpArrays and Schedule, and every number that is read off a schedule --------------------
+
 Ints = NDArray[np.int64]
 Numbers = NDArray[Any]  # of int64; or Python's own integers, where one of them has more bits
 KINDS = "FIWBO"
@@ -541,6 +543,8 @@ def inputs(kind: str, stage: int, job: Job) -> list[tuple[str, int, int]]:
     return [("F", stage, 0), *below]
 
 
+# -- chains of ops in a schedule ----------------------------------------------------------------
+
 _Key = tuple[int, int, int]  # home pipeline, micro-batch, stage
 
 
@@ -636,6 +640,8 @@ def waited(path: tuple[Link, ...]) -> int:
 def workers_of(path: tuple[Link, ...]) -> list[Worker]:
     return sorted({link.op.worker for link in path})
 
+
+# -- how long an iteration takes when workers keep to a plan's order ----------------------------
 
 _Node = int
 

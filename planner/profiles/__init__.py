@@ -36,6 +36,8 @@ from openrecycle.planner.plans.plan import (
     read_whole,
 )
 
+# -- analytic profiles of the papers' model shapes ----------------------------------------------
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -156,6 +158,8 @@ def _milliseconds(seconds: float) -> float:
     """To 4 decimals, which the planner keeps; what takes any time takes at least the last of them."""
     return max(round(seconds * 1000, 4), 1e-4) if seconds else 0.0
 
+
+# -- measured profiles --------------------------------------------------------------------------
 
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0), INTEGER]

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.traces import Trace
 
+# -- what a policy is ---------------------------------------------------------------------------
+
 SECOND = 1_000_000
 MILLISECOND = 1_000
 
@@ -205,6 +207,8 @@ class RecoveryCosts:
         return cls(**values)
 
 
+# -- what a simulated run came to, and the one definition of each of its numbers ----------------
+
 HOUR = 3600 * SECOND
 
 
@@ -363,6 +367,9 @@ def sweep(
 
 
 ADD, REMOVE, READY, RESUME = 1, 2, 3, 4
+
+
+# -- the engine ---------------------------------------------------------------------------------
 
 
 @dataclass(order=True)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 REPARTITION, SHALLOWER = "re-partition", "one stage less"
 
 
+# -- the ways on when workers are lost or come back, and which is better ------------------------
+
+
 @dataclass(frozen=True)
 class Option:
     """One option. pause: seconds until training goes on. redo: seconds of earlier work that is lost.
@@ -57,6 +60,8 @@ def merit(name: str, samples: float, pause: float) -> tuple[float, float, bool, 
     pause, and then one that puts nobody healthy out comes first."""
     return -float(f"{samples:.9g}"), pause, name in (DROP, STAND_BY), name
 
+
+# -- what to do at a failure --------------------------------------------------------------------
 
 # Ops above which nothing is planned while a failure waits: the count's own period stands for it.
 PLANNED_OPS = 200_000

@@ -23,6 +23,8 @@ from typing import Any, Literal
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import read_json, read_whole
 
+# -- a failure trace ----------------------------------------------------------------------------
+
 HOUR_MS = 3_600_000
 MAX_HOURS = 24 * 365 * 10
 
@@ -433,6 +435,8 @@ def from_history(
         events.append(Event(round(time * 1000), action, worker))
     return Trace.of(name, events, end=round(end * 1000))
 
+
+# -- traces drawn from distributions ------------------------------------------------------------
 
 MOST_FAILURES = 2_000_000
 # Workers of one host.

@@ -41,6 +41,8 @@ from openrecycle.planner.solvers.base import Cancelled, Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.routing import Reduction, StartTicks, proven_for_routing, routes_of, whole_backwards
 
+# -- large-neighbourhood search -----------------------------------------------------------------
+
 # (kind, micro-batch index, stage); the backward of either technique is I.
 OpKey = tuple[str, int, int]
 Edges = dict[OpKey, list[tuple[OpKey, int]]]
@@ -303,6 +305,9 @@ class Held:
     def within(self, capacity: int) -> None:
         if sum(self._demands) > capacity:
             self._model.add_cumulative(self._spans, self._demands, capacity)
+
+
+# -- CP-SAT models ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -767,6 +772,8 @@ class PooledModel:
                 back = self.starts["I", stage][k] + self._duration("I", stage) + job.backward_transfer_ticks[above]
                 add(self.starts["I", above][k] >= back)
 
+
+# -- the CP-SAT solver --------------------------------------------------------------------------
 
 # Ops in one model: up to the first, the whole time is given to it; up to the second, a share.
 WHOLE_OPS = 700

@@ -34,6 +34,8 @@ from openrecycle.planner.solvers.base import Run, Solution
 from openrecycle.planner.solvers.loops import INT64, STATE, compiled_functions, dispatch, retime, worth_compiling
 from openrecycle.planner.solvers.routing import assign
 
+# -- a problem as the flat arrays that `dispatch` takes, and its results as schedules -----------
+
 UNLIMITED = 1 << 40
 ALWAYS = 1_000_000  # a wait that goes on however little it spares
 
@@ -289,6 +291,8 @@ class ArraySchedule(Schedule):
 
 # A rule is a way to settings that suits any problem. The list was chosen by measurement: greedily
 # the rule that lowers the mean gap most, over the grids of tests/benchmarks/bench_planner.py.
+
+# -- the list scheduler -------------------------------------------------------------------------
 
 # Rules tried so long as the ops of all tries together stay below this.
 EFFORT = 800_000

@@ -48,6 +48,9 @@ from openrecycle.planner.solvers.list_scheduler import (
 from openrecycle.planner.solvers.loops import compiled_windows
 
 SETTINGS = 4  # settings that are improved side by side
+
+# -- local search over the list scheduler's settings --------------------------------------------
+
 MAX_WAITS = (0, 30, 100, 300, ALWAYS)
 TARGETS = (0.98, 1.0, 1.01, 1.02, 1.05, 1.1)
 # Ops and seconds from which so many runs repay the time that loading compiled loops takes.

@@ -39,6 +39,8 @@ from typing import NamedTuple
 from openrecycle.planner.jobs.job import Problem, StageTicks, Worker
 from openrecycle.planner.plans.schedule import Op, Schedule
 
+# -- which living peer runs which micro-batch at each stage -------------------------------------
+
 Routes = tuple[tuple[int, ...], ...]
 
 
@@ -97,6 +99,9 @@ def _hosts(problem: Problem, stage: int, guests: int, keeps: dict[int, int]) -> 
     # Peer p's k-th guest of n is due at (2 k + 1) / 2 n of the iteration.
     due = [((2 * k + 1) / (2 * n), place, p) for place, (p, n) in enumerate(share.items()) for k in range(n)]
     return (p for _, _, p in sorted(due))
+
+
+# -- what is left of a routed problem without what is interchangeable ---------------------------
 
 
 class StartTicks(NamedTuple):

@@ -27,6 +27,8 @@ from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.words import milliseconds
 from openrecycle.planner.plans.drawing import OP_WORDS
 
+# -- grids of workers too large for a button each -----------------------------------------------
+
 _CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
 _RING = "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0M.55,0A.55,.55,0,1,0,-.55,0A.55,.55,0,1,0,.55,0Z"
 _BARS = "M-.8,-.9L-.2,-.9L-.2,.9L-.8,.9ZM.2,-.9L.8,-.9L.8,.9L.2,.9Z"
@@ -195,6 +197,8 @@ def dead_grid(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> L
         colours,
     )
 
+
+# -- curves of a job that runs ------------------------------------------------------------------
 
 PANEL_HEIGHT = 112
 # Beyond as many iterations a line says more than dots on it.
