@@ -658,7 +658,7 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
         st.success(words)
     components.cards(facts.plan_cards(plan, schedule))
     if plan.solver.message:
-        st.caption(f"{plan.solver.message[:1].upper()}{plan.solver.message[1:]}.")
+        st.caption(text.plain_markdown(f"{plan.solver.message[:1].upper()}{plan.solver.message[1:]}."))
     if large_one:
         _picture(schedule, colours)
     else:

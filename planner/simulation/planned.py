@@ -393,9 +393,9 @@ class PlannedJob:
 def evened(job: Job, *, technique: Technique, memory: MemoryLimit, layers: int = LAYERS_PER_STAGE) -> Job:
     """As every policy begins it: cut as is best without failures, so that none is credited with what balance is worth.
 
-    Of a job whose layers are known it keeps what it says, and what is balanced already stays a job of stages.
+    What is balanced already stays as it is, a job of stages or of layers.
     """
-    by_layers = None if job.layers or layers < 1 else _by_layers(job, layers)
+    by_layers = job if job.layers else _by_layers(job, layers) if layers > 0 else None
     if by_layers is None:
         return job
     try:

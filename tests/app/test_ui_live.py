@@ -249,7 +249,7 @@ def test_a_page_stands_still_without_the_database_though_the_job_had_come_furthe
 
     monkeypatch.setattr(console.queries, "view", view)
     test.run()
-    assert not test.exception and "the database is away" in test.warning[0].value.lower()
+    assert not test.exception and golden("the-database-is-away") in test.warning[0].value.lower()
     assert "10 <span" in html(test), "what was seen last"
 
 
@@ -369,7 +369,7 @@ def test_a_job_that_was_stopped_has_ended_workers_and_what_they_last_reported(
     test = open_live(job.job_id, worker="W0_2")
     assert looks(test) == {name: "failed" if name == "W1_2" else "ended" for name in job.names}
     page = html(test)
-    assert "Ended with the job <b>11</b>" in page and "Finished <b>" not in page
+    assert golden("ended-with-the-job-b") in page and "Finished <b>" not in page
     assert golden("1-heartbeat-in-this-time") in page
 
 

@@ -175,7 +175,7 @@ def test_nothing_is_planned_that_the_link_did_not_ask(console: ConsoleService) -
     test = open_page(grid="0x4x6", fail="W0_3")
     assert test.button(key="planner-plan").disabled and golden("what-is-wrong-in-the-link") in words(test)
     test.number_input(key="planner-stages").set_value(5)
-    assert not run(test).button(key="planner-plan").disabled and "stands in the way" not in words(test)
+    assert not run(test).button(key="planner-plan").disabled and golden("stands-in-the-way") not in words(test)
 
 
 def test_a_plan_of_another_grid_is_not_set_beside_it(console: ConsoleService) -> None:
