@@ -204,7 +204,8 @@ class LocalCoordination(Coordination):
         self._take_checks()
         self._deploy_restored()
         orders, self._orders = self._orders, []
-        return orders
+        # One that has passed since is nobody's end: of two who come back together the first was not enough.
+        return [o for o in orders if not (isinstance(o, Halt) and o.passes and o.reason != self._state.halted)]
 
     def close(self, hurried: Callable[[], bool]) -> None:
         self._beside.shutdown(wait=False, cancel_futures=True)

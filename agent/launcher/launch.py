@@ -136,6 +136,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_restarts": TypeAdapter(restarts.Restarts),
     "_why_halted": TypeAdapter(str),
     "_stands": TypeAdapter(str),
+    "_stood": TypeAdapter(str),
 }
 """Of what a Launcher knows, what another one goes on from, and how it is told."""
 
@@ -247,7 +248,7 @@ class Launcher:
         agent.messages.channel.Orders."""
         self._why_halted, self._halt_by = "", 0.0
         """Of a job that can't go on: why, and until when it has time to come to its end in order."""
-        self._stands = ""
+        self._stands = self._stood = ""
         """Of a job that can't go on before somebody who is on the way has come: why."""
         self._end_asked = False
 
@@ -407,6 +408,7 @@ class Launcher:
                 entry = self._pool.running.get(event.refused) if event.refused else None
                 if entry is not None and not entry.member:
                     self._pool.fence(entry, event.text)
+                    self._stands = self._stands or self._stood  # it has changed nothing
                     self._gone(entry, "may not join")
             elif isinstance(event, Measure):
                 for entry in self._pool.running.values():
@@ -446,7 +448,7 @@ class Launcher:
         match message["kind"]:
             case "ready":
                 # It is decided anew whether the job can go on.
-                entry.waits, self._stands = True, ""
+                entry.waits, self._stood, self._stands = True, self._stands or self._stood, ""
                 self._coordination.ready(cell, entry.incarnation, message["host"], message["pids"], entry.made_of)
             case "resumed":
                 self._acknowledged(entry, message)
@@ -772,7 +774,7 @@ class Launcher:
         deployment = event.deployment
         living = {Worker.parse(name) for name in deployment.living}
         after = self._boundary(event)
-        self._deployed, self._stands = event, ""
+        self._deployed, self._stands, self._stood = event, "", ""
         if event.restore == FROM_START:
             self._listener({"warning": f"{deployment.reason}; there is no checkpoint, so all begin anew"})
         self._shared = set()

@@ -210,6 +210,19 @@ def test_a_halt_that_ends_with_a_return_says_so() -> None:
     assert deploy.restore == "point-7" and deploy.deployment.living == ("W0_0", "W0_1")
 
 
+def test_a_halt_that_has_passed_before_it_is_told_is_not_told() -> None:
+    """Both come back before the launcher asks: the first alone was not enough, and its job would end."""
+    coordination = _started(1, 2, checkpoint=lambda: "point-7", beside=_at_once)
+    coordination.poll(0.0)
+    for stage in (0, 1):
+        coordination.failed(Failure("exit", Worker(0, stage), f"W0_{stage}", detail="died"))
+    (halt,) = coordination.poll(0.0)
+    assert isinstance(halt, Halt) and halt.passes, "the newest"
+    coordination.ready(Worker(0, 0), "a")
+    coordination.ready(Worker(0, 1), "b")
+    assert _only(coordination.poll(0.0)).restore == "point-7"
+
+
 def test_a_halt_for_want_of_a_plan_ends_with_a_return_too() -> None:
     """Whoever is left has the state of every stage."""
 

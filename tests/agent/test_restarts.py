@@ -14,13 +14,14 @@ import pytest
 
 from openrecycle.agent.checkpoints import whole_checkpoints
 from openrecycle.agent.config.options import Checkpoints, Faults, TrainingOptions
-from openrecycle.agent.coordination.launcher import FROM_START
+from openrecycle.agent.coordination.launcher import FROM_START, LauncherWarning
+from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.models.data import Loading
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent import own_jobs, streamed_jobs
 from tests.agent.consoles import until
 from tests.agent.local_jobs import TINY as MODEL
@@ -213,6 +214,41 @@ def test_a_job_that_waits_ends_though_one_has_come_who_is_not_enough(tmp_path: P
     stop.cancel()
     tries = [restart["worker"] for restart in restarts(job.lines)]
     assert tries.count("W0_1") == 1 and tries.count("W0_2") == 2
+
+
+class Refusing(LocalCoordination):
+    """Takes nobody who comes back."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.refused: list[Worker] = []
+        self.known = set[Worker]()
+
+    def ready(self, worker: Worker, incarnation: str, *about: Any) -> None:
+        if worker in self.known:
+            self.refused.append(worker)
+        else:
+            self.known.add(worker)
+            super().ready(worker, incarnation, *about)
+
+    def poll(self, now: float) -> list[Any]:
+        refused, self.refused = self.refused, []
+        return [*super().poll(now), *(LauncherWarning(f"{worker} may not join", worker) for worker in refused)]
+
+
+def test_a_job_that_waits_ends_once_those_who_come_are_refused() -> None:
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == 1:
+            job.signal("W0_1", signal.SIGKILL)
+
+    faults = Faults(max_restarts=1, restart_delay=0.1)
+    grid = GRID | {"pipelines": 1}
+    job = LocalJob(**grid, faults=faults, checkpoint=lambda: FROM_START, back_to="x", decides=Refusing, on_line=act)
+    stop = threading.Timer(30.0, job.stop)  # one that waits for ever fails by that
+    stop.start()
+    with pytest.raises(JobFailed, match="W0_1"):
+        job.run()
+    stop.cancel()
 
 
 def test_kills_that_no_plan_survives_at_once_may_be_asked_for_where_workers_come_back() -> None:
