@@ -169,7 +169,7 @@ def test_a_kept_plan_outlives_the_job_that_its_link_names(console: ConsoleServic
     assert not test.error and "the night shift&#x27;s" in words(test) and drawn(test)[0]
     assert test.query_params["plan"] == f"saved:{plan.fingerprint}" and test.query_params["job"] != "deleted"
     for gone in ("saved:0123", f"job:deleted:{plan.fingerprint}"):
-        assert "job: got 'deleted'" in open_page(job="deleted", plan=gone).error[0].value
+        assert "got 'deleted'" in open_page(job="deleted", plan=gone).error[0].value
 
 
 def test_a_plan_by_technique_is_made_while_the_page_waits(console: ConsoleService, job: JobHere) -> None:
