@@ -541,7 +541,8 @@ class Backoff:
 
     def seconds(self) -> float:
         wait, self._next = self._next, min(2 * self._next, self._longest)
-        return wait * random.uniform(0.5, 1.0)
+        # Not Python's own generator, which a job's layers and data are seeded by: threads share it.
+        return wait * random.SystemRandom().uniform(0.5, 1.0)
 
     def reset(self) -> None:
         self._next = self._first

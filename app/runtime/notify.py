@@ -54,7 +54,7 @@ class Topic:
         block."""
         loop = asyncio.get_running_loop()
         if len(self._waiters) >= MANY_WAITERS:
-            timeout *= random.uniform(0.5, 1.0)
+            timeout *= random.SystemRandom().uniform(0.5, 1.0)
         until = loop.time() + timeout
         while True:
             news: asyncio.Future[None] = loop.create_future()

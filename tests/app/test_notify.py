@@ -46,7 +46,7 @@ def test_nothing_in_time_is_none() -> None:
 
 def test_a_crowd_does_not_come_back_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notify, "MANY_WAITERS", 2)
-    monkeypatch.setattr("random.uniform", lambda least, most: 0.0)
+    monkeypatch.setattr("random.SystemRandom.uniform", lambda self, least, most: 0.0)
 
     def nothing() -> int | None:
         return None
