@@ -809,8 +809,7 @@ class CheckpointWeights:
             if kept and not averages:
                 raise FileNotFoundError("there are no averages")
             values |= averages
-        with torch.random.fork_rng(devices=[]):  # the layer says what else is in its state dict, and what is not
-            built = build_layer(self._workload(), layer, self._layers, self._seed)
+        built = build_layer(self._workload(), layer, self._layers, self._seed)  # says what is in its state dict
         first = first_names(built)
         return {n: values.get(f"{layer}.{first.get(n, n)}", value) for n, value in built.state_dict().items()}
 

@@ -38,8 +38,6 @@ from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderS
 
 # -- keeps the lead, or waits for it ------------------------------------------------------------
 
-# -- the console comes up where this process leads ----------------------------------------------
-
 log = structlog.get_logger()
 
 
@@ -323,6 +321,9 @@ def _first_line(error: Exception) -> str:
     return str(getattr(error, "orig", error)).strip().partition("\n")[0]
 
 
+# -- the console comes up where this process leads ----------------------------------------------
+
+
 @dataclass(frozen=True)
 class ActiveConsole:
     """A console that is up, its database, and the term in which it leads (None: nobody else could)."""
@@ -503,6 +504,8 @@ class _ReadTokens(TokenStore):
     def used(self, when: Mapping[str, float]) -> None:
         """Not noted: only the console that leads writes."""
 
+
+# -- what stands in front of the application ----------------------------------------------------
 
 _host: ConsoleHost | None = None
 

@@ -69,8 +69,6 @@ from openrecycle.planner.jobs.job import Job, Problem
 from openrecycle.planner.plans.baseline import one_forward_one_backward
 from openrecycle.planner.plans.drawing import Drawing
 
-# -- `openrecycle serve` ------------------------------------------------------------------------
-
 # -- what Streamlit calls, and what is done before the first page -------------------------------
 
 log = structlog.get_logger()
@@ -364,6 +362,9 @@ td {{ vertical-align: top }} nav a {{ margin-right: 1rem }}
 The same for programs: <a href="{document}">openapi.json</a>.</p><nav>{links} <a href="#messages">messages</a></nav>
 {operations}<h2 id="messages">messages</h2>{messages}</main></body></html>
 """
+
+
+# -- `openrecycle serve` ------------------------------------------------------------------------
 
 
 def create_api(console: ConsoleService) -> FastAPI:

@@ -419,8 +419,8 @@ class Faults(OptionGroup):
     keep_finished: bool = option(False, "After a death, don't run again what survivors have finished.")
     compare_every: int = option(
         100,
-        "Iterations after which a stage's workers compare their parameters, beside the start and the first one; 0: at "
-        "the end.",
+        "A stage's workers compare their parameters every so many iterations, also before the first and after it; 0: "
+        "only with checkpoints and at the end.",
         least=0,
     )
     timeouts: Timeouts = option(Timeouts, "How long workers wait for each other.")

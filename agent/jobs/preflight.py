@@ -422,8 +422,8 @@ def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
             if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
                 got = f"{type(part).__name__}(max_norm=...), {name or 'which is the whole'} of {kind} {layer}"
                 expected = (
-                    "no max_norm: a forward would change the rows that it looks up, and peers look up others; a step "
-                    "hook of the optimizer may limit all rows"
+                    "no max_norm: each forward would rescale the rows that it looks up, and peers look up others; "
+                    "rescale all rows in a step hook of the optimizer"
                 )
                 raise InputError(f"{kind}s", got, expected)
         mine = [*module.named_parameters(), *module.named_buffers()]
@@ -598,7 +598,7 @@ def _equal(one: StageOptimizer, other: StageOptimizer) -> bool:
     return pack(one.state())[0] == pack(other.state())[0]  # which has a checksum of everything
 
 
-# -- memory -----------------------------------------------------------------------------------
+# -- do the workers fit into memory? ------------------------------------------------------------
 
 
 @dataclass(frozen=True)

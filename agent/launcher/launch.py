@@ -245,7 +245,7 @@ class Launcher:
         self._bad_samples = bad_samples.BadSamples()
         self._found: dict[str, Any] = {}
         """What each member of the newest generation is told of micro-batches that raise; see
-        agent.messages.channel.Orders."""
+        agent.messages.channel.GenerationSpec."""
         self._why_halted, self._halt_by = "", 0.0
         """Of a job that can't go on: why, and until when it has time to come to its end in order."""
         self._stands = self._stood = ""
@@ -746,9 +746,9 @@ class Launcher:
             return
         living = Counter(w.stage for w in self._pool.running)
         free = sorted((w for w in cells if w not in self._pool.running), key=lambda w: (living[w.stage], w))
-        place = next((p for w in free if (p := self._pool.vacancy(w, cells)) is not None), None)
-        if place is None or (spares := self._pool.take_spares(ranks)) is None:
+        if not free or (spares := self._pool.take_spares(ranks)) is None:
             return
+        place = free[0]
         self._listener({"warning": f"{ranks} spare ranks become a worker again, {place}"})
         self._start(place, joins=True, spares=spares)
 
@@ -776,7 +776,8 @@ class Launcher:
         after = self._boundary(event)
         self._deployed, self._stands, self._stood = event, "", ""
         if event.restore == FROM_START:
-            self._listener({"warning": f"{deployment.reason}; there is no checkpoint, so all begin anew"})
+            anew = "there is no whole checkpoint yet, so all begin again at iteration 0"
+            self._listener({"warning": f"{deployment.reason}; {anew}"})
         self._shared = set()
         self._record_relayout()
         now = time.monotonic_ns()
@@ -920,7 +921,7 @@ class Launcher:
                 self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail="left as asked"))
 
     def _send_deployments(self, after: int | None) -> None:
-        """Tells every member of the newest generation. after: see agent.messages.channel.Orders."""
+        """Tells every member of the newest generation. after: see agent.messages.channel.GenerationSpec."""
         assert self._deployed is not None
         deployment, plan = self._deployed.deployment, self._deployed.plan
         self._after = after

@@ -467,7 +467,10 @@ def _check_alike(stage: int, iterations: int, hashes: Mapping[Worker, str]) -> N
         for worker in sorted(hashes):
             groups.setdefault(hashes[worker], []).append(str(worker))
         when = f"after {count(iterations, 'iteration')}" if iterations else "before the first iteration"
-        why = "does something outside the seeds, parameters and optimizer state go into a step?"
+        why = (
+            "does a step depend on something besides seeds, parameters and optimizer state (a clock, a file, a "
+            "generator of its own)?"
+        )
         if not iterations:
             why = "do initial parameters come out of a generator of their own, or of something that differs by process?"
         raise DivergedError(

@@ -133,12 +133,6 @@ def own_buffers(module: torch.nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def buffers_of_none(module: torch.nn.Module) -> set[str]:
-    """Names that are registered for buffers, in the place of which is None."""
-    owners = module.named_modules()
-    return {f"{path}.{n}" if path else n for path, m in owners for n, t in m._buffers.items() if t is None}
-
-
 def running_statistics(module: torch.nn.Module) -> list[Tensor]:
     """Buffers that norms in `module`, of any kind that keeps some, change in a forward; no version shows it."""
     norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase) and m.training]

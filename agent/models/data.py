@@ -57,10 +57,6 @@ from openrecycle.planner.jobs.job import Job
 
 # -- data for jobs that survive -----------------------------------------------------------------
 
-# -- data that can only be read one after the other ---------------------------------------------
-
-# -- micro-batches that are read beside the training --------------------------------------------
-
 log = logging.getLogger("openrecycle")
 
 Sampler = Callable[[int, int, int], Sequence[int]]
@@ -398,6 +394,9 @@ def first_length(inputs: Tensor | tuple[Tensor, ...] | list[Tensor]) -> int:
 
 _POSITIONS = 2
 """Of so many iterations before the one in hand it is kept where they began, beside its own."""
+
+
+# -- data that can only be read one after the other ---------------------------------------------
 
 
 class StreamSource(Protocol):
@@ -796,6 +795,9 @@ Place = tuple[int, int, int]
 _BROKEN = (OSError, EOFError, RuntimeError, pickle.PickleError)
 """What the two processes meet where one of them is gone, or, by torch, where shared memory can't be had or is gone: the
 data have no part in it."""
+
+
+# -- micro-batches that are read beside the training --------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -496,11 +496,11 @@ def _chain(
         try:
             module = build_layer(workload, layer, layers, seed)
             try:
-                y = run(layer, copied(module, take))  # a module that was given is to stay as it is
+                module = copied(module, take)  # one that was given is to stay as it is
             except Exception:  # not every module can be copied
                 if x[0].device.type not in ("cpu", "meta"):
                     module = module.to(x[0].device)
-                y = run(layer, module)
+            y = run(layer, module)
         except Exception as error:
             got = ", ".join(str(TensorSpec.of(t)) for t in x)
             raise InputError(

@@ -144,7 +144,7 @@ def create_job(
             if waited >= timeout:
                 raise
             if not waited:
-                say(f"warning: {away}; the job begins once the console answers, which is tried for {timeout:.0f} s")
+                say(f"warning: {away}; the job begins once the console answers: waiting for up to {timeout:.0f} s")
             wait = backoff.seconds()
             threading.Event().wait(wait)
             waited += wait
@@ -365,12 +365,14 @@ class Absence:
         self._wait = shortest if news else min(2 * self._wait, longest)
         self._due = now + self._wait
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(clock - (now - since)))
-        missing = f"can't be asked since {at} ({how}; {_ago(now - since)} ago)"
+        missing = f"has not answered since {at} ({_ago(now - since)} ago: {how})"
         if not why:
-            return f"the console {missing}; training goes on, but once a worker is lost all wait for the console"
+            return (
+                f"the console {missing}; training goes on, but if a worker is lost, all wait until the console is back"
+            )
         return (
-            f"{why}: the job stands still, and waits for the console, which {missing}. Once it is back (started again, "
-            "with the same database) the job goes on by itself"
+            f"{why}. The job stands still until the console is back, which {missing}. Start the console again with the "
+            "same database; the job goes on by itself"
         )
 
     def _why(self, now: float) -> str:
@@ -385,7 +387,7 @@ class Absence:
         if not self._begun:
             return "the job has not begun"
         late = self._broken_at is not None and now - self._broken_at >= AWAY_SECONDS
-        return "workers have lost each other, or what they hold" if late else ""
+        return "connections between workers broke, or a stage's state was lost" if late else ""
 
 
 def _ago(seconds: float) -> str:
@@ -610,7 +612,7 @@ class ConsoleCoordination(Coordination):
         self._sender.join(STOPPED_TIMEOUT_SECONDS)
         if self._sender.is_alive() and not hurried():
             self._say(
-                "warning: the console is away; it is told how the job ended once it is back, "
+                "warning: the console does not answer; trying to tell it how the job ended, "
                 f"for up to {ENDED_TIMEOUT_SECONDS:g} s"
             )
         while self._sender.is_alive() and not hurried() and time.monotonic() - begin < ENDED_TIMEOUT_SECONDS:

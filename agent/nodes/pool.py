@@ -178,7 +178,9 @@ class RemoteWorker(WorkerProcess):
         rank = self.node.rank if self.node else 0
         if self.process.exitcode is None:
             # Of two leads the first may not have come to start it.
-            return f"{'was not found on' if self.node and self.node.alive else 'was lost with'} node {rank}"
+            if self.node and self.node.alive:
+                return f"was not running on node {rank} when this launcher took the lead"
+            return f"was lost with node {rank}"
         return f"{super().ending} on node {rank}"
 
 

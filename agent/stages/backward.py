@@ -162,7 +162,7 @@ def _now(buffer: _Buffer, copy: Tensor) -> Tensor | None:
 def _forbidden(buffer: _Buffer, *, own: bool = False) -> str:
     if own:
         return (
-            f"a forward has changed the buffer {buffer.name} by way of something else that shows its memory; have it "
+            f"a forward has changed the buffer {buffer.name} through another tensor that shares its memory; have it "
             "use the module's attribute of that name"
         )
     return (
@@ -243,9 +243,6 @@ def _difference(after: Tensor | None, buffer: _Buffer) -> Tensor:
 # Deferred are nn.Linear, nn.Embedding and nn.Conv1d/2d/3d in their plain forms, and the Conv1D of transformers (a
 # Linear whose weight is transposed, as GPT-2 has it); every other parameter gets its gradient with I. Whether that
 # equals the fused backward to the bit for a given module is not taken on trust: see agent.stages.stage.
-
-
-# -- how a stage's backward is split into I and W -----------------------------------------------
 
 
 class Product(NamedTuple):

@@ -514,7 +514,7 @@ class StageOptimizer:
         """Of the moving buffers, or those of these layers."""
         moving = set(map(id, self.gradients.moving))
         names = [name for name, buffer in self._buffers.items() if id(buffer) in moving]
-        return names if span is None else [name for name in names if int(name.partition(".")[0]) in span]
+        return names if span is None else [name for name in names if layer_of(name) in span]
 
     def averages(self) -> dict[str, Tensor]:
         """The moving averages of parameters that have one, by name."""
@@ -674,10 +674,6 @@ class StageOptimizer:
         Raises StateError when it is of another stage.
         """
         here, doc = self.state().document, state.document
-        # Of a checkpoint that was written when what a forward had made counted as state: another one makes it again.
-        if isinstance(doc.get("model"), dict):
-            none = compat.buffers_of_none(self.module)
-            doc = {**doc, "model": {n: v for n, v in doc["model"].items() if n not in none}}
         parameters = self._named
         targets = {**parameters, **self._buffers}
         try:

@@ -288,7 +288,8 @@ def choose_split(
     if trial.remembers:
         note = (
             "A second forward of the same micro-batch gives another output: does a layer keep something in a plain "
-            "attribute, or in a buffer that it takes to be kept? What workers compute depends on what they have run."
+            "attribute, or count on a buffer keeping what the last forward wrote? Then results depend on which "
+            "micro-batches a worker has run."
         )
         found = replace(found, text=f"{found.text} {note}", warning=True)
     if not trial.moving:
@@ -384,8 +385,8 @@ class _Trial:
         except Exception as error:
             if self._made:
                 error.add_note(
-                    f"the second forward; the first has made the buffers {', '.join(sorted(self._made))}, which no "
-                    "forward finds as another one has left them: make them in __init__"
+                    f"the second forward; the first one made the buffers {', '.join(sorted(self._made))}. They are "
+                    "made again for every forward: make them in __init__"
                 )
             raise
 

@@ -50,8 +50,6 @@ from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, Trans
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 from openrecycle.planner.plans.schedule import MicroBatch
 
-# -- the groups of a generation -----------------------------------------------------------------
-
 # -- the store through which the groups of a generation find each other -------------------------
 
 dist: Any = torch.distributed
@@ -181,6 +179,9 @@ _ON_STANDBY = b"standby"
 _SUPERSEDED = b"superseded"
 _HAS_STANDBY = 2**32
 """What one adds who is ready, above the 1, and has connections that will do: where all have, all take them."""
+
+
+# -- the groups of a generation -----------------------------------------------------------------
 
 
 class Standby:

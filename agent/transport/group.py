@@ -67,8 +67,6 @@ from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.planner.jobs.job import Worker
 
-# -- a process group over NCCL, for tensors on a GPU --------------------------------------------
-
 # -- one process group, as the rest of the agent sees it, and gloo's ----------------------------
 
 # torch ships no types for what is used here.
@@ -596,6 +594,9 @@ _NO_TAG = 0
 # begins with the wait.
 NO_LIMIT = timedelta(days=7)
 _GLANCE_SECONDS = 2e-5
+
+
+# -- a process group over NCCL, for tensors on a GPU --------------------------------------------
 
 
 class NcclPending:

@@ -1,11 +1,7 @@
-"""Routes of a job: what people and dashboards read of it, what operators ask of it, and what happens, as it happens.
+"""Routes of a job: what people and dashboards read of it, and what operators ask of it.
 
 Its state, its history, measured iterations, what its workers write; whole jobs, out as a file, in again, and away; how
 it goes on while workers are out, and who decides that.
-
-Server-sent events: a stream says where it is in each message's `id`; a client that comes back with it in Last-Event-ID
-misses nothing. When nothing more can come the stream ends, and whoever comes back is told so with 204. FastAPI sends a
-comment now and then, so that no proxy takes a silent connection for a dead one.
 """
 
 from __future__ import annotations

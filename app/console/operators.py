@@ -179,7 +179,8 @@ class Operators:
         )
 
     def freeze(self, job_id: str, frozen: bool, actor: str) -> str:
-        """Has the plan in force stay, or no longer (agent.coordination.freezing). Raises ConsoleError."""
+        """Has the plan in force stay, or no longer (agent.coordination.generations.plan_frozen).
+        Raises ConsoleError."""
         who = named(actor)
         action = "freeze plan" if frozen else "unfreeze plan"
         return self._find(job_id).apply(PlanFrozen(frozen, who), audit=audit_row(who, action))

@@ -1,8 +1,8 @@
 """The console as a service: what the REST API and the pages call. Thread-safe.
 
 It puts the features together: which jobs there are (those that run, in memory, and those that are over, of which a line
-is enough until somebody asks), what agents and launchers say of every job, and what people see and ask
-(app.console.people).
+is enough until somebody asks), what agents and launchers say of every job, and what people see (app.console.view)
+and ask (app.console.operators). The first two are in this file.
 
 Every report goes through the coordinator of its job and into the database before it is answered;
 heartbeats alone are kept in memory and written behind.
@@ -73,8 +73,6 @@ from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.words import layers_move, micro_batch_names, milliseconds
 from openrecycle.planner.plans.plan import Plan
-
-# -- the console as a service -------------------------------------------------------------------
 
 # -- which jobs a console has -------------------------------------------------------------------
 
@@ -588,6 +586,9 @@ STUCK_SECONDS = 120.0
 PROBE_SECONDS = 1.0
 # Of one job in one turn: more would keep the event loop waiting for tens of milliseconds.
 FLUSH_AT_ONCE = 512
+
+
+# -- the console as a service -------------------------------------------------------------------
 
 
 class ConsoleService:

@@ -1,8 +1,7 @@
-"""What people see of jobs, and what operators ask of them. Parts of app.console.service.ConsoleService.
+"""What people see of jobs. Part of app.console.service.ConsoleService.
 
 What pages and dashboards see is plain data, made here, drawn by app.ui: also how the newest generation's plan is taken
-up, each worker's acknowledgements and when they came. Operators have workers killed, started again, or asked to leave,
-and say how a job goes on.
+up, each worker's acknowledgements and when they came.
 
 Times: `*_at` are POSIX seconds (wall clock, for display); `*_age` are seconds by the monotonic
 clock of the console.

@@ -1,1 +1,1 @@
-"""What is observed of running jobs: measured iterations, goodput, history, the feed, logs."""
+"""What is observed of running jobs: measured iterations, goodput, the history of heartbeats, metrics."""

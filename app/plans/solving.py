@@ -202,8 +202,6 @@ class Making:
         return answer
 
 
-# -- plans and migrations that people ask for ---------------------------------------------------
-
 log = structlog.get_logger()
 
 # -- what is asked --------------------------------------------------------------------------------

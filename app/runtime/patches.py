@@ -29,13 +29,13 @@ openrecycle.forking         Python 3.11 (multiprocessing's fork server)
 openrecycle.cli             Python 3.11 (thresholds of garbage collection, for every command)
     Gives: torch is imported in five sixths of the time.
     Not needed once `python -m tests.benchmarks.bench_start` is as fast without it.
-planner.output     Typer 0.29 (the base of its errors by name; how an option reads a number)
+planner.output              Typer 0.29 (the base of its errors by name; how an option reads a number)
     Gives: a wrong command line is one sentence, and a number is digits: not 1_000, nor digits of other scripts.
     Not needed once Typer exports that base, and refuses such numbers: tests/app/test_command_lines.py is to pass.
 app.server                  Streamlit 1.67 (`config._main_script_path`)
     Gives: app/.streamlit/config.toml is read, before st.App is made, which would look beside app/ui/main.py for it.
     Not needed once pages have the theme of that file without it; no test says so.
-app.server                Streamlit 1.67 (reads the cookie of its login, makes the token that starts one)
+app.server                  Streamlit 1.67 (reads the cookie of its login, makes the token that starts one)
     Gives: the guard knows who asks before a page's WebSocket is open.
     Not needed once Streamlit has public functions for both; tests/app/test_oidc.py fails where the private ones change.
 app.api.connection          uvicorn 0.54 (a subclass of its protocol over httptools, given by its option `http`)

@@ -1,2 +1,3 @@
-"""Who may ask what: `guard` is what every request must pass, `access` knows the tokens, `callers` the roles, `sign_in`
-a provider's accounts."""
+"""Who may ask what: `guard` is what every request must pass; `access` has roles, sign-in, tokens, limits and the audit
+log.
+"""

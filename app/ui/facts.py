@@ -297,6 +297,8 @@ def consequence_of_kill(view: JobView, worker: WorkerView, share: float | None =
             "iterations since then are run again.",
             True,
         )
+    if not peers and where:
+        return f"{others}: the job stands still until this worker is back; then all go back to {where}.", False
     if not peers:
         return f"{others}: its weights go with it, nobody can take over its micro-batches, and the job halts.", False
     return (

@@ -320,7 +320,7 @@ def _go(
             width=150,
         )
         if misread:
-            components.quiet("What is wrong in the link stands in the way of a plan, until you change anything here.")
+            components.quiet("The link has a mistake (see above). No plan is made until you change something here.")
         elif found.bound is not None and found.job is not None and plan is None and not running:
             least = text.planned(found.job.units(found.bound.ticks), found.job.time_unit)
             components.quiet(f"No plan can be shorter than {least}: {found.bound.reason}.")

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 # A process per pipeline and a thread per worker; a slice per op; arrows for the transfers of
 # re-routed micro-batches; a counter of held activations per worker; a mark on workers that are out.
 
-# -- a plan as text for other programs ----------------------------------------------------------
-
 # A unit that is no unit of time, such as a slot, is drawn as a millisecond.
 SECONDS_OF_OTHERS = 1e-3
 

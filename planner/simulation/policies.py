@@ -42,8 +42,6 @@ from openrecycle.planner.simulation.policy import REPARTITION, Option, best_opti
 #
 # The form is that of the Oobleck artefact's tables.
 
-# -- the policies that play measured tables, and the two tables that they read ------------------
-
 THROUGHPUT = ("system", "model", "nodes", "samples_per_second")
 COSTS = (
     "system",

@@ -352,22 +352,3 @@ def test_what_a_step_draws_is_that_of_all_peers(late: bool) -> None:
     one, other, again = stepped(1), stepped(2), stepped(3, undone=True)
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(one, other, again, strict=True))
     assert not torch.equal(one[0], one[1] - one[0]) and not torch.equal(one[0], stepped(1, seed=1)[0])
-
-
-def test_what_a_forward_had_made_is_left_out_of_an_older_checkpoint() -> None:
-    """It was state once, where a forward had made it before the state was taken."""
-
-    def stage(cache: torch.Tensor | None) -> StageOptimizer:
-        torch.manual_seed(0 if cache is None else 1)
-        module = nn.Sequential(nn.Linear(6, 2))
-        module[0].register_buffer("cache", cache)
-        sums = GradientSum(module.parameters(), terms=1)
-        return StageOptimizer(module, torch.optim.SGD(module.parameters(), 0.1), sums)
-
-    older, now = stage(torch.ones(3)), stage(None)
-    assert "0.0.cache" in older.state().document["model"]
-    now.load_state(unpack(*pack(older.state())))
-    assert now.state().document["model"].keys() == older.state().document["model"].keys() - {"0.0.cache"}
-    assert all(torch.equal(a, b) for a, b in zip(now.module.parameters(), older.module.parameters(), strict=True))
-    with pytest.raises(StateError, match="model: got"):
-        older.load_state(now.state())

@@ -57,7 +57,7 @@ HEIGHTS = {"catalog": 1130, "schedule": 1010, "compare": 1010}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", help="a console that runs already, with a job")
-    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "pictures")
+    parser.add_argument("--to", type=Path, default=ROOT / "app/docs/pictures")
     parser.add_argument("--pages", nargs="+", choices=PAGES, default=list(PAGES))
     options = parser.parse_args()
     options.to.mkdir(parents=True, exist_ok=True)

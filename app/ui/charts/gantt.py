@@ -713,6 +713,9 @@ MAX_DETAIL = 4_000
 FIRST_DETAIL = 400
 
 
+# -- large schedules, as rasters ----------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Detail:
     """The part of a schedule drawn bar by bar: its rows, and a time window in ticks.
