@@ -39,6 +39,7 @@ def same(a: TrainingResult, b: TrainingResult) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "changes",

@@ -163,6 +163,7 @@ def test_a_worker_that_fails_at_what_others_can_do_is_taken_out(tmp_path: Path) 
     assert any(f"{out} (OSError" in line.get("warning", "") for line in job.lines)
 
 
+@pytest.mark.chaos
 def test_with_a_console_it_is_the_same_and_the_console_shows_it(undisturbed: LocalJob, tmp_path: Path) -> None:
     settings = {**TINY, "inputs": [(3, 1, 0)], "targets": [(3, 0, 1), (6, 1, 1)]}
     grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", str(ITERATIONS))

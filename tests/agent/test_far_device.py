@@ -25,6 +25,7 @@ def outcome() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("recipe", ["deterministic", "by the host", "ahead of it", "clipped", "fast"])
 def test_a_job_there_trains_to_the_bits_of_the_cpu(recipe: str, outcome: dict[str, Any]) -> None:
     """With a NaN in the second iteration, which all leave out; a hand-over of state, and a roll-back."""

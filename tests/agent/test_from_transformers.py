@@ -309,6 +309,7 @@ def test_a_kill_does_not_show_and_what_is_written_is_read_again(family: str, tmp
             assert all(torch.equal(again[name], value) for name, value in layer.items() if name not in source.cut.tied)
 
 
+@pytest.mark.chaos
 @pytest.mark.usefixtures("models_are_there")
 @pytest.mark.processes
 def test_two_nodes_train_it_by_the_name_of_a_function(tmp_path: Path) -> None:

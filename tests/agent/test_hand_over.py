@@ -57,6 +57,7 @@ def _trained_while_it_came(job: LocalJob, generation: int) -> int:
     return len(before)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     "optimization", [at_length(Optimization()), Optimization(clip_norm=0.5)], ids=["plain", "clipped"]
 )

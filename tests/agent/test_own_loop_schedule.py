@@ -161,6 +161,7 @@ def test_a_step_that_others_took_is_taken_late(tmp_path: Path) -> None:
         assert len(running["W0_0"].ops(7)) > 1
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_who_comes_back_at_once_takes_a_late_step_too(tmp_path: Path) -> None:
     """The only peer that could hand over its state was kept from the step that the other stage has taken."""

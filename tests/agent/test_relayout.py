@@ -225,6 +225,7 @@ def test_a_rank_dies_while_layers_of_several_ranks_move(way: str) -> None:
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize("sharding", ["none", at_length("zero1")])
 def test_layers_that_can_not_be_built_where_they_should_go_stay(tmp_path: Path, sharding: Any) -> None:
@@ -271,6 +272,7 @@ def test_layers_that_one_rank_of_a_worker_can_not_build_stay(tmp_path: Path) -> 
     assert not [line for line in job.lines if "relayout" in line]
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_stage_whose_backward_can_not_be_tried_any_more_keeps_it_whole(tmp_path: Path) -> None:
     """Layers of two kinds of stages meet, and the data are gone on which it would be tried how to split them."""

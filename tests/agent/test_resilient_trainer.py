@@ -170,6 +170,7 @@ def test_a_job_goes_on_from_its_checkpoint_to_the_same_numbers(tmp_path: Path) -
         own_jobs.trainer(optimizer=partial(torch.optim.Adam, lr=0.1), checkpoints=again).fit(iterations=6)
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_with_a_console_the_numbers_are_the_same(tmp_path: Path) -> None:
     """And it is told that the job ended early."""

@@ -284,6 +284,7 @@ def _launch(folder: Path, rank: int, place: tuple[str, ...], name: str = "") -> 
     return launch_node(folder / f"node{rank}{name}.log", *job, *place, *own, *faults)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.chaos)])
 def test_workers_of_a_lost_node_come_back_with_it(lost: int, tmp_path: Path) -> None:
     """Of the one that leads, the other has taken the lead, and goes on with what that one knew."""

@@ -94,6 +94,7 @@ def test_two_ranks_each(tmp_path: Path) -> None:
     assert run.losses == whole.losses and run.final == whole.final
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "options", ["--transport tagged", at_length("--transport ordered"), at_length("--autocast fp16")]
@@ -125,6 +126,7 @@ def test_checkpoints_know_no_shards(whole: tuple[Run, Path], tmp_path: Path) -> 
     assert again.status == 0 and again.final == reference.final, again.errors
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize("options", [ZERO1, at_length(())])
 def test_writers_that_die_with_their_share(options: tuple[str, ...], whole: tuple[Run, Path], tmp_path: Path) -> None:
@@ -174,6 +176,7 @@ def test_whoever_dies_every_checkpoint_has_the_bits_of_its_iteration(
         assert again.status == 0 and (again.final == run.final or "fast" in options), again.errors
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize("back_to", ["checkpoint", at_length("start"), at_length("")])
 def test_shards_that_went_with_both_their_owners(back_to: str, reference: Run, tmp_path: Path) -> None:

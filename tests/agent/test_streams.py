@@ -165,6 +165,7 @@ def test_a_kill_and_a_return_do_not_show(make: Make, prefetch: int) -> None:
     assert [recovery.worker for recovery in result.recoveries] == ["W1_0", "W0_1"]
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("make", "prefetch"),

@@ -175,6 +175,7 @@ def test_what_a_worker_wrote_before_it_crashed_is_there_to_read(server: JobConso
     assert any("nan_model.py" in line for line in written), "the traceback"
 
 
+@pytest.mark.chaos
 def test_a_worker_comes_back_without_anybody_asking_for_it(server: JobConsole, tmp_path: Path) -> None:
     """Its launcher starts it, and the console lets it in as one that somebody has restarted."""
     options = ("--pace", "F=20ms,I=20ms,W=20ms", "--max-restarts", "2", "--restart-delay", "3", "--kill", "W1_1@1:F0")

@@ -93,6 +93,7 @@ def drag(page: Page, plot: Locator, left: float, right: float, down: float = 20)
     page.mouse.up()
 
 
+@pytest.mark.chaos
 def test_files_are_downloaded_and_open(site: Site, page: Page) -> None:
     page.goto(f"{site.root}/schedule?job={site.small}")
     bars(page).first.wait_for()
