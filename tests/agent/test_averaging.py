@@ -53,6 +53,7 @@ def test_it_survives_what_the_parameters_survive(changes: dict[str, Any]) -> Non
     assert same(run(**changes), undisturbed())
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_it_is_in_checkpoints(tmp_path: Path) -> None:
     run(4, checkpoints=Checkpoints(directory=tmp_path, every=2))

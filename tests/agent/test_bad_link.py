@@ -22,6 +22,7 @@ def bad_link(*lost: list[str]) -> NamedWorkload:
     return NamedWorkload("tests.agent.bad_link:BadLink", {"launcher": os.getpid(), "lost": lost, **TINY})
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(200)
 def test_a_link_that_breaks_again_and_again_costs_one_end_of_it() -> None:
     """It may come back, and goes for good when the link is still bad."""

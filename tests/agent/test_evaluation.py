@@ -139,6 +139,7 @@ def plain_layer(layer: int, layers: int) -> nn.Module:
     return module
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("faults", "planning"),
@@ -159,6 +160,7 @@ def test_evaluations_are_the_same_to_the_bit_through_a_kill(faults: Faults, plan
     assert len(heard.of(Recovery)) == 1
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_checkpoint_that_is_due_with_an_evaluation_has_the_step_as_it_was_put_right(tmp_path: Path) -> None:
     """The first step is taken before it is known that it must be clipped; the evaluation after it waits for that."""

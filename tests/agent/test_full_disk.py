@@ -76,6 +76,7 @@ def test_a_model_that_prints_on_a_full_disk_is_not_to_blame(tmp_path: Path) -> N
     assert sorted(text.partition(":")[0] for text in said) == ["W0_0", "W1_0"], "each says it once"
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_what_a_model_prints_is_there_when_the_job_has_ended(tmp_path: Path) -> None:
     """Into a file, where Python writes it in large pieces."""

@@ -25,6 +25,7 @@ def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return _run(tmp_path_factory.mktemp("mixed_layers") / "run.jsonl", "--autocast", "bf16")
 
 
+@pytest.mark.chaos
 def test_bf16_and_moving_buffers_survive_a_death_with_the_same_bits(fault_free: Run, tmp_path: Path) -> None:
     # W1_0 runs forwards that move its buffers, and dies; W0_0 runs them again.
     run = _run(tmp_path / "run.jsonl", "--autocast", "bf16", "--kill", "W1_0@2:I1")

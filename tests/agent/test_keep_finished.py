@@ -53,6 +53,7 @@ def test_a_second_death_while_the_rest_is_done(losses: list[str]) -> None:
     assert job.dead == ["W0_0", "W1_1"]
 
 
+@pytest.mark.chaos
 def test_with_a_validation_that_is_still_out(losses: list[str]) -> None:
     """Clipping: the step before may be put right in the agreement, and then nothing of this iteration counts."""
     kept = LocalJob(

@@ -190,6 +190,7 @@ def test_two_that_return_at_once_both_find_a_place() -> None:
     assert job.losses == fault_free_losses(len(job.losses), **grid)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("victim", ["mover", at_length("W2_1")])
 def test_a_death_during_a_move(victim: str) -> None:
     """Of the worker that moves, or of one on the stage that it leaves."""

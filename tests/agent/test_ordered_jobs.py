@@ -33,6 +33,7 @@ def _ordered(
     return LocalJob(**grid, kills=kills, optimization=optimization, faults=faults, platform=ORDERED).run()
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     "kills", [at_length(()), at_length(("W0_1@2:I1",)), ("W1_0@1:F2", "W0_2@3:R"), at_length(("W1_1@2:O",))]
 )

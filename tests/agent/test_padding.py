@@ -138,6 +138,7 @@ def as_over_nccl(layer: int, layers: int) -> torch.nn.Module:
 AHEAD = Loading(shared=SHARED, collate=SEVERAL, prefetch=2)
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kill", "changes"),

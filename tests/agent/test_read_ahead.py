@@ -56,6 +56,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("changes", "prefetch"),
     [

@@ -207,6 +207,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return fault_free(tmp_path_factory.getbasetemp())
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "faults",

@@ -64,6 +64,7 @@ def test_nothing_is_redone_and_the_bits_stay(monkeypatch: pytest.MonkeyPatch) ->
     assert [i["iteration"] for i in job.iterations] == list(range(len(job.iterations)))
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("victim", [at_length("W1_1"), "W0_1", at_length("W0_0")])
 def test_a_death_while_a_newcomer_enters(victim: str) -> None:
     """Of the newcomer itself, of the peer that hands it the state (with which the stage would be gone, so

@@ -68,6 +68,7 @@ def test_all_of_them() -> None:
     run(suspend)
 
 
+@pytest.mark.chaos
 def test_workers_that_are_woken_later_than_the_launcher() -> None:
     def suspend(job: LocalJob) -> None:
         stop(job)

@@ -133,6 +133,7 @@ def test_a_pipe_with_a_stage_each() -> None:
     assert jobs.net().load_state_dict({**calm.state_dict(0), **calm.state_dict(1)})
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_builders_of_pipeline_stages_are_as_builders_of_modules() -> None:
     given: dict[str, Any] = {"data": jobs.words_data, "loss": nn.functional.mse_loss}
@@ -141,6 +142,7 @@ def test_builders_of_pipeline_stages_are_as_builders_of_modules() -> None:
     same(stages, modules, 2)
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_parts_of_a_whole_model_may_be_cut_in_the_worker() -> None:
     """Made without data, cut by the names of modules, initialized where they train: torchtitan's way."""

@@ -119,6 +119,7 @@ def test_all_tokens_count_the_same(mode: Mode) -> None:
     assert result.evaluations[-1].loss == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kill", "planning", "clip"),

@@ -186,6 +186,7 @@ def large_document(pipelines: int) -> bytes:
     return make_plan(problem, solver="list").to_json().encode()
 
 
+@pytest.mark.chaos
 def test_a_plan_of_more_than_ten_megabytes_is_taken(client: TestClient) -> None:
     """As `openrecycle plan --out` writes one for a thousand workers."""
     document = large_document(32)

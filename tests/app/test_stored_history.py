@@ -125,6 +125,7 @@ def test_what_died_at_an_empty_place_before_it_registered_stays_out(world: World
     assert refused.code == "fenced"
 
 
+@pytest.mark.chaos
 def test_a_place_that_is_filled_again_and_again_takes_no_more_room(world: World) -> None:
     world.begin()
     for _ in range(MOST_RETIRED + 3):

@@ -183,6 +183,7 @@ def test_a_leader_that_stood_still_writes_nothing_any_more(pair: tuple[ConsoleSe
     assert committed(leader, agents) == [0, 1]
 
 
+@pytest.mark.chaos
 def test_when_the_database_drops_everybody_one_of_them_leads_again(
     pair: tuple[ConsoleServer, ConsoleServer], url: str
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_whole_iteration_can_be_made_in_either_direction(backwards: bool) -> N
         assert check(orders.table.schedule(orders.result(made))) == []
 
 
+@pytest.mark.chaos
 def test_machine_code_does_the_same() -> None:
     problem = replace(UNEQUAL, job=Job.uniform(4, 6, 6, durations={"I": 1.1, "transfer": 0.3}))
     orders, schedule = of_list(problem)
