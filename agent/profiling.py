@@ -550,6 +550,9 @@ class _Instant(Transfers):
     def receive(self, kind: str, key: MicroBatch) -> dict[int, Tensor]:
         return {i: tensor.clone() for i, tensor in self._ready[kind].items()}
 
+    def arrived(self, kind: str, key: MicroBatch) -> bool:
+        return True
+
     def begin_reduce(self, tensor: Tensor) -> None:
         return None
 

@@ -262,19 +262,13 @@ def _survive(told: Told, wishes: tuple[str, ...], reference: list[Any]) -> str:
 def hand_over(told: Told) -> Said:
     from openrecycle.agent.config.options import HandOver
 
-    trained: list[int] = []
-
     def on_line(job: Any, line: Any) -> None:
         if "failure" in line and len(job.said("ready")) == 4:
             job.start("W1_1")
-        if "iteration" in line:
-            whole = job.said("formed", generation=3)
-            if "W1_1" not in whole and job.said("adopted", generation=3):
-                trained.append(line["iteration"])
-            if len(whole) == 4 and line["generation"] == 3:
-                at = next(m["iteration"] for _, m in job.messages if m["kind"] == "formed" and m["generation"] == 3)
-                if line["iteration"] >= at + 2:
-                    job.stop()
+        if "iteration" in line and line["living"] == 4 and len(job.said("ready")) > 4:
+            formed = (m for _, m in job.messages if m["kind"] == "formed" and m["generation"] == line["generation"])
+            if line["iteration"] >= next(formed)["iteration"] + 2:
+                job.stop()
 
     job = _job(
         told,
