@@ -388,16 +388,16 @@ class Launcher:
 
     def _turn(self, timeout: float) -> None:
         entries = self._pool.entries
-        pipes = {entry.pipe: entry for entry in entries}
-        sentinels = {entry.process.sentinel: entry for entry in entries}
+        pipes = {entry.pipe: entry for entry in entries if not entry.hung_up}
+        sentinels = [entry.process.sentinel for entry in entries]
         wake = self._coordination.wake_fd
         ready = wait([*pipes, *sentinels, *([wake] if wake is not None else [])], timeout)
         for item in ready:
             if item in pipes:
                 self._read(pipes[item])  # type: ignore[index]
-        for item in ready:
-            if item in sentinels:
-                self._ended(sentinels[item])  # type: ignore[index]
+        for entry in entries:
+            if entry.has_ended(ready):
+                self._ended(entry)
         for event in self._coordination.poll(time.monotonic()):
             if isinstance(event, Deploy):
                 self._deploy(self._kept(event))

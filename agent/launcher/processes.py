@@ -37,7 +37,7 @@ class ProcessHandle(Protocol):
     """What the launcher asks of a worker's process, here (multiprocessing's own) or on another node.
 
     sentinel: becomes readable at its end. exitcode: as multiprocessing has it; None while it runs,
-    and where nobody can know it.
+    and where nobody can know it. is_ending: is its end known already, with its exit code?
     """
 
     @property
@@ -50,6 +50,8 @@ class ProcessHandle(Protocol):
     def sentinel(self) -> int: ...
 
     def is_alive(self) -> bool: ...
+
+    def is_ending(self) -> bool: ...
 
     def join(self, timeout: float | None = None) -> None: ...
 
@@ -137,7 +139,7 @@ class WorkerProcess:
     by a signal. looked_at: when that was asked last.
     op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
     then it is time that it was through with that, whose peers were late, too. plans: that it has. heard: number of its
-    newest message that counts, where its node numbers them. send: takes what is posted; None: it goes to the process at
+    newest message that counts, where its node numbers them. hung_up: its pipe has ended. send: takes what is posted; None: it goes to the process at
     once. elsewhere: on another node?
     """
 
@@ -169,6 +171,7 @@ class WorkerProcess:
     excused_until: float = float("-inf")
     plans: dict[str, None] = field(default_factory=dict)
     heard: int = 0
+    hung_up: bool = False
     send: Callable[[dict[str, Any]], None] | None = None
     _activity: Mapping[int, Activity] = field(default_factory=dict)
 
@@ -207,15 +210,21 @@ class WorkerProcess:
         self.came_from = told["came_from"] and Worker.parse(told["came_from"])
 
     def messages(self) -> Iterator[channel.Message]:
-        """Everything that is in its pipe. Where that has ended, its sentinel tells the rest."""
+        """Everything that is in its pipe. Where that has ended, `has_ended` tells the rest."""
         while True:
             try:
                 if not self.pipe.poll():
                     return
                 message = channel.receive(self.pipe)
             except (EOFError, OSError):
+                self.hung_up = True
                 return
             yield message
+
+    def has_ended(self, ready: Collection[object]) -> bool:
+        """ready: what can be read. A process that has hung up may be known to have ended before its sentinel says it,
+        which is when the system has taken all of it apart."""
+        return self.process.sentinel in ready or (self.hung_up and self.process.is_ending())
 
     def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
         """Of the plans that a deployment names, in order, those that are to be sent with it: the others it has."""

@@ -268,11 +268,12 @@ def reseed(seed: int, device: torch.device) -> None:
 
 
 def reseed_torch(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed, which takes 0.1 ms to visit every kind of accelerator."""
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+    """Of the CPU and of `device`. torch.manual_seed visits every kind of accelerator, and for those that are not there
+    it takes down the stack: 0.1 ms on CPUs, and with a GPU, where it was a third of an iteration, 0.7 ms."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        generators: Any = torch.cuda.default_generators
+        generators[torch.cuda.current_device() if device.index is None else device.index].manual_seed(seed)
 
 
 def parameters_by_layer(module: nn.Module) -> Sequence[list[nn.Parameter]]:

@@ -132,6 +132,9 @@ class RemoteProcess:
     def is_alive(self) -> bool:
         return not self._over.is_set()
 
+    def is_ending(self) -> bool:
+        return self._over.is_set()
+
     def join(self, timeout: float | None = None) -> None:
         self._over.wait(timeout)
 

@@ -284,17 +284,16 @@ class NodeServer:
         stood_still = int(1e9 * self._lag.late(MOST_OF_A_TURN))
         self._heard_at = min(time.monotonic_ns(), self._heard_at + stood_still)
         frames = self._frames
-        pipes = {entry.pipe: incarnation for incarnation, entry in self._entries.items()}
-        sentinels = {entry.process.sentinel: incarnation for incarnation, entry in self._entries.items()}
+        pipes = {entry.pipe: incarnation for incarnation, entry in self._entries.items() if not entry.hung_up}
+        sentinels = [entry.process.sentinel for entry in self._entries.values()]
         timeout = 0.5 if frames is not None and self._search is None else 0.02
         connections = [] if frames is None else [frames.fileno()]
         ready = wait([*connections, *pipes, *sentinels], 0.0 if frames is not None and frames.waiting else timeout)
         for item in ready:
             if item in pipes:
                 self._pass_on(pipes[item])  # type: ignore[index]
-        for item in ready:
-            if item in sentinels:
-                self._ended(sentinels[item])  # type: ignore[index]
+        for incarnation in [one for one, entry in self._entries.items() if entry.has_ended(ready)]:
+            self._ended(incarnation)
         if frames is None or frames is not self._frames:
             return
         try:

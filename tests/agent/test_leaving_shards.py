@@ -34,6 +34,9 @@ class _Process:
     def is_alive(self) -> bool:
         return False
 
+    def is_ending(self) -> bool:
+        return False
+
 
 @dataclass
 class _Pool:

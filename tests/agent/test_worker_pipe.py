@@ -33,6 +33,9 @@ class Ended:
     def is_alive(self) -> bool:
         return False
 
+    def is_ending(self) -> bool:
+        return True
+
     def join(self, timeout: float | None = None) -> None: ...
 
     def kill(self) -> None: ...

@@ -1,0 +1,71 @@
+"""A process that was killed and is not all gone yet, as one with a CUDA context is for 0.4 s, is known to be dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from typing import Any
+
+import pytest
+
+from openrecycle.forking import exit_status
+from tests.agent.launches import warm
+from tests.agent.local_jobs import LocalJob
+
+pytestmark = pytest.mark.processes
+
+_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+
+
+def _forked(code: int) -> int:
+    pid = os.fork()
+    if not pid:
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return pid
+
+
+@pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL])
+def test_how_a_process_has_ended_is_known_before_it_is_waited_for(code: int) -> None:
+    pid = _forked(code)
+    try:
+        assert exit_status(pid) == code
+    finally:
+        os.waitpid(pid, 0)
+    assert exit_status(pid) is None
+
+
+def test_of_one_that_runs_nothing_is_known() -> None:
+    assert exit_status(os.getpid()) is None
+
+
+@pytest.fixture
+def server() -> Iterator[int]:
+    """That all workers are forked from, and that waits for them."""
+    warm()
+    pid = _SERVER._forkserver_pid
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_survivors_go_on_while_the_dead_one_is_taken_apart(server: int) -> None:
+    def on_line(job: LocalJob, line: dict[str, Any]) -> None:
+        if line.get("iteration") == 1:
+            os.kill(server, signal.SIGSTOP)  # nobody sees its children end
+            job.signal("W1_1", signal.SIGKILL)
+        elif "failure" in line:
+            os.kill(server, signal.SIGCONT)
+        elif "iteration" in line and line["living"] == 5:
+            job.stop()
+
+    job = LocalJob(on_line=on_line, iterations=500, grace=10.0)
+    job.run()
+    assert job.dead == ["W1_1"]
+    assert job.iterations[-1]["generation"] == 2
+    assert not [line for line in job.lines if "warning" in line]
