@@ -14,7 +14,8 @@ from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 _SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
 _READING = threading.Lock()
@@ -45,25 +46,23 @@ def exit_status(pid: int) -> int | None:
     taking it apart: with a CUDA context that takes 0.4 s (H100), in which its connections are closed already. None: it
     runs, or that can't be known."""
     try:
-        flags, code = _of_task(f"/proc/{pid}/stat")
+        about = Path(f"/proc/{pid}")
+        flags, code = _of_task(about)
         # The first thread may have ended alone.
-        if not flags & _EXITING or not all(
-            _of_task(f"/proc/{pid}/task/{task}/stat")[0] & _EXITING for task in os.listdir(f"/proc/{pid}/task")
-        ):
+        if not flags & _EXITING or not all(_of_task(task)[0] & _EXITING for task in (about / "task").iterdir()):
             return None
         return os.waitstatus_to_exitcode(code)
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _of_task(path: str) -> tuple[int, int]:
+def _of_task(about: Path) -> tuple[int, int]:
     """(flags, exit code)"""
-    with open(path) as file:
-        fields = file.read().rpartition(")")[2].split()
+    fields = (about / "stat").read_text().rpartition(")")[2].split()
     return int(fields[6]), int(fields[49])
 
 
-class _Process(ForkServerProcess):
+class ForkedProcess(ForkServerProcess):
     _popen: _Popen
 
     @staticmethod
@@ -75,14 +74,16 @@ class _Process(ForkServerProcess):
         return self._popen.is_ending()
 
 
-class _Context(ForkServerContext):
-    Process = _Process
+class ForkContext(ForkServerContext):
+    """multiprocessing's own, with processes whose end is known sooner."""
+
+    Process: ClassVar[type[ForkedProcess]] = ForkedProcess
 
 
-_CONTEXT = _Context()
+_CONTEXT = ForkContext()
 
 
-def fork_context(preload: Sequence[str] = ()) -> ForkServerContext:
+def fork_context(preload: Sequence[str] = ()) -> ForkContext:
     """What starts them. preload: modules that the server imports, where none runs yet. In a process that is itself
     forked from one of ours, that one serves."""
     if _SERVER._forkserver_pid is not None:
@@ -95,7 +96,7 @@ def fork_context(preload: Sequence[str] = ()) -> ForkServerContext:
     return _CONTEXT
 
 
-def start_server(preload: Sequence[str], without: Sequence[str] = (), *, safe_path: bool = False) -> ForkServerContext:
+def start_server(preload: Sequence[str], without: Sequence[str] = (), *, safe_path: bool = False) -> ForkContext:
     """Starts the server, unless it runs; it imports `preload` while the caller goes on. without: environment variables
     that it, and with it all processes, does not get. safe_path: it imports nothing from the current folder. Raises
     OSError."""

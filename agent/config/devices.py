@@ -10,6 +10,7 @@ one.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 from collections.abc import Mapping
@@ -122,8 +123,8 @@ class Platform(OptionGroup):
         gpus = int(cuda.device_count())
         if gpus >= workers:
             return ""
-        if over_nccl and cuda.nccl.version()[:2] < SHARING_NCCL:
-            have, need = (".".join(map(str, v)) for v in (cuda.nccl.version(), SHARING_NCCL))
+        if over_nccl and nccl_version()[:2] < SHARING_NCCL:
+            have, need = (".".join(map(str, v)) for v in (nccl_version(), SHARING_NCCL))
             raise self.refuse(
                 "device",
                 f"a GPU for each of the {workers} ranks on this node, which has {gpus}: NCCL {have} takes no two "
@@ -176,8 +177,24 @@ def kind_number(device: torch.device) -> int:
 
     cuda: Any = torch.cuda
     cudnn: Any = torch.backends.cudnn
-    nccl = cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
-    return seed_for(cuda.get_device_name(device), str(torch.version.cuda), *nccl, cudnn.version())
+    return seed_for(cuda.get_device_name(device), str(torch.version.cuda), *nccl_version(), cudnn.version())
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the one that is loaded: torch says which one it was built with, also where another was installed since.
+    Nothing where there is none."""
+    import torch
+    import torch.distributed
+
+    if not torch.distributed.is_nccl_available():
+        return ()
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW).ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # it is a part of torch's own library
+        cuda: Any = torch.cuda
+        return tuple(cuda.nccl.version())
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 def on_device(value: Any, device: torch.device) -> Any:

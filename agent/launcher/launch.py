@@ -395,9 +395,9 @@ class Launcher:
         for item in ready:
             if item in pipes:
                 self._read(pipes[item])  # type: ignore[index]
-        for entry in entries:
-            if entry.has_ended(ready):
-                self._ended(entry)
+        for one in entries:
+            if one.has_ended(ready):
+                self._ended(one)
         for event in self._coordination.poll(time.monotonic()):
             if isinstance(event, Deploy):
                 self._deploy(self._kept(event))

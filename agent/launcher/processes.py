@@ -139,8 +139,8 @@ class WorkerProcess:
     by a signal. looked_at: when that was asked last.
     op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
     then it is time that it was through with that, whose peers were late, too. plans: that it has. heard: number of its
-    newest message that counts, where its node numbers them. hung_up: its pipe has ended. send: takes what is posted; None: it goes to the process at
-    once. elsewhere: on another node?
+    newest message that counts, where its node numbers them. hung_up: its pipe has ended. send: takes what is posted;
+    None: it goes to the process at once. elsewhere: on another node?
     """
 
     elsewhere: ClassVar[bool] = False

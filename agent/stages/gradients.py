@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import Mode
+from openrecycle.agent.stages.kernels import add_in_torch, fused_add
 from openrecycle.planner.plans.schedule import MicroBatch
 
 GRID_BITS = 50
@@ -40,6 +41,8 @@ MOST_GRADIENT = 2.0 ** (62 - GRID_BITS)
 # Elements handled at a time: large enough to amortise the calls, small enough to stay in a core's cache; and on other
 # devices, where that matters less, to need little memory beside the sums.
 _CHUNK, _CHUNK_THERE = 1 << 17, 1 << 24
+# The kernel takes its scale in fp32.
+_MOST_FUSED = 2.0**100
 BUCKET_BYTES = 25 << 20
 """Of sums that are reduced at a time, as in DistributedDataParallel."""
 # Of each parameter, from its beginning. Below torch's grain of intra-op parallelism, so that a norm does not depend on
@@ -116,6 +119,7 @@ class GradientSum:
         usual = 1.0 if nominal is None else min(1.0, max(nominal / max(1, terms), 2.0**-900))
         self._weight_scale = _WEIGHT_SCALE * 2.0 ** -math.floor(math.log2(usual))
         self._chunk = _CHUNK if device.type == "cpu" else _CHUNK_THERE
+        self._fused = fused_add(device) if self._buffer.dtype == torch.int64 else None
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._gradients: dict[torch.dtype, Tensor] = {}
         self._temporaries: dict[tuple[torch.dtype, int], Tensor] = {}
@@ -405,20 +409,21 @@ class GradientSum:
         self._read = None  # a term may be rejected
         # Scaling by a power of two is exact in fp32 and bf16 (fp16 lacks the range).
         wide, scale = torch.float64 if term.dtype == torch.float64 else torch.float32, _SCALE * factor
+        if self._fused is not None and scale < _MOST_FUSED:
+            self._fused(target, term, self._buffer[_REJECTED], scale, self._limit)
+            return
         for into, part in zip(_chunks(target, self._chunk), _chunks(term, self._chunk), strict=True):
             scaled = self._temporary(wide, part.numel())
+            if part.device.type != "cpu":
+                whole = self._temporary(torch.int64, part.numel())
+                add_in_torch(into, part, self._buffer[_REJECTED], scale, self._limit, scaled, whole)
+                continue
             if part.dtype == wide:
                 torch.mul(part, scale, out=scaled)
             else:
                 scaled.copy_(part).mul_(scale)
             low, high = torch.aminmax(scaled)
             # Written so that NaN fails it too.
-            if part.device.type != "cpu":
-                # The same without waiting for the device's answer: a misfit is counted, and times 0.
-                fits = ((-self._limit < low) & (high < self._limit)).to(torch.int64)
-                self._buffer[_REJECTED].add_(1 - fits)
-                into.addcmul_(self._temporary(torch.int64, part.numel()).copy_(scaled.round_()), fits)
-                continue
             if not (-self._limit < low.item() and high.item() < self._limit):
                 self._buffer[_REJECTED] += 1
                 return

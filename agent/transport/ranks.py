@@ -126,21 +126,22 @@ class Connections:
     def cancel(self) -> None:
         """Makes every wait in them fail within milliseconds. From any thread."""
         self.cancelled = True
-        if self._nccl is not None:
-            # First: whoever sees a collective end because of the abort must see that, too.
-            self.aborted = True
-            # Aside: whoever cancels hears the launcher's news, and must not wait here.
-            threading.Thread(target=self.halt, name="abort-ranks", daemon=True).start()
+        self.halt()
         wake(self._gloo, (other for other in range(self._size) if other != self._rank))
 
     def halt(self) -> None:
-        """Ends what is under way on a GPU, and goes on there with nothing. From any thread."""
+        """Ends what is under way on a GPU, and goes on there with nothing. Returns at once. From any thread."""
+        # First: whoever sees a collective end because of the abort must see that, too.
         self.aborted = True
         with self._aborting:
             nccl, self._to_abort = self._to_abort, None
-            if nccl is not None:
-                with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
-                    nccl.abort()
+        if nccl is not None:
+            threading.Thread(target=_abort, args=(nccl,), name="abort-ranks", daemon=True).start()
+
+
+def _abort(nccl: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
+        nccl.abort()
 
 
 class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]

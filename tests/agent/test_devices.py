@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -257,6 +258,13 @@ class _Backend:
         self.aborted += 1
 
 
+def _joined(name: str) -> None:
+    """Threads of this name have ended."""
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(10.0)
+
+
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     backend: Any = type("Backend", (_Backend,), {"Options": SimpleNamespace})
@@ -292,7 +300,15 @@ def test_all_groups_are_ended_before_one_is_waited_for(group: Any, monkeypatch: 
     others = [groups.NcclGroup(None, "x", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(), CPU) for _ in range(2)]
     seen: list[int] = []
     every: list[Any] = [group, *others]
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(sum(g._group.aborted for g in every)))
+
+    def synchronize(device: torch.device) -> None:
+        """Returns when no kernel of any group runs."""
+        deadline = time.monotonic() + 10.0
+        while sum(g._group.aborted for g in every) < 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        seen.append(sum(g._group.aborted for g in every))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     halt_all(every)
     assert seen == [3, 3, 3]
 
@@ -317,6 +333,7 @@ def test_what_an_abort_ends_is_no_data(group: Any) -> None:
     assert not group._group.works[0].joined and len(group._group.works) == 1
     group.halt()
     group.halt()
+    _joined("abort-group")
     assert group._group.aborted == 1, "an aborted communicator must not be aborted again"
 
 

@@ -38,6 +38,7 @@ LIMITS = {
     "sharded": 60,
     "ranks": 120,
     "command": 60,
+    "sums": 60,
     "profile": 75,
     "speed": 75,
 }

@@ -64,18 +64,24 @@ def environment(told: Told) -> Said:
     cuda: Any = torch.cuda
     cudnn: Any = torch.backends.cudnn
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    if missing:
+        raise CheckFailed(f"{versions}; not installed: {', '.join(missing)}")
     if told.on_gpu:
         if not cuda.is_available():
             raise CheckFailed(f"{versions}: no GPU that torch can use")
         what = cuda.get_device_properties(0)
-        nccl = ".".join(map(str, cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+        nccl = ".".join(map(str, _nccl_version())) or "none"
         versions += f", CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN {cudnn.version()}"
         versions += f", {cuda.device_count()} × {what.name}, {what.total_memory / 2**30:.0f} GiB"
         if float(torch.ones(64, 64, device="cuda").matmul(torch.ones(64, 64, device="cuda")).sum()) != 64.0**3:
             raise CheckFailed(f"{versions}: a product of matrices is wrong")
-    if missing:
-        raise CheckFailed(f"{versions}; not installed: {', '.join(missing)}")
     return versions, ""
+
+
+def _nccl_version() -> tuple[int, ...]:
+    from openrecycle.agent.config.devices import nccl_version
+
+    return nccl_version()
 
 
 def fork(told: Told) -> Said:
@@ -376,6 +382,26 @@ def _sizes(told: Told) -> dict[str, Any]:
     return {"width": 32, "heads": 2, "sequence": 16, "batch": 2, "layers": 2, "dropout": 0.0}
 
 
+def sums(told: Told) -> Said:
+    """A term is added to a sum of gradients in one kernel, to the bits that torch's own operations give."""
+    from openrecycle.agent.stages.kernels import add_in_torch, fused_add
+
+    device = torch.device(told.device, 0) if told.on_gpu else torch.device("cpu")
+    begun = time.monotonic()
+    fused = fused_add(device)
+    took = time.monotonic() - begun
+    total, term = (torch.zeros(1 << 22, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    rejected, scratch = torch.zeros(1, dtype=torch.int64, device=device), (torch.empty_like(term), total.clone())
+    eager = _median_seconds(lambda: add_in_torch(total, term, rejected, 2.0**50, 2.0**60, *scratch), device)
+    figure = f"4 M elements: {_ms(eager)} in torch"
+    if fused is None:
+        if told.on_gpu:
+            raise CheckFailed("there is no kernel; the log says why")
+        return figure, ""
+    own = _median_seconds(lambda: fused(total, term, rejected, 2.0**50, 2.0**60), device)
+    return f"{figure}, {_ms(own)} in one kernel", f"the same bits; made and compared in {took:.1f} s"
+
+
 def profile(told: Told) -> Said:
     bench, _, device = _bench(told, "deterministic", 2)
     rounds = [bench.round() for _ in range(8)][2:]
@@ -483,6 +509,7 @@ CHECKS: dict[str, Callable[[Told], Said]] = {
     "sharded": sharded,
     "ranks": ranks,
     "command": command,
+    "sums": sums,
     "profile": profile,
     "speed": speed,
 }

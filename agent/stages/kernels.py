@@ -1,0 +1,76 @@
+"""Adds a term to a GradientSum on a GPU in one kernel, where torch's own operations take eleven and read it five times.
+
+By Triton, which CUDA builds of torch bring with them; it needs a C compiler when it is first used. Where it is not
+there, or does not do what it should, torch's operations are used: both give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Add = Callable[[Tensor, Tensor, Tensor, float, float], None]
+"""Of (sums, term, rejected, scale, limit), as `add_in_torch`."""
+
+
+def add_in_torch(
+    sums: Tensor, term: Tensor, rejected: Tensor, scale: float, limit: float, scaled: Tensor, whole: Tensor
+) -> None:
+    """sums += round(term * scale), both flat; sums and rejected: int64. With an element that is not below `limit`, or
+    no number, rejected (of one element) grows, and the sums mean nothing. Waits for no answer of the device. scaled,
+    whole: scratch memory as large as the term, in fp32 (fp64 where the term is) and int64."""
+    if term.dtype == scaled.dtype:
+        torch.mul(term, scale, out=scaled)
+    else:
+        scaled.copy_(term).mul_(scale)
+    low, high = torch.aminmax(scaled)
+    # Written so that NaN fails it too.
+    fits = ((-limit < low) & (high < limit)).to(torch.int64)
+    rejected.add_(1 - fits)
+    sums.addcmul_(whole.copy_(scaled.round_()), fits)
+
+
+@functools.cache
+def fused_add(device: torch.device) -> Add | None:
+    """None where there is none. Tried once, on numbers of every kind."""
+    if device.type != "cuda":
+        return None
+    try:
+        from openrecycle.agent.stages.triton_add import add
+
+        if _as_torch_does(add, device):
+            return add
+        why = "what it computes differs"
+    except Exception as error:  # of a library that may fail in any way, and is not needed
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    log.warning("gradients are summed without Triton, which takes longer: %s", why)
+    return None
+
+
+def _as_torch_does(add: Add, device: torch.device) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    limit = 2.0**58
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        # Down to what rounds to 0, halves that go to the even one, and, at the end, what is rejected.
+        numbers = torch.randn(5000, generator=generator, dtype=torch.float64)
+        numbers *= 2.0 ** torch.randint(-60, 5, (5000,), generator=generator)
+        numbers[:64] = torch.arange(-32, 32) * 2.0**-51
+        for last in (0.0, float("nan"), float("inf"), -(2.0**13)):
+            numbers[-1] = last
+            term = numbers.to(device, dtype)
+            before = torch.randint(-(2**60), 2**60, (5000,), generator=generator).to(device)
+            mine, theirs = ((before.clone(), torch.zeros(1, dtype=torch.int64, device=device)) for _ in range(2))
+            scratch = torch.empty_like(term, dtype=wide), torch.empty_like(before)
+            add(mine[0], term, mine[1], 2.0**50, limit)
+            add_in_torch(theirs[0], term, theirs[1], 2.0**50, limit, *scratch)
+            refused = bool(theirs[1])
+            if refused != bool(mine[1]) or not (refused or torch.equal(mine[0], theirs[0])):
+                return False
+    return True

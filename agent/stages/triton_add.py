@@ -1,0 +1,40 @@
+"""The kernel of agent.stages.kernels, in Triton. It is a file of its own since Triton reads its source, and is imported
+where a GPU is alone."""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]
+def _add(sums, term, rejected, size, scale, limit, WIDE: tl.constexpr, ONES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    # By a power of two, so exact.
+    x = tl.load(term + places, mask=inside, other=0.0).to(WIDE) * scale
+    fits = (x > -limit) & (x < limit)  # NaN does not
+    x = tl.where(fits, x, 0.0)
+    # To the nearest whole number, halves to the even one: from ONES on there are no fractions.
+    size_of = tl.abs(x)
+    whole = (size_of + ONES) - ONES
+    x = tl.where(size_of < ONES, tl.where(x < 0, -whole, whole), x)
+    before = tl.load(sums + places, mask=inside, other=0)
+    tl.store(sums + places, before + x.to(tl.int64), mask=inside)
+    misfits = tl.sum((inside & (fits == 0)).to(tl.int64), axis=0)
+    if misfits > 0:
+        tl.atomic_add(rejected, misfits)
+
+
+def add(sums: Tensor, term: Tensor, rejected: Tensor, scale: float, limit: float) -> None:
+    """As agent.stages.kernels.add_in_torch; all on one GPU, sums and term contiguous."""
+    size, wide = term.numel(), term.element_size() == 8
+    _add[(triton.cdiv(size, _BLOCK),)](
+        *(sums, term, rejected, size, scale, limit),
+        WIDE=tl.float64 if wide else tl.float32,
+        ONES=2.0**52 if wide else 2.0**23,
+        BLOCK=_BLOCK,
+    )
