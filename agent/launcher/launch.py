@@ -30,7 +30,7 @@ from openrecycle.agent.coordination.launcher import (
     ProcessFenced,
 )
 from openrecycle.agent.launcher import bad_samples, restarts
-from openrecycle.agent.launcher.processes import ProcessPool, Spares, WorkerProcess, preload
+from openrecycle.agent.launcher.processes import LOOK_SECONDS, ProcessPool, Spares, WorkerProcess, preload
 from openrecycle.agent.launcher.record import (
     DataWait,
     DivergedError,
@@ -388,6 +388,8 @@ class Launcher:
 
     def _turn(self, timeout: float) -> None:
         entries = self._pool.entries
+        if any(entry.lingers for entry in entries):
+            timeout = min(timeout, LOOK_SECONDS)
         pipes = {entry.pipe: entry for entry in entries if not entry.hung_up}
         sentinels = [entry.process.sentinel for entry in entries]
         wake = self._coordination.wake_fd

@@ -65,6 +65,9 @@ KILLED_SECONDS = 5.0
 END_SECONDS = 1.0
 """For rank 0 of a silent worker to end once it is told to."""
 
+LOOK_SECONDS = 0.02
+"""So often it is looked whether processes that linger have ended; it takes 15 µs for each."""
+
 RankOf = tuple[str, int]
 """A rank of a worker: (incarnation, number)."""
 
@@ -139,8 +142,9 @@ class WorkerProcess:
     by a signal. looked_at: when that was asked last.
     op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
     then it is time that it was through with that, whose peers were late, too. plans: that it has. heard: number of its
-    newest message that counts, where its node numbers them. hung_up: its pipe has ended. send: takes what is posted;
-    None: it goes to the process at once. elsewhere: on another node?
+    newest message that counts, where its node numbers them. hung_up: its pipe has ended. lingers: it has a CUDA
+    context, which the system takes apart before it closes the pipe (0.4 s on an H100, seconds on a busy one). send:
+    takes what is posted; None: it goes to the process at once. elsewhere: on another node?
     """
 
     elsewhere: ClassVar[bool] = False
@@ -172,6 +176,7 @@ class WorkerProcess:
     plans: dict[str, None] = field(default_factory=dict)
     heard: int = 0
     hung_up: bool = False
+    lingers: bool = False
     send: Callable[[dict[str, Any]], None] | None = None
     _activity: Mapping[int, Activity] = field(default_factory=dict)
 
@@ -222,9 +227,9 @@ class WorkerProcess:
             yield message
 
     def has_ended(self, ready: Collection[object]) -> bool:
-        """ready: what can be read. A process that has hung up may be known to have ended before its sentinel says it,
-        which is when the system has taken all of it apart."""
-        return self.process.sentinel in ready or (self.hung_up and self.process.is_ending())
+        """ready: what can be read. That a process ends may be known before its sentinel says it, which is when the
+        system has taken all of it apart."""
+        return self.process.sentinel in ready or ((self.hung_up or self.lingers) and self.process.is_ending())
 
     def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
         """Of the plans that a deployment names, in order, those that are to be sent with it: the others it has."""
@@ -399,6 +404,7 @@ class ProcessPool:
             slots=slots,
             siblings=tuple(siblings),
             meeting=meeting,
+            lingers=getattr(spec, "on_gpu", False),
         )
         entry.made_of = spares.ranks if spares is not None else self._fill(self.node_of(entry), slots)
         channel.follow(entry.outbox.get, lambda message: channel.send(ours, **message), name=f"to-{worker}")

@@ -19,7 +19,7 @@ from typing import Any
 from openrecycle.agent.config.devices import memory_limit
 from openrecycle.agent.config.options import ALIVE_SECONDS
 from openrecycle.agent.launcher.launch import Takeover
-from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, WorkerProcess, preload
+from openrecycle.agent.launcher.processes import LOOK_SECONDS, ProcessPool, SpareRanks, WorkerProcess, preload
 from openrecycle.agent.launcher.record import REMEMBERED
 from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
@@ -287,6 +287,8 @@ class NodeServer:
         pipes = {entry.pipe: incarnation for incarnation, entry in self._entries.items() if not entry.hung_up}
         sentinels = [entry.process.sentinel for entry in self._entries.values()]
         timeout = 0.5 if frames is not None and self._search is None else 0.02
+        if any(entry.lingers for entry in self._entries.values()):
+            timeout = min(timeout, LOOK_SECONDS)
         connections = [] if frames is None else [frames.fileno()]
         ready = wait([*connections, *pipes, *sentinels], 0.0 if frames is not None and frames.waiting else timeout)
         for item in ready:

@@ -70,6 +70,10 @@ class WorkerSpec:
     def ranks(self) -> int:
         return self.run.options.platform.ranks_per_worker
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.run.options.platform.device == "cuda"
+
 
 # -- what a node is told of a worker to start ---------------------------------------------------
 

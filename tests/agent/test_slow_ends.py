@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from openrecycle.forking import exit_status
+from openrecycle.agent.launcher.processes import WorkerProcess
+from openrecycle.forking import exit_status, fork_context
+from openrecycle.planner.jobs.job import Worker
 from tests.agent.launches import warm
 from tests.agent.local_jobs import LocalJob
 
@@ -52,6 +57,28 @@ def server() -> Iterator[int]:
         yield pid
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("lingers", [True, False])
+def test_one_that_lingers_is_looked_at_before_its_pipe_ends(server: int, lingers: bool) -> None:
+    process = fork_context().Process(target=time.sleep, args=(600.0,), daemon=True)
+    process.start()
+    ours, _theirs = multiprocessing.Pipe()  # whose other end stays open
+    entry = WorkerProcess(Worker(0, 0), "first", process, ours, 0.0, lingers=lingers)
+    assert not entry.has_ended([])
+    os.kill(server, signal.SIGSTOP)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    stat = Path(f"/proc/{process.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.001)
+    assert entry.has_ended([]) is lingers
+    if lingers:
+        entry.join()
+        assert process.exitcode == -signal.SIGKILL
+    os.kill(server, signal.SIGCONT)
+    process.join(60.0)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_survivors_go_on_while_the_dead_one_is_taken_apart(server: int) -> None:
