@@ -3,8 +3,7 @@
 Randomness belongs to the micro-batch, never to the worker that happens to run it (`seed_for`). torch is imported only
 where a function needs it.
 
-The CUDA path has been run on no GPU yet: see agent.transport.group. `python -m tests.gpu` runs it on a machine with
-one.
+The CUDA path has been run on one GPU, by several workers: see agent.transport.group. `python -m tests.gpu` runs it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ is a gradient element of about 4096 in the usual scale, MOST_GRADIENT). A larger
 iteration with a spike of that size is not stepped, just as one with a NaN. A scale per parameter
 would widen this only for jobs whose training is lost anyway, so there is none. A loss may have 2**40 times as much.
 
-Measured on CPUs only. On another device a term out of range is counted there, and nobody waits for it.
+On a GPU a term out of range is counted there, and nobody waits for it.
 """
 
 from __future__ import annotations

