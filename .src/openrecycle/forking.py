@@ -47,19 +47,21 @@ def exit_status(pid: int) -> int | None:
     runs, or that can't be known."""
     try:
         about = Path(f"/proc/{pid}")
-        flags, code = _of_task(about)
+        state, flags, code = _of_task(about)
         # The first thread may have ended alone.
-        if not flags & _EXITING or not all(_of_task(task)[0] & _EXITING for task in (about / "task").iterdir()):
+        if not flags & _EXITING or not all(_of_task(task)[1] & _EXITING for task in (about / "task").iterdir()):
             return None
+        if code == 0 and state != "Z":
+            return None  # it may not be written yet
         return os.waitstatus_to_exitcode(code)
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _of_task(about: Path) -> tuple[int, int]:
-    """(flags, exit code)"""
+def _of_task(about: Path) -> tuple[str, int, int]:
+    """(state, flags, exit code)"""
     fields = (about / "stat").read_text().rpartition(")")[2].split()
-    return int(fields[6]), int(fields[49])
+    return fields[0], int(fields[6]), int(fields[49])
 
 
 class ForkedProcess(ForkServerProcess):

@@ -57,6 +57,11 @@ CUDA_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # Nor is anything to be written when an operation is ended, as at every death.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # An error of the device is told by the op that meets it; torch's would end the process before that is said.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # All of a communicator is connected when it is made, and nothing with the first sum that is large: to connect is
+    # to wait for the others, in an op that they may wait for.
+    "NCCL_RUNTIME_CONNECT": "0",
     # Each stream has a queue of its own, so that a kernel that waits for a peer holds up no other's.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # cuBLAS gives the same bits again only with a workspace of fixed size.

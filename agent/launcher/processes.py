@@ -229,6 +229,8 @@ class WorkerProcess:
     def has_ended(self, ready: Collection[object]) -> bool:
         """ready: what can be read. That a process ends may be known before its sentinel says it, which is when the
         system has taken all of it apart."""
+        if self.lingers and not self.asked and any(process.is_ending() for process in self.siblings):
+            self.end()  # the others hear of it only when the connections to that one are closed
         return self.process.sentinel in ready or ((self.hung_up or self.lingers) and self.process.is_ending())
 
     def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
@@ -304,7 +306,8 @@ def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:
     """Returns when all have ended, or after so long."""
     deadline = time.monotonic() + seconds
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+        while not process.is_ending() and (left := deadline - time.monotonic()) > 0:
+            process.join(min(left, LOOK_SECONDS))
 
 
 def spare_of(codes: Sequence[int | None]) -> tuple[int, ...]:

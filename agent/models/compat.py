@@ -206,6 +206,9 @@ def nccl_group(store: Any, rank: int, size: int, *, timeout: timedelta) -> Any:
     messages of different pairs wait for each other."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
+    # Streams come from two pools of 32, in turn. In that of usual ones a communicator would soon get the stream on
+    # which data are brought to the GPU: they would wait for a message that waits for them.
+    options.is_high_priority_stream = True
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
@@ -214,8 +217,12 @@ def failure_of(work: Any) -> BaseException | None:
     failed one of NCCL's counts as completed, and no wait says it."""
     try:
         found: BaseException | None = work.exception()
+    except torch.AcceleratorError:
+        raise  # the device has failed, and no peer
     except RuntimeError as error:
         return error
+    if isinstance(found, torch.AcceleratorError):
+        raise found
     return found
 
 

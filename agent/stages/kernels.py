@@ -64,7 +64,7 @@ def _as_torch_does(add: Add, device: torch.device) -> bool:
         numbers[:64] = torch.arange(-32, 32) * 2.0**-51
         for last in (0.0, float("nan"), float("inf"), -(2.0**13)):
             numbers[-1] = last
-            term = numbers.to(device, dtype)
+            term = numbers.to(device, dtype).repeat_interleave(2)[::2]  # with strides
             before = torch.randint(-(2**60), 2**60, (5000,), generator=generator).to(device)
             mine, theirs = ((before.clone(), torch.zeros(1, dtype=torch.int64, device=device)) for _ in range(2))
             scratch = torch.empty_like(term, dtype=wide), torch.empty_like(before)

@@ -7,10 +7,12 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
+# One kernel for each type, whatever memory it is given: the first use of another one would load it, and that may wait
+# for a kernel that waits for a peer.
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["sums", "term", "rejected", "size"])  # type: ignore[untyped-decorator]
 def _add(sums, term, rejected, size, scale, limit, WIDE: tl.constexpr, ONES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
@@ -30,7 +32,8 @@ def _add(sums, term, rejected, size, scale, limit, WIDE: tl.constexpr, ONES: tl.
 
 
 def add(sums: Tensor, term: Tensor, rejected: Tensor, scale: float, limit: float) -> None:
-    """As agent.stages.kernels.add_in_torch; all on one GPU, sums and term contiguous."""
+    """As agent.stages.kernels.add_in_torch; all on one GPU, sums contiguous."""
+    term = term.contiguous()  # one of a parameter of one dimension may have strides
     size, wide = term.numel(), term.element_size() == 8
     _add[(triton.cdiv(size, _BLOCK),)](
         *(sums, term, rejected, size, scale, limit),

@@ -635,6 +635,8 @@ class NcclPending:
     def _completed(self) -> bool:
         try:
             return bool(self._work.is_completed())
+        except torch.AcceleratorError:
+            raise  # the device has failed, and no peer
         except RuntimeError as error:
             raise TransferError(first_line(error), self._peer) from None
 
@@ -642,6 +644,8 @@ class NcclPending:
         """Orders the caller's stream behind the group's, which is a formality by now."""
         try:
             self._work.wait()
+        except torch.AcceleratorError:
+            raise
         except RuntimeError as error:
             raise TransferError(first_line(error), self._peer) from None
 
@@ -714,6 +718,8 @@ class NcclGroup(Group):
             raise TransferError("the group was cancelled")
         try:
             work = operation()
+        except torch.AcceleratorError:
+            raise
         except RuntimeError as error:
             raise TransferError(first_line(error), peer) from None
         return NcclPending(work, tensor, seconds, self._cancelled.is_set, peer)

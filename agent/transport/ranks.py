@@ -377,6 +377,8 @@ class Ranks:
             made.add_nccl(dist.PrefixStore("nccl", store), self._device)
         with self._lock:
             before = getattr(self._group, "connections", None)
+            if before is not None:
+                before.halt()  # its destructor would do that, in this thread
             self._group.connections = made
             self._outlived = [old for old in (*self._outlived, before) if old is not None and _has_unended(old)]
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from openrecycle.agent.config.devices import on_device
 from openrecycle.agent.models.layers import StageOutput, TensorSpec
 from openrecycle.agent.transport.group import Group, PendingTransfer, halt_all
 from openrecycle.planner.jobs.job import Job, Worker
@@ -282,7 +283,7 @@ def _flat(
         there[: flat[i].numel()] = flat[i]
         flat[i] = there
     device = next(iter(flat.values())).device
-    return flat | {shapes_at: torch.tensor(sizes, dtype=torch.int64, device=device)}
+    return flat | {shapes_at: on_device(torch.tensor(sizes, dtype=torch.int64), device)}
 
 
 def _shaped(arrived: dict[int, Tensor], specs: Mapping[int, TensorSpec], shapes_at: int) -> dict[int, Tensor]:

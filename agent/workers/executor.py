@@ -116,18 +116,45 @@ class OpQueue:
     def forget(self) -> None:
         """The same, of ops that are of no use."""
 
+    def failed(self, kind: str, key: MicroBatch) -> tuple[str, MicroBatch]:
+        """The op that the device has failed in, of which it was told in this one."""
+        return kind, key
+
 
 @dataclass(frozen=True)
 class _Queued:
+    """number: so many ops have ended when it has."""
+
     kind: str
     key: MicroBatch
+    number: int
     began: Any
     ended: Any
 
 
+class OpCount:
+    """Ops that have ended on a GPU. It counts them itself, into memory of the host: once it has failed, it can be asked
+    for nothing any more."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._there, self._here = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64)
+        if device.type == "cuda":
+            self._here = self._here.pin_memory()
+
+    def add(self) -> None:
+        """One more, behind what it has been given."""
+        self._there.add_(1)
+        self._here.copy_(self._there, non_blocking=True)
+
+    @property
+    def ended(self) -> int:
+        return int(self._here)
+
+
 class DeviceOpQueue(OpQueue):
     """Of a GPU. event: makes one that has been recorded in the stream of the ops (`synchronize`, `query`,
-    `elapsed_time` to a later one, in ms). progress: is told what the host waits for."""
+    `elapsed_time` to a later one, in ms). progress: is told what the host waits for. count: without it, the op
+    that meets a failure is the one that has failed."""
 
     def __init__(
         self,
@@ -136,9 +163,11 @@ class DeviceOpQueue(OpQueue):
         progress: OpProgress,
         event: Callable[[], Any],
         now: Callable[[], float] = time.monotonic,
+        count: OpCount | None = None,
     ) -> None:
         super().__init__(pace, ended, now)
         self._progress, self._event = progress, event
+        self._count, self._given = count, 0
         self._queued: deque[_Queued] = deque()
         self._began: Any = None
         self._clock: tuple[Any, float] | None = None
@@ -157,10 +186,12 @@ class DeviceOpQueue(OpQueue):
             self.finish(kind, started)
             return
         self._pace.waited()
-        self._queued.append(_Queued(kind, key, self._began, self._event()))
+        self._counted()
+        self._queued.append(_Queued(kind, key, self._given, self._began, self._event()))
         self._retire(AHEAD)
 
     def finish(self, kind: str, started: float) -> None:
+        self._counted()
         end = self._event()
         if self._queued:
             self.drain()
@@ -183,6 +214,15 @@ class DeviceOpQueue(OpQueue):
     def forget(self) -> None:
         self._queued.clear()
         self._event().synchronize()
+
+    def failed(self, kind: str, key: MicroBatch) -> tuple[str, MicroBatch]:
+        ended = self._given if self._count is None else self._count.ended
+        return next(((op.kind, op.key) for op in self._queued if op.number > ended), (kind, key))
+
+    def _counted(self) -> None:
+        self._given += 1
+        if self._count is not None:
+            self._count.add()
 
     def _retire(self, keep: int) -> None:
         """Waits for the ends of all but the last so many."""
@@ -211,7 +251,7 @@ def op_queue(
         made.record(torch.cuda.current_stream(device))
         return made
 
-    return DeviceOpQueue(pace, ended, progress, event)
+    return DeviceOpQueue(pace, ended, progress, event, count=OpCount(device))
 
 
 # -- one worker's ops of one iteration ----------------------------------------------------------
@@ -319,7 +359,7 @@ class Executor:
         Raises Interrupted, TransferError or OpError; `abandon` must follow then. The step may have been
         taken nevertheless.
         """
-        self._use(groups)
+        self.use(groups)
         self._stage.counted_elsewhere = frozenset()
         whole = script
         if redo is not None:
@@ -374,7 +414,7 @@ class Executor:
         A micro-batch that raises makes the means NaN, is said to `problem`, and is no reason for anybody to end. Raises
         Interrupted or TransferError; `abandon` must follow then.
         """
-        self._use(groups)
+        self.use(groups)
         measures = {"loss": self._workload.loss, **data.metrics}
         # A place for each micro-batch: to add zeros rounds nothing.
         table = torch.zeros(len(measures) + 1, data.micro_batches, dtype=torch.float64)
@@ -468,7 +508,8 @@ class Executor:
         if self._groups is not None:
             self._transfers = self._groups.transfers(self._layout)
 
-    def _use(self, groups: Groups) -> None:
+    def use(self, groups: Groups) -> None:
+        """A generation's, from when they are formed: `abandon` ends what is exchanged in them."""
         if groups is not self._groups:
             self._groups, self._transfers = groups, groups.transfers(self._layout)
             self._reduction_seconds = float("inf")
@@ -552,6 +593,8 @@ class Executor:
             if kind == "F" and self._counts_no_more():
                 self._send_nothing(key)
                 return
+            if isinstance(error, torch.AcceleratorError):
+                kind, key = self._queue.failed(kind, key)
             raise OpError(kind, self._iteration, key) from error
 
     def _counts_no_more(self, kind: str = "") -> bool:
@@ -727,7 +770,7 @@ class Executor:
             gradients = dx if isinstance(dx, tuple) else (dx,)
             wanted = {i: g for i, g in enumerate(gradients) if g is not None and self._incoming[i].gradient}
             if self._usual_weight is not None:
-                wanted[len(self._incoming)] = self._weights.pop(key, self._here(_ZERO))
+                wanted[len(self._incoming)] = self._weights.pop(key) if key in self._weights else self._here(_ZERO)
             self._transfers.send("I", key, wanted)
 
     def _received(self, kind: str, key: MicroBatch) -> Any:

@@ -287,6 +287,8 @@ class WorkerLoop:
             try:
                 self._live_through(orders)
             except (Interrupted, TransferError, OpError) as end:
+                if isinstance(end, OpError) and isinstance(end.__cause__, torch.AcceleratorError):
+                    self._say_raised(end)  # before anything asks the device
                 self._end_hand_overs()
                 if isinstance(end, TransferError) and not self._superseded_soon(end):
                     self._say_broken(str(end), end.peer)
@@ -318,6 +320,7 @@ class WorkerLoop:
             at_boundary=orders.after is not None,
             neighbours=frozenset[Worker]().union(*(script.neighbours for script in scripts)),
         )
+        self._executor.use(groups)
         if self._several:
             self._settle_in(orders)  # by way of connections that are there now
         target = orders.partition or self._cuts.partition

@@ -295,6 +295,14 @@ def test_what_failed_is_no_data(group: Any) -> None:
     assert failed.value.peer == Worker(0, 1) and not group._group.works[0].joined
 
 
+def test_what_the_device_fails_in_is_no_fault_of_a_peer(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = group.receive(1, torch.zeros(2), 0)
+    group._group.works[0].failure = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    group._group.done = True
+    with pytest.raises(torch.AcceleratorError):
+        pending.wait()
+
+
 def test_all_groups_are_ended_before_one_is_waited_for(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel of one that waits for a dead peer holds up the device, and so whoever waits for another's."""
     others = [groups.NcclGroup(None, "x", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(), CPU) for _ in range(2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from openrecycle.agent.config.faults import PacedDevice
 from openrecycle.agent.monitoring.liveness import WAITING, OpProgress
 from openrecycle.agent.workers import executor
-from openrecycle.agent.workers.executor import DeviceOpQueue, OpQueue, op_queue
+from openrecycle.agent.workers.executor import DeviceOpQueue, OpCount, OpQueue, op_queue
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from tests.agent.virtual_wires import Round, train
@@ -57,12 +58,14 @@ class Event:
 class Worker:
     """What it was told of ops: kind, end, seconds."""
 
-    def __init__(self, pace: dict[str, float] | None = None) -> None:
+    def __init__(self, pace: dict[str, float] | None = None, count: OpCount | None = None) -> None:
         self.device = Device()
         self.ended: list[tuple[str, float, float]] = []
         device = PacedDevice(pace or {}, now=lambda: self.device.now, sleep=self._sleep)
         self.queue = DeviceOpQueue(
-            *(device, self._hear, self.device.progress, lambda: Event(self.device)), now=lambda: self.device.now
+            *(device, self._hear, self.device.progress, lambda: Event(self.device)),
+            now=lambda: self.device.now,
+            count=count,
         )
 
     def _sleep(self, seconds: float) -> None:
@@ -132,6 +135,34 @@ def test_a_step_s_end_is_waited_for_and_so_is_that_of_an_op_that_is_stretched() 
     worker.device.op()
     worker.queue.finish("O", 6.0)
     assert worker.device.now == 7 and worker.ended[-1] == ("O", 7.0, 1.0)
+
+
+class _Stuck:
+    """A device's count that has stopped."""
+
+    ended = 0
+
+    def add(self) -> None: ...
+
+
+def test_a_failure_is_of_the_op_that_the_device_was_at() -> None:
+    """The host is told of it in whatever it does next."""
+    count: Any = _Stuck()
+    worker = Worker(count=count)
+    assert worker.queue.failed(*F1) == F1, "nothing is queued"
+    for op in (F0, F1, F2):
+        worker.run(op)
+    count.ended = 3
+    assert worker.queue.failed("W", (0, 0)) == ("W", (0, 0)), "all of them have ended"
+    count.ended = 2
+    assert worker.queue.failed("W", (0, 0)) == F2
+
+
+def test_a_device_counts_its_ops() -> None:
+    count = OpCount(torch.device("cpu"))
+    count.add()
+    count.add()
+    assert count.ended == 2
 
 
 def test_where_it_was_asked_when_ops_end_it_is_told() -> None:
