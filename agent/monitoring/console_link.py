@@ -184,13 +184,8 @@ def outbox() -> Outbox[QueuedReport]:
     """Ends of processes, and of the job, are not forgotten; iterations only where nothing is left of how their steps
     were put right, which must not keep them apart either: they come again and again."""
 
-    def is_validation(report: QueuedReport) -> bool:
-        return isinstance(report.message, ValidationReport)
-
-    def is_history(report: QueuedReport) -> bool:
-        return isinstance(report.message, IterationReport)
-
-    return Outbox(MAX_REPORTS, merge=merge_iterations, minor=is_validation, droppable=[is_validation, is_history])
+    weights: dict[type[Message], int] = {ValidationReport: 0, IterationReport: 1}
+    return Outbox(MAX_REPORTS, merge=merge_iterations, weight=lambda report: weights.get(type(report.message), 2))
 
 
 def _saved(report: QueuedReport) -> tuple[str, dict[str, Any]]:
