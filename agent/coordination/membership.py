@@ -175,6 +175,9 @@ ACK_ORDER: tuple[AckState, ...] = ("", "adopted", "formed", "resumed")
 MOST_RETIRED = 64
 """Of a place; what an older process says is that of a stranger, which does not count either."""
 
+LEFT = -1
+"""As a member's generation: its process was asked to go, and has gone."""
+
 # Members that count as there: in the generation, or able to enter the next one.
 PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING})
 
@@ -184,8 +187,8 @@ class Member:
     """One cell of the grid.
 
     incarnation: of the process that now counts; retired: the newest of those that came before it, fenced for
-    good. generation: the newest one that this incarnation is in (0: none yet, or it has left). acknowledged: how far it
-    came in taking up that generation. draining: it says that its work is done, unless another failure
+    good. generation: the newest one that this incarnation is in (0: none yet), or LEFT. acknowledged: how far it came
+    in taking up that generation. draining: it says that its work is done, unless another failure
     calls it back. detail: why it is FAILED. leaving: it is out because it was asked to go, and its launcher may not
     know that yet.
     """
@@ -205,7 +208,7 @@ class Member:
     @property
     def goes(self) -> bool:
         """Was it asked to go, and is its process there, as far as is known?"""
-        return self.leaving and self.generation > 0
+        return self.leaving and self.generation != LEFT
 
     def heard_at(self, at: float, draining: bool) -> Member:
         """With its newest heartbeat. As dataclasses.replace, at a tenth of its price: this is done for every worker

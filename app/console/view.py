@@ -286,7 +286,7 @@ def worker_view(job: LiveJob, member: Member, worker_states: WorkerStates) -> Wo
         state=role.state,
         takes_rerouted=0 if role.state in OUT else worker_states.rerouted.get(member.name, 0),
         heartbeat_age=None if heard is None else max(0.0, time.monotonic() - heard),
-        generation=member.generation,
+        generation=max(0, member.generation),
         iteration=beat.iteration if beat else 0,
         phase=beat.phase if beat else "",
         op_milliseconds=beat.op_milliseconds if beat else {},

@@ -22,6 +22,7 @@ from openrecycle.agent.coordination.membership import (
     Tick,
     TransferBroken,
     UsePlan,
+    WorkerRegistered,
 )
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
@@ -328,6 +329,25 @@ def test_a_way_that_no_longer_fits_is_not_taken() -> None:
     run.send(Chosen(MIGRATE, "ada"))
     assert run.opened[-1].failed == OUT and not run.opened[-1].moves
     assert any(golden("nobody-would-be-left-who") in note.text for note in run.notes)
+
+
+def test_one_that_has_never_trained_and_stands_by_is_told_and_counts_until_it_has_left() -> None:
+    run = Run(3, 2).start()
+    run.send(ModeSet(Mode.MANUAL, 30.0, "ada"))
+    run.exit("W1_0")
+    run.send(Chosen(REROUTE, "ada"))
+    run.back("W1_0")
+    run.exit("W1_1")
+    out, stood_by = ("W1_1",), Candidate(STAND_BY, ("W1_0", "W1_1"), text="5 samples/s")
+    run.send(Offered(out, Offer(out, (stood_by,))))
+    assert run.member("W1_0").state is WorkerState.REJOINING and run.member("W1_0").generation == 0
+    run.send(Chosen(STAND_BY, "ada"))
+    assert run.opened[-1].failed == ("W1_0", "W1_1")
+    member = run.member("W1_0")
+    assert member.leaving and member.goes, "its launcher is told that it is to leave"
+    assert run.send(WorkerRegistered("W1_0", member.incarnation or "")).refusal is not None
+    run.exit("W1_0")
+    assert not run.member("W1_0").goes
 
 
 # -- leaving ------------------------------------------------------------------------------------
