@@ -61,7 +61,7 @@ CHECKPOINT_SECONDS = 60.0
 
 
 def restore_point(
-    checkpoint: Callable[[], str | None] | None,
+    checkpoint: Callable[[], str | None],
     reason: str,
     pause: Callable[[float], object],
     patience: float = CHECKPOINT_SECONDS,
@@ -71,7 +71,7 @@ def restore_point(
     wait, waited = 0.1, 0.0
     while True:
         try:
-            found = checkpoint() if checkpoint else None
+            found = checkpoint()
             return Halt(f"{reason}; and there is no whole checkpoint yet") if found is None else found
         except OSError as error:
             if waited >= patience:

@@ -396,7 +396,7 @@ class ConsoleCoordination(Coordination):
 
     say: called, from a thread, with the console's sentence when the job does not train and nothing is announced.
     checkpoint: asked for the checkpoint to go back to when the console says so, for `patience` seconds where it raises
-    OSError; None: the job writes none. interval: seconds between two posts of the workers' heartbeats. decide: given
+    OSError. interval: seconds between two posts of the workers' heartbeats. decide: given
     what is to be done once this launcher may (agent.launcher.processes): on several nodes another may lead by then.
     saved: what another launcher has `saved`, which this one goes on from; recorded: of that job, the iterations from
     one to another.
@@ -408,7 +408,7 @@ class ConsoleCoordination(Coordination):
         job_id: str,
         say: Callable[[str], None],
         *,
-        checkpoint: Callable[[], str | None] | None = None,
+        checkpoint: Callable[[], str | None] = lambda: None,
         patience: float = CHECKPOINT_SECONDS,
         interval: float = 1.0,
         decide: Callable[[Callable[[], None]], None] = lambda send: send(),

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
+from openrecycle.agent.coordination.membership import CHECKPOINT, back_to
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
@@ -30,7 +31,7 @@ def _started(
     pipelines: int = 2, stages: int = 2, *, kind: type[Catalog] = Catalog, **options: Any
 ) -> LocalCoordination:
     catalog = kind(Job(pipelines, stages, 2), Technique.STAGGERED, MemoryLimit("uniform"))
-    coordination = LocalCoordination(catalog, **options)
+    coordination = LocalCoordination(catalog, back_to=CHECKPOINT if "checkpoint" in options else "", **options)
     for p in range(pipelines):
         for s in range(stages):
             assert not coordination.poll(0.0)
@@ -306,8 +307,8 @@ class Play(RuleBasedStateMachine):
     def begin(self, migrate: bool, checkpoints: bool) -> None:
         job = Job(self.pipelines, self.stages, 2)
         catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
-        point = (lambda: "point") if checkpoints else None
-        self.decides = LocalCoordination(catalog, grace=1.0, migrate=migrate, checkpoint=point, beside=_at_once)
+        back = {"back_to": back_to(checkpoints, 0), "checkpoint": lambda: "point"}
+        self.decides = LocalCoordination(catalog, grace=1.0, migrate=migrate, beside=_at_once, **back)
         self.now, self.count, self.halted = 0.0, 0, False
         self.processes: dict[Worker, str] = {}
         self.newest: Deployment | None = None
