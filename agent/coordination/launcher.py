@@ -50,10 +50,9 @@ class Deploy:
 
 @dataclass(frozen=True)
 class Halt:
-    """The job can't go on; the sentence says why. passes: it can as soon as enough workers are back."""
+    """The job can't go on, whoever comes; the sentence says why."""
 
     reason: str
-    passes: bool = False
 
 
 CHECKPOINT_SECONDS = 60.0
@@ -138,6 +137,11 @@ class Coordination:
     """
 
     wake_fd: int | None = None
+
+    @property
+    def stands(self) -> str:
+        """Why the job can't go on before more workers are back; "": it can, or that is not for the launcher to know."""
+        return ""
 
     def ready(
         self,

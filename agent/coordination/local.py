@@ -195,6 +195,10 @@ class LocalCoordination(Coordination):
         for incarnation in lost.values():
             self._places.pop(incarnation, None)
 
+    @property
+    def stands(self) -> str:
+        return self._state.halted if may_pass(self._state) else ""
+
     def poll(self, now: float) -> list[Order]:
         self._now = now
         self._take(Tick())
@@ -202,8 +206,7 @@ class LocalCoordination(Coordination):
         self._take_checks()
         self._deploy_restored()
         orders, self._orders = self._orders, []
-        # One that has passed since is nobody's end: of two who come back together the first was not enough.
-        return [o for o in orders if not (isinstance(o, Halt) and o.passes and o.reason != self._state.halted)]
+        return orders
 
     def close(self, hurried: Callable[[], bool]) -> None:
         self._beside.shutdown(wait=False, cancel_futures=True)
@@ -252,8 +255,8 @@ class LocalCoordination(Coordination):
         """One event, and what follows from it; what the launcher has to do about it waits for `poll`."""
         before, step = self._state, coordinator.step(self._state, event, self._now, self._ladder)
         self._state = step.state
-        if step.state.halted and step.state.halted != before.halted:
-            self._orders.append(Halt(step.state.halted, passes=may_pass(step.state)))
+        if step.state.halted != before.halted and step.state.halted and not self.stands:
+            self._orders.append(Halt(step.state.halted))
         for decision in step.decisions:
             match decision:
                 case NeedPlan():
