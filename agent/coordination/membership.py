@@ -372,14 +372,15 @@ class State:
         if self.moving:
             return current.interim
         lacking = current.lives_in.intersection(current.interim.failed)
-        there = [self.members[name].acknowledged in ("formed", "resumed") for name in lacking]
-        trains = (self.members[n].acknowledged in ("formed", "resumed") for n in current.living if n not in lacking)
+        there, trains = map(self._formed, lacking), (self._formed(n) for n in current.living if n not in lacking)
         return current.interim if not all(there) and any(trains) else None
 
     @property
     def restoring(self) -> bool:
-        """Is there a worker that may not have gone back to the checkpoint that this generation goes back to?"""
-        return self.current is not None and self.current.restore and bool(self.tally.unsettled)
+        """Is there a worker that may not have gone back to the checkpoint that this generation goes back to? All have
+        before any of them can say that it has formed (agent.workers.recovery)."""
+        current = self.current
+        return current is not None and current.restore and not any(self._formed(name) for name in current.living)
 
     @property
     def choosing(self) -> bool:
@@ -406,6 +407,9 @@ class State:
     def present_at(self) -> Mapping[str | None, Member]:
         """By the process that holds the place: thousands of strangers may ask, and each is looked for."""
         return {member.incarnation: member for member in self.members.values()}
+
+    def _formed(self, name: str) -> bool:
+        return self.members[name].acknowledged in ("formed", "resumed")
 
     def _waits(self, name: str) -> bool:
         member = self.members[name]
