@@ -46,6 +46,7 @@ from openrecycle.agent.coordination.membership import (
     PlanFrozen,
     PlanReady,
     PlanRefused,
+    RestartAsked,
     Stalled,
     State,
     StateLost,
@@ -541,5 +542,6 @@ _HANDLERS: dict[type, Callable[[State, Any, float, FailureTimeouts], Transition]
     ModeSet: generations.mode_set,
     PlanFrozen: generations.plan_frozen,
     DrainAsked: generations.drain_asked,
+    RestartAsked: generations.restart_asked,
     UsePlan: generations.use_plan,
 }

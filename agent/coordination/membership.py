@@ -700,6 +700,13 @@ class DrainAsked:
 
 
 @dataclass(frozen=True)
+class RestartAsked:
+    """Somebody wants a process for `worker` again: the launcher is about to be told."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
 class UsePlan:
     """The plan of this fingerprint is to be in force, with the same workers. failed: those that it does
     without. actor: the operator who wants it; "": the console does, for the reason given. partition: layers per stage
@@ -735,6 +742,7 @@ Event = (
     | ModeSet
     | PlanFrozen
     | DrainAsked
+    | RestartAsked
     | UsePlan
 )
 

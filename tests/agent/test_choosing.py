@@ -18,6 +18,7 @@ from openrecycle.agent.coordination.membership import (
     Offer,
     Offered,
     PlanReady,
+    RestartAsked,
     Stalled,
     Tick,
     TransferBroken,
@@ -386,6 +387,18 @@ def test_the_launcher_of_one_that_ends_before_it_could_leave_is_told_that_it_was
     run.plans = True
     run.exit("W1_1")
     assert not run.member("W1_0").leaving, "with the next one that is old news"
+
+
+def test_one_that_is_to_be_started_again_is_none_that_is_to_leave() -> None:
+    run = Run(3, 2).start()
+    run.plans = False
+    run.send(DrainAsked("W1_0", "ada"))
+    run.send(RestartAsked("W1_0"))
+    assert run.member("W1_0").goes, "it has not left yet"
+    run.send(Exited("W1_0", "W1_0-1", "launcher", "was killed by SIGKILL"))
+    run.send(RestartAsked("W1_0"))
+    run.send(PlanReady(("W1_0",), "p", "made"))
+    assert run.opened[-1].failed == ("W1_0",) and not run.member("W1_0").leaving
 
 
 def test_who_can_not_leave() -> None:
