@@ -84,8 +84,9 @@ class WorkerRow(Base):
     """The latest of one cell of the grid. What a heartbeat brings is written behind, in batches.
 
     retired: the incarnations that came before, a JSON list: they are fenced for good. member_generation:
-    the newest generation that its incarnation is in; generation: the one it says it is in. leaving: it was asked to
-    go, and may not have gone yet. processes: those that were started for this cell, wherever they are by now, as JSON.
+    the newest generation that its incarnation is in, 0: none yet, -1: it has left as it was asked to; generation: the
+    one it says it is in. leaving: it was asked to go, and its launcher may not know that yet. processes: those that
+    were started for this cell, wherever they are by now, as JSON.
     """
 
     __tablename__ = "worker"

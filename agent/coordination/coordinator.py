@@ -18,6 +18,7 @@ from openrecycle.agent.coordination.blame import Complaint, judge
 from openrecycle.agent.coordination.generations import lose, reconsider
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
+    LEFT,
     PRESENT,
     UNHEARD,
     AckState,
@@ -45,6 +46,7 @@ from openrecycle.agent.coordination.membership import (
     PlanFrozen,
     PlanReady,
     PlanRefused,
+    RestartAsked,
     Stalled,
     State,
     StateLost,
@@ -424,7 +426,8 @@ def _exited(state: State, event: Exited, now: float, failure_timeouts: FailureTi
         return Transition(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
     if member.leaving:
         # Its launcher hears of it with the generation without it, and would have started another one by then.
-        return Transition(state.with_member(replace(member, generation=0)), reason=f"{event.worker} has left, as asked")
+        gone = replace(member, generation=LEFT)
+        return Transition(state.with_member(gone), reason=f"{event.worker} has left, as asked")
     if member.state is FAILED:
         return Transition(state, reason=f"{event.worker} was out already")
     if member.state is FINISHED:
@@ -539,5 +542,6 @@ _HANDLERS: dict[type, Callable[[State, Any, float, FailureTimeouts], Transition]
     ModeSet: generations.mode_set,
     PlanFrozen: generations.plan_frozen,
     DrainAsked: generations.drain_asked,
+    RestartAsked: generations.restart_asked,
     UsePlan: generations.use_plan,
 }

@@ -40,6 +40,7 @@ from openrecycle.agent.coordination.membership import (
     PlanFrozen,
     PlanReady,
     PlanRefused,
+    RestartAsked,
     State,
     Transition,
     UsePlan,
@@ -470,6 +471,14 @@ def drain_asked(state: State, event: DrainAsked, now: float, failure_timeouts: F
     _let_go(members, member.name, f"asked to leave by {event.actor}")
     notes: list[Decision] = [Note("warning", "operator", text, member.name)]
     return reconsider(replace(state, members=members), text, notes, now)
+
+
+def restart_asked(state: State, event: RestartAsked, now: float, failure_timeouts: FailureTimeouts) -> Transition:
+    """Of one that has left no launcher is told any more that it was to: it would end the one that is started now."""
+    member = state.members[event.worker]
+    if member.leaving and not member.goes:
+        state = state.with_member(replace(member, leaving=False))
+    return Transition(state, reason=f"{event.worker} is to be started again")
 
 
 def use_plan(state: State, event: UsePlan, now: float, failure_timeouts: FailureTimeouts) -> Transition:

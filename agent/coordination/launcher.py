@@ -50,10 +50,9 @@ class Deploy:
 
 @dataclass(frozen=True)
 class Halt:
-    """The job can't go on; the sentence says why. passes: it can as soon as enough workers are back."""
+    """The job can't go on, whoever comes; the sentence says why."""
 
     reason: str
-    passes: bool = False
 
 
 CHECKPOINT_SECONDS = 60.0
@@ -61,7 +60,7 @@ CHECKPOINT_SECONDS = 60.0
 
 
 def restore_point(
-    checkpoint: Callable[[], str | None] | None,
+    checkpoint: Callable[[], str | None],
     reason: str,
     pause: Callable[[float], object],
     patience: float = CHECKPOINT_SECONDS,
@@ -71,7 +70,7 @@ def restore_point(
     wait, waited = 0.1, 0.0
     while True:
         try:
-            found = checkpoint() if checkpoint else None
+            found = checkpoint()
             return Halt(f"{reason}; and there is no whole checkpoint yet") if found is None else found
         except OSError as error:
             if waited >= patience:
@@ -138,6 +137,11 @@ class Coordination:
     """
 
     wake_fd: int | None = None
+
+    @property
+    def stands(self) -> str:
+        """Why the job can't go on before more workers are back; "": it can, or that is not for the launcher to know."""
+        return ""
 
     def ready(
         self,

@@ -30,7 +30,6 @@ from openrecycle.agent.coordination.launcher import (
 )
 from openrecycle.agent.coordination.launcher import Event as Order
 from openrecycle.agent.coordination.membership import (
-    CHECKPOINT,
     AckState,
     Event,
     Exited,
@@ -81,9 +80,9 @@ class LocalCoordination(Coordination):
 
     grace: seconds that a broken transfer waits for the exit that explains it, before a link is blamed
     (agent.coordination.blame) and all form anew. migrate: move a failure to another stage whenever a shorter plan
-    follows; in any case a worker moves to a stage that nobody lives on. checkpoint: asked for the checkpoint to
-    go back to when a stage's state is lost, by way of `beside`: the newest is read whole, and hashed; None: the job
-    has none. back_to: where that leads, in words. relayout: may layers change their stage?
+    follows; in any case a worker moves to a stage that nobody lives on. back_to: as of State. checkpoint: asked for
+    the checkpoint that leads there, by way of `beside`: the newest is read whole, and hashed. relayout: may layers
+    change their stage?
     """
 
     def __init__(
@@ -92,8 +91,8 @@ class LocalCoordination(Coordination):
         *,
         grace: float = FailureTimeouts.transfer_grace,
         migrate: bool = False,
-        checkpoint: Callable[[], str | None] | None = None,
-        back_to: str = CHECKPOINT,
+        back_to: str = "",
+        checkpoint: Callable[[], str | None] = lambda: None,
         beside: Callable[[Checkpoint], Future[str | Halt]] = in_thread,
         relayout: MayMove = "never",
     ) -> None:
@@ -112,7 +111,6 @@ class LocalCoordination(Coordination):
         self._catalog, self._migrate, self._checkpoint = catalog, migrate, checkpoint
         self._ladder = FailureTimeouts(transfer_grace=grace)
         # When all iterations are committed is for the launcher to say: until then it needs every worker.
-        back_to = back_to if checkpoint is not None else ""
         self._state = State.new(job.pipelines, job.stages, sys.maxsize, back_to=back_to, partition=job.partition)
         self._now = 0.0
         self._planned: tuple[Plan, str] | None = None
@@ -197,6 +195,10 @@ class LocalCoordination(Coordination):
         for incarnation in lost.values():
             self._places.pop(incarnation, None)
 
+    @property
+    def stands(self) -> str:
+        return self._state.halted if may_pass(self._state) else ""
+
     def poll(self, now: float) -> list[Order]:
         self._now = now
         self._take(Tick())
@@ -204,8 +206,7 @@ class LocalCoordination(Coordination):
         self._take_checks()
         self._deploy_restored()
         orders, self._orders = self._orders, []
-        # One that has passed since is nobody's end: of two who come back together the first was not enough.
-        return [o for o in orders if not (isinstance(o, Halt) and o.passes and o.reason != self._state.halted)]
+        return orders
 
     def close(self, hurried: Callable[[], bool]) -> None:
         self._beside.shutdown(wait=False, cancel_futures=True)
@@ -254,8 +255,8 @@ class LocalCoordination(Coordination):
         """One event, and what follows from it; what the launcher has to do about it waits for `poll`."""
         before, step = self._state, coordinator.step(self._state, event, self._now, self._ladder)
         self._state = step.state
-        if step.state.halted and step.state.halted != before.halted:
-            self._orders.append(Halt(step.state.halted, passes=may_pass(step.state)))
+        if step.state.halted != before.halted and step.state.halted and not self.stands:
+            self._orders.append(Halt(step.state.halted))
         for decision in step.decisions:
             match decision:
                 case NeedPlan():

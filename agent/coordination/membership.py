@@ -175,6 +175,9 @@ ACK_ORDER: tuple[AckState, ...] = ("", "adopted", "formed", "resumed")
 MOST_RETIRED = 64
 """Of a place; what an older process says is that of a stranger, which does not count either."""
 
+LEFT = -1
+"""As a member's generation: its process was asked to go, and has gone."""
+
 # Members that count as there: in the generation, or able to enter the next one.
 PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING})
 
@@ -184,8 +187,8 @@ class Member:
     """One cell of the grid.
 
     incarnation: of the process that now counts; retired: the newest of those that came before it, fenced for
-    good. generation: the newest one that this incarnation is in (0: none yet, or it has left). acknowledged: how far it
-    came in taking up that generation. draining: it says that its work is done, unless another failure
+    good. generation: the newest one that this incarnation is in (0: none yet), or LEFT. acknowledged: how far it came
+    in taking up that generation. draining: it says that its work is done, unless another failure
     calls it back. detail: why it is FAILED. leaving: it is out because it was asked to go, and its launcher may not
     know that yet.
     """
@@ -205,7 +208,7 @@ class Member:
     @property
     def goes(self) -> bool:
         """Was it asked to go, and is its process there, as far as is known?"""
-        return self.leaving and self.generation > 0
+        return self.leaving and self.generation != LEFT
 
     def heard_at(self, at: float, draining: bool) -> Member:
         """With its newest heartbeat. As dataclasses.replace, at a tenth of its price: this is done for every worker
@@ -369,14 +372,15 @@ class State:
         if self.moving:
             return current.interim
         lacking = current.lives_in.intersection(current.interim.failed)
-        there = [self.members[name].acknowledged in ("formed", "resumed") for name in lacking]
-        trains = (self.members[n].acknowledged in ("formed", "resumed") for n in current.living if n not in lacking)
+        there, trains = map(self._formed, lacking), (self._formed(n) for n in current.living if n not in lacking)
         return current.interim if not all(there) and any(trains) else None
 
     @property
     def restoring(self) -> bool:
-        """Is there a worker that may not have gone back to the checkpoint that this generation goes back to?"""
-        return self.current is not None and self.current.restore and bool(self.tally.unsettled)
+        """Is there a worker that may not have gone back to the checkpoint that this generation goes back to? All have
+        before any of them can say that it has formed (agent.workers.recovery)."""
+        current = self.current
+        return current is not None and current.restore and not any(self._formed(name) for name in current.living)
 
     @property
     def choosing(self) -> bool:
@@ -403,6 +407,9 @@ class State:
     def present_at(self) -> Mapping[str | None, Member]:
         """By the process that holds the place: thousands of strangers may ask, and each is looked for."""
         return {member.incarnation: member for member in self.members.values()}
+
+    def _formed(self, name: str) -> bool:
+        return self.members[name].acknowledged in ("formed", "resumed")
 
     def _waits(self, name: str) -> bool:
         member = self.members[name]
@@ -693,6 +700,13 @@ class DrainAsked:
 
 
 @dataclass(frozen=True)
+class RestartAsked:
+    """Somebody wants a process for `worker` again: the launcher is about to be told."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
 class UsePlan:
     """The plan of this fingerprint is to be in force, with the same workers. failed: those that it does
     without. actor: the operator who wants it; "": the console does, for the reason given. partition: layers per stage
@@ -728,6 +742,7 @@ Event = (
     | ModeSet
     | PlanFrozen
     | DrainAsked
+    | RestartAsked
     | UsePlan
 )
 

@@ -251,14 +251,14 @@ def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: 
 
 def _restore_point(
     options: TrainingOptions, origin: Origin | None, say: Callable[[str], None]
-) -> Callable[[], str | None] | None:
-    """Asked for the newest checkpoint that is not damaged, when a stage's state is lost, or the start, where there is
-    none and workers come back by themselves; None: there is nothing to go back to. It raises OSError."""
-    folder, resumed = options.checkpoints.folder, origin is not None and origin.resumed is not None
-    may_start = bool(options.faults.max_restarts) and not resumed
+) -> Callable[[], str | None]:
+    """Asked for what `back_to` has in words, when a stage's state is lost: the newest checkpoint that is not damaged,
+    or before the first one the start. It raises OSError."""
+    folder, said = options.checkpoints.folder, ""
     if folder is None:
-        return (lambda: FROM_START) if may_start else None
-    said = ""
+        return lambda: FROM_START
+    resumed = origin is not None and origin.resumed is not None
+    without = "" if resumed else back_to(False, options.faults.max_restarts)
 
     def newest() -> str | None:
         from openrecycle.agent.checkpoints import (
@@ -272,7 +272,7 @@ def _restore_point(
         nonlocal said
         try:
             put_back_replaced(folder)
-            if may_start and not whole_checkpoints(folder):
+            if without and not whole_checkpoints(folder):
                 return FROM_START
             found = find(folder, "newest-intact")
             set_aside_later(folder, found.iteration)

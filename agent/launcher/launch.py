@@ -136,7 +136,6 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_restarts": TypeAdapter(restarts.Restarts),
     "_why_halted": TypeAdapter(str),
     "_stands": TypeAdapter(str),
-    "_stood": TypeAdapter(str),
 }
 """Of what a Launcher knows, what another one goes on from, and how it is told."""
 
@@ -249,7 +248,9 @@ class Launcher:
         self._why_halted, self._halt_by = "", 0.0
         """Of a job that can't go on: why, and until when it has time to come to its end in order."""
         self._stands = self._stood = ""
-        """Of a job that can't go on before somebody who is on the way has come: why."""
+        """Of a job without any process, while somebody is on the way: how it lost the last one."""
+        self._waited_for = ""
+        """Why the job stands still, as it was said."""
         self._end_asked = False
 
     @property
@@ -291,8 +292,7 @@ class Launcher:
                 if self._end_asked:
                     self._end_early()
                 self._start_due()
-                if self._stands and not self._on_the_way:
-                    raise JobFailed(self._stands)
+                self._stand_still()
                 self._hand_out()
             if self._why_halted:
                 raise JobFailed(self._why_halted)
@@ -449,8 +449,7 @@ class Launcher:
         cell, at = entry.worker, message["at"]
         match message["kind"]:
             case "ready":
-                # It is decided anew whether the job can go on.
-                entry.waits, self._stood, self._stands = True, self._stands or self._stood, ""
+                entry.waits, self._stands = True, ""
                 self._coordination.ready(cell, entry.incarnation, message["host"], message["pids"], entry.made_of)
             case "resumed":
                 self._acknowledged(entry, message)
@@ -668,11 +667,16 @@ class Launcher:
     # -- starting again -----------------------------------------------------------------------
 
     def _halted(self, halt: Halt) -> None:
-        """It is the end, unless somebody is on the way who may end it."""
-        if not (halt.passes and self._on_the_way):
-            raise JobFailed(halt.reason)
-        self._stands = halt.reason
-        self._listener({"warning": f"{halt.reason.rstrip('.')}; waiting for {names(self._on_the_way)}"})
+        raise JobFailed(halt.reason)
+
+    def _stand_still(self) -> None:
+        """Where the job can't go on: that is the end, unless somebody is on the way who may change it."""
+        why, coming = self._coordination.stands or self._stands, self._on_the_way
+        if why and not coming:
+            raise JobFailed(why)
+        if why and why != self._waited_for:
+            self._listener({"warning": f"{why.rstrip('.')}; waiting for {names(coming)}"})
+        self._waited_for = why
 
     @property
     def _on_the_way(self) -> list[str]:
@@ -776,7 +780,7 @@ class Launcher:
         deployment = event.deployment
         living = {Worker.parse(name) for name in deployment.living}
         after = self._boundary(event)
-        self._deployed, self._stands, self._stood = event, "", ""
+        self._deployed, self._stands = event, ""
         if event.restore == FROM_START:
             anew = "there is no whole checkpoint yet, so all begin again at iteration 0"
             self._listener({"warning": f"{deployment.reason}; {anew}"})

@@ -52,10 +52,9 @@ T = TypeVar("T")
 class Outbox(Generic[T]):
     """`put` never blocks and may be called from any thread; `take` and `sent` belong to one that sends.
 
-    limit: messages that wait at most; beyond it the oldest goes for which the first of `droppable` holds, where there
-    is none the oldest for which the next one holds, and so on, or the oldest of all. merge: makes one message of one
+    limit: messages that wait at most; beyond it the oldest of the least `weight` goes. merge: makes one message of one
     that waits and a new one, or None where they stay two. It is asked about the newest that waits, and about the one
-    before as long as that is `minor`. The message that is being sent is never dropped or merged.
+    before as long as that weighs less than the new one. The message that is being sent is never dropped or merged.
     """
 
     def __init__(
@@ -63,10 +62,9 @@ class Outbox(Generic[T]):
         limit: int,
         *,
         merge: Callable[[T, T], T | None] = lambda _older, _newer: None,
-        minor: Callable[[T], bool] = lambda _message: False,
-        droppable: Sequence[Callable[[T], bool]] = (),
+        weight: Callable[[T], int] = lambda _message: 0,
     ) -> None:
-        self._limit, self._merge, self._minor, self._droppable = limit, merge, minor, droppable
+        self._limit, self._merge, self._weight = limit, merge, weight
         self._waiting: deque[T] = deque()
         self._in_hand: T | None = None
         self._lock = threading.Lock()
@@ -89,12 +87,12 @@ class Outbox(Generic[T]):
                 if merged is not None:
                     self._waiting[index] = merged
                     return
-                if not self._minor(self._waiting[index]):
+                if self._weight(self._waiting[index]) >= self._weight(message):
                     break
             self._waiting.append(message)
             if len(self._waiting) > self._limit:
-                may_go = (i for goes in self._droppable for i, waiting in enumerate(self._waiting) if goes(waiting))
-                del self._waiting[next(may_go, 0)]
+                weights = [self._weight(waiting) for waiting in self._waiting]
+                del self._waiting[weights.index(min(weights))]
                 self.dropped += 1
 
     def take(self) -> T | None:
@@ -249,7 +247,7 @@ class Delivery:
         begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._target, self._what, self._warn, self._limit, self._begin = target, what, warn, limit, begin
-        self._lines: Outbox[Line] = Outbox(limit, droppable=[lambda line: "loss" in line])
+        self._lines: Outbox[Line] = Outbox(limit, weight=lambda line: "loss" not in line)
         self._there, self._closing = threading.Event(), threading.Event()
         self._said_slow = False
         self._thread = threading.Thread(target=self._deliver, name=what, daemon=True)

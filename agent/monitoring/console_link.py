@@ -184,13 +184,8 @@ def outbox() -> Outbox[QueuedReport]:
     """Ends of processes, and of the job, are not forgotten; iterations only where nothing is left of how their steps
     were put right, which must not keep them apart either: they come again and again."""
 
-    def is_validation(report: QueuedReport) -> bool:
-        return isinstance(report.message, ValidationReport)
-
-    def is_history(report: QueuedReport) -> bool:
-        return isinstance(report.message, IterationReport)
-
-    return Outbox(MAX_REPORTS, merge=merge_iterations, minor=is_validation, droppable=[is_validation, is_history])
+    weights: dict[type[Message], int] = {ValidationReport: 0, IterationReport: 1}
+    return Outbox(MAX_REPORTS, merge=merge_iterations, weight=lambda report: weights.get(type(report.message), 2))
 
 
 def _saved(report: QueuedReport) -> tuple[str, dict[str, Any]]:
@@ -401,7 +396,7 @@ class ConsoleCoordination(Coordination):
 
     say: called, from a thread, with the console's sentence when the job does not train and nothing is announced.
     checkpoint: asked for the checkpoint to go back to when the console says so, for `patience` seconds where it raises
-    OSError; None: the job writes none. interval: seconds between two posts of the workers' heartbeats. decide: given
+    OSError. interval: seconds between two posts of the workers' heartbeats. decide: given
     what is to be done once this launcher may (agent.launcher.processes): on several nodes another may lead by then.
     saved: what another launcher has `saved`, which this one goes on from; recorded: of that job, the iterations from
     one to another.
@@ -413,7 +408,7 @@ class ConsoleCoordination(Coordination):
         job_id: str,
         say: Callable[[str], None],
         *,
-        checkpoint: Callable[[], str | None] | None = None,
+        checkpoint: Callable[[], str | None] = lambda: None,
         patience: float = CHECKPOINT_SECONDS,
         interval: float = 1.0,
         decide: Callable[[Callable[[], None]], None] = lambda send: send(),

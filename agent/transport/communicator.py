@@ -89,11 +89,6 @@ class RendezvousStore:
                     self._before, self._now, self._served = self._now, now, 1
         return self.address
 
-    @property
-    def keys(self) -> int:
-        """How many it holds."""
-        return sum(store.num_keys() for store in (self._now, self._before) if store is not None)
-
     def close(self) -> None:
         """Who waits there is woken."""
         self._now = self._before = None

@@ -22,6 +22,7 @@ from openrecycle.agent.coordination.membership import (
     Note,
     Offer,
     PlanFrozen,
+    RestartAsked,
 )
 from openrecycle.agent.messages.protocol import Command, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob
@@ -82,7 +83,7 @@ class Operators:
 
     def restart(self, job_id: str, worker: str, actor: str) -> None:
         """Asks the launcher to start a new process for a failed worker. Raises ConsoleError."""
-        self._command(self._restartable(job_id, worker), "restart", worker, actor)
+        self._start_again(self._restartable(job_id, worker), worker, actor)
 
     def can_restart(self, job_id: str, worker: str) -> bool:
         """Would `restart` be taken?"""
@@ -109,7 +110,7 @@ class Operators:
         for worker in coming_back(job.state):
             left = worker, job.state.members[worker].incarnation
             if left not in known:
-                self._command(job, "restart", worker, f"the coordinator, since {worker}'s pipeline is back,")
+                self._start_again(job, worker, f"the coordinator, since {worker}'s pipeline is back,")
                 known.add(left)
 
     def share_without(self, job_id: str, worker: str) -> float | None:
@@ -147,6 +148,10 @@ class Operators:
                 raise ConsoleError(409, "no_choice", f"the job is {'' if job.paused else 'not '}paused")
             self._command(job, kind, None, actor)
         return "all workers stop before the same iteration" if kind == "pause" else "all workers go on"
+
+    def _start_again(self, job: LiveJob, worker: str, actor: str) -> None:
+        job.apply(RestartAsked(worker))
+        self._command(job, "restart", worker, actor)
 
     def _command(self, job: LiveJob, kind: str, worker: str | None, actor: str) -> None:
         actor = named(actor)

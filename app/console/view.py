@@ -278,19 +278,15 @@ def worker_view(job: LiveJob, member: Member, worker_states: WorkerStates) -> Wo
     process = role.process if role.process and role.process.role == role.name else None
     contact = job.measurements.contacts.get(member.name)
     beat = contact.beat if contact and contact.beat.incarnation == member.incarnation else None
-    # A console that has begun anew judges nobody by the time before; what it shows is as old as it is. In a job that is
-    # over it judges nobody at all, and `last_heard` says nothing.
-    ages = [time.time() - contact.at] if contact is not None and beat is not None else []
-    if member.last_heard is not None and not job.state.over:
-        ages.append(time.monotonic() - member.last_heard)
+    heard = job.last_heard(member)
     return WorkerView(
         name=member.name,
         pipeline=int(member.name[1:].partition("_")[0]),
         stage=member.stage,
         state=role.state,
         takes_rerouted=0 if role.state in OUT else worker_states.rerouted.get(member.name, 0),
-        heartbeat_age=max(0.0, *ages) if ages else None,
-        generation=member.generation,
+        heartbeat_age=None if heard is None else max(0.0, time.monotonic() - heard),
+        generation=max(0, member.generation),
         iteration=beat.iteration if beat else 0,
         phase=beat.phase if beat else "",
         op_milliseconds=beat.op_milliseconds if beat else {},

@@ -640,6 +640,15 @@ class LiveJob:
             return frozenset()
         return self.measurements.stopped(since, self.state.members)
 
+    def last_heard(self, member: Member) -> float | None:
+        """When its process was heard last, in monotonic seconds; None: never. A console that has begun anew judges
+        nobody by the time before; what it shows is as old as it is."""
+        contact = self.measurements.contacts.get(member.name)
+        if contact is not None and contact.beat.incarnation == member.incarnation:
+            return contact.heard
+        # In a job that is over it judges nobody at all, and `last_heard` says nothing.
+        return None if self.state.over else member.last_heard
+
     @property
     def plan_run(self) -> PlanRun | None:
         """What its workers run; None before the first generation."""

@@ -5,7 +5,6 @@ history, and what they print. None of it is a matter of the coordinator, and non
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from array import array
@@ -45,14 +44,14 @@ class JobMeasurements:
         """What came in since the last call, for the coordinator; the rest of it is noted here."""
         beats: dict[str, LastHeartbeat] = {}
         news: list[tuple[Heartbeat, float]] = []
-        fresh, contacts, at = self.fresh, self.contacts, time.time()
+        fresh, contacts = self.fresh, self.contacts
         while fresh:
             beat, heard = arrived = fresh.popleft()
             name, incarnation = beat.worker, beat.incarnation
             known = contacts.get(name)
             if known is None or known.beat.incarnation != incarnation or beat.seq > known.beat.seq:
                 # An older one that came late still shows that the worker lives, and no more.
-                contacts[name] = Contact(beat, at, heard)
+                contacts[name] = Contact(beat, heard)
                 news.append(arrived)
             beats[name] = LastHeartbeat(incarnation, heard, beat.phase == "draining")
         if news:
@@ -87,12 +86,11 @@ class JobMeasurements:
 
 
 class Contact(NamedTuple):
-    """The newest heartbeat of a worker, and when it came: by the wall clock, and by the monotonic one (-inf: before
-    this process began)."""
+    """The newest heartbeat of a worker, and when it came, in monotonic seconds. Only the database has it by the wall
+    clock, which outlives a process."""
 
     beat: Heartbeat
-    at: float
-    heard: float = -math.inf
+    heard: float
 
 
 def _contact_row(name: str, contact: Contact) -> Record:
@@ -106,7 +104,7 @@ def _contact_row(name: str, contact: Contact) -> Record:
         "phase": beat.phase,
         "op_milliseconds": orjson.dumps(beat.op_milliseconds).decode(),
         "resident_bytes": beat.resident_bytes,
-        "heard_at": contact.at,
+        "heard_at": time.time() - (time.monotonic() - contact.heard),
     }
 
 
@@ -121,7 +119,7 @@ def _read_contact(row: Record) -> Contact:
         op_milliseconds=json.loads(row["op_milliseconds"]),
         resident_bytes=row["resident_bytes"],
     )
-    return Contact(beat, row["heard_at"])
+    return Contact(beat, time.monotonic() - max(0.0, time.time() - row["heard_at"]))
 
 
 # -- op times ----------------------------------------------------------------------------------

@@ -274,10 +274,9 @@ class WorkerStates:
         counts.update(self.role(m).state for m in self.state.members.values() if m.state is WorkerState.FAILED)
         return counts
 
-    def heard(self) -> list[float]:
-        """When each process that should speak was heard last, by the console's clock."""
-        members = ((m, m.last_heard) for m in self.state.members.values())
-        return [at for m, at in members if at is not None and self._held(m) in ALIVE]
+    def alive(self) -> list[Member]:
+        """Those whose process should speak."""
+        return [m for m in self.state.members.values() if self._held(m) in ALIVE]
 
     @cached_property
     def processes(self) -> dict[str, RoleState]:

@@ -270,7 +270,7 @@ class JobMetrics(Collector):
         for worker_state in RoleState:
             out.workers.add_metric([key, worker_state.value], states[worker_state])
         now = time.monotonic()
-        ages = [max(0.0, now - at) for at in roles.heard()]
+        ages = [max(0.0, now - at) for member in roles.alive() if (at := job.last_heard(member)) is not None]
         for q, age in zip(AGE_QUANTILES, quantiles(ages, AGE_QUANTILES), strict=False):
             out.heartbeat_age.add_metric([key, f"{q:g}"], age)
         out.generation.add_metric([key], state.generation)

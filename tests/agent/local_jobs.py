@@ -22,6 +22,7 @@ from openrecycle.agent.config.options import (
 )
 from openrecycle.agent.coordination.launcher import Coordination
 from openrecycle.agent.coordination.local import LocalCoordination
+from openrecycle.agent.coordination.membership import CHECKPOINT
 from openrecycle.agent.launcher.launch import Launcher, Stopped
 from openrecycle.agent.messages.protocol import Command
 from openrecycle.agent.models.workload import NamedWorkload
@@ -69,6 +70,8 @@ class LocalJob:
         **coordination: Any,
     ) -> None:
         warm()
+        if "checkpoint" in coordination:
+            coordination.setdefault("back_to", CHECKPOINT)
         computes_on = platform or Platform()
         workload = workload or NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY)
         layers = int(workload.options.get("layers", 0))

@@ -180,7 +180,7 @@ class Run:
                 for name in self.living:
                     self.coordination.acknowledged("adopted", Worker.parse(name), self.processes[name], self.generation)
                     self.coordination.acknowledged("formed", Worker.parse(name), self.processes[name], self.generation)
-        return ""
+        return self.coordination.stands
 
     def broken(self, *pairs: str) -> str:
         for pair in pairs:

@@ -18,10 +18,12 @@ from openrecycle.agent.coordination.membership import (
     Offer,
     Offered,
     PlanReady,
+    RestartAsked,
     Stalled,
     Tick,
     TransferBroken,
     UsePlan,
+    WorkerRegistered,
 )
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
@@ -330,6 +332,25 @@ def test_a_way_that_no_longer_fits_is_not_taken() -> None:
     assert any(golden("nobody-would-be-left-who") in note.text for note in run.notes)
 
 
+def test_one_that_has_never_trained_and_stands_by_is_told_and_counts_until_it_has_left() -> None:
+    run = Run(3, 2).start()
+    run.send(ModeSet(Mode.MANUAL, 30.0, "ada"))
+    run.exit("W1_0")
+    run.send(Chosen(REROUTE, "ada"))
+    run.back("W1_0")
+    run.exit("W1_1")
+    out, stood_by = ("W1_1",), Candidate(STAND_BY, ("W1_0", "W1_1"), text="5 samples/s")
+    run.send(Offered(out, Offer(out, (stood_by,))))
+    assert run.member("W1_0").state is WorkerState.REJOINING and run.member("W1_0").generation == 0
+    run.send(Chosen(STAND_BY, "ada"))
+    assert run.opened[-1].failed == ("W1_0", "W1_1")
+    member = run.member("W1_0")
+    assert member.leaving and member.goes, "its launcher is told that it is to leave"
+    assert run.send(WorkerRegistered("W1_0", member.incarnation or "")).refusal is not None
+    run.exit("W1_0")
+    assert not run.member("W1_0").goes
+
+
 # -- leaving ------------------------------------------------------------------------------------
 
 
@@ -366,6 +387,18 @@ def test_the_launcher_of_one_that_ends_before_it_could_leave_is_told_that_it_was
     run.plans = True
     run.exit("W1_1")
     assert not run.member("W1_0").leaving, "with the next one that is old news"
+
+
+def test_one_that_is_to_be_started_again_is_none_that_is_to_leave() -> None:
+    run = Run(3, 2).start()
+    run.plans = False
+    run.send(DrainAsked("W1_0", "ada"))
+    run.send(RestartAsked("W1_0"))
+    assert run.member("W1_0").goes, "it has not left yet"
+    run.send(Exited("W1_0", "W1_0-1", "launcher", "was killed by SIGKILL"))
+    run.send(RestartAsked("W1_0"))
+    run.send(PlanReady(("W1_0",), "p", "made"))
+    assert run.opened[-1].failed == ("W1_0",) and not run.member("W1_0").leaving
 
 
 def test_who_can_not_leave() -> None:

@@ -25,6 +25,7 @@ from openrecycle.agent.coordination.membership import (
     PlanFrozen,
     PlanReady,
     PlanRefused,
+    RestartAsked,
     Stalled,
     State,
     Tick,
@@ -159,6 +160,10 @@ class Membership(RuleBasedStateMachine):
         before, frozen = len(self.run_.opened), self.run_.state.frozen_by
         self.run_.send(UsePlan(f"q{len(self.run_.log)}", failed, actor, "" if actor else "it is better"))
         assert not frozen or len(self.run_.opened) == before
+
+    @rule(worker=name)
+    def restart(self, worker: str) -> None:
+        self.run_.send(RestartAsked(worker))
 
     @rule(worker=name)
     def drain(self, worker: str) -> None:

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.coordination.membership import PRESENT, Exited, GenerationAcknowledged, PlanReady, PlanRefused
+from openrecycle.agent.coordination.membership import (
+    PRESENT,
+    AckState,
+    Exited,
+    GenerationAcknowledged,
+    LeadChanged,
+    PlanReady,
+    PlanRefused,
+)
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.conftest import examples
@@ -86,6 +94,17 @@ def test_a_death_before_all_have_gone_back_goes_back_again_and_tells_the_move_ag
     run.exit("W0_0")
     generation = run.opened[-1]
     assert generation.number == first + 1 and generation.restore and generation.moves == moves
+
+
+@pytest.mark.parametrize("step", ["adopted", "formed"])
+def test_after_a_change_of_lead_nobody_goes_back_twice_whose_first_iteration_was_not_told(step: AckState) -> None:
+    run = lost_stage()
+    generation = run.opened[-1]
+    for name in generation.living:
+        run.send(GenerationAcknowledged(name, run.member(name).incarnation or "", generation.number, step))
+    run.send(LeadChanged({}, "node 1 leads from here on"))
+    assert run.opened[-1].number == generation.number + 1
+    assert run.opened[-1].restore is (step == "adopted"), "who has formed has gone back"
 
 
 def test_a_newcomer_of_the_lost_stage_needs_nobody_to_move() -> None:

@@ -35,7 +35,7 @@ def test_the_newest_wait_in_order_and_what_is_sent_stays(script: list[int | None
 
 
 def test_what_may_be_dropped_goes_first() -> None:
-    outbox: Outbox[str] = Outbox(2, droppable=[str.islower])
+    outbox: Outbox[str] = Outbox(2, weight=str.isupper)
     for message in ("EXIT", "a", "b", "END", "LAST"):
         outbox.put(message)
     assert outbox.take() == "END"

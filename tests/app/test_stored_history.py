@@ -97,6 +97,22 @@ def test_of_a_worker_that_died_before_it_could_leave_its_launcher_hears_that_it_
     world.operators.restart(world.job_id, "W1_0", "ada")
 
 
+def test_who_is_started_in_the_place_of_one_that_was_to_leave_stays(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generation without that one is still planned when a person asks for a new process."""
+    world.begin()
+    monkeypatch.setattr(planned, "INLINE_OPS", 0)
+    world.operators.drain(world.job_id, "W1_0", "ada")
+    world.die(world.processes["i2"])
+    assert world.wanted and world.job.state.generation == 1
+    world.operators.restart(world.job_id, "W1_0", "ada")
+    world.restart_console()
+    world.plan_arrives(*world.wanted)
+    deployment = world.poll()
+    assert deployment is not None and deployment.failed == ("W1_0",) and not deployment.leaving
+
+
 def test_a_registration_that_comes_late_does_not_put_a_process_in_two_places(world: World) -> None:
     world.begin().die(world.processes["i0"])
     world.take_up()
