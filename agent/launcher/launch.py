@@ -247,7 +247,7 @@ class Launcher:
         agent.messages.channel.GenerationSpec."""
         self._why_halted, self._halt_by = "", 0.0
         """Of a job that can't go on: why, and until when it has time to come to its end in order."""
-        self._stands = self._stood = ""
+        self._stands = ""
         """Of a job without any process, while somebody is on the way: how it lost the last one."""
         self._waited_for = ""
         """Why the job stands still, as it was said."""
@@ -404,13 +404,12 @@ class Launcher:
             if isinstance(event, Deploy):
                 self._deploy(self._kept(event))
             elif isinstance(event, Halt):
-                self._halted(event)
+                raise JobFailed(event.reason)
             elif isinstance(event, LauncherWarning):
                 self._listener({"warning": event.text})
                 entry = self._pool.running.get(event.refused) if event.refused else None
                 if entry is not None and not entry.member:
                     self._pool.fence(entry, event.text)
-                    self._stands = self._stands or self._stood  # it has changed nothing
                     self._gone(entry, "may not join")
             elif isinstance(event, Measure):
                 for entry in self._pool.running.values():
@@ -665,9 +664,6 @@ class Launcher:
         self._replace(str(entry.worker), entry.incarnation, self._pool.node_of(entry), why)
 
     # -- starting again -----------------------------------------------------------------------
-
-    def _halted(self, halt: Halt) -> None:
-        raise JobFailed(halt.reason)
 
     def _stand_still(self) -> None:
         """Where the job can't go on: that is the end, unless somebody is on the way who may change it."""
