@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -52,7 +52,7 @@ from openrecycle.planner.layers.migration import (
     best_migrations,
     check_copy_cost,
 )
-from openrecycle.planner.layers.partition import Layout, lay_out
+from openrecycle.planner.layers.partition import Layout, best_at_home, lay_out
 from openrecycle.planner.output import check_out, console, is_stdout, run, write_out
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.plans.plan import PLAN_BYTES, JobDoc, Plan, PlanError, read_whole
@@ -143,14 +143,7 @@ def _cut(job: Job, partition: str | None) -> Job:
         raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
     if partition is None or partition == AUTO:
         return job
-    given = job.check_partition(counts, field="--partition")
-    return replace(job, partition=given, home=given, profiles=(), transfers=(), backward_transfers=())
-
-
-def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
-    """With the partition that is best without failures: what they move layers from, and are compared with."""
-    home = lay_out(job, technique=technique, memory=memory).partition
-    return replace(job, partition=home, home=home, profiles=(), transfers=(), backward_transfers=())
+    return job.begun_with(job.check_partition(counts, field="--partition"))
 
 
 def failed_workers(given: list[str] | None, job: Job) -> frozenset[Worker]:

@@ -465,6 +465,10 @@ class Job:
         made._cut()
         return made
 
+    def begun_with(self, partition: tuple[int, ...]) -> Job:
+        """Cut so from its start: that is its home. Raises InputError."""
+        return replace(self, partition=partition, home=partition, profiles=(), transfers=(), backward_transfers=())
+
     @property
     def at_home(self) -> Job:
         """As it is cut without failures."""

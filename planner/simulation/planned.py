@@ -27,7 +27,7 @@ from openrecycle.planner.jobs.job import (
     joined,
 )
 from openrecycle.planner.layers.migration import SECONDS, Counts, best_distributions, models
-from openrecycle.planner.layers.partition import Layout, lay_out, staffed, with_stages
+from openrecycle.planner.layers.partition import Layout, best_at_home, lay_out, staffed, with_stages
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
@@ -399,12 +399,10 @@ def evened(job: Job, *, technique: Technique, memory: MemoryLimit, layers: int =
     if by_layers is None:
         return job
     try:
-        best = lay_out(by_layers, technique=technique, memory=memory).partition
+        even = best_at_home(by_layers, technique, memory)
     except (InfeasibleError, InputError):  # none, or too many to choose from
         return job
-    if best == by_layers.partition:
-        return job
-    return replace(by_layers, partition=best, home=best, profiles=(), transfers=(), backward_transfers=())
+    return job if even is by_layers else even
 
 
 def _by_layers(job: Job, most: int) -> Job | None:

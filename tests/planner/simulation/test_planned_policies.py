@@ -7,7 +7,6 @@ import operator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -192,9 +191,9 @@ def test_no_policy_is_credited_with_balance() -> None:
     for name in PLANNED:
         assert run(begun, name, quiet).goodput <= 1.001, name
     assert begun.repartitioned(6) == begun.full and given.repartitioned(6) == given.full
-    parts: dict[str, Any] = {"profiles": (), "transfers": (), "backward_transfers": ()}
-    worse = replace(even, partition=(10, 1, 1), home=(10, 1, 1), **parts)
-    assert evened(worse, technique=Technique.STAGGERED, memory=memory).partition == even.partition
+    worse = even.begun_with((10, 1, 1))
+    for job in (worse, worse.with_partition(even.partition)):
+        assert evened(job, technique=Technique.STAGGERED, memory=memory) == even
     alike = Job.uniform(2, 3, 4)
     assert evened(alike, technique=Technique.STAGGERED, memory=memory) is alike
 
