@@ -60,7 +60,7 @@ from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.profiles import analytic_job, job_on, load, model_shape
 from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
 from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, evened
-from openrecycle.planner.simulation.policies import PLANNED, PUBLISHED, READY_AFTER, planned_policy, published
+from openrecycle.planner.simulation.policies import CUT_ANEW, PLANNED, PUBLISHED, READY_AFTER, planned_policy, published
 from openrecycle.planner.simulation.traces import HOST, Domain, Trace, generated, read_trace
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan, reference_plan
@@ -482,10 +482,18 @@ def simulate_command(
     else:
         job = _job(model, profile, pipelines, stages, micro_batches, durations)
         charges, of, limit = RecoveryCosts.parse(cost), Technique.of(technique), MemoryLimit.parse(memory)
-        if catalog is None:  # (else its plans say where layers are)
-            job = evened(
+        cutting = [name for name in names if name in CUT_ANEW]
+        if catalog is None or cutting:
+            even = evened(
                 job, technique=of if of.reroutes else Technique.STAGGERED, memory=limit, layers=layers_per_stage
             )
+            if catalog is not None and even is not job:  # its plans say where layers are
+                what = (
+                    f"none with {' or '.join(cutting)}: its plans are for the stages as they are given, and what these "
+                    "policies gain would be a better partition, which the job could begin with"
+                )
+                raise InputError("--catalog", str(catalog), what)
+            job = even
         planned = PlannedJob(
             job,
             samples=float(job.pipelines * job.micro_batches) if samples is None else samples,
