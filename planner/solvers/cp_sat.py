@@ -871,10 +871,7 @@ class _Search:
 
     def _fits(self, schedule: Schedule) -> bool:
         """A W that takes no time may free, at the very tick, what an I leaves; and slices may move them apart."""
-        if self.problem.limits_are_exact:
-            return True
-        capacity = self.problem.job.capacity_bytes
-        return all(most <= capacity[worker.stage] for worker, most in schedule.peak_bytes.items())
+        return self.problem.limits_are_exact or not schedule.over_capacity
 
     def raise_bound(self, bound: int) -> None:
         """`bound` holds for all schedules better than `best`; no more than that is known."""
