@@ -657,6 +657,14 @@ class StageRoom(NamedTuple):
     need: int
     keep: int
 
+    def beside(self, ahead: int, count: int) -> int:
+        """How many micro-batches, at most `count`, there is room for behind the end of their I, beside so many before
+        it; -1: not even for those."""
+        left = self.capacity - ahead * self.need
+        if left < 0:
+            return -1
+        return count if self.keep == 0 else min(count, left // self.keep)
+
 
 @dataclass(frozen=True)
 class Problem:

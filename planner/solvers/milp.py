@@ -112,8 +112,7 @@ def small_room(room: StageRoom, count: int) -> StageRoom | None:
     capacity, need, keep = room
     if capacity <= MOST_ROOM:
         return room
-    ahead = (a for a in range(count + 1) if a * need <= capacity)
-    fitting = [(a, min(count - a, (capacity - a * need) // keep) if keep else count - a) for a in ahead]
+    fitting = [(a, kept) for a in range(count + 1) if (kept := room.beside(a, count - a)) >= 0]
     for most in range(1, MOST_ROOM + 1):
         # Rounded up: nothing fits that did not.
         small = StageRoom(most, -(-need * most // capacity), -(-keep * most // capacity))
