@@ -15,6 +15,7 @@ tests/benchmarks/bench_memory.py compares it with what workers take.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -37,14 +38,14 @@ from openrecycle.agent.models.layers import (
     StageIOError,
     TensorSpec,
     build_layer,
-    copied,
-    input_form,
+    build_layers,
     kind_of,
     layer_count,
     partition_of,
     spans,
     tensors_of,
     tied_of,
+    without_memory,
 )
 from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.state import DTYPES, StateError, dtype_name, pack, unpack
@@ -201,8 +202,7 @@ def micro_batch_memory(
         inputs, targets = tuple(map(take, read)), compat.copied(wanted, take)
         found: list[MicroBatchMemory] = []
         for stage, span in enumerate(spans(partition)):
-            built = {n: copied(build_layer(workload, n, layers, seed), take) for n in span}
-            module = LayerStack(built, form=input_form(workload, layers))
+            module = build_layers(workload, span, layers, seed, take)
             last = stage == len(partition) - 1
             loss = (lambda y: workload.loss(y, targets)) if last else None
             with _nothing_compiled():
@@ -398,16 +398,10 @@ def _specs(parts: tuple[Any, ...]) -> str:
 
 def _check_layers(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
     """Per layer its parameters' names and stand-ins, without memory; of all layers that could be built."""
-    try:
-        with torch.device("meta"):
-            return _build(workload, layers, seed)
-    except InputError:
-        raise
-    except Exception:  # a builder that reads a file, or looks at numbers, needs them
-        return _build(workload, layers, seed)
+    return without_memory(functools.partial(_shapes, workload, layers, seed))
 
 
-def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
+def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
     # Of what is still alive when its layer is gone, a later layer may hold the same.
     seen: list[tuple[weakref.ref[Tensor], int, str]] = []
     kind, shapes = kind_of(workload), list[NamedParameters]()

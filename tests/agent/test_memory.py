@@ -90,6 +90,31 @@ def test_a_layer_that_looks_at_its_numbers_runs_for_real(monkeypatch: pytest.Mon
     assert found is not None and found[0].forward > 4 * ROW
 
 
+@pytest.mark.parametrize("small", [0, 1 << 30], ids=["without data", "for real"])
+def test_a_stage_is_built_as_a_worker_builds_it_and_a_given_model_stays_as_it_is(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With parameters that two layers share, which each stage has a copy of."""
+    monkeypatch.setattr(preflight, "_SMALL", small)
+
+    linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    linears[3].weight = linears[0].weight
+
+    class Given(Chain):
+        def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+            return linears[layer]
+
+        def tied(self, layers: int) -> list[list[str]]:
+            return [["0.weight", "3.weight"]]
+
+    given: Any = Given()
+    before = [parameter for layer in linears for parameter in layer.parameters()]
+    values = [parameter.detach().clone() for parameter in before]
+    assert micro_batch_memory(given, (2, 2), 0, None, 1) is not None
+    after = [parameter for layer in linears for parameter in layer.parameters()]
+    assert all(a is b and a.equal(value) for a, b, value in zip(after, before, values, strict=True))
+
+
 def test_layers_that_can_not_be_run_are_no_reason_to_refuse() -> None:
     class Broken(Chain):
         def loss(self, output: Tensor, targets: Tensor) -> Tensor:
