@@ -599,8 +599,9 @@ class Job:
         return worker
 
 
-# That a limit may name.
+# That a limit may name, and how it is written.
 MOST_ACTIVATIONS = 10**9 - 1
+_NUMBER_HELD = re.compile(f"[0-9]{{1,{len(str(MOST_ACTIVATIONS))}}}")
 
 
 @dataclass(frozen=True)
@@ -617,7 +618,7 @@ class MemoryLimit:
     def parse(cls, text: str, *, field: str = "--memory") -> MemoryLimit:
         text = text.strip().lower()
         named = text in ("1f1b", "uniform", "none", "bytes")
-        if not named and (not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1):
+        if not named and (not _NUMBER_HELD.fullmatch(text) or int(text) < 1):
             whole = f"a whole number from 1 to {MOST_ACTIVATIONS}"
             raise InputError(field, text, f"1f1b, uniform, none, bytes, or {whole}")
         return cls(text)
