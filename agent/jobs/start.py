@@ -245,7 +245,9 @@ def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: 
     return prepare(options.checkpoints, identity, options.iterations, say)
 
 
-def _restore_point(options: TrainingOptions, origin: Origin | None, say: Say) -> Callable[[], str | None] | None:
+def _restore_point(
+    options: TrainingOptions, origin: Origin | None, say: Callable[[str], None]
+) -> Callable[[], str | None] | None:
     """Asked for the newest checkpoint that is not damaged, when a stage's state is lost, or the start, where there is
     none and workers come back by themselves; None: there is nothing to go back to. It raises OSError."""
     folder, resumed = options.checkpoints.folder, origin is not None and origin.resumed is not None
