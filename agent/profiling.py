@@ -41,6 +41,7 @@ from openrecycle.agent.config.options import LOOPBACK, Optimization, Timeouts
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.messages import channel
+from openrecycle.agent.messages.client import Say
 from openrecycle.agent.models.layers import (
     CPU,
     LOWER,
@@ -360,7 +361,7 @@ def measure_stages(
     job: Job,
     optimization: Optimization,
     effort: ProfilingEffort,
-    say: Callable[[str], None],
+    say: Say,
     *,
     what: str = "stage",
     layers: int | None = None,
@@ -652,7 +653,6 @@ def parts_of(shape: Shape, batch: int, optimization: Optimization) -> list[PartS
 
 # -- a whole profile ---------------------------------------------------------------------------------
 
-Say = Callable[[str], None]
 Grid = tuple[int, int, int]
 """Pipelines, stages, micro-batches."""
 

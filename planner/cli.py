@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -52,7 +52,7 @@ from openrecycle.planner.layers.migration import (
     best_migrations,
     check_copy_cost,
 )
-from openrecycle.planner.layers.partition import Layout, lay_out
+from openrecycle.planner.layers.partition import Layout, best_at_home, lay_out
 from openrecycle.planner.output import check_out, console, is_stdout, run, write_out
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.plans.plan import PLAN_BYTES, JobDoc, Plan, PlanError, read_whole
@@ -60,7 +60,7 @@ from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.profiles import analytic_job, job_on, load, model_shape
 from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
 from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, evened
-from openrecycle.planner.simulation.policies import PLANNED, PUBLISHED, READY_AFTER, planned_policy, published
+from openrecycle.planner.simulation.policies import CUT_ANEW, PLANNED, PUBLISHED, READY_AFTER, planned_policy, published
 from openrecycle.planner.simulation.traces import HOST, Domain, Trace, generated, read_trace
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan, reference_plan
@@ -143,14 +143,7 @@ def _cut(job: Job, partition: str | None) -> Job:
         raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
     if partition is None or partition == AUTO:
         return job
-    given = job.check_partition(counts, field="--partition")
-    return replace(job, partition=given, home=given, profiles=(), transfers=(), backward_transfers=())
-
-
-def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
-    """With the partition that is best without failures: what they move layers from, and are compared with."""
-    home = lay_out(job, technique=technique, memory=memory).partition
-    return replace(job, partition=home, home=home, profiles=(), transfers=(), backward_transfers=())
+    return job.begun_with(job.check_partition(counts, field="--partition"))
 
 
 def failed_workers(given: list[str] | None, job: Job) -> frozenset[Worker]:
@@ -489,10 +482,18 @@ def simulate_command(
     else:
         job = _job(model, profile, pipelines, stages, micro_batches, durations)
         charges, of, limit = RecoveryCosts.parse(cost), Technique.of(technique), MemoryLimit.parse(memory)
-        if catalog is None:  # (else its plans say where layers are)
-            job = evened(
+        cutting = [name for name in names if name in CUT_ANEW]
+        if catalog is None or cutting:
+            even = evened(
                 job, technique=of if of.reroutes else Technique.STAGGERED, memory=limit, layers=layers_per_stage
             )
+            if catalog is not None and even is not job:  # its plans say where layers are
+                what = (
+                    f"none with {' or '.join(cutting)}: its plans are for the stages as they are given, and what these "
+                    "policies gain would be a better partition, which the job could begin with"
+                )
+                raise InputError("--catalog", str(catalog), what)
+            job = even
         planned = PlannedJob(
             job,
             samples=float(job.pipelines * job.micro_batches) if samples is None else samples,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from multiprocessing import forkserver, popen_forkserver
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, parent_process, popen_forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
@@ -130,3 +130,15 @@ def _forked_from_ours() -> bool:
     ours = _SERVER._forkserver_address is not None and "openrecycle.fork_server" in sys.modules
     # From Python 3.14 on nobody else knows the key.
     return _SERVER._forkserver_pid is None and ours and getattr(_SERVER, "_forkserver_authkey", "") is not None
+
+
+def end_with_parent(end: Callable[[], object]) -> None:
+    """In a process that multiprocessing has started: `end` is called once its parent is gone, however that ended."""
+    if (parent := parent_process()) is None:
+        return
+
+    def follow() -> None:
+        parent.join()
+        end()
+
+    threading.Thread(target=follow, name="end-with-parent", daemon=True).start()

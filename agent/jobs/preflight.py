@@ -15,10 +15,12 @@ tests/benchmarks/bench_memory.py compares it with what workers take.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +38,14 @@ from openrecycle.agent.models.layers import (
     StageIOError,
     TensorSpec,
     build_layer,
-    copied,
-    input_form,
+    build_layers,
     kind_of,
     layer_count,
     partition_of,
     spans,
     tensors_of,
     tied_of,
+    without_memory,
 )
 from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.state import DTYPES, StateError, dtype_name, pack, unpack
@@ -62,7 +64,7 @@ from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.transport.transfers import PREFETCH
 from openrecycle.agent.workers.state_transfer import PIECE_ELEMENTS
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, in_a_line
-from openrecycle.planner.jobs.job import Job, Worker, parse_partition
+from openrecycle.planner.jobs.job import Job, Problem, StageRoom, Worker, parse_partition
 
 # -- what memory a job's workers take -----------------------------------------------------------
 
@@ -157,18 +159,26 @@ def hand_over_memory(state: StageMemory, kept_each: float, peers: int) -> int:
     return min(state.copied, round((peers - 1) * PIECE_ELEMENTS * (4 + kept_each)))
 
 
-def activation_memory(one: MicroBatchMemory, in_flight: int, *, splits: bool) -> int:
-    """splits: may W of several micro-batches be left for later?"""
-    larger = max(one.forward, one.backward)
-    return one.beside + (in_flight * larger if splits else (in_flight - 1) * one.forward + larger)
+Held = Sequence[tuple[int, int]]
+"""What a worker may hold at a time: of micro-batches before the end of their I, and of others until the end of W."""
+
+
+def held_within(room: StageRoom, most: int, *, splits: bool) -> Held:
+    """Of `most` micro-batches in all. splits: may W of several be left for later?"""
+    later = most if splits else 1
+    ahead = takewhile(lambda n: room.beside(n, later) >= 0, range(most + 1))
+    return [(n, room.beside(n, min(later, most - n))) for n in ahead]
+
+
+def activation_memory(one: MicroBatchMemory, held: Held) -> int:
+    return one.beside + max(ahead * one.forward + later * one.backward for ahead, later in held)
 
 
 def with_activations(
-    state: StageMemory, one: MicroBatchMemory, in_flight: int, per_iteration: int, ranks: int, *, splits: bool
+    state: StageMemory, one: MicroBatchMemory, held: Held, per_iteration: int, ranks: int
 ) -> StageMemory:
-    """per_iteration: micro-batches of a worker. ranks: that hold as much as one that is alone. splits: as of
-    `activation_memory`."""
-    activations = activation_memory(one, in_flight, splits=splits)
+    """per_iteration: micro-batches of a worker. ranks: that hold as much as one that is alone."""
+    activations, in_flight = activation_memory(one, held), max(map(sum, held))
     # An output is kept until its gradient comes; a gradient until the end of the next iteration.
     transfers = PREFETCH * one.received + in_flight * one.given + 2 * per_iteration * one.back
     return replace(state, activations=ranks * activations, transfers=ranks * transfers)
@@ -192,8 +202,7 @@ def micro_batch_memory(
         inputs, targets = tuple(map(take, read)), compat.copied(wanted, take)
         found: list[MicroBatchMemory] = []
         for stage, span in enumerate(spans(partition)):
-            built = {n: copied(build_layer(workload, n, layers, seed), take) for n in span}
-            module = LayerStack(built, form=input_form(workload, layers))
+            module = build_layers(workload, span, layers, seed, take)
             last = stage == len(partition) - 1
             loss = (lambda y: workload.loss(y, targets)) if last else None
             with _nothing_compiled():
@@ -389,16 +398,10 @@ def _specs(parts: tuple[Any, ...]) -> str:
 
 def _check_layers(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
     """Per layer its parameters' names and stand-ins, without memory; of all layers that could be built."""
-    try:
-        with torch.device("meta"):
-            return _build(workload, layers, seed)
-    except InputError:
-        raise
-    except Exception:  # a builder that reads a file, or looks at numbers, needs them
-        return _build(workload, layers, seed)
+    return without_memory(functools.partial(_shapes, workload, layers, seed))
 
 
-def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
+def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
     # Of what is still alive when its layer is gone, a later layer may hold the same.
     seen: list[tuple[weakref.ref[Tensor], int, str]] = []
     kind, shapes = kind_of(workload), list[NamedParameters]()
@@ -671,15 +674,15 @@ def _check_memory(
         _refuse_above(sum(plain[w.stage].total for w in workers), workers, has, "beside activations", where)
     size = sum(_bytes(p) for layer in shapes for _, p in layer)
     micro_batches = micro_batch_memory(workload, partition, options.seed, optimization.autocast, size)
-    each, least, in_flight = list[StageMemory](), list[int](), _in_flight(options)
+    each, least, held = list[StageMemory](), list[int](), _held(options)
     for stage, state in enumerate(plain):
-        one, count = state, in_flight[stage]
+        one = state
         if micro_batches is not None:
             # Tensor parallel ranks run every sample, and split some of what they hold of it, or nothing.
             times = 1 if divided else ranks
-            splits, mine = options.planning.limits[0].splits, micro_batches[stage]
-            one = with_activations(state, replace(mine, received=0), 1, 0, 1, splits=splits)
-            state = with_activations(state, mine, count, job.micro_batches, times, splits=splits)
+            mine = micro_batches[stage]
+            one = with_activations(state, replace(mine, received=0), [(1, 0), (0, 1)], 0, 1)
+            state = with_activations(state, mine, held[stage], job.micro_batches, times)
         if options.checkpoints.directory is not None and on_cpu:
             named = [parameter for layer in spans(partition)[stage] for parameter in shapes[layer]]
             whole = state_memory(named, kept.each, kept.apart, optimization, 1)
@@ -688,7 +691,7 @@ def _check_memory(
         each.append(replace(state, hand_over=hand_over_memory(state, kept.each, job.pipelines)))
         least.append(one.total)
     made = JobMemory(tuple(each), tuple(least), "")
-    told = [_said(made, in_flight, micro_batches is not None, states, options)]
+    told = [_said(made, held, micro_batches is not None, states, options)]
     told.append(f"all {len(workers)} that are here {_size(made.of(workers))}")
     if has is not None:
         told[-1] += f" of {_size(has)}"
@@ -702,21 +705,24 @@ def _check_memory(
     return replace(made, text="; ".join([", ".join(told), *warnings]), warning=bool(warnings))
 
 
-def _in_flight(options: TrainingOptions) -> list[int]:
-    """Micro-batches that a worker of each stage may hold at a time, by the limit that plans keep; without one, as many
-    as its pipeline has."""
+def _held(options: TrainingOptions) -> list[Held]:
+    """By stage, within the limit that plans keep; without one, as many micro-batches as its pipeline has."""
     job, (technique, memory) = options.job, options.planning.limits
     try:
-        limits = memory.limits(job, technique)
+        rooms = Problem(job, technique=technique, memory=memory).room
     except (InputError, InfeasibleError):  # said where plans are made
-        limits = (None,) * job.stages
-    most = job.pipelines * job.micro_batches
-    return [job.micro_batches if limit is None else min(limit, most) for limit in limits]
+        rooms = (StageRoom(0, 0, 0),) * job.stages
+    all_of_one, most = StageRoom(job.micro_batches, 1, 1), job.pipelines * job.micro_batches
+    kept = {
+        room: held_within(room if room.need or room.keep else all_of_one, most, splits=technique.splits)
+        for room in set(rooms)
+    }
+    return [kept[room] for room in rooms]
 
 
 def _said(
     memory: JobMemory,
-    in_flight: Sequence[int],
+    held: Sequence[Held],
     measured: bool,
     states: Callable[[int], list[StageMemory]],
     options: TrainingOptions,
@@ -727,7 +733,7 @@ def _said(
     parts = []
     for part in fields(worst):
         if count := getattr(worst, part.name):
-            times = f" of {in_flight[largest]} micro-batches" if part.name == "activations" else ""
+            times = f" of {max(map(sum, held[largest]))} micro-batches" if part.name == "activations" else ""
             parts.append(f"{_WORDS.get(part.name, part.name)}{times} {_size(count)}")
     text = f"a worker takes up to {_size(worst.total)} ({', '.join(parts)})"
     if not measured:

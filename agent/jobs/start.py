@@ -17,7 +17,7 @@ from openrecycle.agent.config.settings import spelled
 from openrecycle.agent.coordination.launcher import FROM_START
 from openrecycle.agent.coordination.membership import back_to
 from openrecycle.agent.launcher.processes import preload, start_worker_server
-from openrecycle.agent.messages.client import ConsoleClient, prints_anyway
+from openrecycle.agent.messages.client import ConsoleClient, Say, prints_anyway
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.agent.nodes.role import NodeRole
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -39,7 +39,7 @@ PLANNED_FAILURES = 2
 """Without a console, plans are made ahead for up to this many failures."""
 
 
-def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Callable[[str], None]) -> TrainingOptions:
+def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Say) -> TrainingOptions:
     """Its plans reckon with the step as this machine takes it; what is paced leaves it as it is."""
     from openrecycle.agent.profiling import measure_step
 
@@ -59,7 +59,7 @@ def make_launcher(
     options: TrainingOptions,
     source: WorkloadSource,
     listener: Callable[[dict[str, Any]], None],
-    say: Callable[[str], None],
+    say: Say,
     *,
     role: NodeRole | None = None,
     needed: JobMemory | None = None,
@@ -158,9 +158,7 @@ def make_launcher(
     return launch.Launcher(run, coordination, listener, catalog, pool)
 
 
-def take_over(
-    succession: Succession, listener: Callable[[dict[str, Any]], None], say: Callable[[str], None]
-) -> Launcher:
+def take_over(succession: Succession, listener: Callable[[dict[str, Any]], None], say: Say) -> Launcher:
     """A launcher that goes on where another node led, which is gone. listener, say: as of `make_launcher`."""
     from openrecycle.agent.launcher import launch
     from openrecycle.agent.launcher.record import iteration_of
@@ -197,9 +195,7 @@ def _connect(url: str, token: str | None, pool: SpreadPool | None) -> Callable[[
     return lambda: ConsoleClient(url, token=token, known=True, lead=pool.lead, deposed=pool.depose)
 
 
-def _local(
-    options: TrainingOptions, origin: Origin | None, catalog: Catalog, say: Callable[[str], None]
-) -> LocalCoordination:
+def _local(options: TrainingOptions, origin: Origin | None, catalog: Catalog, say: Say) -> LocalCoordination:
     """Without a console."""
     from openrecycle.agent.coordination.local import LocalCoordination
 
@@ -236,7 +232,7 @@ def _workers_on(job: Job, role: NodeRole | None) -> list[Worker]:
     return [worker for worker, node in place(job, role.nodes).items() if node == role.rank]
 
 
-def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: Callable[[str], None]) -> Origin | None:
+def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: Say) -> Origin | None:
     if options.checkpoints.directory is None:
         return None
     from openrecycle.agent.checkpoints import Identity, prepare

@@ -44,6 +44,9 @@ from openrecycle.agent.messages.protocol import (
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import read_model
 
+Say = Callable[[str], None]
+"""A line for whoever has started this program."""
+
 # -- messages that wait for a console, oldest first, in bounded memory -------------------------------
 
 T = TypeVar("T")
@@ -313,7 +316,7 @@ class RecordFile:
     led before, and doesn't know yet that it leads no more, goes on with the one that it opened.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, say: Say) -> None:
         self._path, self._say = path, say
         if path.is_file() and not path.is_symlink():
             with contextlib.suppress(OSError):  # a folder that nothing may be renamed in
@@ -360,7 +363,7 @@ class Record:
     with it. earlier: lines of a launcher that led before, as they are to stand there; read in the thread that writes,
     so that nobody waits for it. Raises InputError where the file can't be opened."""
 
-    def __init__(self, path: Path, say: Callable[[str], None], earlier: Iterable[bytes] = ()) -> None:
+    def __init__(self, path: Path, say: Say, earlier: Iterable[bytes] = ()) -> None:
         try:
             self._file = RecordFile(path, say)
         except OSError as error:

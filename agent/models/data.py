@@ -30,9 +30,9 @@ import pickle
 import random
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from typing import Any, ClassVar, Protocol
@@ -51,7 +51,7 @@ from torch.utils.data import (
 
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.models.state import StageState, StateError, decode, encode, whole_number
-from openrecycle.forking import fork_context
+from openrecycle.forking import end_with_parent, fork_context
 from openrecycle.planner.jobs.errors import InputError, check_whole, in_a_line
 from openrecycle.planner.jobs.job import Job
 
@@ -929,7 +929,7 @@ def _started(read: Read) -> tuple[multiprocessing.process.BaseProcess, Connectio
 
 def _serve(payload: bytes, threads: int, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    end_with_parent(partial(os._exit, 0))
     torch.set_num_threads(threads)
     read: Read = pickle.loads(payload)
     stream = read.stream
@@ -951,13 +951,6 @@ def _serve(payload: bytes, threads: int, pipe: Connection) -> None:
                 raise  # where there is no shared memory left, the worker itself can read it all the same
             except Exception as error:  # a micro-batch that can't be sent
                 pipe.send((place, False, _sendable(error), news))
-    os._exit(0)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
     os._exit(0)
 
 

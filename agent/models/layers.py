@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from openrecycle.planner.jobs.errors import InputError
 
 # -- a model as a run of layers, of which a stage holds a contiguous part -----------------------
 
+T = TypeVar("T")
 Partition = tuple[int, ...]
 """Layers per stage."""
 Span = range
@@ -96,15 +97,35 @@ def copied(module: nn.Module, take: Callable[[Tensor], Tensor]) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def build_layers(workload: Workload, span: Span, layers: int, seed: int) -> LayerStack:
-    """Those of `span`, out of `layers` in all; each with a copy of its own of what it shares with others."""
-    built = {layer: build_layer(workload, layer, layers, seed) for layer in span}
+def without_memory(build: Callable[[], T]) -> T:
+    """What it makes of modules that it builds, without memory where it can: a builder that reads a file, or looks at
+    numbers, needs them. Raises InputError, and what `build` raises."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except InputError:
+        raise
+    except Exception:
+        return build()
+
+
+def build_layers(
+    workload: Workload, span: Span, layers: int, seed: int, take: Callable[[Tensor], Tensor] | None = None
+) -> LayerStack:
+    """Those of `span`, out of `layers` in all; each with a copy of its own of what it shares with others. take: of
+    copies, as of `copied`."""
+
+    def build(layer: int) -> nn.Module:
+        module = build_layer(workload, layer, layers, seed)
+        return module if take is None else copied(module, take)
+
+    built = {layer: build(layer) for layer in span}
     tied = tied_of(workload, layers)
     for first, *others in tied:
         for name in others:
             if (here := layer_of(name)) in built:
                 owner = layer_of(first)
-                source = built.get(owner) or build_layer(workload, owner, layers, seed)
+                source = built.get(owner) or build(owner)
                 _copy(source, first.partition(".")[2], built[here], name.partition(".")[2])
     form = input_form(workload, layers)
     return LayerStack(built, frozenset(name for group in tied for name in group[1:]), form)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.layers import build_layer, copied, kind_of, nothing, reseed
+from openrecycle.agent.models.layers import build_layer, copied, kind_of, nothing, reseed, without_memory
 from openrecycle.agent.models.state import Slab, Split, StageState, StateError
 from openrecycle.agent.models.workload import Metric, Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
@@ -527,11 +528,7 @@ def parts_of_a_rank(
     parts = []
     with compat.imagined_ranks(ranks) as mesh:
         for layer in range(layers):
-            try:
-                with torch.device("meta"):
-                    built = build_layer(workload, layer, layers, seed)
-            except Exception:  # a builder that reads a file, or looks at numbers, needs them
-                built = build_layer(workload, layer, layers, seed)
+            built = without_memory(functools.partial(build_layer, workload, layer, layers, seed))
             built = copied(built, lambda t: torch.empty_like(t, device="meta"))
             try:
                 made: nn.Module = workload.parallelize(built, mesh)  # type: ignore[attr-defined]

@@ -40,6 +40,7 @@ from openrecycle.agent.messages.client import (
     ConsoleUnavailable,
     Offset,
     Outbox,
+    Say,
 )
 from openrecycle.agent.messages.protocol import (
     INTERIM_DOCUMENT,
@@ -128,9 +129,7 @@ class QueuedReport(NamedTuple):
         return self.message
 
 
-def create_job(
-    client: ConsoleClient, spec: JobSpec, say: Callable[[str], None], *, timeout: float = 30.0
-) -> JobCreated:
+def create_job(client: ConsoleClient, spec: JobSpec, say: Say, *, timeout: float = 30.0) -> JobCreated:
     """Registers the job; waits up to `timeout` seconds for the console to answer, and says so.
 
     Raises ConsoleUnavailable or ConsoleRefused.
@@ -406,7 +405,7 @@ class ConsoleCoordination(Coordination):
         self,
         connect: Callable[[], ConsoleClient],
         job_id: str,
-        say: Callable[[str], None],
+        say: Say,
         *,
         checkpoint: Callable[[], str | None] = lambda: None,
         patience: float = CHECKPOINT_SECONDS,

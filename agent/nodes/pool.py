@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from openrecycle.agent.coordination.membership import LeadTerm
 from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, SpareRanks, Spares, WorkerProcess, preload
 from openrecycle.agent.messages import channel
-from openrecycle.agent.messages.client import Offset
+from openrecycle.agent.messages.client import Offset, Say
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet, prepare
@@ -114,8 +114,6 @@ MOST_UNREAD = 20
 
 ACK_SECONDS = 0.25
 """So long the lead waits in a turn for those that must have the copy before what was decided is sent."""
-
-Say = Callable[[str], None]
 
 
 class RemoteProcess:

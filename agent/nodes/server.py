@@ -21,10 +21,10 @@ from openrecycle.agent.config.options import ALIVE_SECONDS
 from openrecycle.agent.launcher.launch import Takeover
 from openrecycle.agent.launcher.processes import LOOK_SECONDS, ProcessPool, SpareRanks, WorkerProcess, preload
 from openrecycle.agent.launcher.record import REMEMBERED
-from openrecycle.agent.messages.client import Backoff
+from openrecycle.agent.messages.client import Backoff, Say
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
-from openrecycle.agent.nodes.pool import NodeHub, Say, SpreadPool, place
+from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
 from openrecycle.agent.nodes.succession import SEEK_SECONDS, Arbiter, Copy, Follow, Lead, LeadStatus, Search, Spool
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, decode_run, decode_spec

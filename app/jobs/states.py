@@ -19,7 +19,7 @@ from openrecycle.agent.coordination.coordinator import nobody_heard
 from openrecycle.agent.coordination.generations import STANDS_BY
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State, peer_of, returned
 from openrecycle.agent.messages.protocol import JobState, Restart, WorkerState
-from openrecycle.planner.jobs.words import counts, layers_move, layers_moved, names, percent
+from openrecycle.planner.jobs.words import counts, layers_move, layers_moved, names, percent, whole_sentence
 
 
 class RoleState(StrEnum):
@@ -441,24 +441,20 @@ def sentence(
     """share: of the fault-free throughput, that it trains at of late; None: not known."""
     state = worker_states.state
     if not worker_states.paused or state.over:
-        return _whole(_text(worker_states, now, failure_timeouts, share))
+        return whole_sentence(_text(worker_states, now, failure_timeouts, share))
     held = "paused: all workers wait before the same iteration until somebody resumes the job."
     if worker_states.running_on:
         held = f"pausing: waiting for {names(worker_states.running_on)} to finish the iteration in hand."
     if state.halted or not state.settled:
-        return _whole(f"{held} {_whole(_text(worker_states, now, failure_timeouts, None))}")
+        return whole_sentence(f"{held} {whole_sentence(_text(worker_states, now, failure_timeouts, None))}")
     silence = _silence(state, now, failure_timeouts)
-    return _whole(" ".join(part for part in (held, silence or _who_is_out(worker_states)) if part))
+    return whole_sentence(" ".join(part for part in (held, silence or _who_is_out(worker_states)) if part))
 
 
 def over_sentence(state: JobState, reason: str) -> str:
     """Of a job that has ended."""
     ended = f"The job has {'been stopped' if state is JobState.STOPPED else 'finished'}"
-    return _whole(f"{ended}: {reason}" if reason else ended)
-
-
-def _whole(text: str) -> str:
-    return text[0].upper() + text[1:].rstrip(".") + "."
+    return whole_sentence(f"{ended}: {reason}" if reason else ended)
 
 
 def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTimeouts, share: float | None) -> str:

@@ -740,16 +740,15 @@ def above_limit(plan: Plan, memory: str) -> str:
     planned = plan.problem().job
     limits = MemoryLimit.parse(memory, field="memory").limits(planned, plan.technique)
     for name, held in plan.metrics.peak_activations.items():
-        worker = Worker.parse(name)
-        limit = limits[worker.stage]
+        limit = limits[Worker.parse(name).stage]
         if limit is None or held <= limit:
             continue
         if memory != "bytes":
             return f"{name} would hold {held} activations, and the job's memory limit {memory} allows {limit}"
         # More may fit than if each took its larger part all along.
-        taken, capacity = plan.schedule().peak_bytes[worker], planned.capacity_bytes[worker.stage]
-        if taken > capacity:
-            return f"{name} would hold {taken:,} bytes, and has {capacity:,}"
+        for worker, taken in plan.schedule().over_capacity.items():
+            return f"{worker} would hold {taken:,} bytes, and has {planned.capacity_bytes[worker.stage]:,}"
+        return ""
     return ""
 
 

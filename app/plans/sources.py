@@ -31,6 +31,7 @@ from openrecycle.db.store import Record, Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import MAX_OPS, Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.jobs.words import capital
 from openrecycle.planner.plans.plan import Plan, job_doc
 
 IN_FORCE = "in-force"
@@ -289,7 +290,7 @@ class PlanSources:
         out = {}
         if (run := job.plan_run) is not None:
             failed = run.failed
-            words = f"{run.words[0].upper()}{run.words[1:]}, generation {run.generation}"
+            words = f"{capital(run.words)}, generation {run.generation}"
             out[str(OfJob(job_id))] = f"{words}: {without(failed, job.worker_states().why_out(failed))}"
         records = sorted(self._job_plans(job_id), key=lambda r: (len(r["failed"]), r["failed"], r["created_at"]))
         alike = Counter(tuple(record["failed"]) for record in records)

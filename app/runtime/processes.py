@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import pickle
 import resource
@@ -21,6 +20,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import ForkServerContext
@@ -30,7 +30,7 @@ from typing import Any
 
 import structlog
 
-from openrecycle.forking import start_server
+from openrecycle.forking import end_with_parent, start_server
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.words import printable
 
@@ -108,9 +108,7 @@ def _serve(pipe: Connection, work: Work, setup: Callable[[], object] | None, mem
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
     os.setpgid(0, 0)
     os.nice(5)  # training may run on the same machine
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with_parent(partial(os.killpg, 0, signal.SIGKILL))
     if memory is not None:
         _limit_memory(memory)
     if setup is not None:
@@ -127,12 +125,6 @@ def _serve(pipe: Connection, work: Work, setup: Callable[[], object] | None, mem
                 log.exception("work in a child process failed")
                 return
             channel.say(b"")
-
-
-def _end_with(parent: BaseProcess) -> None:
-    """Also when the console was killed in the middle of long work."""
-    parent.join()
-    os.killpg(0, signal.SIGKILL)
 
 
 def _limit_memory(more: int) -> None:

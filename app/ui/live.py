@@ -442,7 +442,7 @@ def _try(act: Callable[[], str]) -> None:
 
 
 def _say_sentence(words: str) -> None:
-    say_later(words[:1].upper() + words[1:])
+    say_later(text.capital(words))
 
 
 # -- live ---------------------------------------------------------------------------------------
@@ -504,7 +504,7 @@ def _live(
         now = seen
         if not in_doubt:
             st.warning(
-                f"{text.plain_markdown(str(error)[:1].upper() + str(error)[1:])}. What is shown here is that of "
+                f"{text.plain_markdown(text.capital(str(error)))}. What is shown here is that of "
                 f"{text.clock(now.at, st.context.timezone)}; the page tries again by itself. {standby.TRAINING}"
             )
     else:

@@ -271,7 +271,7 @@ def page() -> None:
     elif plan is not None:
         result(console, question, plan, solve if plan is not saved else None, colours)
     elif solve is not None and solve.error:
-        st.error(text.plain_markdown(solve.error[:1].upper() + solve.error[1:] + "."))
+        st.error(text.plain_markdown(text.whole_sentence(solve.error)))
     if question.failed and found.job is not None and question.technique.reroutes and (plan or found.infeasible):
         migrations(console, question, found.job, colours)
 
@@ -542,7 +542,7 @@ def _price(console: ConsoleService, name: str, value: float) -> None:
 
 
 def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> None:
-    st.markdown(f"{found.reason[:1].upper()}{found.reason[1:]}.")
+    st.markdown(text.whole_sentence(found.reason))
     if not found.migrations:
         return
     unit = job.time_unit
@@ -658,7 +658,7 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
         st.success(words)
     components.cards(facts.plan_cards(plan, schedule))
     if plan.solver.message:
-        st.caption(text.plain_markdown(f"{plan.solver.message[:1].upper()}{plan.solver.message[1:]}."))
+        st.caption(text.plain_markdown(text.whole_sentence(plan.solver.message)))
     if large_one:
         _picture(schedule, colours)
     else:

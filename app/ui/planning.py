@@ -361,7 +361,7 @@ def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) 
         components.quiet(f"{cells:,} workers are too many to draw; name the dead ones below.")
     _by_hand(question, buttons=cells <= MAX_TILES)
     if found.infeasible:
-        field_error(found.infeasible[:1].upper() + found.infeasible[1:] + ".", "stretch")
+        field_error(text.whole_sentence(found.infeasible), "stretch")
 
 
 def _legend(question: WhatIf, takes: Mapping[str, int]) -> None:
@@ -515,7 +515,7 @@ def keep(console: ConsoleService, question: WhatIf, known: Sequence[ProfileInfo]
         ).strip()
         seen = lines.get(name)
         replaced = seen if seen is not None and seen.source == "saved" else None
-        if words := said(FIELD) or (refused and f"{refused[:1].upper()}{refused[1:]}."):
+        if words := said(FIELD) or (refused and text.whole_sentence(refused)):
             field_error(words, "stretch")
         if replaced is not None:
             st.warning(f"**{text.plain_markdown(name)}** is there already: {_about(replaced)} Replace it?")

@@ -6,6 +6,7 @@ import streamlit as st
 
 from openrecycle.app.leadership import LeaderStatus, standby_status
 from openrecycle.app.ui.components import use_style
+from openrecycle.planner.jobs.words import capital, whole_sentence
 
 TRAINING = "Training goes on, unless a worker dies: then the others wait for a console."
 """While no console is known to lead."""
@@ -40,7 +41,7 @@ def on_open_page() -> bool:
         st.rerun()
     words = status.sentence
     st.warning(
-        f"{words[:1].upper()}{words[1:]}. It changes nothing before it is sure again, and what is shown here may be "
+        f"{capital(words)}. It changes nothing before it is sure again, and what is shown here may be "
         f"out of date. {TRAINING}"
     )
     return True
@@ -52,9 +53,9 @@ def _state(*, doubt: bool) -> None:
         st.rerun()
         return
     if doubt:
-        st.markdown(f"{status.sentence[:1].upper()}{status.sentence[1:]}.")
+        st.markdown(whole_sentence(status.sentence))
     elif status.leader:
         rest = status.reason.removeprefix(status.leader).strip()
         st.markdown(f"The leader is [{status.leader}]({status.leader}): it {rest}.")
     else:
-        st.markdown(f"{status.reason[:1].upper()}{status.reason[1:]}.")
+        st.markdown(whole_sentence(status.reason))

@@ -8,6 +8,7 @@ from datetime import datetime
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from openrecycle.planner.jobs.words import Grid as Grid
+from openrecycle.planner.jobs.words import capital as capital
 from openrecycle.planner.jobs.words import count as count
 from openrecycle.planner.jobs.words import counts as counts
 from openrecycle.planner.jobs.words import grid as grid
@@ -15,6 +16,7 @@ from openrecycle.planner.jobs.words import milliseconds as milliseconds
 from openrecycle.planner.jobs.words import percent as percent
 from openrecycle.planner.jobs.words import planned as planned
 from openrecycle.planner.jobs.words import plural as plural
+from openrecycle.planner.jobs.words import whole_sentence as whole_sentence
 
 
 def seconds(value: float) -> str:

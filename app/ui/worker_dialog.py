@@ -527,8 +527,7 @@ def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list
             _Action(
                 "kill",
                 f"Kill {name}",
-                f"**Kill {name}?** {process[:1].upper()}{process[1:]} gets SIGKILL, as if its machine had died. "
-                f"{consequence}",
+                f"**Kill {name}?** {text.capital(process)} gets SIGKILL, as if its machine had died. {consequence}",
                 True,
                 f"SIGKILL sent to {name}",
                 lambda: console.operators.kill(job_id, name, actor(console), worker.pid),

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, groupby, islice
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Protocol
 
+from openrecycle.forking import end_with_parent
 from openrecycle.planner.catalogs.catalog import PlanStore, StoredCatalog, create_folder, headers_of
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError, PlannerError
@@ -275,16 +276,7 @@ def make_engine(jobs: int | None) -> Engine:
 def _prepare() -> None:
     """In a new process: Ctrl-C is for the parent, and no process outlives it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
-    if parent is None:
-        return
-    sentinel = parent.sentinel
-
-    def follow() -> None:
-        connection.wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    end_with_parent(partial(os._exit, 1))
 
 
 # -- makes a catalog ----------------------------------------------------------------------------

@@ -465,6 +465,10 @@ class Job:
         made._cut()
         return made
 
+    def begun_with(self, partition: tuple[int, ...]) -> Job:
+        """Cut so from its start: that is its home. Raises InputError."""
+        return replace(self, partition=partition, home=partition, profiles=(), transfers=(), backward_transfers=())
+
     @property
     def at_home(self) -> Job:
         """As it is cut without failures."""
@@ -595,8 +599,9 @@ class Job:
         return worker
 
 
-# That a limit may name.
+# That a limit may name, and how it is written.
 MOST_ACTIVATIONS = 10**9 - 1
+_NUMBER_HELD = re.compile(f"[0-9]{{1,{len(str(MOST_ACTIVATIONS))}}}")
 
 
 @dataclass(frozen=True)
@@ -613,7 +618,7 @@ class MemoryLimit:
     def parse(cls, text: str, *, field: str = "--memory") -> MemoryLimit:
         text = text.strip().lower()
         named = text in ("1f1b", "uniform", "none", "bytes")
-        if not named and (not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1):
+        if not named and (not _NUMBER_HELD.fullmatch(text) or int(text) < 1):
             whole = f"a whole number from 1 to {MOST_ACTIVATIONS}"
             raise InputError(field, text, f"1f1b, uniform, none, bytes, or {whole}")
         return cls(text)
@@ -652,6 +657,14 @@ class StageRoom(NamedTuple):
     capacity: int
     need: int
     keep: int
+
+    def beside(self, ahead: int, count: int) -> int:
+        """How many micro-batches, at most `count`, there is room for behind the end of their I, beside so many before
+        it; -1: not even for those."""
+        left = self.capacity - ahead * self.need
+        if left < 0:
+            return -1
+        return count if self.keep == 0 else min(count, left // self.keep)
 
 
 @dataclass(frozen=True)

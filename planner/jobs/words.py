@@ -24,6 +24,16 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def capital(text: str) -> str:
+    """As a sentence begins."""
+    return text[:1].upper() + text[1:]
+
+
+def whole_sentence(text: str) -> str:
+    """With the full stop that errors and reasons leave to who shows them."""
+    return capital(text).rstrip(".") + "."
+
+
 def percent(fraction: float, digits: int = 1, *, sign: bool = False) -> str:
     """`95.2 %`; with sign: `+7.4 %`, and `±0 %` where nothing is left after rounding. Without: `<0.1 %`, not 0."""
     least = 10.0**-digits

@@ -126,6 +126,13 @@ def lay_out(
     return min(options, key=lambda o: (o.period, len(o.migrations), o.moved))
 
 
+def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
+    """With the partition that is best without failures: what they move layers from, and are compared with. The job
+    itself where it has that. Raises as `lay_out` does."""
+    best = lay_out(job, technique=technique, memory=memory).partition
+    return job if best == job.partition == job.home else job.begun_with(best)
+
+
 def staffed(
     job: Job,
     workers: int,

@@ -493,6 +493,13 @@ class Schedule:
         return {w: profiles[w.stage].fixed_bytes + most for w, most in self._peaks(in_bytes=True).items()}
 
     @cached_property
+    def over_capacity(self) -> dict[Worker, int]:
+        """Of each worker that at some time holds more bytes than it has, the most; nobody where the job says no
+        capacity."""
+        capacity = self.problem.job.capacity_bytes
+        return {w: most for w, most in self.peak_bytes.items() if most > capacity[w.stage]} if capacity else {}
+
+    @cached_property
     def peak_activations(self) -> dict[Worker, int]:
         """Most activations each living worker holds at once."""
         return self._peaks(in_bytes=False)

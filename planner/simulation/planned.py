@@ -23,11 +23,9 @@ from openrecycle.planner.jobs.job import (
     StageProfile,
     Technique,
     Worker,
-    balanced,
-    joined,
 )
 from openrecycle.planner.layers.migration import SECONDS, Counts, best_distributions, models
-from openrecycle.planner.layers.partition import Layout, lay_out, staffed, with_stages
+from openrecycle.planner.layers.partition import Layout, best_at_home, lay_out, staffed, with_stages
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
@@ -327,8 +325,8 @@ class PlannedJob:
             return None
         total = self.job.pipelines * self.job.micro_batches
         tolerated = self.job.pipelines - 1
-        layers = len(self.job.layers) or self.layers * self.job.stages
-        depths = template_depths(self.workers, self.least_stages, tolerated, min(2 * self.job.stages, layers))
+        most = min(2 * self.job.stages, len(self._stepping))
+        depths = template_depths(self.workers, self.least_stages, tolerated, most)
         best = math.inf
         for chosen in instantiations(workers, depths, self.job.pipelines):
             if sum(shares(total, chosen, self._template, math.nextafter(best, 0))) >= total:
@@ -355,39 +353,18 @@ class PlannedJob:
         return self._templates[key]
 
     def _pipeline(self, stages: int, micro_batches: int) -> float:
-        try:
-            job = self._template_job(stages, micro_batches)
-        except InfeasibleError:
+        """Its layers are partitioned so that the slowest stage is quickest."""
+        if stages > len(self._stepping):
             return math.inf
+        job = Job(1, stages, micro_batches, time_unit=self.job.time_unit, layers=self._stepping)
         return reference_period(job) * self.unit / job.ticks_per_unit
 
-    def _template_job(self, stages: int, micro_batches: int) -> Job:
-        """One pipeline of this depth, its layers partitioned so that the slowest stage is quickest."""
-        layers: list[StageProfile] = [replace(p, reductions=(), optimizer=_step_of(p)) for p in self.job.layers]
-        if not layers:
-            own = [replace(p, reductions=(), optimizer=_step_of(p)) for p in self.job.profiles]
-            decimals = _decimals(self.job)
-            layers = [share for p in own for share in [_share_of(p, self.layers, decimals)] * self.layers]
-        counts = balanced([p.forward + p.input_backward + p.weight_backward for p in layers], stages)
-        if counts is None:
-            raise InfeasibleError(f"{len(layers)} layers make no {stages} stages", "use fewer stages")
-        profiles, at = [], 0
-        for count in counts:
-            profiles.append(joined(layers[at : at + count]))
-            at += count
-        transfers = (max(self.job.transfers, default=0.0),) * (stages - 1)
-        back = (max(self.job.backward_transfers, default=0.0),) * (stages - 1)
-        capacity = (min(self.job.capacity_bytes),) * stages if self.job.capacity_bytes else ()
-        return Job(
-            1,
-            stages,
-            micro_batches,
-            profiles=tuple(profiles),
-            transfers=transfers,
-            backward_transfers=back,
-            time_unit=self.job.time_unit,
-            capacity_bytes=capacity,
-        )
+    @cached_property
+    def _stepping(self) -> tuple[LayerProfile, ...]:
+        """The layers, each with its reduction as a part of its step; none where they would be too many."""
+        layers = self.layered.layers if self.layered else ()
+        made = {id(layer): replace(layer, reductions=(), optimizer=_step_of(layer)) for layer in layers}
+        return tuple(made[id(layer)] for layer in layers)
 
 
 def evened(job: Job, *, technique: Technique, memory: MemoryLimit, layers: int = LAYERS_PER_STAGE) -> Job:
@@ -399,12 +376,10 @@ def evened(job: Job, *, technique: Technique, memory: MemoryLimit, layers: int =
     if by_layers is None:
         return job
     try:
-        best = lay_out(by_layers, technique=technique, memory=memory).partition
+        even = best_at_home(by_layers, technique, memory)
     except (InfeasibleError, InputError):  # none, or too many to choose from
         return job
-    if best == by_layers.partition:
-        return job
-    return replace(by_layers, partition=best, home=best, profiles=(), transfers=(), backward_transfers=())
+    return job if even is by_layers else even
 
 
 def _by_layers(job: Job, most: int) -> Job | None:

@@ -877,6 +877,8 @@ PLANNED: dict[str, Callable[[PlannedJob, RecoveryCosts], Policy]] = {
     "bamboo": Bamboo,
     "ours": Best,
 }
+# Which of them choose a partition of the layers.
+CUT_ANEW = ("oobleck", "repartition", "varuna", "ours")
 
 
 def planned_policy(name: str, planned: PlannedJob, costs: RecoveryCosts, *, spares: int = 1) -> Policy:

@@ -245,7 +245,7 @@ def rooms(problem: Problem, horizon: int) -> tuple[list[StageRoom], bool]:
             fits, small = True, room if limit is None else StageRoom(limit, 1, 1)
         else:
             small = _smaller(room, max(1, -(-room.capacity // most)), count)
-            fits = all(_beside(ahead, room, count) == _beside(ahead, small, count) for ahead in range(count + 1))
+            fits = all(room.beside(ahead, count) == small.beside(ahead, count) for ahead in range(count + 1))
         exact = exact and fits and room.keep <= room.need
         made.append(small if fits or limit is None else StageRoom(limit, 1, 1))
     return made, exact
@@ -254,17 +254,8 @@ def rooms(problem: Problem, horizon: int) -> tuple[list[StageRoom], bool]:
 def _smaller(room: StageRoom, by: int, count: int) -> StageRoom:
     """Rounded down, with the least capacity that holds all of what `room` does."""
     need, keep = room.need // by, room.keep // by
-    held = [ahead * need + kept * keep for ahead in range(count + 1) if (kept := _beside(ahead, room, count)) >= 0]
+    held = [ahead * need + kept * keep for ahead in range(count + 1) if (kept := room.beside(ahead, count)) >= 0]
     return StageRoom(max(held), need, keep)
-
-
-def _beside(ahead: int, room: StageRoom, count: int) -> int:
-    """How many micro-batches behind the end of their I's there is room for beside so many before it; -1: not even
-    for those."""
-    left = room.capacity - ahead * room.need
-    if left < 0:
-        return -1
-    return count if room.keep == 0 else min(count, left // room.keep)
 
 
 class Held:
@@ -871,10 +862,7 @@ class _Search:
 
     def _fits(self, schedule: Schedule) -> bool:
         """A W that takes no time may free, at the very tick, what an I leaves; and slices may move them apart."""
-        if self.problem.limits_are_exact:
-            return True
-        capacity = self.problem.job.capacity_bytes
-        return all(most <= capacity[worker.stage] for worker, most in schedule.peak_bytes.items())
+        return self.problem.limits_are_exact or not schedule.over_capacity
 
     def raise_bound(self, bound: int) -> None:
         """`bound` holds for all schedules better than `best`; no more than that is known."""

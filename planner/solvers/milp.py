@@ -2,8 +2,8 @@
 
 Time-indexed, in step form: y[op, t] = 1 once the op has started by tick t. So precedence is
 y[b, t] <= y[a, t - duration - transfer], a worker's load at t is the sum of y[op, t] -
-y[op, t - duration], and what it holds the sum of y[F, t] - y[W, t - W]. HiGHS
-solves this form soonest.
+y[op, t - duration], and what it holds the sum of y[F, t] - y[W, t - W]; in bytes, with
+what I needs until I's end, and what W needs from there on. HiGHS solves this form soonest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from ortools.math_opt.python import mathopt
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Problem, Worker
+from openrecycle.planner.jobs.job import Problem, StageRoom, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Op, Schedule
 from openrecycle.planner.solvers.base import Cancelled, Run, Solution
@@ -30,6 +30,8 @@ from openrecycle.planner.solvers.routing import Routes, proven_for_routing, rout
 
 # Above this many 0/1 variables HiGHS takes minutes where CP-SAT takes seconds.
 MAX_VARIABLES = 12_000
+# To HiGHS 1e-6 may be 0, and 1: of numbers up to here the sum of some still is the right one, rounded.
+MOST_ROOM = 10_000
 POLL = 0.05
 # Beyond this a limit is none, and HiGHS takes no larger ones.
 MOST_SECONDS = 1e9
@@ -64,7 +66,7 @@ class MilpSolver:
             message = "stopped" if run.stopped else "time limit reached"
             message += " before the MILP was solved"
         elif best.period > bound:
-            message = proven_for_routing(problem, bound, exact=problem.limits_are_exact)
+            message = proven_for_routing(problem, bound, exact=model.exact)
         run.tell(self.name, best.period, bound)
         return Solution(best, bound, self.name, run.elapsed, message)
 
@@ -104,8 +106,26 @@ def solve_apart(model: mathopt.Model, seconds: float, cancelled: Cancelled | Non
     return _Outcome(result["reason"] in PROVEN, values)
 
 
+def small_room(room: StageRoom, count: int) -> StageRoom | None:
+    """In the smallest numbers in which exactly as much fits, of so many micro-batches; None: they would be too
+    large."""
+    capacity, need, keep = room
+    if capacity <= MOST_ROOM:
+        return room
+    fitting = [(a, kept) for a in range(count + 1) if (kept := room.beside(a, count - a)) >= 0]
+    for most in range(1, MOST_ROOM + 1):
+        # Rounded up: nothing fits that did not.
+        small = StageRoom(most, -(-need * most // capacity), -(-keep * most // capacity))
+        if all(a * small.need + kept * small.keep <= most for a, kept in fitting):
+            return small
+    return None
+
+
 class StepModel:
-    """Minimizes the period, from 0 to `upper` ticks, for these routes (planner.solvers.routing.assign)."""
+    """Minimizes the period, from 0 to `upper` ticks, for these routes (planner.solvers.routing.assign).
+
+    exact: does it take all that fits in memory?
+    """
 
     def __init__(self, problem: Problem, routes: Routes, upper: int) -> None:
         self.problem, self.routes = problem, routes
@@ -133,6 +153,12 @@ class StepModel:
                 "milp",
                 f"cp-sat or auto: the MILP takes at most {MAX_VARIABLES:,} variables and this problem needs {size:,}",
             )
+        small = {room: small_room(room, len(self.indices)) for room in set(problem.room)}
+        # (A B that is whole needs less where W keeps more than I needs.)
+        self.exact = all(room is not None and room.keep <= room.need for room in small.values())
+        self.rooms = [
+            small[room] or StageRoom(limit or 0, 1, 1) for room, limit in zip(problem.room, problem.limits, strict=True)
+        ]
         self.model = mathopt.Model()
         self.period = self.model.add_variable(lb=0, ub=self.upper)
         self.steps: dict[_Op, dict[int, mathopt.Variable]] = {}
@@ -238,7 +264,7 @@ class StepModel:
             for index, pipeline in enumerate(row):
                 guests[Worker(pipeline, s)].append(index)
         for worker, indices in guests.items():
-            s, limit = worker.stage, self.problem.limits[worker.stage]
+            s, room = worker.stage, self.rooms[worker.stage]
             ops = [(kind, index, s) for index in indices for kind in self.kinds]
             self._instants(ops)
             end = max(self.latest[kind, s] + self.duration(kind, s) for kind in self.kinds)
@@ -246,10 +272,11 @@ class StepModel:
                 running = [(self.step(op, t), 1) for op in ops]
                 running += [(self.step(op, t - self.duration(op[0], s)), -1) for op in ops]
                 self._at_most(running, 1)
-                if limit is not None and len(indices) > limit:
-                    held = [(self.step(("F", i, s), t), 1) for i in indices]
-                    held += [(self.step((self.last, i, s), t - self.duration(self.last, s)), -1) for i in indices]
-                    self._at_most(held, limit)
+                if room.capacity and len(indices) * max(room.need, room.keep) > room.capacity:
+                    held = [(self.step(("F", i, s), t), room.need) for i in indices]
+                    for kind, more in ((self.back, room.keep - room.need), (self.last, -room.keep)):
+                        held += [(self.step((kind, i, s), t - self.duration(kind, s)), more) for i in indices if more]
+                    self._at_most(held, room.capacity)
 
     def _instants(self, ops: list[_Op]) -> None:
         """What takes no time is no load, but lies inside no other op of its worker either."""

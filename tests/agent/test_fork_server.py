@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
 
+from openrecycle.forking import end_with_parent, fork_context
 from tests.agent.launches import warm
 
 pytestmark = pytest.mark.processes
@@ -32,6 +34,32 @@ def test_a_round_of_the_collector_looks_through_what_a_worker_has_made_alone() -
     enabled, imported, own = mine.recv()
     worker.join(60)
     assert enabled and imported > 100_000 and own < imported / 10
+
+
+def _child(pipe: Connection) -> None:
+    end_with_parent(partial(os._exit, 0))
+    pipe.send("begun")
+    pipe.poll(120)
+
+
+def _parent(pipe: Connection) -> None:
+    child = fork_context().Process(target=_child, args=(pipe,))
+    child.start()
+    pipe.close()
+    child.join()
+
+
+def test_a_child_ends_with_its_parent_however_that_ends() -> None:
+    warm()
+    mine, theirs = multiprocessing.Pipe()
+    parent = fork_context().Process(target=_parent, args=(theirs,))
+    parent.start()
+    theirs.close()
+    assert mine.poll(60) and mine.recv() == "begun"
+    parent.kill()
+    assert mine.poll(60)
+    with pytest.raises(EOFError):
+        mine.recv()
 
 
 _ONE_FAILS = """

@@ -18,7 +18,7 @@ from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.jobs.job import Job, StageProfile, Worker
 from tests.conftest import at_length
 
 ROWS, WIDTH = 64, 32
@@ -90,6 +90,31 @@ def test_a_layer_that_looks_at_its_numbers_runs_for_real(monkeypatch: pytest.Mon
     assert found is not None and found[0].forward > 4 * ROW
 
 
+@pytest.mark.parametrize("small", [0, 1 << 30], ids=["without data", "for real"])
+def test_a_stage_is_built_as_a_worker_builds_it_and_a_given_model_stays_as_it_is(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With parameters that two layers share, which each stage has a copy of."""
+    monkeypatch.setattr(preflight, "_SMALL", small)
+
+    linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    linears[3].weight = linears[0].weight
+
+    class Given(Chain):
+        def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+            return linears[layer]
+
+        def tied(self, layers: int) -> list[list[str]]:
+            return [["0.weight", "3.weight"]]
+
+    given: Any = Given()
+    before = [parameter for layer in linears for parameter in layer.parameters()]
+    values = [parameter.detach().clone() for parameter in before]
+    assert micro_batch_memory(given, (2, 2), 0, None, 1) is not None
+    after = [parameter for layer in linears for parameter in layer.parameters()]
+    assert all(a is b and a.equal(value) for a, b, value in zip(after, before, values, strict=True))
+
+
 def test_layers_that_can_not_be_run_are_no_reason_to_refuse() -> None:
     class Broken(Chain):
         def loss(self, output: Tensor, targets: Tensor) -> Tensor:
@@ -147,6 +172,27 @@ def test_all_that_may_be_there_at_a_time_is_said(tmp_path: Path) -> None:
     # Each of the two workers of a stage writes a half.
     assert state.checkpoint == (state.parameters + state.optimizer) // 2
     assert written.of([Worker(0, 0), Worker(1, 0)]) == 2 * state.total
+
+
+@pytest.mark.parametrize(
+    ("technique", "memory", "room", "held"),
+    [
+        ("staggered", "2", 5, 2),
+        ("staggered", "bytes", 5, 5),  # micro-batches whose W is left; one that waits for its I leaves room for two
+        ("staggered", "bytes", 18, 6),  # there are no more
+        ("adaptive", "bytes", 7, 2),  # a whole B needs all of it until its end
+        ("staggered", "none", 5, 3),
+    ],
+)
+def test_in_bytes_more_may_be_in_flight(technique: str, memory: str, room: int, held: int) -> None:
+    chain: Any = Chain()
+    profile = StageProfile(activation_bytes=3, weight_backward_bytes=1)
+    job = Job(2, 2, 3, profiles=(profile,) * 2, capacity_bytes=(room,) * 2)
+    said = check_workload(chain, TrainingOptions(job=job, planning=Planning(technique=technique, memory=memory)))
+    one = micro_batch_memory(chain, (2, 2), 0, None, 1)
+    assert one is not None and one[0].forward == one[0].backward
+    assert said.stages[0].activations == one[0].beside + held * one[0].forward
+    assert f"activations of {held} micro-batches" in said.text
 
 
 def test_it_is_checked_against_what_each_machine_has() -> None:

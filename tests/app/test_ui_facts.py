@@ -24,6 +24,11 @@ def card(view: JobView, label: str) -> facts.Card:
     return next(c for c in facts.live_cards(view) if c.label.startswith(label))
 
 
+def test_what_an_error_says_becomes_a_sentence() -> None:
+    said = [text.whole_sentence(words) for words in ("no worker lives", "W0_1 is gone.")]
+    assert said == ["No worker lives.", "W0_1 is gone."] and text.capital("") == ""
+
+
 def test_cards_are_six_in_every_state() -> None:
     for make in factory.STATES.values():
         cards = facts.live_cards(make())

@@ -235,7 +235,7 @@ def _said_of_activations(rows: int) -> int:
     chain: Any = _Chain(rows)
     found = micro_batch_memory(chain, (SMALL,), 0, None, 1 << 30)
     assert found is not None
-    return activation_memory(found[0], MICRO_BATCHES, splits=False)
+    return activation_memory(found[0], [(MICRO_BATCHES, 0), (MICRO_BATCHES - 1, 1)])
 
 
 def _measured(mode: Mode | None, clips: bool, layers: int, peers: int, rows: int = FEW) -> tuple[int, int]:

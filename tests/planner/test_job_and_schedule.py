@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker, parse_durations
+from openrecycle.planner.jobs.job import (
+    MOST_ACTIVATIONS,
+    Job,
+    MemoryLimit,
+    Problem,
+    StageProfile,
+    Technique,
+    Worker,
+    parse_durations,
+)
 from openrecycle.planner.plans.baseline import one_forward_one_backward
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op, Schedule
@@ -82,7 +91,8 @@ def test_memory_limits_by_stage() -> None:
     assert MemoryLimit.parse("uniform").limits(job) == (4, 4, 4, 4)
     assert MemoryLimit.parse("7").limits(job) == (7, 7, 7, 7)
     assert MemoryLimit.parse("none").limits(job) == (None,) * 4
-    for text in ("0", "-1", "1.5", "", "many", "²"):
+    assert MemoryLimit.parse(str(MOST_ACTIVATIONS)).limits(job) == (MOST_ACTIVATIONS,) * 4
+    for text in ("0", "-1", "1.5", "", "many", "²", str(MOST_ACTIVATIONS + 1)):
         with pytest.raises(InputError):
             MemoryLimit.parse(text)
 

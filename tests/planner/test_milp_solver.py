@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, StageRoom, Technique, Worker
 from openrecycle.planner.solvers.base import Run, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver, StepModel, solve_apart
+from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver, StepModel, small_room, solve_apart
 from openrecycle.planner.solvers.routing import routes_of
 from tests.golden import golden
 
@@ -64,6 +66,25 @@ def test_what_takes_no_time_lies_inside_no_other_op() -> None:
     model = StepModel(problem, routes_of(ListScheduler().solve(problem).schedule), 20)
     schedule = model.read(solve_apart(model.model, 60, None).values)
     assert check(schedule) == [] and schedule.period == 20
+
+
+@pytest.mark.parametrize(
+    ("room", "small"),
+    [
+        ((12, 3, 1), True),
+        ((0, 0, 0), True),  # there is no limit
+        ((80_000_000_000, 20_000_000_000, 9_876_543_210), True),
+        ((80_000_000_000, 0, 9_876_543_210), True),
+        ((16 << 56, (2 << 56) + 1, 1 << 56), True),  # eight I's need eight bytes more
+        ((75_076_709_343, 9_384_588_668, 6_256_392_445), False),
+    ],
+)
+def test_bytes_are_counted_in_small_numbers_where_those_say_the_same(room: tuple[int, int, int], small: bool) -> None:
+    found = small_room(StageRoom(*room), 16)
+    assert (found is not None) == small
+    for ahead, kept in itertools.product(range(17), repeat=2) if found else ():
+        fits = ahead * room[1] + kept * room[2] <= room[0]
+        assert ahead + kept > 16 or fits == (ahead * found.need + kept * found.keep <= found.capacity)
 
 
 def test_fault_free_is_1f1b() -> None:

@@ -139,11 +139,19 @@ def test_bytes_are_counted_by_the_schedule_as_by_the_check(
     schedule = plan.schedule()
     assert schedule.counts_bytes == bool(activation or for_weights or fixed)
     assert schedule.peak_bytes == {w: max(held for _, held in schedule.held_bytes(w)) for w in schedule.ops}
+    assert schedule.over_capacity == {}  # no capacity is said
     most = max(schedule.peak_bytes.values())
-    assert overfull(plan, most) == set()
+    assert overfull(plan, most) == over_capacity(schedule, most) == set()
     if most > fixed + max(activation, for_weights):  # else there is no such problem
         full = {str(w) for w, n in schedule.peak_bytes.items() if n == most}
-        assert overfull(plan, most - 1) == full
+        assert overfull(plan, most - 1) == over_capacity(schedule, most - 1) == full
+
+
+def over_capacity(schedule: Schedule, capacity: int) -> set[str]:
+    job = replace(schedule.problem.job, capacity_bytes=(max(1, capacity),) * schedule.problem.job.stages)
+    over = Schedule(replace(schedule.problem, job=job), schedule.ops).over_capacity
+    assert all(held == schedule.peak_bytes[worker] for worker, held in over.items())
+    return set(map(str, over))
 
 
 def overfull(plan: Plan, capacity: int) -> set[str]:

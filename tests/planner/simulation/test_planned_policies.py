@@ -7,7 +7,6 @@ import operator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from openrecycle.planner.catalogs.catalog import create_folder
 from openrecycle.planner.catalogs.catalog_build import InlineEngine, build_catalog
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
+from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
@@ -192,9 +192,9 @@ def test_no_policy_is_credited_with_balance() -> None:
     for name in PLANNED:
         assert run(begun, name, quiet).goodput <= 1.001, name
     assert begun.repartitioned(6) == begun.full and given.repartitioned(6) == given.full
-    parts: dict[str, Any] = {"profiles": (), "transfers": (), "backward_transfers": ()}
-    worse = replace(even, partition=(10, 1, 1), home=(10, 1, 1), **parts)
-    assert evened(worse, technique=Technique.STAGGERED, memory=memory).partition == even.partition
+    worse = even.begun_with((10, 1, 1))
+    for job in (worse, worse.with_partition(even.partition)):
+        assert evened(job, technique=Technique.STAGGERED, memory=memory) == even
     alike = Job.uniform(2, 3, 4)
     assert evened(alike, technique=Technique.STAGGERED, memory=memory) is alike
 
@@ -239,6 +239,14 @@ def test_varuna_morphs_and_bamboo_pays_for_redundancy(grid: PlannedJob) -> None:
     # F, I and W alike: a doubled forward makes 3 into 4, and 1F1B has more bubbles than our schedule.
     assert bamboo.average_samples_per_second < 0.78 * plain.average_samples_per_second
     assert bamboo.fault_free == plain.fault_free
+
+
+def test_a_template_as_deep_as_the_job_is_one_of_its_pipelines() -> None:
+    """With the transfers that the job has at each cut."""
+    job = Job(2, 3, 4, transfers=(0, 6))
+    planned = PlannedJob(job, samples=8, layers=4)
+    rate, alone = planned.templates(6), reference_period(replace(job, pipelines=1))
+    assert rate is not None and rate.seconds == alone < reference_period(Job(1, 3, 4, transfers=(6, 6)))
 
 
 def test_what_bamboo_can_not_take_over_costs_a_restart(grid: PlannedJob) -> None:

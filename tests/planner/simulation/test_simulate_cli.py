@@ -10,6 +10,11 @@ import pytest
 
 import openrecycle.planner.simulation
 from openrecycle.planner import cli
+from openrecycle.planner.catalogs.catalog import create_folder
+from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique
+from openrecycle.planner.plans.packed import CatalogQuestion
+from openrecycle.planner.plans.plan import job_doc
+from openrecycle.planner.simulation.policies import CUT_ANEW, PLANNED
 from tests.golden import golden
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
@@ -140,6 +145,32 @@ def test_refusals(simulate: Any, args: list[str], said: str) -> None:
     code, out, err = simulate(*args)
     assert code == 2 and out == "" and "Traceback" not in err
     assert said in err
+
+
+@pytest.mark.parametrize("middle", [1, 3])
+def test_beside_a_catalog_no_policy_is_credited_with_balance(middle: int, simulate: Any, tmp_path: Path) -> None:
+    """Its plans are for stages as they are given. Where those are balanced, nobody trains faster than the fault-free
+    job; else only policies that keep them are compared."""
+    job = Job(2, 3, 4, profiles=(StageProfile(), StageProfile(middle, middle, middle), StageProfile()))
+    profile, quiet = tmp_path / "profile.json", tmp_path / "quiet.csv"
+    profile.write_text(job_doc(job).model_dump_json())
+    quiet.write_text("".join(f"0,add,w{i}\n" for i in range(6)) + "3600,remove,w5\n")
+    question = CatalogQuestion(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    folder = create_folder(tmp_path, question)[1].path
+
+    def goodput(*policies: str) -> tuple[int, dict[str, float], str]:
+        code, out, err = simulate(
+            "--policy", ",".join(policies), "--trace", str(quiet), "--profile", str(profile),
+            "--catalog", str(folder), "--json",
+        )  # fmt: skip
+        return code, {row["policy"]: row["goodput"] for row in map(json.loads, out.splitlines())}, err
+
+    keeping = tuple(name for name in PLANNED if name not in CUT_ANEW)
+    code, rows, _ = goodput(*(PLANNED if middle == 1 else keeping))
+    assert code == 0 and max(rows.values()) <= 1.001
+    for name in CUT_ANEW if middle > 1 else ():
+        code, _, err = goodput("recycle", name)
+        assert code == 2 and golden("catalog-none-with", name) in err
 
 
 def test_a_bad_trace_is_named(simulate: Any, tmp_path: Path) -> None:
