@@ -792,11 +792,11 @@ JOB = "planner-apply-job"
 
 def apply(console: ConsoleService, plan: Plan) -> None:
     """A button that asks which job; where the plan does not fit, why not."""
-    jobs = {job.job_id: job.name for job in console.queries.list_jobs() if job.state not in facts.OVER}
+    jobs = components.job_names(job for job in console.queries.list_jobs() if job.state not in facts.OVER)
     with st.popover("Apply to a job", icon=":material/play_circle:", key="planner-apply", disabled=not jobs):
         if not jobs:
             return
-        job_id = st.selectbox("Job", list(jobs), format_func=lambda j: f"{jobs[j]} · {j}", key=JOB)
+        job_id = st.selectbox("Job", list(jobs), format_func=jobs.__getitem__, key=JOB)
         why = misfit(console.jobs.find(job_id), plan)
         if why:
             st.caption(f"It does not fit this job: {why}.")

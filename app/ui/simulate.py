@@ -62,13 +62,13 @@ def page() -> None:
 def _ask(console: ConsoleService) -> SimulationRequest | None:
     """The controls; their state is in the URL. None: there is nothing to simulate, and the page has said why.
     Raises PlannerError."""
-    jobs = {job.job_id: job.name for job in reversed(console.queries.list_jobs())}
+    jobs = components.job_names(components.jobs_to_pick(console))
     values: dict[str, Any] = {}
     with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-job"):
         source = address.selectbox(
             "Job",
             [SHAPE, *jobs],
-            format_func=lambda j: j if j == SHAPE else f"{jobs[j]} · {j}",
+            format_func=lambda j: jobs.get(j, j),
             key="sim_job",
             width=240,
         )
