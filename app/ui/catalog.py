@@ -25,7 +25,7 @@ from openrecycle.app.catalogs.service import Filling, exported, json_refusal
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, tables, text
-from openrecycle.app.ui.access import acting, told
+from openrecycle.app.ui.access import acting, say_error, told
 from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.app.ui.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, note, style
@@ -129,7 +129,7 @@ def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogRepor
         if running:
             st.progress(filling.done / max(1, filling.total), text=filling_words(filling))
         elif filling.state == "failed":
-            st.error(text.plain_markdown(filling_words(filling)))
+            say_error(filling_words(filling))
         else:
             components.quiet(filling_words(filling))
 
@@ -453,7 +453,7 @@ def stored(console: ConsoleService) -> CatalogRequest | None:
     try:
         found = console.catalogs.stored(fingerprint)
     except ConsoleError as error:
-        st.error(text.plain_markdown(f"{error}. Ask a question of your own instead."))
+        say_error(f"{error}. Ask a question of your own instead.")
         _leave_button("Ask a question")
         return None
     own = found.info

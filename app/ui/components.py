@@ -283,7 +283,7 @@ def guard(page: Callable[[], None]) -> None:
     try:
         page()
     except (ConsoleError, PlannerError) as error:
-        st.error(text.plain_markdown(str(error)))
+        access.say_error(str(error))
         if isinstance(error, ConsoleError) and error.status == 503:
             st.fragment(_until_ready, run_every=2)()
     access.who(get_console())
@@ -613,7 +613,7 @@ def _left() -> None:
 def unknown_job(job_id: str) -> None:
     """Says so. job_id: that the address names."""
     words = f"job: got {job_id!r}, expected the id of a job that this console knows. Choose one instead."
-    st.error(text.plain_markdown(words))
+    access.say_error(words)
 
 
 def _wait_for_job(console: ConsoleService) -> None:

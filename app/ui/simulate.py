@@ -23,6 +23,7 @@ from openrecycle.app.plans.simulations import (
     shapes,
 )
 from openrecycle.app.ui import address, components, text
+from openrecycle.app.ui.access import say_error
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import Table, rows_html
 from openrecycle.app.ui.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, style
@@ -163,7 +164,7 @@ def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
         st.session_state["simulation-whole"] = simulation.request
         st.rerun()
     if simulation.error:
-        st.error(text.plain_markdown(simulation.error))
+        say_error(simulation.error)
         return
     with st.container(key="simulate-progress"):  # in one place, so that its end moves nothing
         if simulation.done:
