@@ -15,9 +15,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from openrecycle.agent.coordination.coordinator import nobody_heard
+from openrecycle.agent.coordination.coordinator import nobody_heard, step
 from openrecycle.agent.coordination.generations import STANDS_BY
-from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State, peer_of, returned
+from openrecycle.agent.coordination.membership import Exited, FailureTimeouts, Member, State, peer_of, returned
 from openrecycle.agent.messages.protocol import JobState, Restart, WorkerState
 from openrecycle.planner.jobs.words import counts, layers_move, layers_moved, names, percent
 
@@ -431,6 +431,30 @@ class WorkerStates:
             before = [p for at, p in self._holders[name] if at < since and p is not process]
             process = before[-1] if before else None
         return None
+
+
+class Loss(NamedTuple):
+    """What the coordinator would do about a worker's end. halts: can nobody go on before others are back? restore: do
+    all go back? by: the worker of another stage that takes its place then, "": none. share: of the fault-free plan's
+    throughput, that is left; None: not planned yet."""
+
+    halts: bool = False
+    restore: bool = False
+    by: str = ""
+    share: float | None = None
+
+
+def loss_of(state: State, worker: str, now: float, failure_timeouts: FailureTimeouts) -> Loss:
+    """By the coordinator itself. worker: who is lost now, of a job that has begun."""
+    gone = Exited(worker, state.members[worker].incarnation or "", "launcher")
+    after = step(state, gone, now, failure_timeouts).state
+    if after.pending is None:
+        return Loss(bool(after.halted))
+    stage_of = {name: member.stage for name, member in after.members.items()}
+    # Without a worker for each stage there is no plan, and the job halts for that.
+    empty = set(stage_of.values()) - {stage_of[name] for name in after.pending.living}
+    by = [source for source, to in after.pending.moves if stage_of[to] == stage_of[worker]]
+    return Loss(bool(empty), after.pending.restore, "".join(by[-1:]))
 
 
 MOST_MOVES = 4

@@ -19,7 +19,7 @@ import streamlit as st
 from openrecycle.agent.messages.protocol import Doing
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import EventView, JobView, StateInterval, WorkerDetail, WorkerView
-from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, RankState, RoleState
+from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, Loss, RankState, RoleState
 from openrecycle.app.observing.recorder import Series
 from openrecycle.app.ui import address, components, facts, tables, text
 from openrecycle.app.ui.access import actor, told
@@ -509,20 +509,20 @@ def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list
     """What can be done with it, the mildest first."""
     name, job_id = worker.name, view.job_id
     process, made = text.plain_markdown(facts.process_words(worker)), []
-    share = console.operators.share_without(job_id, name) if worker.state in ALIVE else None
+    loss = console.operators.loss_of(job_id, name) if worker.state in ALIVE else Loss()
     if worker.state in DRAINABLE and facts.living_peers(view, worker):
         made.append(
             _Action(
                 "drain",
                 f"Drain {name}",
-                f"**Drain {name}?** This is {process}. {facts.consequence_of_drain(view, worker, share)}",
+                f"**Drain {name}?** This is {process}. {facts.consequence_of_drain(view, worker, loss.share)}",
                 True,
                 f"{name} is asked to leave",
                 lambda: console.operators.drain(job_id, name, actor(console)),
             )
         )
     if worker.state in ALIVE and view.spec.demo:
-        consequence, survives = facts.consequence_of_kill(view, worker, share)
+        consequence, survives = facts.consequence_of_kill(view, worker, loss)
         made.append(
             _Action(
                 "kill",
