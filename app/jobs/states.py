@@ -461,10 +461,21 @@ MOST_MOVES = 4
 
 
 def sentence(
-    worker_states: WorkerStates, now: float, failure_timeouts: FailureTimeouts, *, share: float | None = None
+    worker_states: WorkerStates,
+    now: float,
+    failure_timeouts: FailureTimeouts,
+    *,
+    share: float | None = None,
+    stood_still: float = 0.0,
 ) -> str:
-    """share: of the fault-free throughput, that it trains at of late; None: not known."""
-    state = worker_states.state
+    """share: of the fault-free throughput, that it trains at of late; None: not known. stood_still: seconds for which
+    the console has not looked at the job, which are nobody's silence."""
+    state, now = worker_states.state, now - stood_still
+    if stood_still > failure_timeouts.suspect:
+        return (
+            f"The console has not got on for {stood_still:.0f} s: its database does not answer, or the machine is very "
+            "busy. What is shown is as old as that. Training goes on, unless a worker dies: then the others wait."
+        )
     if not worker_states.paused or state.over:
         return _whole(_text(worker_states, now, failure_timeouts, share))
     held = "paused: all workers wait before the same iteration until somebody resumes the job."
