@@ -176,12 +176,15 @@ def facts_html(detail: WorkerDetail) -> str:
     if detail.coming and (then := text.layers(detail.coming, worker.stage)) != layers:
         layers += f", soon {then}"
     gone = worker.state in OUT and worker.state is not RoleState.LEAVING
+    # Who has left as asked is in no generation any more.
+    at = [f"{worker.iteration:,}", f"generation {worker.generation}" if worker.generation else ""]
+    if not gone:
+        at.append(worker.phase)
     rows = {
         "State": LOOKS[worker.state][0] + (f" – {worker.detail}" if worker.detail else ""),
         "Place": f"pipeline {worker.pipeline}, stage {worker.stage}",
         "Layers": f"{layers} of {sum(detail.held)}" if layers and not gone else "",
-        "Last iteration" if gone else "Iteration": f"{worker.iteration:,}, generation {worker.generation}"
-        + (f", {worker.phase}" if worker.phase else ""),
+        "Last iteration" if gone else "Iteration": ", ".join(filter(None, at)),
         "Was at" if gone else "At": doing(worker.doing, limit=not gone) if worker.doing else "",
         "Re-routed work": text.count(worker.takes_rerouted, "micro-batch", "micro-batches") + " per iteration"
         if worker.takes_rerouted
@@ -189,7 +192,7 @@ def facts_html(detail: WorkerDetail) -> str:
         "Last heartbeat": text.age(worker.heartbeat_age),
         "Process": _process(worker),
         "Ranks": _ranks(detail),
-        "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
+        "Memory, last" if gone else "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
         "May take": reckoned_words(detail),
         "Activations, by plan": f"at most {text.count(detail.activations, 'micro-batch', 'micro-batches')} at once"
         if detail.activations is not None
