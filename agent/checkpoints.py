@@ -44,7 +44,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -625,6 +625,24 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
         if name in was.recipe and was.recipe[name] != value:
             say(f"note: {name} was {was.recipe[name]} and is {value} from here")
     return Origin(identity, str(found.path), found.iteration)
+
+
+def learning_rates(groups: Iterable[Mapping[str, Any]]) -> tuple[float | None, ...]:
+    """Of an optimizer's parameter groups, as its script has them: without what a scheduler has made of them since.
+    None: one has none."""
+    found = (group.get("initial_lr", group.get("lr")) for group in groups)
+    return tuple(float(rate) if isinstance(rate, float | int | Tensor) else None for rate in found)
+
+
+def kept_rate(script: Sequence[float | None], kept: Sequence[float | None]) -> str:
+    """What is said where a checkpoint has another learning rate than the script that goes on from it; "": nothing."""
+    for mine, theirs in zip(script, kept, strict=True):
+        if mine != theirs and mine is not None and theirs is not None:
+            return (
+                f"the job goes on with the checkpoint's learning rate, {theirs:g}; the script's, {mine:g}, counts for "
+                "new jobs alone"
+            )
+    return ""
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def launch(
         terminal = Delivery(printing, "printing", printing.remark)
 
         def say(text: str) -> None:
-            terminal({"warning": text})
+            terminal({"said": text})
 
         written: Record | None = None
 

@@ -143,10 +143,10 @@ def page_failed(error: Exception) -> bool:
     """
     import streamlit as st  # here: who wants the login alone does without
 
-    from openrecycle.app.ui.text import plain_markdown
+    from openrecycle.app.ui.access import say_error
 
     if isinstance(error, ConsoleError):
-        st.error(plain_markdown(str(error)))
+        say_error(str(error))
         return True
     mark = secrets.token_hex(4)
     log.error("a page could not be drawn", mark=mark, exc_info=error)

@@ -237,7 +237,9 @@ def _passed_on(inputs: Any, names: tuple[str, ...]) -> Tensor | tuple[Tensor, ..
     if isinstance(inputs, Mapping) or names:
         if not isinstance(inputs, Mapping) or set(inputs) != set(names):
             got = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
-            raise InputError("data", got, f"{', '.join(names) or 'no dict'}, as in the first micro-batch")
+            raise InputError(
+                "data", got, f"{', '.join(names) or 'no dict'}, as in the first micro-batch that is trained on"
+            )
         inputs = tuple(inputs[name] for name in names)
     tensors = tensors_of(inputs, "inputs from data")
     return tensors[0] if len(tensors) == 1 else tensors

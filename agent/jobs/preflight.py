@@ -49,7 +49,7 @@ from openrecycle.agent.models.layers import (
 )
 from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.state import DTYPES, StateError, dtype_name, pack, unpack
-from openrecycle.agent.models.workload import Workload, probe_inputs, probe_targets
+from openrecycle.agent.models.workload import EvaluationData, Workload, probe_inputs, probe_targets
 from openrecycle.agent.stages.backward import Deferred, Fused, Strategy
 from openrecycle.agent.stages.gradients import SUM_OF, GradientSum
 from openrecycle.agent.stages.optimizer import (
@@ -306,14 +306,17 @@ _STEPS = 6
 def check_workload(workload: Workload, options: TrainingOptions, here: Collection[Worker] | None = None) -> JobMemory:
     """Returns what memory workers take.
 
-    Raises InputError for a torch that can't be used, for data that the layers can't be given, for what two layers share
-    without saying so, for sparse gradients and max_norm, for an optimizer or scheduler that can't be driven, or whose
-    state can't be handed over, and for a model that this machine has no memory for. here: the workers on it; None: all.
+    Raises InputError for a torch that can't be used, for data that the layers can't be given, for others to evaluate
+    on, for what two layers share without saying so, for sparse gradients and max_norm, for an optimizer or scheduler
+    that can't be driven, or whose state can't be handed over, and for a model that this machine has no memory for.
+    here: the workers on it; None: all.
     """
     compat.check_version()
     # The caller's own random numbers must not depend on what is tried out here.
     with own_numbers("preflight", options.seed):
         _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
+        if options.evaluate_every:
+            _check_evaluation(workload, options.seed)
         stages = options.job.stages
         partition = partition_at_start(options, layer_count(workload, stages))
         shapes = _check_layers(workload, sum(partition), options.seed)
@@ -384,6 +387,25 @@ def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int)
         pads = "; PadCollate pads samples to one length" if "equal size" in text else ""  # as torch's collation says it
         raise _Unreadable(InputError("data", text[:200], f"{which} to be there{pads}")) from error
     return tuple(part for t in inputs for part in (tuple(t.shape), dtype_name(t.dtype)))
+
+
+def _check_evaluation(workload: Workload, seed: int) -> None:
+    """The first micro-batch that it is evaluated on must be of the form of those that are trained on. One that can't be
+    read is said when it is evaluated: it ends nothing."""
+    data: EvaluationData | None = getattr(workload, "evaluation", None)
+    if data is None:
+        return
+    try:
+        given = tensors_of(data.inputs(seed, 0), "inputs")
+        data.targets(seed, 0)
+        trained_on = tensors_of(workload.inputs(seed, 0, 0, 0), "inputs")
+    except InputError as error:
+        raise InputError("evaluate.data", error.value, error.expected) from None
+    except Exception:
+        return
+    if len(given) != len(trained_on):
+        expected = f"as many as in the first micro-batch that is trained on, {len(trained_on)}"
+        raise InputError("evaluate.data", f"inputs of {len(given)} tensors", expected)
 
 
 _TENSORS = "inputs that are a tensor, or a tuple of tensors, the positional arguments of stage 0 (no dict)"

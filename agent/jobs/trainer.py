@@ -56,7 +56,14 @@ from openrecycle.agent.jobs.callbacks import Callback, TrainingStart
 from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.jobs.start import check_writable, make_launcher
 from openrecycle.agent.launcher.processes import preload, start_worker_server
-from openrecycle.agent.launcher.record import EvaluationResult, is_remark, is_warning, iteration_of, sentence_of
+from openrecycle.agent.launcher.record import (
+    WARNING,
+    EvaluationResult,
+    is_remark,
+    is_warning,
+    iteration_of,
+    sentence_of,
+)
 from openrecycle.agent.messages.client import Delivery, Record
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.agent.models import torch_pipelining
@@ -304,7 +311,7 @@ class ResilientTrainer:
         self._workload = SentWorkload.of(workload)
         self._options, self._layers = options, count
         self._needed = check_workload(workload, options)
-        log.log(logging.WARNING if self._needed.warning else logging.INFO, "%s", self._needed.text)
+        (_warn if self._needed.warning else _say)(self._needed.text)
 
     @classmethod
     def from_transformers(
@@ -398,7 +405,7 @@ class ResilientTrainer:
             callbacks = self._callbacks(self.stop, self._written)
             with contextlib.ExitStack() as ending:
                 targets: list[Callable[[dict[str, Any]], None]] = [lines]
-                delivery = Delivery(callbacks, "on_iteration", log.warning)
+                delivery = Delivery(callbacks, "on_iteration", _warn)
                 ending.callback(delivery.close, lambda: callbacks.over)
                 targets.append(delivery)
 
@@ -413,7 +420,7 @@ class ResilientTrainer:
                     )
                 # Not before: a start that is refused leaves an earlier record in its place.
                 if options.record is not None:
-                    targets.insert(0, record := Record(Path(options.record), log.warning))
+                    targets.insert(0, record := Record(Path(options.record), _warn))
                     ending.callback(record.close)
                 self._launcher = launcher
                 if self._stop_asked:
@@ -574,10 +581,17 @@ class _Functions(Callback):
             self.on_recovery = recovery  # type: ignore[method-assign, assignment]
 
 
-def _say(text: str, *, warns: bool = False) -> None:
-    """In the log. Python prints warnings where nobody has set up any logging, and nothing else."""
-    sentence = text.removeprefix("warning: ")
-    log.log(logging.WARNING if warns or sentence != text else logging.INFO, "%s", sentence)
+def _log(line: dict[str, Any]) -> None:
+    """Python prints warnings where nobody has set up any logging, and nothing else."""
+    log.log(logging.WARNING if is_warning(line) else logging.INFO, "%s", sentence_of(line).removeprefix(WARNING))
+
+
+def _say(text: str) -> None:
+    _log({"said": text})
+
+
+def _warn(text: str) -> None:
+    _log({"warning": text})
 
 
 class _Callbacks:
@@ -602,7 +616,7 @@ class _Callbacks:
         if self.over:
             return
         if is_remark(line):
-            _say(sentence_of(line), warns=is_warning(line))
+            _log(line)
         if "loss" in line:
             self.each("on_iteration", iteration_of(line))
         elif "failure" in line:

@@ -481,13 +481,17 @@ def _check_alike(stage: int, iterations: int, hashes: Mapping[Worker, str]) -> N
 
 # -- its lines as sentences for people ---------------------------------------------------------------
 
+WARNING = "warning: "
+"""So begins, for a terminal, what is said of something that is wrong, and is no line of the record."""
+
 
 def sentence_of(line: dict[str, Any]) -> str:
     """What a terminal or a log shows for a line of the record."""
     if "validation" in line:
         return _validation(**line["validation"])
-    if "warning" in line:
-        return str(line["warning"])
+    for kind in ("warning", "said"):
+        if kind in line:
+            return str(line[kind])
     if "raised" in line:
         return "\n".join([line["raised"]["text"], *line["raised"]["traceback"]])
     if "checkpoint" in line:
@@ -527,11 +531,11 @@ def is_remark(line: dict[str, Any]) -> bool:
 
 
 def is_warning(line: dict[str, Any]) -> bool:
-    """Is it about something that is wrong, or was?"""
-    if "checkpoint" in line:
-        return line["checkpoint"]["problem"] is not None
+    """Is it about something that is wrong, or was? Of what is `said` beside the record, the sentence tells."""
     if "validation" in line:
         return line["validation"]["coefficient"] is None
+    if "said" in line or "checkpoint" in line:
+        return sentence_of(line).startswith(WARNING)
     return any(key in line for key in ("warning", "raised", "failure", "restart"))
 
 
@@ -565,7 +569,7 @@ def _relayout(
 def _checkpoint(iteration: int, problem: str | None) -> str:
     if problem is None:
         return f"checkpoint of iteration {iteration} is written"
-    return f"warning: no checkpoint of iteration {iteration}: {problem}; training goes on"
+    return f"{WARNING}no checkpoint of iteration {iteration}: {problem}; training goes on"
 
 
 def _restart(worker: str, reason: str, **about: Any) -> str:

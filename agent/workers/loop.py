@@ -23,7 +23,15 @@ from pathlib import Path
 
 import torch
 
-from openrecycle.agent.checkpoints import Checkpointer, CheckpointError, Origin, load_layers, save_weights
+from openrecycle.agent.checkpoints import (
+    Checkpointer,
+    CheckpointError,
+    Origin,
+    kept_rate,
+    learning_rates,
+    load_layers,
+    save_weights,
+)
 from openrecycle.agent.config.devices import kind_number
 from openrecycle.agent.config.faults import FaultInjector, profile_pace, slowness
 from openrecycle.agent.config.options import ALIVE_SECONDS
@@ -127,12 +135,16 @@ class WorkerLoop:
         if not spec.joins:
             self._state.holds_everything()
             if origin is not None and origin.resumed is not None:
+                groups = self._optimizer.optimizer.param_groups
+                rates = learning_rates(groups)
                 try:
                     self._load(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
                 except CheckpointError:
                     raise
                 except StateError as error:
                     raise StateError(f"the checkpoint {origin.resumed} is of another job: {error}") from None
+                if me == Worker(0, stages - 1) and (words := kept_rate(rates, learning_rates(groups))):
+                    channel.say("warning", text=words)
         self._known = not spec.joins
         """Has it been in a generation with all others, or is it one of the first?"""
         self._generation = self._taken_in = 0

@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 # Assumed until a worker of the job has come back: what the Simulate page starts with, too.
 REPAIR_SECONDS = 4 * 3600.0
-# From the start of a process until it trains, assumed of workers that their launcher starts again.
+# From the start of a process until it is in the job, assumed until a worker's launcher has started it again.
 START_SECONDS = 60.0
 ITERATIONS = 200
 EVENTS = 100
@@ -192,7 +192,8 @@ class Advising:
         waited = self._waited(job)
         moves = move_times(generations, iterations)
         repairs, due = repair_times(changes(generations)), restart_due(job.state, job.processes, failed, time.time())
-        known = measured_costs(store.recoveries(job.job_id), repairs, copies, waited, moves, due)
+        starts = start_times(list(job.processes.values()), generations)
+        known = measured_costs(store.recoveries(job.job_id), repairs, copies, waited, moves, due, starts)
         work = None
         if spec.checkpoints:
             # When the last one was written is not reported: on average half an interval ago.
@@ -245,6 +246,23 @@ def restart_due(state: State, processes: Mapping[str, ProcessState], failed: Seq
     return max((one.at - now for one in planned if one is not None and one.at > now), default=0.0)
 
 
+def start_times(processes: Sequence[ProcessState], generations: Sequence[Record]) -> list[float]:
+    """Seconds from when a launcher started a process again by itself until a generation had it, one per restart.
+    processes: all that there have been; generations: oldest first."""
+    found, in_order = [], sorted(processes, key=lambda process: process.since)
+    for process in in_order:
+        restart = process.restart
+        if restart is None or restart.node is not None or restart.number > restart.most:
+            continue
+        later = (p for p in in_order if p.slot == process.role and p.since > process.held[-1][1] and p is not process)
+        successor = next(later, None)
+        if successor is None or successor.since < restart.at:  # a person has started that one before
+            continue
+        after = (e for e in generations if e["opened_at"] >= successor.since and successor.slot not in e["failed"])
+        found += [e["opened_at"] - restart.at for e in list(after)[:1]]
+    return found
+
+
 def copy_times(generations: Sequence[Record], acknowledgements: Sequence[Record]) -> list[float]:
     """Seconds that the others waited while newcomers took a stage's state, one per generation that had any:
     from the last that had left the iteration before to the last that was ready for the next."""
@@ -283,10 +301,11 @@ def measured_costs(
     waited: Waited = NOTHING,
     moves: Sequence[float] = (),
     due: float | None = None,
+    starts: Sequence[float] = (),
 ) -> MeasuredCosts:
-    """recoveries: rows of the database. repairs: seconds from a failure to the return. copies, moves: see copy_times,
-    move_times. waited: for a person, which is no cost of a recovery. due: seconds until all that are out are started
-    again."""
+    """recoveries: rows of the database. repairs: seconds from a failure to the return. copies, moves,
+    starts: see copy_times, move_times, start_times. waited: for a person, which is no cost of a recovery. due: seconds
+    until all that are out are started again."""
     assumed = RecoveryCosts()
     seen = [r["detected_ms"] / 1000 for r in recoveries if r["death_known"]]
     formed = [(steps[1][1] + steps[2][1]) / 1000 for steps in (segments(r, waited) for r in recoveries)]
@@ -294,7 +313,9 @@ def measured_costs(
     recovery = f"as in {count(len(formed), 'recovery', 'recoveries')} measured" if formed else "assumed"
     repaired = f"the mean of {count(len(repairs), 'repair', 'repairs')}" if repair > 0 else "assumed"
     if due is not None:
-        repair, repaired = due + START_SECONDS, "that of the restart that is due"
+        start = median(starts) if starts else START_SECONDS
+        measured = f"as in {count(len(starts), 'restart', 'restarts')}" if starts else f"{start:g} s, assumed"
+        repair, repaired = due + start, f"that of the restart that is due, and of its start ({measured})"
     copied = f"as in {count(len(copies), 'return or move', 'returns and moves')}" if copies else "assumed"
     return MeasuredCosts(
         median(seen) if seen else assumed.detect,

@@ -26,6 +26,7 @@ from openrecycle.agent.coordination.membership import (
 )
 from openrecycle.agent.messages.protocol import Command, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.states import Loss, loss_of
 from openrecycle.app.runtime.errors import ConsoleError, named, plain, storing, unknown_worker
 from openrecycle.db.access import audit_row
 from openrecycle.db.store import Observations, Store
@@ -113,15 +114,17 @@ class Operators:
                 self._start_again(job, worker, f"the coordinator, since {worker}'s pipeline is back,")
                 known.add(left)
 
-    def share_without(self, job_id: str, worker: str) -> float | None:
-        """Of the fault-free plan's throughput, that is left when `worker` is lost too; None: it is not planned yet."""
+    def loss_of(self, job_id: str, worker: str) -> Loss:
+        """What comes of the end of `worker`, which is in the job. Raises ConsoleError."""
         job = self._find(job_id)
-        lost = {*(job.state.current.failed if job.state.current else ()), worker}
+        state = job.state
+        lost = {*(state.current.failed if state.current else ()), worker}
         with job.lock:
-            plans = job.plans.catalog.find(map(Worker.parse, lost)), job.plans.catalog.find(())
-        if plans[0] is None or plans[1] is None or plans[0].metrics.period <= 0:
-            return None
-        return plans[1].metrics.period / plans[0].metrics.period
+            plan, whole = job.plans.catalog.find(map(Worker.parse, lost)), job.plans.catalog.find(())
+        loss = loss_of(state, worker, time.monotonic(), job.failure_timeouts)
+        if plan is None or whole is None or plan.metrics.period <= 0:
+            return loss
+        return loss._replace(share=whole.metrics.period / plan.metrics.period)
 
     def _member(self, job_id: str, worker: str) -> tuple[LiveJob, Member]:
         job = self._find(job_id)

@@ -467,7 +467,7 @@ class Queries:
                 job_id=job.job_id,
                 spec=job.spec,
                 state=state.job_state,
-                sentence=sentence(worker_states, self._clock(), self._failure_timeouts, share=share),
+                sentence=self.sentence(job, worker_states, share),
                 created_at=job.created_at,
                 generation=state.generation,
                 workers=self._workers(job, fingerprint, worker_states) if workers else (),
@@ -557,8 +557,10 @@ class Queries:
             job.spec.stage_bytes[worker.stage] if job.spec.stage_bytes else None,
         )
 
-    def sentence(self, job: LiveJob) -> str:
-        return sentence(job.worker_states(), self._clock(), self._failure_timeouts)
+    def sentence(self, job: LiveJob, worker_states: WorkerStates | None = None, share: float | None = None) -> str:
+        """worker_states: of `job`, where they are made already. share: as of app.jobs.states.sentence."""
+        states, now = worker_states or job.worker_states(), self._clock()
+        return sentence(states, now, self._failure_timeouts, share=share, stood_still=job.stood_still(now))
 
     def plan_document(self, job_id: str, fingerprint: str) -> str:
         """The stored JSON, as it is. Raises ConsoleError (404)."""

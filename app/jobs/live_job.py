@@ -834,12 +834,16 @@ class LiveJob:
         if self.state.over:
             return
         now = self._clock()
-        late = now - self._ticked - TICK_SECONDS
         self.lead.wait(min(now - self._ticked, 2 * TICK_SECONDS))
-        if late > self.failure_timeouts.heartbeat:
+        if late := self.stood_still(now):
             self.apply(Stalled(late), now=now)
         self._ticked = now
         self.apply(Tick(), now=now)
+
+    def stood_still(self, now: float) -> float:
+        """Seconds for which the console has not looked at it, though it should have; 0: none to speak of."""
+        late = now - self._ticked - TICK_SECONDS
+        return late if late > self.failure_timeouts.heartbeat and not self.state.over else 0.0
 
     def take_heartbeats(self) -> None:
         """Gives the coordinator, and the next write to the database, what came in since the last call."""

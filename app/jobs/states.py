@@ -15,9 +15,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from openrecycle.agent.coordination.coordinator import nobody_heard
+from openrecycle.agent.coordination.coordinator import nobody_heard, step
 from openrecycle.agent.coordination.generations import STANDS_BY
-from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State, peer_of, returned
+from openrecycle.agent.coordination.membership import Exited, FailureTimeouts, Member, State, peer_of, returned
 from openrecycle.agent.messages.protocol import JobState, Restart, WorkerState
 from openrecycle.planner.jobs.words import counts, layers_move, layers_moved, names, percent, whole_sentence
 
@@ -432,14 +432,49 @@ class WorkerStates:
         return None
 
 
+class Loss(NamedTuple):
+    """What the coordinator would do about a worker's end. halts: can nobody go on before others are back? restore: do
+    all go back? by: the worker of another stage that takes its place then, "": none. share: of the fault-free plan's
+    throughput, that is left; None: not planned yet."""
+
+    halts: bool = False
+    restore: bool = False
+    by: str = ""
+    share: float | None = None
+
+
+def loss_of(state: State, worker: str, now: float, failure_timeouts: FailureTimeouts) -> Loss:
+    """By the coordinator itself. worker: who is lost now, of a job that has begun."""
+    gone = Exited(worker, state.members[worker].incarnation or "", "launcher")
+    after = step(state, gone, now, failure_timeouts).state
+    if after.pending is None:
+        return Loss(bool(after.halted))
+    stage_of = {name: member.stage for name, member in after.members.items()}
+    # Without a worker for each stage there is no plan, and the job halts for that.
+    empty = set(stage_of.values()) - {stage_of[name] for name in after.pending.living}
+    by = [source for source, to in after.pending.moves if stage_of[to] == stage_of[worker]]
+    return Loss(bool(empty), after.pending.restore, "".join(by[-1:]))
+
+
 MOST_MOVES = 4
 
 
 def sentence(
-    worker_states: WorkerStates, now: float, failure_timeouts: FailureTimeouts, *, share: float | None = None
+    worker_states: WorkerStates,
+    now: float,
+    failure_timeouts: FailureTimeouts,
+    *,
+    share: float | None = None,
+    stood_still: float = 0.0,
 ) -> str:
-    """share: of the fault-free throughput, that it trains at of late; None: not known."""
-    state = worker_states.state
+    """share: of the fault-free throughput, that it trains at of late; None: not known. stood_still: seconds for which
+    the console has not looked at the job, which are nobody's silence."""
+    state, now = worker_states.state, now - stood_still
+    if stood_still > failure_timeouts.suspect:
+        return (
+            f"The console has not got on for {stood_still:.0f} s: its database does not answer, or the machine is very "
+            "busy. What is shown is as old as that. Training goes on, unless a worker dies: then the others wait."
+        )
     if not worker_states.paused or state.over:
         return whole_sentence(_text(worker_states, now, failure_timeouts, share))
     held = "paused: all workers wait before the same iteration until somebody resumes the job."

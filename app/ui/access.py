@@ -8,6 +8,7 @@ from html import escape
 from typing import Protocol
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.access import CALLER, SIGN_OUT, Security
@@ -35,12 +36,13 @@ def why_not(console: Guarded) -> str:
     return ""
 
 
-def _say(words: str) -> None:
-    st.error(text.plain_markdown(words))
+def say_error(words: str, where: DeltaGenerator | None = None) -> None:
+    """What went wrong, as it is: words from outside may be in it. where: instead of after what was drawn last."""
+    (where or st).error(text.plain_markdown(words))
 
 
 @contextmanager
-def told(say: Callable[[str], object] = _say) -> Iterator[None]:
+def told(say: Callable[[str], object] = say_error) -> Iterator[None]:
     """Around what may be refused: why is said, and the rest of it is left out."""
     try:
         yield

@@ -25,7 +25,7 @@ from openrecycle.app.catalogs.service import Filling, exported, json_refusal
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, tables, text
-from openrecycle.app.ui.access import acting, told
+from openrecycle.app.ui.access import acting, say_error, told
 from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.app.ui.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, note, style
@@ -129,7 +129,7 @@ def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogRepor
         if running:
             st.progress(filling.done / max(1, filling.total), text=filling_words(filling))
         elif filling.state == "failed":
-            st.error(text.plain_markdown(filling_words(filling)))
+            say_error(filling_words(filling))
         else:
             components.quiet(filling_words(filling))
 
@@ -453,7 +453,7 @@ def stored(console: ConsoleService) -> CatalogRequest | None:
     try:
         found = console.catalogs.stored(fingerprint)
     except ConsoleError as error:
-        st.error(text.plain_markdown(f"{error}. Ask a question of your own instead."))
+        say_error(f"{error}. Ask a question of your own instead.")
         _leave_button("Ask a question")
         return None
     own = found.info
@@ -475,20 +475,23 @@ def _leave_button(label: str) -> None:
 
 def ask(console: ConsoleService) -> CatalogRequest:
     """The controls; their state is in the URL. Raises InputError."""
-    jobs = {job.job_id: job.name for job in console.queries.list_jobs()}
-    wanted = address.job_asked_for(jobs) or next(iter(jobs), OWN)
-    if wanted not in (OWN, *jobs):
-        words = f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead."
-        st.error(text.plain_markdown(words))
-        wanted = OWN
+    jobs = components.job_names(components.jobs_to_pick(console))
+    source = address.job_asked_for(jobs) or next(iter(jobs), OWN)
+    if source not in (OWN, *jobs):
+        components.unknown_job(source)
+        source = OWN
     values: dict[str, Any] = {}
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-question"):
-        source = _source(jobs, wanted)
+        names = {OWN: "A question of your own", **jobs}
+        components.pick_job("Plans for", names, source, key=JOB, width=230)
+        # A newer job must not change what a link shows: it names the source.
         if source == OWN:
+            address.pin(address.JOB, OWN)
             values |= _own_question()
             most = values["stages"] * (values["pipelines"] - 1)
             default = min(2, most)
         else:
+            address.show_job(source)
             question = console.jobs.find(source).plans.question
             values = {
                 "job": job_doc(question.job),
@@ -566,29 +569,6 @@ def _effort() -> dict[str, Any]:
         return {"solver": solver}
     limit = address.number_input("Seconds per plan", 0.1, 600.0, 10.0, key="cat_seconds", width=130, format="%g")
     return {"solver": solver, "time_limit": limit}
-
-
-def _source(jobs: dict[str, str], source: str) -> str:
-    """A newer job must not change what a link shows: it names the source."""
-    options = [OWN, *jobs]
-
-    def draw(value: str, **rest: Any) -> None:
-        def words(option: str) -> str:
-            return "A question of your own" if option == OWN else f"{jobs[option]} · {option}"
-
-        st.selectbox("Plans for", options, options.index(value), format_func=words, width=230, **rest)
-
-    def choose(chosen: str) -> None:
-        if chosen in options:
-            address.moved()
-            address.put(address.JOB, chosen)
-
-    address.control(draw, JOB, source, choose)
-    if source == OWN:
-        address.pin(address.JOB, OWN)
-    else:
-        address.show_job(source)
-    return source
 
 
 # -- curves -----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from openrecycle.app.plans.sources import (
 )
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, facts, tables, text
+from openrecycle.app.ui.access import say_error
 from openrecycle.app.ui.address import BEGAN_WITH, choose_time
 from openrecycle.app.ui.charts.gantt import MAX_BARS, MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
 from openrecycle.app.ui.components import open_job, schedule_of
@@ -82,7 +83,7 @@ def _choose(console: ConsoleService, job_id: str | None) -> list[Source | Pendin
         try:
             each = console.sources.find(reference)
         except ConsoleError as error:
-            st.error(text.plain_markdown(f"{error}. It is left out."))
+            say_error(f"{error}. It is left out.")
             if error.code == NOT_KEPT:
                 args = (reference, newest(reference))
                 st.button("Show the newest that was measured", on_click=_replace, args=args, key=f"newest-{reference}")
@@ -133,9 +134,9 @@ def _wanted(console: ConsoleService, job_id: str | None) -> list[Reference]:
         try:
             out.append(parse_reference(given, field="plans"))
         except InputError as error:
-            st.error(text.plain_markdown(f"{error}. It is left out."))
+            say_error(f"{error}. It is left out.")
     if len(out) > MOST:
-        st.error(f"plans: got {len(out)}, expected at most {MOST}. The first {MOST} are shown.")
+        say_error(f"plans: got {len(out)}, expected at most {MOST}. The first {MOST} are shown.")
     return out[:MOST]
 
 

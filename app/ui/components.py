@@ -283,7 +283,7 @@ def guard(page: Callable[[], None]) -> None:
     try:
         page()
     except (ConsoleError, PlannerError) as error:
-        st.error(text.plain_markdown(str(error)))
+        access.say_error(str(error))
         if isinstance(error, ConsoleError) and error.status == 503:
             st.fragment(_until_ready, run_every=2)()
     access.who(get_console())
@@ -523,8 +523,7 @@ def open_job(
     returns True, where that is not the job's. None: there is no job, or none with the URL's id; the
     page has then said so. Raises ConsoleError.
     """
-    # One that runs before those that have ended, however new: that is what somebody comes for.
-    jobs = sorted(console.queries.list_jobs(), key=lambda job: (job.state not in OVER, job.created_at), reverse=True)
+    jobs = jobs_to_pick(console)
     if not jobs:
         no_job((st.context.url or "http://127.0.0.1:8501").removesuffix("/schedule").rstrip("/"))
         st.fragment(_wait_for_job, run_every=2)(console)
@@ -542,10 +541,9 @@ def open_job(
     opened = None if unknown else _titled(place, console, job_id, title, pace=pace)
     if len(jobs) > 1 or unknown:
         with controls:
-            _pick(known, None if unknown else job_id)
+            pick_job("Job", job_names(jobs), None if unknown else job_id, key=PICKER, width=340, on_change=_left)
         if unknown:
-            words = f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead."
-            st.error(text.plain_markdown(words))
+            unknown_job(str(wanted))
     if opened is None:
         return None
     address.show_job(job_id)
@@ -562,28 +560,60 @@ def _titled(
     return job
 
 
-def _pick(known: dict[str, JobSummary], job_id: str | None) -> None:
-    options = list(known)
-    # Of one that runs it is not said how it is: that would be so no more by the time somebody looks.
-    over = {job.job_id: f" · {job.condition.value}" for job in known.values() if job.state in OVER}
-    names = {job.job_id: f"{job.name}{over.get(job.job_id, '')} · {job.job_id}" for job in known.values()}
+def jobs_to_pick(console: ConsoleService) -> list[JobSummary]:
+    """The newest first, those that run before those that have ended, however new: that is what somebody comes for."""
+    return sorted(console.queries.list_jobs(), key=lambda job: (job.state not in OVER, job.created_at), reverse=True)
+
+
+def job_names(jobs: Iterable[JobSummary]) -> dict[str, str]:
+    """As a list has them, by their ids. Of one that runs it is not said how it is: that would be so no more by the
+    time somebody looks."""
+    return {
+        job.job_id: " · ".join([job.name, *([job.condition.value] if job.state in OVER else []), job.job_id])
+        for job in jobs
+    }
+
+
+def pick_job(
+    label: str,
+    names: dict[str, str],
+    job_id: str | None,
+    *,
+    key: str,
+    width: int,
+    on_change: Callable[[], None] = lambda: None,
+) -> None:
+    """Draws the choice of a job, which goes into the address. names: in words, by what the address calls each; job_id:
+    the one that is shown, None: none yet."""
+    options = list(names)
 
     def draw(value: str | None, **rest: Any) -> None:
         shown = None if value is None else options.index(value)
         words = names.__getitem__
-        st.selectbox("Job", options, shown, format_func=words, placeholder="Choose a job", width=340, **rest)
+        st.selectbox(label, options, shown, format_func=words, placeholder="Choose a job", width=width, **rest)
 
     def choose(chosen: str) -> None:
         if chosen in options:  # of a job that is gone since, the browser still sends the words
             address.moved()
             address.put(address.JOB, chosen)
-            left = ["plan", "follow", ITERATIONS]
-            if st.query_params.get_all("plans") == st.session_state.get(BEGAN_WITH):
-                left += ["plans", "baseline"]
-            for name in left:
-                st.query_params.pop(name, None)
+            on_change()
 
-    address.control(draw, PICKER, job_id, choose)
+    address.control(draw, key, job_id, choose)
+
+
+def _left() -> None:
+    """For a callback: what the address has of the job that was shown before goes with it."""
+    left = ["plan", "follow", ITERATIONS]
+    if st.query_params.get_all("plans") == st.session_state.get(BEGAN_WITH):
+        left += ["plans", "baseline"]
+    for name in left:
+        st.query_params.pop(name, None)
+
+
+def unknown_job(job_id: str) -> None:
+    """Says so. job_id: that the address names."""
+    words = f"job: got {job_id!r}, expected the id of a job that this console knows. Choose one instead."
+    access.say_error(words)
 
 
 def _wait_for_job(console: ConsoleService) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from openrecycle.agent.coordination.membership import back_to
+from openrecycle.agent.coordination.membership import START, back_to
 from openrecycle.agent.messages.protocol import JobSpec, JobState
 from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.jobs.live_job import INTERIM, LAST, SOON
-from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, Condition, RoleState, lost_name, words_of
+from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, Condition, Loss, RoleState, lost_name, words_of
 from openrecycle.app.jobs.throughput import Baseline, recent_rate, share_of
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.ui import text
@@ -282,36 +281,44 @@ def process_words(worker: WorkerView) -> str:
     return f"process {worker.pid} on {worker.host}{began}"
 
 
-def consequence_of_kill(view: JobView, worker: WorkerView, share: float | None = None) -> tuple[str, bool]:
-    """What killing `worker` does, in a sentence, and whether the job survives it. share: of the fault-free throughput
-    that is left then, where it is known."""
-    peers, others = living_peers(view, worker), f"No other worker of stage {worker.stage} lives"
-    if not view.generation:
-        return "The job has not begun. It waits until this worker is started again.", True
-    if worker.state is RoleState.JOINING:
-        return "It does not train yet: nothing changes for the others.", True
+def consequence_of_kill(view: JobView, worker: WorkerView, loss: Loss) -> tuple[str, bool]:
+    """What killing `worker` does, in some sentences, and whether the job survives it."""
+    again, survives = _started_again(view.spec.max_restarts), True
     where = back_to(view.spec.checkpoints, view.spec.max_restarts)
-    if not peers and where and _can_spare(view, worker.stage):
-        return (
-            f"{others}. A worker of another stage takes its place, and all go back to {where}; the "
-            "iterations since then are run again.",
-            True,
+    redone = f"all go back to {where}; the iterations since then are run again"
+    if where == START:
+        redone = "all begin anew"
+    others = f"No other worker of stage {worker.stage} lives"
+    if peers := living_peers(view, worker):
+        others = "Another stage has no worker that lives"
+    if not view.generation:
+        words = "The job has not begun. It waits until this worker is started again."
+    elif worker.state is RoleState.JOINING:
+        words = "It does not train yet: nothing changes for the others."
+    elif loss.halts and again:
+        words, again = f"{others}: the job stands still. {again} Then {redone}.", ""
+    elif loss.halts and where:
+        words = f"{others}, and no stage can spare one: the job halts. Started again, it goes on from {where}."
+        survives = False
+    elif loss.halts:
+        words = f"{others}: its weights go with it, nobody can take over its micro-batches, and the job halts."
+        survives = False
+    elif loss.restore:
+        words = f"{others}. {loss.by or 'A worker of another stage'} takes its place, and {redone}."
+    else:
+        words = (
+            f"{_load(view, worker, peers, loss.share)} The iteration in flight is redone; no update is lost, and the "
+            "other workers keep their processes."
         )
-    if not peers and where:
-        return f"{others}: the job stands still until this worker is back; then all go back to {where}.", False
-    if not peers:
-        return f"{others}: its weights go with it, nobody can take over its micro-batches, and the job halts.", False
-    return (
-        f"{_load(view, worker, peers, share)} The iteration in flight is redone; no update is lost, and the other "
-        "workers keep their processes.",
-        True,
-    )
+    return f"{words} {again}".rstrip(), survives
 
 
-def _can_spare(view: JobView, stage: int) -> bool:
-    """Has another stage two workers or more, so that one can go?"""
-    living = Counter(w.stage for w in view.workers if w.state in ALIVE and w.stage != stage)
-    return max(living.values(), default=0) > 1
+def _started_again(max_restarts: int) -> str:
+    """What its launcher does about a worker that has died; "": nothing."""
+    if not max_restarts:
+        return ""
+    times = "once" if max_restarts == 1 else f"{max_restarts:,} times in a row"
+    return f"Its launcher starts it again by itself, unless it has done so {times} already."
 
 
 def _load(view: JobView, worker: WorkerView, peers: list[str], share: float | None) -> str:
@@ -321,7 +328,8 @@ def _load(view: JobView, worker: WorkerView, peers: list[str], share: float | No
 
 
 def consequence_of_drain(view: JobView, worker: WorkerView, share: float | None = None) -> str:
-    """What asking `worker` to leave does, in a sentence or two. share: as of `consequence_of_kill`."""
+    """What asking `worker` to leave does, in a sentence or two. share: of the fault-free throughput that is left
+    then, where it is known."""
     return (
         f"It leaves when the iteration in hand is done; nothing is redone, and it counts as no failure. "
         f"{_load(view, worker, living_peers(view, worker), share)} It can be started again later."

@@ -31,7 +31,7 @@ from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, facts, standby, tables, text, worker_dialog
-from openrecycle.app.ui.access import acting, actor, told
+from openrecycle.app.ui.access import acting, actor, say_error, told
 from openrecycle.app.ui.address import forget_job
 from openrecycle.app.ui.charts.progress import (
     PICKED,
@@ -499,7 +499,7 @@ def _live(
             st.rerun()  # it was deleted; the page's head says so, and offers others
         seen = st.session_state.get(SEEN)
         if seen is None or seen.view.job_id != job_id:
-            st.error(text.plain_markdown(f"{error}. The page tries again by itself."))
+            say_error(f"{error}. The page tries again by itself.")
             return
         now = seen
         if not in_doubt:

@@ -22,7 +22,7 @@ from openrecycle.app.plans.solving import Migrations, PlanAsked, Solve
 from openrecycle.app.plans.whatif import LIMITS, PARAMS, STEPS, Checked, WhatIf, checked, parse_word, step_of
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, facts, planning, tables, text
-from openrecycle.app.ui.access import acting, actor, told
+from openrecycle.app.ui.access import acting, actor, say_error, told
 from openrecycle.app.ui.address import choose_time, control
 from openrecycle.app.ui.charts import gantt as charts
 from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
@@ -248,9 +248,9 @@ def page() -> None:
         )
         planning.sources(console)
     for error in misread:
-        st.error(text.plain_markdown(f"{error}. The default is used instead."))
+        say_error(f"{error}. The default is used instead.")
     if words := said(PAGE):
-        st.error(text.plain_markdown(words))
+        say_error(words)
     if planning.EXAMPLE in st.query_params:
         _example(console, question)
     left, right = st.columns([3, 2], gap="medium")
@@ -271,7 +271,7 @@ def page() -> None:
     elif plan is not None:
         result(console, question, plan, solve if plan is not saved else None, colours)
     elif solve is not None and solve.error:
-        st.error(text.plain_markdown(text.whole_sentence(solve.error)))
+        say_error(text.whole_sentence(solve.error))
     if question.failed and found.job is not None and question.technique.reroutes and (plan or found.infeasible):
         migrations(console, question, found.job, colours)
 
@@ -285,7 +285,7 @@ def _saved(console: ConsoleService) -> Plan | None:
         plan = console.plans.library.saved_plan(fingerprint)
     except ConsoleError:
         words = f"saved: got {fingerprint!r}, expected the fingerprint of a plan that is kept. Plan it anew instead."
-        st.error(text.plain_markdown(words))
+        say_error(words)
         return None
     if not any(name in st.query_params for name in PARAMS):
         change(WhatIf.of_plan(plan), saved=fingerprint)
@@ -792,11 +792,11 @@ JOB = "planner-apply-job"
 
 def apply(console: ConsoleService, plan: Plan) -> None:
     """A button that asks which job; where the plan does not fit, why not."""
-    jobs = {job.job_id: job.name for job in console.queries.list_jobs() if job.state not in facts.OVER}
+    jobs = components.job_names(job for job in console.queries.list_jobs() if job.state not in facts.OVER)
     with st.popover("Apply to a job", icon=":material/play_circle:", key="planner-apply", disabled=not jobs):
         if not jobs:
             return
-        job_id = st.selectbox("Job", list(jobs), format_func=lambda j: f"{jobs[j]} · {j}", key=JOB)
+        job_id = st.selectbox("Job", list(jobs), format_func=jobs.__getitem__, key=JOB)
         why = misfit(console.jobs.find(job_id), plan)
         if why:
             st.caption(f"It does not fit this job: {why}.")

@@ -28,7 +28,7 @@ from openrecycle.app.plans.sources import (
 )
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError
 from openrecycle.app.ui import address, text
-from openrecycle.app.ui.access import actor, why_not
+from openrecycle.app.ui.access import actor, say_error, why_not
 from openrecycle.app.ui.facts import measured_words
 from openrecycle.planner.jobs.errors import InputError
 
@@ -104,7 +104,7 @@ def _wanted(
             found = console.sources.find(reference)
         except (InputError, ConsoleError) as error:
             understood = False
-            notes.error(text.plain_markdown(f"{error}. Choose one instead."))
+            say_error(f"{error}. Choose one instead.", notes)
             if isinstance(reference, MeasuredReference) and isinstance(error, ConsoleError) and error.code == NOT_KEPT:
                 notes.button(
                     "Show the newest that was measured", on_click=_show, args=(newest(reference),), key="show-newest"

@@ -23,6 +23,7 @@ from openrecycle.app.plans.simulations import (
     shapes,
 )
 from openrecycle.app.ui import address, components, text
+from openrecycle.app.ui.access import say_error
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import Table, rows_html
 from openrecycle.app.ui.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, style
@@ -62,13 +63,13 @@ def page() -> None:
 def _ask(console: ConsoleService) -> SimulationRequest | None:
     """The controls; their state is in the URL. None: there is nothing to simulate, and the page has said why.
     Raises PlannerError."""
-    jobs = {job.job_id: job.name for job in reversed(console.queries.list_jobs())}
+    jobs = components.job_names(components.jobs_to_pick(console))
     values: dict[str, Any] = {}
     with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-job"):
         source = address.selectbox(
             "Job",
             [SHAPE, *jobs],
-            format_func=lambda j: j if j == SHAPE else f"{jobs[j]} · {j}",
+            format_func=lambda j: jobs.get(j, j),
             key="sim_job",
             width=240,
         )
@@ -163,7 +164,7 @@ def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
         st.session_state["simulation-whole"] = simulation.request
         st.rerun()
     if simulation.error:
-        st.error(text.plain_markdown(simulation.error))
+        say_error(simulation.error)
         return
     with st.container(key="simulate-progress"):  # in one place, so that its end moves nothing
         if simulation.done:

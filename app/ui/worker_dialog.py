@@ -19,7 +19,7 @@ import streamlit as st
 from openrecycle.agent.messages.protocol import Doing
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import EventView, JobView, StateInterval, WorkerDetail, WorkerView
-from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, RankState, RoleState
+from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, Loss, RankState, RoleState
 from openrecycle.app.observing.recorder import Series
 from openrecycle.app.ui import address, components, facts, tables, text
 from openrecycle.app.ui.access import actor, told
@@ -176,12 +176,15 @@ def facts_html(detail: WorkerDetail) -> str:
     if detail.coming and (then := text.layers(detail.coming, worker.stage)) != layers:
         layers += f", soon {then}"
     gone = worker.state in OUT and worker.state is not RoleState.LEAVING
+    # Who has left as asked is in no generation any more.
+    at = [f"{worker.iteration:,}", f"generation {worker.generation}" if worker.generation else ""]
+    if not gone:
+        at.append(worker.phase)
     rows = {
         "State": LOOKS[worker.state][0] + (f" – {worker.detail}" if worker.detail else ""),
         "Place": f"pipeline {worker.pipeline}, stage {worker.stage}",
         "Layers": f"{layers} of {sum(detail.held)}" if layers and not gone else "",
-        "Last iteration" if gone else "Iteration": f"{worker.iteration:,}, generation {worker.generation}"
-        + (f", {worker.phase}" if worker.phase else ""),
+        "Last iteration" if gone else "Iteration": ", ".join(filter(None, at)),
         "Was at" if gone else "At": doing(worker.doing, limit=not gone) if worker.doing else "",
         "Re-routed work": text.count(worker.takes_rerouted, "micro-batch", "micro-batches") + " per iteration"
         if worker.takes_rerouted
@@ -189,7 +192,7 @@ def facts_html(detail: WorkerDetail) -> str:
         "Last heartbeat": text.age(worker.heartbeat_age),
         "Process": _process(worker),
         "Ranks": _ranks(detail),
-        "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
+        "Memory, last" if gone else "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
         "May take": reckoned_words(detail),
         "Activations, by plan": f"at most {text.count(detail.activations, 'micro-batch', 'micro-batches')} at once"
         if detail.activations is not None
@@ -509,20 +512,20 @@ def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list
     """What can be done with it, the mildest first."""
     name, job_id = worker.name, view.job_id
     process, made = text.plain_markdown(facts.process_words(worker)), []
-    share = console.operators.share_without(job_id, name) if worker.state in ALIVE else None
+    loss = console.operators.loss_of(job_id, name) if worker.state in ALIVE else Loss()
     if worker.state in DRAINABLE and facts.living_peers(view, worker):
         made.append(
             _Action(
                 "drain",
                 f"Drain {name}",
-                f"**Drain {name}?** This is {process}. {facts.consequence_of_drain(view, worker, share)}",
+                f"**Drain {name}?** This is {process}. {facts.consequence_of_drain(view, worker, loss.share)}",
                 True,
                 f"{name} is asked to leave",
                 lambda: console.operators.drain(job_id, name, actor(console)),
             )
         )
     if worker.state in ALIVE and view.spec.demo:
-        consequence, survives = facts.consequence_of_kill(view, worker, share)
+        consequence, survives = facts.consequence_of_kill(view, worker, loss)
         made.append(
             _Action(
                 "kill",

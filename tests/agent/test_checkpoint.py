@@ -27,6 +27,8 @@ from openrecycle.agent.checkpoints import (
     OldCheckpointError,
     Origin,
     find,
+    kept_rate,
+    learning_rates,
     load_layers,
     prepare,
     set_aside_later,
@@ -507,3 +509,21 @@ def test_wishes_that_make_no_sense(arguments: dict[str, object], field: str, tmp
         checkpoints = Checkpoints(**({"directory": str(tmp_path)} | arguments))  # type: ignore[arg-type]
         TrainingOptions(job=Job(2, 2, 2), checkpoints=checkpoints).check()
     assert caught.value.field == field
+
+
+def test_a_learning_rate_is_the_scripts_before_a_scheduler_has_changed_it() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+
+    def begun(*rates: float) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": rate} for p, rate in zip(parameters, rates, strict=True)]
+        return torch.optim.SGD(groups, lr=0.0)
+
+    kept = begun(0.1, 0.2)
+    scheduler = torch.optim.lr_scheduler.StepLR(kept, step_size=1, gamma=0.5)
+    kept.step()
+    scheduler.step()
+    said = learning_rates(kept.param_groups)
+    assert not kept_rate(learning_rates(begun(0.1, 0.2).param_groups), said)
+    assert kept_rate(learning_rates(begun(0.1, 0.3).param_groups), said).startswith(
+        golden("the-checkpoints-learning-rate", "0.2", "0.3")
+    )

@@ -20,8 +20,9 @@ from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.launcher.record import EvaluationResult
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.agent.models.data import MicroBatchSampler
-from tests.agent import masked_jobs
+from tests.agent import masked_jobs, own_jobs
 from tests.conftest import at_length
+from tests.golden import golden
 
 ITERATIONS = 10
 
@@ -217,6 +218,34 @@ def third(index: int) -> dict[str, Tensor]:
 def uneven(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     groups = [{"params": [p]} for name, p in named_parameters if "table" in name or "layer" in name]
     return torch.optim.SGD(groups, lr=0.1)
+
+
+class Unmasked(masked_jobs.Sentences):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: part for name, part in super().__getitem__(index).items() if name != "attention_mask"}
+
+
+def plain(*place: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(2, own_jobs.WIDTH), torch.ones(2, own_jobs.WIDTH)
+
+
+def with_a_mask(index: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    return (torch.ones(2, own_jobs.WIDTH), torch.ones(2)), torch.ones(2, own_jobs.WIDTH)
+
+
+def unreadable(index: int) -> Any:
+    raise OSError("the disk of the evaluation data is away")
+
+
+def test_data_to_evaluate_on_of_another_form_are_refused_before_anything_starts() -> None:
+    """By the first micro-batch: every one would be refused when it is evaluated, with a warning each."""
+    evaluate = Evaluation(data=masked_jobs.Sentences(4, 2))
+    with pytest.raises(InputError, match=golden("evaluate-data-got-attention-mask")) as error:
+        masked_jobs.trainer(data=Unmasked(96, 1), batch_size=masked_jobs.BATCH, loading=Loading(), evaluate=evaluate)
+    assert error.value.field == "evaluate.data"
+    with pytest.raises(InputError, match=golden("evaluate-data-got-inputs-of-2")):
+        own_jobs.trainer(data=plain, evaluate=Evaluation(data=with_a_mask, micro_batches=3))
+    own_jobs.trainer(data=plain, evaluate=Evaluation(data=unreadable, micro_batches=3))  # which ends no job
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import re
 import subprocess
 import sys
@@ -155,11 +156,16 @@ def test_the_result_of_a_job_that_lost_a_worker_is_that_of_one_that_did_not(tmp_
 
 
 @pytest.mark.processes
-def test_a_job_goes_on_from_its_checkpoint_to_the_same_numbers(tmp_path: Path) -> None:
+def test_a_job_goes_on_from_its_checkpoint_to_the_same_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the checkpoint's learning rate, which is said where the script has another one by now."""
     folder, scheduler = tmp_path / "checkpoints", own_jobs.halving
     first = own_jobs.trainer(scheduler=scheduler, checkpoints=Checkpoints(directory=folder)).fit(iterations=2)
-    again = Checkpoints(directory=folder, resume="newest")
-    second = own_jobs.trainer(scheduler=scheduler, checkpoints=again).fit(iterations=4)
+    again, slower = Checkpoints(directory=folder, resume="newest"), partial(own_jobs.sgd, lr=0.05)
+    second = own_jobs.trainer(optimizer=slower, scheduler=scheduler, checkpoints=again).fit(iterations=4)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text for text in warned if "learning rate" in text] == [golden("the-job-goes-on-with-the")]
     assert first.losses + second.losses == undisturbed().losses
     assert second.parameters_sha256 == undisturbed().parameters_sha256
     elsewhere = tmp_path / "mistyped"

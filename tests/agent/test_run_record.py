@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import pytest
 
-from openrecycle.agent.launcher.record import DataWait, DivergedError, RunRecord
+from openrecycle.agent.launcher.record import WARNING, DataWait, DivergedError, RunRecord, is_remark, is_warning
 from openrecycle.agent.messages.protocol import Iteration
 from openrecycle.planner.jobs.job import Worker
 
@@ -277,3 +278,20 @@ def test_without_a_micro_batch_the_loss_is_another_one() -> None:
     record.left_out(0, 3)
     assert _redone_with(record, (2.25).hex()) == (2.25).hex()
     assert record.skipped == {0: (3,)}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"said": f"{WARNING}the console does not answer"}, True),
+        ({"said": "job 7 at http://127.0.0.1:8501"}, False),
+        ({"warning": "W0_1 is at a forward for 90 s"}, True),
+        ({"checkpoint": {"iteration": 3, "problem": "the disk is full"}}, True),
+        ({"checkpoint": {"iteration": 3, "problem": None}}, False),
+        ({"validation": {"iteration": 3, "coefficient": None, "redone": False}}, True),
+        ({"validation": {"iteration": 3, "coefficient": 0.5, "redone": False}}, False),
+    ],
+)
+def test_what_is_wrong_is_told_from_what_is_not(line: dict[str, Any], expected: bool) -> None:
+    """Of lines of the record and of what is said beside it, in one place."""
+    assert is_remark(line) and is_warning(line) is expected

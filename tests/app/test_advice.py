@@ -14,8 +14,16 @@ from openrecycle.agent.coordination.generations import out
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.messages.protocol import FailureReport, Restart
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, decide, recommendation_document, serve
-from openrecycle.app.advice.service import REPAIR_SECONDS, START_SECONDS, copy_times, measured_costs, move_times
+from openrecycle.app.advice.service import (
+    REPAIR_SECONDS,
+    START_SECONDS,
+    copy_times,
+    measured_costs,
+    move_times,
+    start_times,
+)
 from openrecycle.app.jobs.live_job import changes, repair_times
+from openrecycle.app.jobs.states import PlannedRestart, ProcessState
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.models import GenerationRow
 from openrecycle.planner.check import check
@@ -156,11 +164,32 @@ def test_a_copy_takes_from_the_last_that_left_to_the_last_that_is_ready() -> Non
 def test_without_history_defaults_are_said_to_be_assumed() -> None:
     due = measured_costs([], [60.0], due=20.0)
     assert due.repair == 20.0 + START_SECONDS and golden("the-restart-that-is-due") in due.basis
+    assert golden("of-its-start-60-s-assumed") in due.basis
+    due = measured_costs([], [60.0], due=20.0, starts=[4.0, 9.0, 5.0])
+    assert due.repair == 25.0 and golden("of-its-start-as-in-3") in due.basis
     known = measured_costs([], [])
     assumed = RecoveryCosts()
     assert (known.detect, known.recover, known.copy) == (assumed.detect, assumed.recover, assumed.migrate)
     assert known.repair == REPAIR_SECONDS
     assert known.basis == golden("recovery-costs-are-assumed-the")
+
+
+def test_a_start_takes_from_when_its_launcher_began_it_until_a_generation_has_it() -> None:
+    def ran(name: str, *held: tuple[str, float], restart: PlannedRestart | None = None) -> ProcessState:
+        return ProcessState(name, "node-a", 1, held, restart=restart)
+
+    opened = [(0.0, []), (21.0, ["W0_0"]), (38.0, []), (52.0, ["W1_0"]), (70.0, []), (81.0, ["W1_1"]), (95.0, [])]
+    generations = [{"opened_at": at, "failed": failed} for at, failed in opened]
+    processes = [
+        ran("a", ("W0_0", 0.0), restart=PlannedRestart(1, 3, 30.0)),
+        ran("b", ("W1_0", 0.0), restart=PlannedRestart(1, 3, 65.0)),  # a person was there before
+        ran("c", ("W1_1", 0.0), restart=PlannedRestart(4, 3, 80.0)),  # and again here: nobody starts it by itself
+        ran("d", ("W0_1", 0.0)),
+        ran("e", ("W0_0", 36.0), restart=PlannedRestart(2, 3, 99.0)),  # whose successor is not there yet
+        ran("f", ("W1_0", 60.0)),
+        ran("g", ("W1_1", 90.0)),
+    ]
+    assert start_times(processes, generations) == [8.0]
 
 
 def test_repairs_are_what_came_back_between_generations() -> None:

@@ -24,6 +24,7 @@ from openrecycle.agent.coordination.membership import TransferBroken
 from openrecycle.agent.messages.protocol import JobSpec, WorkerState
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
+from openrecycle.app.jobs.states import sentence
 from openrecycle.app.runtime.runner import EventLoopWatch
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
@@ -50,6 +51,11 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def _states(world: World) -> set[WorkerState]:
     return {member.state for member in world.job.state.members.values()}
+
+
+def _said(world: World) -> str:
+    job = world.job
+    return sentence(job.worker_states(), world.now, LADDER, stood_still=job.stood_still(world.now))
 
 
 def test_nobody_is_lost_to_a_pause_between_two_ticks(world: World) -> None:
@@ -83,6 +89,20 @@ def test_a_pause_that_could_not_be_stored_is_not_forgotten(world: World) -> None
     world.now += TICK_SECONDS
     assert world.attempt(world.job.tick)
     assert _states(world) == {WorkerState.RUNNING}
+
+
+def test_workers_that_are_not_listened_to_are_not_said_to_be_silent(world: World) -> None:
+    """While the console stands still, and a page is shown all the same: an operator would look at the launcher."""
+    before = _said(world)
+    world.now += LADDER.suspect + 0.4
+    assert golden("the-console-has-not-got") in _said(world)
+    world.job.tick()
+    assert _said(world) == before
+    world.now += LADDER.suspect - 0.2
+    assert _said(world) == before, "nor a little earlier"
+    world.job.tick()
+    world.tick(round(LADDER.suspect) + 2, [])
+    assert golden("waiting-for-all-workers") in _said(world)
 
 
 def test_silence_while_the_console_runs_still_counts(world: World) -> None:

@@ -199,6 +199,17 @@ def test_the_source_of_the_question_follows_the_address(here: ConsoleHere) -> No
     assert source.value == test.query_params["job"] == first.job_id
 
 
+def test_a_job_is_chosen_here_as_on_other_pages(here: ConsoleHere) -> None:
+    """In the same words and order."""
+    over = JobHere(here.console, "over", iterations=1).register().commit(0, 0, 1).finish()
+    JobHere(here.console, "runs").register()
+    choices = [open_page(job=over.job_id).selectbox(key="catalog-job").options[1:]]
+    test = turn_to(AppTest.from_file(MAIN, default_timeout=30), "live").run()
+    choices.append(test.selectbox(key="job-picker").options)
+    assert choices[0] == choices[1] and choices[0][0].startswith("runs · ")
+    assert f"over · finished · {over.job_id}" in choices[0]
+
+
 def test_large_grids_say_that_they_have_one_plan_per_count(here: ConsoleHere) -> None:
     filled(here.console, pipelines=8, stages=6, micro_batches=8, tolerance=4)
     test = open_page(job="own", cat_pipelines="8", cat_stages="6", cat_micro_batches="8", cat_tolerance="4")

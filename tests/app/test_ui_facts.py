@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import ui_factory as factory
 
+from openrecycle.agent.coordination.membership import back_to
 from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.view import JobView
-from openrecycle.app.jobs.states import Condition, RoleState
+from openrecycle.app.jobs.states import Condition, Loss, RoleState, loss_of
 from openrecycle.app.jobs.throughput import Baseline, Figures
 from openrecycle.app.ui import facts, tables, text
 from openrecycle.app.ui.charts.progress import generation_marks
 from openrecycle.app.ui.worker_dialog import feed_html
 from openrecycle.planner.jobs.job import Job, StageProfile
 from openrecycle.planner.plans.plan import job_doc
+from tests.agent.coordinator_run import LADDER, Run
 from tests.golden import golden
 
 
@@ -129,12 +131,49 @@ def test_plan_card_has_generation_period_and_gap() -> None:
 def test_kill_tells_who_takes_over_and_when_nobody_can() -> None:
     view = factory.failed()
     by_name = {w.name: w for w in view.workers}
-    sentence, survives = facts.consequence_of_kill(view, by_name["W0_2"])
+    sentence, survives = facts.consequence_of_kill(view, by_name["W0_2"], Loss())
     assert survives and "9 micro-batches" in sentence and "W2_2" in sentence and "W1_2" not in sentence
     halted = factory.halted()
     last = next(w for w in halted.workers if w.name == "W1_2")._replace(state=RoleState.RUNNING)
-    sentence, survives = facts.consequence_of_kill(halted, last)
+    sentence, survives = facts.consequence_of_kill(halted, last, Loss(halts=True))
     assert not survives and "halts" in sentence
+
+
+@pytest.mark.parametrize(
+    ("spec", "gone", "words", "survives"),
+    [
+        ({}, ("W0_1",), golden("nobody-can-take-over"), False),
+        ({"checkpoints": True}, ("W0_1",), golden("w1-0-takes-its-place-and-all"), True),
+        ({"checkpoints": True}, ("W0_1", "W0_0"), golden("no-stage-can-spare-one"), False),
+        ({"max_restarts": 3}, ("W0_1", "W0_0"), golden("starts-it-again-then-all-begin-anew"), True),
+        ({"max_restarts": 1, "checkpoints": True}, ("W0_1", "W0_0"), golden("starts-it-again-then-all-go-back"), True),
+        ({"max_restarts": 3}, (), golden("it-is-started-again-unless"), True),
+    ],
+)
+def test_a_kill_comes_to_what_is_said_of_it(
+    spec: dict[str, Any], gone: tuple[str, ...], words: str, survives: bool
+) -> None:
+    """Of W1_1 in a grid of 2 x 2, without `gone`: what the coordinator does then was said before."""
+    run = Run(2, 2)
+    run.state = replace(run.state, back_to=back_to(spec.get("checkpoints", False), spec.get("max_restarts", 0)))
+    run.start()
+    for name in gone:
+        run.exit(name)
+        run.resume()
+    base = factory.running()
+    workers = tuple(
+        w._replace(state=RoleState.FAILED) if w.name in gone else w for w in base.workers if w.name in run.names
+    )
+    view = replace(base, spec=factory.spec(pipelines=2, stages=2, **spec), workers=workers)
+    loss = loss_of(run.state, "W1_1", run.now, LADDER)
+    sentence, lives = facts.consequence_of_kill(view, next(w for w in workers if w.name == "W1_1"), loss)
+    assert words in sentence
+    assert lives is survives
+    run.exit("W1_1")
+    opened = run.opened[-1]
+    stages = {run.member(name).stage for name in opened.living}
+    assert loss.halts == (bool(run.state.halted) or stages != {0, 1})
+    assert loss.restore == (opened.restore and not run.state.halted)
 
 
 def test_the_kill_of_one_that_joins_changes_nothing_for_the_others() -> None:
@@ -142,7 +181,7 @@ def test_the_kill_of_one_that_joins_changes_nothing_for_the_others() -> None:
     joining = next(w for w in view.workers if w.state is RoleState.JOINING)
     alone = replace(view, workers=(joining,))
     for each in (view, alone):
-        words, survives = facts.consequence_of_kill(each, joining, 0.7)
+        words, survives = facts.consequence_of_kill(each, joining, Loss(share=0.7))
         assert survives and golden("it-does-not-train-yet") in words
 
 
@@ -151,15 +190,12 @@ def test_the_last_worker_of_a_stage_can_be_replaced_where_there_are_checkpoints_
     dead = next(w for w in view.workers if w.name == "W1_2")
     last, kept = dead._replace(state=RoleState.RUNNING), replace(view, spec=factory.spec(checkpoints=True))
     assert not facts.consequence_of_restart(view, dead)[1]
-    for said, helps in (facts.consequence_of_restart(kept, dead), facts.consequence_of_kill(kept, last)):
-        assert helps and "checkpoint" in said
     comes_back = replace(view, spec=factory.spec(max_restarts=3))
-    for said, helps in (facts.consequence_of_restart(comes_back, dead), facts.consequence_of_kill(comes_back, last)):
-        assert helps and golden("to-the-start") in said
-    alone = replace(kept, workers=tuple(w for w in kept.workers if w.pipeline == 1))
-    assert not facts.consequence_of_kill(alone, last)[1], "no stage has a worker to spare"
+    for job, where in ((kept, "checkpoint"), (comes_back, golden("to-the-start"))):
+        said, helps = facts.consequence_of_restart(job, dead)
+        assert helps and where in said
     begins = replace(view, generation=0)
-    assert facts.consequence_of_restart(begins, dead)[1] and facts.consequence_of_kill(begins, last)[1]
+    assert facts.consequence_of_restart(begins, dead)[1] and facts.consequence_of_kill(begins, last, Loss())[1]
 
 
 def test_tables_hold_what_the_chart_shows() -> None:

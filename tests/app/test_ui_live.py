@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ui_factory as factory
 from flaky_database import FlakyDatabase
 from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
@@ -17,13 +18,15 @@ from ui_console import MAIN, JobHere, errors, turn_to, until
 from openrecycle.agent.coordination.membership import FailureTimeouts, Mode, Note
 from openrecycle.agent.messages.protocol import JobFinished, LogLine, LogLines, Registration
 from openrecycle.app.console.service import ConsoleService, set_console
-from openrecycle.app.jobs.states import Condition
+from openrecycle.app.console.view import WorkerDetail
+from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.jobs.throughput import Baseline
 from openrecycle.app.plans.service import use_plan
 from openrecycle.app.plans.sources import OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import live, worker_dialog
 from openrecycle.app.ui.live import SharedReads
+from openrecycle.app.ui.worker_dialog import facts_html
 from openrecycle.db.access import audit_row
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Technique
@@ -141,6 +144,17 @@ def test_a_worker_is_drained_after_confirmation(console: ConsoleService) -> None
     said = [e.text for e in console.queries.view(job.job_id).events if e.worker == "W2_1"]
     assert any(golden("operator-in-the-browser") in text for text in said), said
     assert "worker" not in test.query_params, "the dialog is closed"
+
+
+def test_of_one_that_has_left_is_said_what_was_last() -> None:
+    """In no generation: not in generation 0, and neither training nor holding memory."""
+    worker = factory.running().workers[0]
+    for state, there in ((RoleState.RUNNING, True), (RoleState.DRAINED, False)):
+        left = worker._replace(state=state, generation=int(there))
+        shown = facts_html(WorkerDetail(left, (), (), (), (), None))
+        assert ("training" in shown) is there
+        assert ("in use" in shown) is there
+        assert ("Last iteration" in shown) is not there and "generation 0" not in shown
 
 
 @pytest.mark.parametrize("page", ["live", "schedule"])

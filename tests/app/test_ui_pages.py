@@ -263,7 +263,7 @@ def test_suspect_workers_show(tmp_path: Path) -> None:
 def test_kill_needs_confirmation_and_says_what_happens(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     job = jobs["running"]
     # What is left without it is known once its plan is there.
-    until(lambda: console.operators.share_without(job.job_id, "W2_1") is not None, "a plan without W2_1")
+    until(lambda: console.operators.loss_of(job.job_id, "W2_1").share is not None, "a plan without W2_1")
     test = open_page(job.job_id)
     test.button(key="worker-W2_1").click().run()
     assert console.jobs.find(job.job_id).commands.after(0) == [], "opening a worker does nothing to it"

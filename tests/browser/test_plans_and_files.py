@@ -42,7 +42,10 @@ class Site:
             assert plan is not None
             self.plan = plan
             large = JobHere(here.console, "large job", pipelines=8, stages=8, micro_batches=48).register()
-            wide = JobHere(here.console, "wide job", pipelines=4, stages=6, micro_batches=8).register().commit(0, 3, 1)
+            wide = JobHere(
+                here.console, "wide job", pipelines=4, stages=6, micro_batches=8, samples_per_micro_batch=9000
+            )
+            wide.register().commit(0, 3, 1)
             self.small, self.wide, self.large = (job.finish().job_id for job in (small, wide, large))
         finally:
             here.close()
@@ -377,6 +380,19 @@ def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any,
         settle(page)
         shifts.assert_few("as it came")
         assert_it_fits(page, ".or-card *", ".or-heading", ".or-title", ".st-key-worker-grid button")
+
+
+def test_one_iteration_stands_at_one_place_in_charts_above_each_other(site: Site, page: Page) -> None:
+    """However wide the numbers beside them are."""
+    page.goto(f"{site.root}/?job={site.wide}")
+    axes = page.locator(".stVegaLiteChart svg")
+    expect(axes).to_have_count(2)
+    expect(axes.first.get_by_text("200,000")).to_be_visible()
+    box = (
+        "charts => charts.map(e => e.querySelector('.background').getBoundingClientRect()).map(b => [b.left, b.right])"
+    )
+    first, second = axes.evaluate_all(box)
+    assert first == second
 
 
 def test_clicks_that_come_at_once_all_count(site: Site, page: Page) -> None:

@@ -91,8 +91,16 @@ def _column(values: Any) -> pa.Array:
 
 
 def y_axis(field: str, scale: dict[str, Any]) -> dict[str, Any]:
-    """Without a line of its own, and so wide that axes of charts above each other begin at one place."""
-    axis = {"title": None, "tickCount": 4, "domain": False, "ticks": False, "minExtent": 34}
+    """Without a line of its own, and with so much room for its numbers, whichever they are, that charts above each
+    other begin at one place."""
+    axis = {
+        "title": None,
+        "tickCount": 4,
+        "domain": False,
+        "ticks": False,
+        "minExtent": 42,  # for 100,000 or 2.31254
+        "labelExpr": "abs(datum.value) < 1e6 ? datum.label : format(datum.value, '.6~s')",
+    }
     return {"field": field, "type": "quantitative", "scale": scale, "axis": axis}
 
 
