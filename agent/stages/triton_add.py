@@ -7,11 +7,11 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-# One kernel for each type, whatever memory it is given: the first use of another one would load it, and that may wait
-# for a kernel that waits for a peer.
 _BLOCK = 1024
 
 
+# One kernel for each type, whatever memory it is given: the first use of another one would load it, and that may wait
+# for a kernel that waits for a peer.
 @triton.jit(do_not_specialize=["sums", "term", "rejected", "size"])  # type: ignore[untyped-decorator]
 def _add(sums, term, rejected, size, scale, limit, WIDE: tl.constexpr, ONES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
