@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from openrecycle.planner.jobs.errors import InputError
 
-KNOWN = ("2.13",)
+KNOWN = ("2.13", "2.14")
 """Versions of torch in which all of these names do what is expected of them; another one may have them, too."""
 
 

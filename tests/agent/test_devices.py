@@ -21,6 +21,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
+from openrecycle.agent.config import devices
 from openrecycle.agent.config.devices import Platform, kind_number, on_device
 from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.launcher.processes import ProcessPool
@@ -88,7 +89,7 @@ class Node(NamedTuple):
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: self.with_nccl)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: self.available)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: self.gpus)
-        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: self.nccl)
+        monkeypatch.setattr(devices, "nccl_version", lambda: self.nccl)
 
 
 @pytest.mark.parametrize(
