@@ -390,8 +390,8 @@ def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int)
 
 
 def _check_evaluation(workload: Workload, seed: int) -> None:
-    """The first micro-batch that it is evaluated on must be of the form of those that are trained on. One that can't be
-    read is said when it is evaluated: it ends nothing."""
+    """The first micro-batch that it is evaluated on may have nothing that those lack which are trained on. One that
+    can't be read is said when it is evaluated: it ends nothing."""
     data: EvaluationData | None = getattr(workload, "evaluation", None)
     if data is None:
         return
@@ -403,8 +403,8 @@ def _check_evaluation(workload: Workload, seed: int) -> None:
         raise InputError("evaluate.data", error.value, error.expected) from None
     except Exception:
         return
-    if len(given) != len(trained_on):
-        expected = f"as many as in the first micro-batch that is trained on, {len(trained_on)}"
+    if len(given) > len(trained_on):  # fewer may do, where a layer has defaults
+        expected = f"no more than in the first micro-batch that is trained on, {len(trained_on)}"
         raise InputError("evaluate.data", f"inputs of {len(given)} tensors", expected)
 
 

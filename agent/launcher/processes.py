@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import queue
 import shutil
@@ -67,6 +68,8 @@ END_SECONDS = 1.0
 
 LOOK_SECONDS = 0.02
 """So often it is looked whether processes that linger have ended; it takes 15 µs for each."""
+
+LAST_WORDS_SECONDS = 0.1
 
 RankOf = tuple[str, int]
 """A rank of a worker: (incarnation, number)."""
@@ -177,6 +180,7 @@ class WorkerProcess:
     heard: int = 0
     hung_up: bool = False
     lingers: bool = False
+    _tell_at: float | None = None
     send: Callable[[dict[str, Any]], None] | None = None
     _activity: Mapping[int, Activity] = field(default_factory=dict)
 
@@ -229,8 +233,14 @@ class WorkerProcess:
     def has_ended(self, ready: Collection[object]) -> bool:
         """ready: what can be read. That a process ends may be known before its sentinel says it, which is when the
         system has taken all of it apart."""
-        if self.lingers and not self.asked and any(process.is_ending() for process in self.siblings):
-            self.end()  # the others hear of it only when the connections to that one are closed
+        if self.lingers and not self.fenced and any(process.is_ending() for process in self.siblings):
+            # The others hear of it when the connections to that one are closed, which is late; but not before what it
+            # has said last is passed on.
+            if self._tell_at is None:
+                self._tell_at = time.monotonic() + LAST_WORDS_SECONDS
+            elif time.monotonic() >= self._tell_at:
+                self._tell_at = math.inf
+                self.outbox.put({"kind": "fenced"})
         return self.process.sentinel in ready or ((self.hung_up or self.lingers) and self.process.is_ending())
 
     def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
@@ -271,7 +281,8 @@ class WorkerProcess:
     def first_end(self) -> tuple[int, int | None]:
         """(rank, exit code) of the rank that has ended first."""
         ranks = enumerate((self.process, *self.siblings))
-        first = next(((n, p.exitcode) for n, p in ranks if p.exitcode not in (None, channel.ORPHANED)), None)
+        follow = (None, channel.ORPHANED, channel.FENCED)
+        first = next(((n, p.exitcode) for n, p in ranks if p.exitcode not in follow), None)
         return (0, self.process.exitcode) if first is None else first
 
     @property

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import random
 import sys
 import threading
@@ -64,7 +65,7 @@ class Outbox(Generic[T]):
         self,
         limit: int,
         *,
-        merge: Callable[[T, T], T | None] = lambda _older, _newer: None,
+        merge: Callable[[T, T], T | None] | None = None,
         weight: Callable[[T], int] = lambda _message: 0,
     ) -> None:
         self._limit, self._merge, self._weight = limit, merge, weight
@@ -85,18 +86,32 @@ class Outbox(Generic[T]):
 
     def put(self, message: T) -> None:
         with self._lock:
-            for index in range(len(self._waiting) - 1, -1, -1):
-                merged = self._merge(self._waiting[index], message)
-                if merged is not None:
-                    self._waiting[index] = merged
-                    return
-                if self._weight(self._waiting[index]) >= self._weight(message):
-                    break
+            if self._merge is not None and self._merged(self._merge, message):
+                return
             self._waiting.append(message)
             if len(self._waiting) > self._limit:
-                weights = [self._weight(waiting) for waiting in self._waiting]
-                del self._waiting[weights.index(min(weights))]
+                del self._waiting[self._lightest()]
                 self.dropped += 1
+
+    def _merged(self, merge: Callable[[T, T], T | None], message: T) -> bool:
+        for index in range(len(self._waiting) - 1, -1, -1):
+            merged = merge(self._waiting[index], message)
+            if merged is not None:
+                self._waiting[index] = merged
+                return True
+            if self._weight(self._waiting[index]) >= self._weight(message):
+                break
+        return False
+
+    def _lightest(self) -> int:
+        """The first of those that weigh least; nothing weighs less than 0."""
+        found, least = 0, math.inf
+        for index, waiting in enumerate(self._waiting):
+            if (weight := self._weight(waiting)) < least:
+                found, least = index, weight
+            if not weight:
+                break
+        return found
 
     def take(self) -> T | None:
         """The oldest; the same again until `sent`. None when there is none."""

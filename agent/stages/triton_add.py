@@ -7,7 +7,7 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-_BLOCK = 1024
+_BLOCK, _MOST = 1024, 1 << 30
 
 
 # One kernel for each type, whatever memory it is given: the first use of another one would load it, and that may wait
@@ -35,6 +35,10 @@ def add(sums: Tensor, term: Tensor, rejected: Tensor, scale: float, limit: float
     """As agent.stages.kernels.add_in_torch; all on one GPU, sums contiguous."""
     term = term.contiguous()  # one of a parameter of one dimension may have strides
     size, wide = term.numel(), term.element_size() == 8
+    if size > _MOST:
+        for start in range(0, size, _MOST):
+            add(sums[start : start + _MOST], term[start : start + _MOST], rejected, scale, limit)
+        return
     _add[(triton.cdiv(size, _BLOCK),)](
         *(sums, term, rejected, size, scale, limit),
         WIDE=tl.float64 if wide else tl.float32,

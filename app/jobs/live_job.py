@@ -27,6 +27,7 @@ from openrecycle.agent.coordination import coordinator, membership
 from openrecycle.agent.coordination.blame import Complaint, Links
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
+    LEFT,
     Broken,
     ConsoleRestarted,
     Decision,
@@ -259,13 +260,15 @@ def member_row(member: Member) -> Record:
 def read_member(row: Record, stage: int, acknowledged: dict[str, str]) -> Member:
     incarnation, state = row["incarnation"], WorkerState(row["state"])
     said = acknowledged.get(incarnation, "")
+    gone = (True, WorkerState.FAILED, 0)
     return Member(
         name=row["name"],
         stage=stage,
         state=state,
         incarnation=incarnation,
         retired=tuple(json.loads(row["retired"])),
-        generation=row["member_generation"],
+        # As it was written before LEFT stood for it.
+        generation=LEFT if (row["leaving"], state, row["member_generation"]) == gone else row["member_generation"],
         acknowledged="" if state is WorkerState.FAILED else said,  # type: ignore[arg-type]
         last_heard=0.0 if incarnation else None,  # ConsoleRestarted sets it to now
         draining=row["draining"],

@@ -16,6 +16,7 @@ What is best by these bounds need not make the shortest plan: the list scheduler
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -129,8 +130,19 @@ def lay_out(
 def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
     """With the partition that is best without failures: what they move layers from, and are compared with. The job
     itself where it has that. Raises as `lay_out` does."""
-    best = lay_out(job, technique=technique, memory=memory).partition
-    return job if best == job.partition == job.home else job.begun_with(best)
+    best = lay_out(job, technique=technique, memory=memory)
+    if job.partition != job.home:
+        return job.begun_with(best.partition)
+    stays = best.partition == job.partition or best.period >= _as_given(job, technique, memory)
+    return job if stays else job.begun_with(best.partition)
+
+
+def _as_given(job: Job, technique: Technique, memory: MemoryLimit) -> float:
+    """The period of the partition that the job has: of few partitions a whole plan is made."""
+    try:
+        return lay_out(job, technique=technique, memory=memory, over="schedules").period
+    except InfeasibleError:
+        return math.inf
 
 
 def staffed(

@@ -4,6 +4,7 @@ end."""
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections import Counter
 from multiprocessing.connection import Connection
@@ -61,6 +62,36 @@ def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.Monke
     pipe: Any = None
     WorkerProcess(CELL, "a", Ended(), pipe, 0.0, siblings=ranks).join()
     assert waited and sum(waited) <= 0.1
+
+
+class Exits(Ended):
+    def __init__(self, exitcode: int | None) -> None:
+        self.exitcode = exitcode  # type: ignore[assignment]
+
+    def is_ending(self) -> bool:
+        return self.exitcode is not None
+
+
+def test_a_worker_has_ended_as_the_rank_did_that_ended_by_itself() -> None:
+    """Not as those that ended since it had, or were told to."""
+    pipe: Any = None
+    for others in (channel.FENCED, channel.ORPHANED):
+        entry = WorkerProcess(CELL, "a", Exits(others), pipe, 0.0, siblings=(Exits(-signal.SIGKILL),))
+        assert entry.first_end == (1, -signal.SIGKILL)
+        assert entry.spare_ranks == (0,)
+
+
+def test_the_other_ranks_are_told_of_a_dead_one_once_its_last_words_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe: Any = None
+    dead, now = Exits(None), [100.0]
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+    entry = WorkerProcess(CELL, "a", Exits(None), pipe, 0.0, siblings=(dead,), lingers=True)
+    assert not entry.has_ended([]) and entry.outbox.empty()
+    dead.exitcode = 1
+    assert not entry.has_ended([]) and entry.outbox.empty()
+    now[0] += 1.0
+    assert not entry.has_ended([]) and entry.outbox.get_nowait() == {"kind": "fenced"}
+    assert not entry.has_ended([]) and entry.outbox.empty(), "once"
 
 
 def echo(pipe: Connection) -> None:
