@@ -148,6 +148,22 @@ def _refuse_processes() -> None:
     multiprocessing.process.BaseProcess.start = refuse  # type: ignore[method-assign, assignment]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of a file run in one test process: what they import and keep, another one need not make again. Whoever
+    distributes them counts files then, not thousands of tests after each test."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByGroupOrFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)
+            return scope if scope != nodeid else nodeid.partition("::")[0]
+
+    return ByGroupOrFile(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what runs on PostgreSQL and what lies in tests/chaos, and keeps together what shares a fixture:
