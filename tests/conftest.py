@@ -182,7 +182,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         scopes = {name: definitions[-1].scope for name, definitions in found.items()}
         shared = sorted(name for name, scope in scopes.items() if scope == "module")
         wide = sorted(name for name, scope in scopes.items() if scope == "session" and name in values)
-        if wide:
+        if item.get_closest_marker("postgresql") and not shared:
+            # One server of PostgreSQL for all.
+            item.add_marker(pytest.mark.xdist_group("server-postgresql"))
+        elif wide:
             item.add_marker(pytest.mark.xdist_group("-".join(f"{name}-{values[name]}" for name in wide)))
         elif shared:
             kinds = [str(values[name]) for name in shared if name in values]

@@ -89,6 +89,7 @@ def test_the_death_of_a_rank(kills: str, reference: Run, tmp_path: Path) -> None
     assert run.iterations[-1]["living"] == 3 and run.iterations[-1]["generation"] == 2
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_two_hurt_workers_make_a_whole_one() -> None:
     """Of any stage: the ranks that are left are worth one worker, which takes its state from a peer."""

@@ -25,7 +25,7 @@ from tests.golden import golden
 ROOT = Path(__file__).resolve().parents[2]
 VICTIM = "W1_2"
 PEERS = ("W0_2", "W2_2")
-# A fourth of the layers, fewer micro-batches, and ops many times as long: else most of the test is CPU time of the demo.
+# A fourth of the layers, fewer micro-batches, and longer ops: else most of the test is CPU time of the demo.
 JOB = ("--layers", "16", "--micro-batches", "4", "--pace", "F=33ms,I=33ms,W=33ms")
 HOME = [4, 4, 4, 4]
 LAYERS_OF_2 = "8–11"
