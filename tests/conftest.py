@@ -20,9 +20,7 @@ from typing import Any, NoReturn
 
 import pytest
 from hypothesis import settings
-from sqlalchemy import create_engine, text
 
-from openrecycle.planner.solvers.loops import compiled_functions
 from tests.golden import learn
 
 gc.disable()  # until all tests are collected: there is little garbage, and very much to look through
@@ -35,7 +33,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SOURCE, os.environ.get
 # The same examples in each run, however long a busy machine takes for one. tests/chaos looks for new ones.
 _SAME = settings(deadline=None, derandomize=True, database=None)
 settings.register_profile("at-length", _SAME, max_examples=100)
-settings.register_profile("tests", _SAME, max_examples=30)
+settings.register_profile("tests", _SAME, max_examples=15)
 settings.load_profile("tests")
 
 
@@ -53,9 +51,9 @@ def at_length(*values: Any) -> Any:
 
 
 def examples(most: int, **others: Any) -> Any:
-    """Settings of a test of hypothesis: so many examples in `make chaos`, a third of them in `make test`."""
+    """Settings of a test of hypothesis: so many examples in `make chaos`, a sixth of them in `make test`."""
     few = settings.get_current_profile_name() == "tests"
-    return settings(max_examples=-(-most // 3) if few else most, **others)
+    return settings(max_examples=max(-(-most // 6), min(most, 5)) if few else most, **others)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,16 +77,33 @@ def pytest_collection(session: pytest.Session) -> None:
     files = [f for path in asked for f in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
     at = int(place[1]) * len(files) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     left_out = [root / folder for folder in session.config.getoption("ignore") or ()]
+    fast = session.config.getoption("--fast")
     for file in files[at:] + files[:at]:
-        if not any(file.is_relative_to(folder) for folder in left_out):
+        if not any(file.is_relative_to(folder) for folder in left_out) and not (fast and _all_slow(file)):
             with suppress(Exception, pytest.skip.Exception):  # collecting it says what is wrong
                 importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # Read for nothing, with all that it imports.
+    return True if config.getoption("--fast") and _all_slow(collection_path) else None
+
+
+def _all_slow(file: Path) -> bool:
+    """Does a file say so of all its tests?"""
+    if not file.match("test_*.py"):
+        return False
+    marks = re.search(r"^pytestmark = (\[[^\]]*\]|.*)", file.read_text(), re.MULTILINE)
+    return marks is not None and any(f"pytest.mark.{mark}" in marks[1] for mark in _SLOW)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     # What is there by now stays: 700,000 objects, which every full collection would look through, for a tenth of the
     # processor time of tests that start no process.
     if session.items:
+        # Whoever distributes the tests needs none of what is imported here, and starts sooner.
+        from openrecycle.planner.solvers.loops import compiled_functions
+
         with suppress(ImportError):  # without numba
             compiled_functions()  # small plans too are made by machine code then: those of tests are many
     gc.enable()
@@ -133,6 +148,22 @@ def _refuse_processes() -> None:
     multiprocessing.process.BaseProcess.start = refuse  # type: ignore[method-assign, assignment]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of a file run in one test process: what they import and keep, another one need not make again. Whoever
+    distributes them counts files then, not thousands of tests after each test."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByGroupOrFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)
+            return scope if scope != nodeid else nodeid.partition("::")[0]
+
+    return ByGroupOrFile(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what runs on PostgreSQL and what lies in tests/chaos, and keeps together what shares a fixture:
@@ -151,7 +182,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         scopes = {name: definitions[-1].scope for name, definitions in found.items()}
         shared = sorted(name for name, scope in scopes.items() if scope == "module")
         wide = sorted(name for name, scope in scopes.items() if scope == "session" and name in values)
-        if wide:
+        if item.get_closest_marker("postgresql") and not shared:
+            # One server of PostgreSQL for all.
+            item.add_marker(pytest.mark.xdist_group("server-postgresql"))
+        elif wide:
             item.add_marker(pytest.mark.xdist_group("-".join(f"{name}-{values[name]}" for name in wide)))
         elif shared:
             kinds = [str(values[name]) for name in shared if name in values]
@@ -243,6 +277,8 @@ rm -rf "$2"/*
 
 def new_database(server: str) -> str:
     """Makes an empty database on the PostgreSQL server; returns its address."""
+    from sqlalchemy import create_engine, text
+
     name = f"t{secrets.token_hex(8)}"
     engine = create_engine(server.replace("postgresql:", "postgresql+psycopg:") + "/postgres")
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:

@@ -177,7 +177,7 @@ def fault_free_losses(iterations: int, **grid: Any) -> list[str]:
     process that asks for the same grid (of plain values) and no more iterations."""
     question = repr(sorted(grid.items()))
     if len(_references.get(question, ())) < iterations:
-        _references[question] = uncut(iterations=-(-iterations // 20) * 20, **grid).losses
+        _references[question] = uncut(iterations=-(-iterations // 10) * 10, **grid).losses
     return _references[question][:iterations]
 
 

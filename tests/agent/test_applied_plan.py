@@ -9,7 +9,7 @@ import pytest
 
 from tests.agent.consoles import console, until
 from tests.agent.launches import Launched
-from tests.agent.local_jobs import LocalJob
+from tests.agent.local_jobs import uncut
 from tests.agent.runs import SQUARE, TINY
 
 pytestmark = pytest.mark.processes
@@ -18,7 +18,7 @@ ITERATIONS = 14
 
 
 def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
-    reference = LocalJob(pipelines=2, stages=2, micro_batches=2, iterations=ITERATIONS).run()
+    reference = uncut(pipelines=2, stages=2, micro_batches=2, iterations=ITERATIONS)
     record = tmp_path / "run.jsonl"
     command = ["launch", "--record", str(record), *SQUARE, *TINY]
     with console(tmp_path) as server:

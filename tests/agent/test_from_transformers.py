@@ -32,6 +32,8 @@ from tests.agent.test_split_architectures import Case, run_split, unsplit
 from tests.conftest import at_length
 from tests.golden import golden
 
+# The modules of so many families are imported in one test process, not in each.
+pytestmark = pytest.mark.xdist_group("transformers")
 ROOT = Path(__file__).resolve().parents[2]
 LAST = BLOCKS + 1
 
@@ -124,8 +126,16 @@ def test_a_layer_has_its_own_parameters_by_the_models_names() -> None:
             assert torch.equal(value, state[name])
 
 
-@pytest.mark.parametrize("frozen", [0, 2])
-@pytest.mark.parametrize(("family", "autocast"), _EITHER_WAY)
+@pytest.mark.parametrize(
+    ("family", "autocast", "frozen"),
+    [
+        (family, autocast, frozen)
+        if family in _PLAIN or (autocast and not frozen)
+        else at_length(family, autocast, frozen)
+        for family in CONFIGS
+        for autocast, frozen in ((False, 0), (True, 0), (True, 2), (False, 2))
+    ],
+)
 def test_what_passes_between_layers_is_what_is_said_beforehand(family: str, autocast: bool, frozen: int) -> None:
     """frozen: so many layers at the beginning."""
     ids, mask = tokens(padded=True)

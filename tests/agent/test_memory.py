@@ -129,7 +129,7 @@ def test_layers_that_can_not_be_run_are_no_reason_to_refuse() -> None:
 @pytest.mark.parametrize("mode", ["deterministic", at_length("fast")])
 @pytest.mark.parametrize("clips", [False, True])
 def test_what_is_kept_beside_activations_is_what_is_said(mode: Mode, clips: bool) -> None:
-    layers, width = 12, 1024
+    layers, width = 6, 1024
     with torch.device("meta"):
         shapes = list(_linear(layers, width).named_parameters())
     optimization = Optimization(mode=mode, clip_norm=1.0 if clips else None)

@@ -35,7 +35,7 @@ from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.shards import assign
 from openrecycle.planner.jobs.job import Worker
-from tests.conftest import examples
+from tests.conftest import at_length, examples
 
 LAYERS = 3
 JOB = Identity("tests:job", LAYERS, 1, 1, 1, 0, {})
@@ -105,7 +105,7 @@ def _written(folder: Path, shares: list[Share], attempt: int = 1) -> None:
         assert write_share(folder, share, 0, LAYERS, JOB, attempt, 3) == (number == len(shares))
 
 
-@pytest.mark.parametrize("peers", [1, 2, 3, 8, 70])
+@pytest.mark.parametrize("peers", [1, 2, 3, 8, at_length(70)])
 def test_whoever_wrote_it_the_same_is_read(peers: int, tmp_path: Path) -> None:
     optimizer = _optimizer()
     shares = [optimizer.share(Writer(peer, peers)) for peer in range(peers)]

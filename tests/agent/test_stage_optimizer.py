@@ -17,6 +17,7 @@ from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, Slot, ValidationResult
 from openrecycle.planner.jobs.errors import InputError
+from tests.conftest import at_length
 from tests.golden import golden
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -101,6 +102,19 @@ def _equal(a: object, b: object) -> bool:
 
 
 EVERY = [*((o, None) for o in OPTIMIZERS), *(("SGD, nesterov", s) for s in SCHEDULERS)]
+# One of each kind of state: none, tensors and numbers, of its own order, the rate in it; schedulers within others.
+_KINDS = (
+    "SGD",
+    "SGD, nesterov",
+    "Adam, amsgrad",
+    "AdamW, fused",
+    "AdamW, lr as a tensor",
+    "Adafactor",
+    "Rprop",
+    "ASGD",
+)
+_FEW = {*_KINDS, "SGD, momentum, foreach", "Adam, maximize", "StepLR", "OneCycleLR", "CyclicLR", "SequentialLR"}
+SOME = [(o, s) if (s or o) in _FEW else at_length(o, s) for o, s in EVERY]
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), EVERY)
@@ -118,7 +132,7 @@ def test_roll_back_is_exact_also_of_the_first_step(optimizer: str, scheduler: st
         _train(stage, i)
 
 
-@pytest.mark.parametrize(("optimizer", "scheduler"), EVERY)
+@pytest.mark.parametrize(("optimizer", "scheduler"), SOME)
 def test_a_late_validation_leaves_what_an_early_one_would_have(optimizer: str, scheduler: str | None) -> None:
     """Clean, clipped and skipped steps, staggered against synchronous: every bit, and the roll-back after it."""
     late, early = (_stage(optimizer=optimizer, scheduler=scheduler) for _ in range(2))
@@ -165,7 +179,7 @@ def test_the_order_in_which_a_factory_names_parameters_is_its_own() -> None:
     assert all(map(torch.equal, donor.module.parameters(), newcomer.module.parameters()))
 
 
-@pytest.mark.parametrize(("optimizer", "scheduler"), EVERY)
+@pytest.mark.parametrize(("optimizer", "scheduler"), SOME)
 def test_a_newcomer_takes_over_everything(optimizer: str, scheduler: str | None) -> None:
     donor, newcomer = _stage(0, optimizer, scheduler), _stage(99, optimizer, scheduler)
     for i in range(3):

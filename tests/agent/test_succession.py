@@ -177,7 +177,7 @@ def test_whoever_decides_reads_no_record_for_a_node_that_comes_back() -> None:
 
 def test_a_line_of_a_long_record_takes_little_memory() -> None:
     """For as long as the job lasts; the line itself is in a file."""
-    spool, lines = Spool(), 50_000
+    spool, lines = Spool(), 10_000
     spool.add([{"iteration": 0}])
     tracemalloc.start()
     try:

@@ -13,9 +13,14 @@ from console_server import Agents, ConsoleServer
 
 from openrecycle.planner.check import check
 from openrecycle.planner.plans.plan import Plan
+from tests.conftest import at_length
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
+
+
+# What the console decides is the same on each database; what it stores of it is tried on both.
+ONE_DATABASE = pytest.mark.parametrize("server", ["sqlite", at_length("postgresql")], indirect=True)
 
 
 def plan_of(agents: Agents, fingerprint: str) -> Plan:
@@ -33,6 +38,7 @@ def wait_for_plans(agents: Agents) -> dict[str, Any]:
     return job
 
 
+@ONE_DATABASE
 def test_what_a_launcher_reckons_that_workers_take_is_kept_and_may_be_left_out(server: ConsoleServer) -> None:
     told = [5 * 2**20, 7 * 2**20]
     job = Agents(server, pipelines=1, stages=2, stage_bytes=told).job()
@@ -88,6 +94,7 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     assert [e["text"] for e in events if e["kind"] == "failure"] == [golden("w1-2-failed-its-process")]
 
 
+@ONE_DATABASE
 def test_who_is_out_is_advised_on(agents: Agents) -> None:
     agents.register_all()
     agents.resume(agents.names, 1)
@@ -140,6 +147,7 @@ def test_reports_are_kept(agents: Agents) -> None:
     assert refused.json()["detail"].startswith("iterations.iteration: got 100, expected below 100")
 
 
+@ONE_DATABASE
 def test_plans_are_made_ahead_for_every_failure(agents: Agents) -> None:
     job = wait_for_plans(agents)
     plans = agents.server.get(agents.path("/plans")).json()["plans"]
@@ -171,6 +179,7 @@ def test_a_plan_is_not_sent_twice(agents: Agents) -> None:
     assert (missing.status_code, missing.json()["code"]) == (404, "unknown_plan")
 
 
+@ONE_DATABASE
 def test_a_failure_wakes_every_long_poll(agents: Agents, server: ConsoleServer) -> None:
     agents.register_all()
     agents.resume(agents.names, 1)
@@ -202,6 +211,7 @@ def test_a_failure_wakes_every_long_poll(agents: Agents, server: ConsoleServer) 
     assert statistics.median(milliseconds) < 1000
 
 
+@ONE_DATABASE
 def test_a_long_poll_ends_with_nothing_in_time(agents: Agents) -> None:
     agents.register_all()
     begin = time.monotonic()
@@ -212,6 +222,7 @@ def test_a_long_poll_ends_with_nothing_in_time(agents: Agents) -> None:
     assert commands.json() == {"commands": []}
 
 
+@ONE_DATABASE
 def test_a_broken_transfer_is_taken_from_members_only(agents: Agents) -> None:
     agents.register_all()
     agents.resume(agents.names, 1)
@@ -232,7 +243,8 @@ def test_a_broken_transfer_is_taken_from_members_only(agents: Agents) -> None:
     assert fenced.json()["code"] == "fenced"
 
 
-@pytest.mark.parametrize("lost", ["1", "3"])
+@ONE_DATABASE
+@pytest.mark.parametrize("lost", ["1", at_length("3")])
 def test_a_stage_without_peers_halts_the_job(agents: Agents, lost: str) -> None:
     agents.register_all()
     for pipeline in range(3):

@@ -247,6 +247,13 @@ def test_over_the_api(here: ConsoleHere) -> None:
         assert len(Catalog.from_json(archive.read("catalog.json"))) > 1
 
 
+@pytest.fixture(scope="module")
+def asked(here: ConsoleHere) -> tuple[TestClient, str]:
+    """The API, and the id of a job that runs."""
+    job = JobHere(here.console, "refused job").register()
+    return TestClient(Starlette(routes=create_routes(here.console))), job.job_id
+
+
 @pytest.mark.parametrize(
     ("path", "status", "words"),
     [
@@ -259,8 +266,7 @@ def test_over_the_api(here: ConsoleHere) -> None:
         ("/plans/beef/export?format=json", 404, "plan: got 'beef'"),
     ],
 )
-def test_bad_requests(here: ConsoleHere, path: str, status: int, words: str) -> None:
-    job = JobHere(here.console, "refused job").register()
-    client = TestClient(Starlette(routes=create_routes(here.console)))
-    answer = client.get("/api/v1" + path.format(job=job.job_id))
+def test_bad_requests(asked: tuple[TestClient, str], path: str, status: int, words: str) -> None:
+    client, job_id = asked
+    answer = client.get("/api/v1" + path.format(job=job_id))
     assert answer.status_code == status and words in answer.json()["detail"]

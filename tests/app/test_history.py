@@ -48,7 +48,7 @@ from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from tests.conftest import new_database
+from tests.conftest import at_length, new_database
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -79,6 +79,14 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Database,
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Database]:
     database = opened(f"sqlite:///{tmp_path / 'target.db'}")
+    yield database
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+    """Into which nothing gets."""
+    database = opened(f"sqlite:///{tmp_path_factory.mktemp('empty') / 'empty.db'}")
     yield database
     database.close()
 
@@ -299,14 +307,14 @@ def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_not_let_in(
-    origin: tuple[Database, str, Path], target: Database, tmp_path: Path, change: Any, words: str
+    origin: tuple[Database, str, Path], empty: Database, tmp_path: Path, change: Any, words: str
 ) -> None:
-    before = counts(target)
+    before = counts(empty)
     path = rewritten(origin[2], tmp_path / "changed.zip", change)
     with pytest.raises(HistoryError) as refused:
-        import_history(target, path)
+        import_history(empty, path)
     assert words in str(refused.value) and len(str(refused.value)) < 500 and "\n" not in str(refused.value)
-    assert counts(target) == before, "nothing is stored"
+    assert counts(empty) == before, "nothing is stored"
 
 
 def test_files_that_are_no_history(origin: tuple[Database, str, Path], target: Database, tmp_path: Path) -> None:
@@ -468,7 +476,7 @@ def test_processes_of_consoles_that_knew_no_ranks_or_no_restarts() -> None:
             form.validate_python(wrong)
 
 
-@pytest.mark.parametrize("asked", ["bytes=abc", "bytes=999999999-", "bytes=0-3", None])
+@pytest.mark.parametrize("asked", [at_length("bytes=abc"), at_length("bytes=999999999-"), "bytes=0-3", None])
 def test_an_exported_file_is_sent_whole_and_is_gone_whatever_part_was_asked_for(
     origin: tuple[Database, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None
 ) -> None:

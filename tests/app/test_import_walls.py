@@ -41,17 +41,33 @@ PURE_STANDARD = {"__future__", "collections", "dataclasses", "enum", "functools"
 
 
 @cache
+def imports(path: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Of a file, wherever they stand; with: for type checkers alone?"""
+    found: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
+
+    def look(node: ast.AST, typing: bool) -> None:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append((node, typing))
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):  # in expressions there is none
+            only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and block == "body"
+            inner = getattr(node, block, ())
+            for statement in inner if isinstance(inner, list) else ():
+                look(statement, typing or only)
+
+    look(ast.parse(path.read_text(), str(path)), False)
+    return found
+
+
+@cache
 def imported(path: Path, *, types: bool = True) -> tuple[str, ...]:
     """Modules by their full names. types: those too that are imported for type checkers alone."""
-    tree = ast.parse(path.read_text(), str(path))
-    for block in [] if types else [n for n in ast.walk(tree) if isinstance(n, ast.If)]:
-        if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
-            block.body = []
     found: list[str] = []
-    for node in ast.walk(tree):
+    for node, typing in imports(path):
+        if typing and not types:
+            continue
         if isinstance(node, ast.Import):
             found += (alias.name.removeprefix("openrecycle.") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}: imports are absolute"
             module = str(node.module).removeprefix("openrecycle.")
             found += (module, *(f"{module}.{alias.name}" for alias in node.names))

@@ -29,7 +29,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlakyDatabase
 
 TestHistory = History.TestCase
 TestHistory.settings = settings(
-    max_examples=6,
+    max_examples=3,
     stateful_step_count=40,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),  # `make chaos` looks for a smaller example

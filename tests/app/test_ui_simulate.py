@@ -110,7 +110,7 @@ def test_a_history_without_a_failure_says_so_and_is_not_simulated(here: ConsoleH
 
 
 def test_one_policy_is_compared_with_none() -> None:
-    test = open_page()
+    test = open_page(sim_hours="20")
     test.multiselect(key="policies").set_value(["drop-replica"]).run()
     page = html(until_done(test))
     assert "Best here" in page and golden("against-the-last") not in page

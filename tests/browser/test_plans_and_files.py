@@ -28,7 +28,7 @@ from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, sett
 from tests.conftest import at_length
 from tests.golden import golden
 
-pytestmark = [*NEEDS_CHROMIUM, pytest.mark.timeout(420), pytest.mark.xdist_group("plans-in-a-browser")]
+pytestmark = [*NEEDS_CHROMIUM, pytest.mark.timeout(420)]
 
 
 class Site:

@@ -20,6 +20,8 @@ SCREENS = [("light", 1440, 900), ("dark", 390, 844), at_length("dark", 1440, 900
 
 NEEDS_CHROMIUM = [
     pytest.mark.browser,
+    # In one test process, which has one Chromium.
+    pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install the package chromium to run browser tests"),
 ]
 

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from openrecycle.planner.jobs.words import MIGRATE, STAND_BY
@@ -86,10 +87,18 @@ def _product() -> set[tuple[str, ...]]:
     found: set[tuple[str, ...]] = set()
     for folder in ("agent", "app", "db", "planner", ".src/openrecycle"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found |= _runs(node.value)
+            # Half as long as to walk through its tree.
+            for text in _strings(compile(path.read_text(), path, "exec", dont_inherit=True)):
+                found |= _runs(text)
     return found
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (tuple, frozenset, CodeType)):
+        for inner in value.co_consts if isinstance(value, CodeType) else value:
+            yield from _strings(inner)
 
 
 def quoted(source: str) -> Iterator[ast.Constant | ast.JoinedStr]:

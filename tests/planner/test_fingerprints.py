@@ -12,6 +12,7 @@ import pytest
 from openrecycle.planner.check import check
 from openrecycle.planner.plans.packed import from_bytes, to_bytes
 from openrecycle.planner.plans.plan import Plan, PlanError
+from tests.conftest import at_length
 
 GOLDEN = json.loads((Path(__file__).parent / "documents.json").read_text())
 DOCUMENTS = {name: document for name, document, *_ in GOLDEN["documents"]}
@@ -36,7 +37,10 @@ def test_a_valid_plan_has_the_fingerprint_it_had(name: str, fingerprint: str, wr
 
 @pytest.mark.parametrize(
     ("name", "op", "field", "value", "fingerprint", "wrong"),
-    GOLDEN["changes"],
+    [
+        pytest.param(*change) if (i // 3 + i) % 3 == 0 else at_length(*change)
+        for i, change in enumerate(GOLDEN["changes"])
+    ],
     ids=lambda v: f"{v!r:.30}" if not isinstance(v, str) or len(v) < 30 else "",
 )
 def test_a_plan_with_one_other_number_is_what_it_was(
