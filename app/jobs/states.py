@@ -434,8 +434,8 @@ class WorkerStates:
 
 class Loss(NamedTuple):
     """What the coordinator would do about a worker's end. halts: can nobody go on before others are back? restore: do
-    all go back? by: the worker of another stage that takes its place then, "": none. share: of the fault-free plan's
-    throughput, that is left; None: not planned yet."""
+    all go back? by: the worker of another stage that takes its place then, "": none, as where they go back for
+    something else. share: of the fault-free plan's throughput, that is left; None: not planned yet."""
 
     halts: bool = False
     restore: bool = False
@@ -452,7 +452,10 @@ def loss_of(state: State, worker: str, now: float, failure_timeouts: FailureTime
     stage_of = {name: member.stage for name, member in after.members.items()}
     # Without a worker for each stage there is no plan, and the job halts for that.
     empty = set(stage_of.values()) - {stage_of[name] for name in after.pending.living}
-    by = [source for source, to in after.pending.moves if stage_of[to] == stage_of[worker]]
+    # Of those that go there by this step alone: an older move may be in the pending generation, too.
+    places = {member.incarnation: name for name, member in state.members.items() if member.incarnation is not None}
+    came = {m.name: places.get(m.incarnation or "", m.name) for m in after.members.values()}
+    by = [source for to, source in came.items() if source != to and stage_of[to] == stage_of[worker]]
     return Loss(bool(empty), after.pending.restore, "".join(by[-1:]))
 
 

@@ -303,8 +303,10 @@ def consequence_of_kill(view: JobView, worker: WorkerView, loss: Loss) -> tuple[
     elif loss.halts:
         words = f"{others}: its weights go with it, nobody can take over its micro-batches, and the job halts."
         survives = False
+    elif loss.restore and loss.by:
+        words = f"{others}. {loss.by} takes its place, and {redone}."
     elif loss.restore:
-        words = f"{others}. {loss.by or 'A worker of another stage'} takes its place, and {redone}."
+        words = f"{text.capital(redone)}."
     else:
         words = (
             f"{_load(view, worker, peers, loss.share)} The iteration in flight is redone; no update is lost, and the "

@@ -176,6 +176,59 @@ def test_a_kill_comes_to_what_is_said_of_it(
     assert loss.restore == (opened.restore and not run.state.halted)
 
 
+def told(run: Run, worker: str, **states: RoleState) -> tuple[str, str, Loss]:
+    """What the dialog of `worker` says of its kill, and warns of. states: of the others, all else run."""
+    pipelines, stages = (1 + max(int(name[at]) for name in run.names) for at in (1, 3))
+    workers = tuple(
+        w._replace(state=states.get(w.name, RoleState.RUNNING))
+        for w in factory.running().workers
+        if w.name in run.names
+    )
+    spec = factory.spec(pipelines=pipelines, stages=stages, checkpoints=bool(run.state.back_to))
+    view = replace(factory.running(), spec=spec, workers=workers)
+    loss = loss_of(run.state, worker, run.now, LADDER)
+    return *facts.consequence_of_kill(view, next(w for w in workers if w.name == worker), loss), loss
+
+
+def test_a_kill_while_all_go_back_for_another_stage_promises_no_move() -> None:
+    """Stage 1 was lost, and a worker of stage 0 is to take its place; those of stage 0 have peers."""
+    run = Run(3, 2, checkpoints=True).start()
+    for name in ("W0_1", "W1_1", "W2_1"):
+        run.exit(name)
+        if name != "W2_1":
+            run.resume()
+    gone = dict.fromkeys(("W1_1", "W2_1", "W2_0"), RoleState.FAILED)
+    sentence, _, loss = told(run, "W0_0", **gone, W0_1=RoleState.JOINING)
+    assert loss == Loss(restore=True)
+    assert sentence == golden("all-go-back-to-the-newest")
+
+
+def test_a_kill_while_a_peer_joins_moves_nobody() -> None:
+    run = Run(2, 2, checkpoints=True).start()
+    run.exit("W1_1")
+    run.resume()
+    run.back("W1_1")
+    sentence, _, loss = told(run, "W0_1", W1_1=RoleState.JOINING)
+    assert loss == Loss(restore=True)
+    assert sentence == golden("all-go-back-to-the-newest")
+
+
+def test_a_move_that_was_decided_before_is_none_that_a_kill_brings() -> None:
+    """W2_0 is to take a place on stage 1, and W1_1 is back there: whoever is killed of the two has the other one."""
+    run = Run(3, 2, checkpoints=True).start()
+    for name in ("W0_1", "W1_1"):
+        run.exit(name)
+        run.resume()
+    run.plans = False
+    run.exit("W2_1")
+    run.back("W1_1")
+    assert run.state.pending is not None and run.state.pending.moves == (("W2_0", "W0_1"),)
+    losses = {name: loss_of(run.state, name, run.now, LADDER).by for name in ("W0_1", "W1_1")}
+    assert losses == {"W0_1": "", "W1_1": ""}
+    run.exit("W1_1")
+    assert loss_of(run.state, "W0_1", run.now, LADDER).by == "W1_0", "now it is the last one of stage 1"
+
+
 def test_the_kill_of_one_that_joins_changes_nothing_for_the_others() -> None:
     view = factory.suspect_and_joining()
     joining = next(w for w in view.workers if w.state is RoleState.JOINING)
