@@ -293,7 +293,7 @@ def consequence_of_kill(view: JobView, worker: WorkerView, loss: Loss) -> tuple[
         others = "Another stage has no worker that lives"
     if not view.generation:
         words = "The job has not begun. It waits until this worker is started again."
-    elif worker.state is RoleState.JOINING:
+    elif worker.state is RoleState.JOINING and not (loss.halts or loss.restore):
         words = "It does not train yet: nothing changes for the others."
     elif loss.halts and again:
         words, again = f"{others}: the job stands still. {again} Then {redone}.", ""

@@ -238,6 +238,22 @@ def test_the_kill_of_one_that_joins_changes_nothing_for_the_others() -> None:
         assert survives and golden("it-does-not-train-yet") in words
 
 
+def test_the_kill_of_one_that_joins_while_all_go_back_is_told_as_the_coordinator_takes_it() -> None:
+    """W1_0 is to take the place of the last worker of stage 1; nobody trains before it is ready."""
+    run = Run(2, 2, checkpoints=True).start()
+    for name in ("W0_1", "W1_1"):
+        run.exit(name)
+        if name != "W1_1":
+            run.resume()
+    assert run.member("W0_1").incarnation == "W1_0-1", "it has moved"
+    gone = dict.fromkeys(("W1_0", "W1_1"), RoleState.FAILED)
+    sentence, _, loss = told(run, "W0_1", **gone, W0_1=RoleState.JOINING)
+    assert loss.halts and golden("it-does-not-train-yet") not in sentence
+    run.back("W1_1")
+    sentence, _, loss = told(run, "W0_1", W1_0=RoleState.FAILED, W0_1=RoleState.JOINING, W1_1=RoleState.JOINING)
+    assert loss == Loss(restore=True) and sentence == golden("all-go-back-to-the-newest")
+
+
 def test_the_last_worker_of_a_stage_can_be_replaced_where_there_are_checkpoints_or_the_job_has_not_begun() -> None:
     view = factory.halted()
     dead = next(w for w in view.workers if w.name == "W1_2")
