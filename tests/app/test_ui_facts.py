@@ -131,27 +131,27 @@ def test_plan_card_has_generation_period_and_gap() -> None:
 def test_kill_tells_who_takes_over_and_when_nobody_can() -> None:
     view = factory.failed()
     by_name = {w.name: w for w in view.workers}
-    sentence, survives = facts.consequence_of_kill(view, by_name["W0_2"], Loss())
-    assert survives and "9 micro-batches" in sentence and "W2_2" in sentence and "W1_2" not in sentence
+    sentence, warning = facts.consequence_of_kill(view, by_name["W0_2"], Loss())
+    assert not warning and "9 micro-batches" in sentence and "W2_2" in sentence and "W1_2" not in sentence
     halted = factory.halted()
     last = next(w for w in halted.workers if w.name == "W1_2")._replace(state=RoleState.RUNNING)
-    sentence, survives = facts.consequence_of_kill(halted, last, Loss(halts=True))
-    assert not survives and "halts" in sentence
+    sentence, warning = facts.consequence_of_kill(halted, last, Loss(halts=True))
+    assert warning == facts.STOPS and "halts" in sentence
 
 
 @pytest.mark.parametrize(
-    ("spec", "gone", "words", "survives"),
+    ("spec", "gone", "words", "warning"),
     [
-        ({}, ("W0_1",), golden("nobody-can-take-over"), False),
-        ({"checkpoints": True}, ("W0_1",), golden("w1-0-takes-its-place-and-all"), True),
-        ({"checkpoints": True}, ("W0_1", "W0_0"), golden("no-stage-can-spare-one"), False),
-        ({"max_restarts": 3}, ("W0_1", "W0_0"), golden("starts-it-again-then-all-begin-anew"), True),
-        ({"max_restarts": 1, "checkpoints": True}, ("W0_1", "W0_0"), golden("starts-it-again-then-all-go-back"), True),
-        ({"max_restarts": 3}, (), golden("it-is-started-again-unless"), True),
+        ({}, ("W0_1",), golden("nobody-can-take-over"), facts.STOPS),
+        ({"checkpoints": True}, ("W0_1",), golden("w1-0-takes-its-place-and-all"), ""),
+        ({"checkpoints": True}, ("W0_1", "W0_0"), golden("no-stage-can-spare-one"), facts.STANDS_STILL),
+        ({"max_restarts": 3}, ("W0_1", "W0_0"), golden("starts-it-again-then-all-begin-anew"), ""),
+        ({"max_restarts": 1, "checkpoints": True}, ("W0_1", "W0_0"), golden("starts-it-again-then-all-go-back"), ""),
+        ({"max_restarts": 3}, (), golden("it-is-started-again-unless"), ""),
     ],
 )
 def test_a_kill_comes_to_what_is_said_of_it(
-    spec: dict[str, Any], gone: tuple[str, ...], words: str, survives: bool
+    spec: dict[str, Any], gone: tuple[str, ...], words: str, warning: str
 ) -> None:
     """Of W1_1 in a grid of 2 x 2, without `gone`: what the coordinator does then was said before."""
     run = Run(2, 2)
@@ -166,9 +166,9 @@ def test_a_kill_comes_to_what_is_said_of_it(
     )
     view = replace(base, spec=factory.spec(pipelines=2, stages=2, **spec), workers=workers)
     loss = loss_of(run.state, "W1_1", run.now, LADDER)
-    sentence, lives = facts.consequence_of_kill(view, next(w for w in workers if w.name == "W1_1"), loss)
+    sentence, warned = facts.consequence_of_kill(view, next(w for w in workers if w.name == "W1_1"), loss)
     assert words in sentence
-    assert lives is survives
+    assert warned == warning
     run.exit("W1_1")
     opened = run.opened[-1]
     stages = {run.member(name).stage for name in opened.living}
@@ -234,8 +234,8 @@ def test_the_kill_of_one_that_joins_changes_nothing_for_the_others() -> None:
     joining = next(w for w in view.workers if w.state is RoleState.JOINING)
     alone = replace(view, workers=(joining,))
     for each in (view, alone):
-        words, survives = facts.consequence_of_kill(each, joining, Loss(share=0.7))
-        assert survives and golden("it-does-not-train-yet") in words
+        words, warning = facts.consequence_of_kill(each, joining, Loss(share=0.7))
+        assert not warning and golden("it-does-not-train-yet") in words
 
 
 def test_the_kill_of_one_that_joins_while_all_go_back_is_told_as_the_coordinator_takes_it() -> None:
@@ -264,7 +264,7 @@ def test_the_last_worker_of_a_stage_can_be_replaced_where_there_are_checkpoints_
         said, helps = facts.consequence_of_restart(job, dead)
         assert helps and where in said
     begins = replace(view, generation=0)
-    assert facts.consequence_of_restart(begins, dead)[1] and facts.consequence_of_kill(begins, last, Loss())[1]
+    assert facts.consequence_of_restart(begins, dead)[1] and not facts.consequence_of_kill(begins, last, Loss())[1]
 
 
 def test_tables_hold_what_the_chart_shows() -> None:
