@@ -460,6 +460,8 @@ def loss_of(state: State, worker: str, now: float, failure_timeouts: FailureTime
 
 
 MOST_MOVES = 4
+TRAINING_ALONE = "Training goes on, unless a worker dies: then the others wait for a console."
+"""While no console is known to lead, or that one does not get on."""
 
 
 def sentence(
@@ -472,12 +474,21 @@ def sentence(
 ) -> str:
     """share: of the fault-free throughput, that it trains at of late; None: not known. stood_still: seconds for which
     the console has not looked at the job, which are nobody's silence."""
-    state, now = worker_states.state, now - stood_still
-    if stood_still > failure_timeouts.suspect:
-        return (
-            f"The console has not got on for {stood_still:.0f} s: its database does not answer, or the machine is very "
-            "busy. What is shown is as old as that. Training goes on, unless a worker dies: then the others wait."
-        )
+    said = _sentence(worker_states, now - stood_still, failure_timeouts, share)
+    if stood_still <= failure_timeouts.suspect:
+        return said
+    state = worker_states.state
+    if state.settled and not (state.halted or state.over or state.broken or worker_states.paused):
+        said = TRAINING_ALONE  # what else there is to say may have changed
+    return (
+        f"The console has not got on for {stood_still:.0f} s: its database does not answer, or the machine is very "
+        f"busy. What is shown is as old as that. {said}"
+    )
+
+
+def _sentence(worker_states: WorkerStates, now: float, failure_timeouts: FailureTimeouts, share: float | None) -> str:
+    """See `sentence`."""
+    state = worker_states.state
     if not worker_states.paused or state.over:
         return whole_sentence(_text(worker_states, now, failure_timeouts, share))
     held = "paused: all workers wait before the same iteration until somebody resumes the job."

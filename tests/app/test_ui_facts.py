@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 import ui_factory as factory
 
-from openrecycle.agent.coordination.membership import back_to
+from openrecycle.agent.coordination.membership import TransferBroken, WorkerRegistered, back_to
 from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.view import JobView
-from openrecycle.app.jobs.states import Condition, Loss, RoleState, loss_of
+from openrecycle.app.jobs.states import (
+    TRAINING_ALONE,
+    Condition,
+    Loss,
+    RoleState,
+    WorkerStates,
+    loss_of,
+    sentence,
+)
 from openrecycle.app.jobs.throughput import Baseline, Figures
 from openrecycle.app.ui import facts, tables, text
 from openrecycle.app.ui.charts.progress import generation_marks
@@ -265,6 +273,27 @@ def test_the_last_worker_of_a_stage_can_be_replaced_where_there_are_checkpoints_
         assert helps and where in said
     begins = replace(view, generation=0)
     assert facts.consequence_of_restart(begins, dead)[1] and not facts.consequence_of_kill(begins, last, Loss())[1]
+
+
+def test_a_console_that_does_not_get_on_says_that_training_goes_on_only_where_it_does() -> None:
+    """Of all others it says how they are, as far as it knows: halted, say, and why."""
+    trains, begins, halted, breaks = Run().start(), Run(), Run().start(), Run().start()
+    begins.send(WorkerRegistered("W0_0", "a"))
+    for name in ("W0_1", "W1_1"):
+        halted.exit(name)
+    assert halted.state.halted
+    breaks.send(TransferBroken("W0_0", "W0_0-1", "W0_1", 1, "connection reset"))
+    assert breaks.state.settled and breaks.state.broken is not None
+
+    def said(run: Run, **more: Any) -> tuple[str, str]:
+        """At once, and after a stall."""
+        states = WorkerStates(run.state, run.processes, **more)
+        return sentence(states, run.now, LADDER), sentence(states, run.now + 9.0, LADDER, stood_still=9.0)
+
+    assert said(trains)[1].endswith(f" {TRAINING_ALONE}")
+    for run, more in ((trains, {"paused": True}), (begins, {}), (halted, {}), (breaks, {})):
+        usual, stalled = said(run, **more)
+        assert stalled.startswith(golden("the-console-has-not-got", "9")) and stalled.endswith(f" {usual}")
 
 
 def test_tables_hold_what_the_chart_shows() -> None:
