@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from base64 import b64decode
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -37,8 +38,9 @@ log = structlog.get_logger()
 
 # Assumed until a worker of the job has come back: what the Simulate page starts with, too.
 REPAIR_SECONDS = 4 * 3600.0
-# From the start of a process until it is in the job, assumed until a worker's launcher has started it again.
+# From the start of a process until it has registered, assumed until a worker's launcher has started it again.
 START_SECONDS = 60.0
+STARTS = 20  # the newest are enough for a median
 ITERATIONS = 200
 EVENTS = 100
 
@@ -192,7 +194,7 @@ class Advising:
         waited = self._waited(job)
         moves = move_times(generations, iterations)
         repairs, due = repair_times(changes(generations)), restart_due(job.state, job.processes, failed, time.time())
-        starts = start_times(list(job.processes.values()), generations)
+        starts = start_times(list(job.processes.values())) if due is not None else []
         known = measured_costs(store.recoveries(job.job_id), repairs, copies, waited, moves, due, starts)
         work = None
         if spec.checkpoints:
@@ -246,20 +248,25 @@ def restart_due(state: State, processes: Mapping[str, ProcessState], failed: Seq
     return max((one.at - now for one in planned if one is not None and one.at > now), default=0.0)
 
 
-def start_times(processes: Sequence[ProcessState], generations: Sequence[Record]) -> list[float]:
-    """Seconds from when a launcher started a process again by itself until a generation had it, one per restart.
-    processes: all that there have been; generations: oldest first."""
-    found, in_order = [], sorted(processes, key=lambda process: process.since)
-    for process in in_order:
-        restart = process.restart
-        if restart is None or restart.node is not None or restart.number > restart.most:
-            continue
-        later = (p for p in in_order if p.slot == process.role and p.since > process.held[-1][1] and p is not process)
-        successor = next(later, None)
-        if successor is None or successor.since < restart.at:  # a person has started that one before
-            continue
-        after = (e for e in generations if e["opened_at"] >= successor.since and successor.slot not in e["failed"])
-        found += [e["opened_at"] - restart.at for e in list(after)[:1]]
+def start_times(processes: Sequence[ProcessState]) -> list[float]:
+    """Seconds from when a launcher started a process again by itself until that one has registered, one for each of
+    the newest restarts. What comes after that may wait for people. processes: all that there have been."""
+    began: dict[str, list[float]] = {}
+    for process in sorted(processes, key=lambda process: process.since):
+        began.setdefault(process.slot, []).append(process.since)
+    by_itself = [
+        (restart.at, process)
+        for process in processes
+        if (restart := process.restart) is not None and restart.node is None and restart.number <= restart.most
+    ]
+    found: list[float] = []
+    for at, process in sorted(by_itself, key=lambda planned: planned[0], reverse=True):
+        later = began.get(process.role, [])
+        successor = bisect_right(later, process.held[-1][1])
+        if successor < len(later) and later[successor] >= at:  # else nobody has, or a person before
+            found.append(later[successor] - at)
+        if len(found) == STARTS:
+            break
     return found
 
 

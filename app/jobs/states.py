@@ -434,8 +434,8 @@ class WorkerStates:
 
 class Loss(NamedTuple):
     """What the coordinator would do about a worker's end. halts: can nobody go on before others are back? restore: do
-    all go back? by: the worker of another stage that takes its place then, "": none. share: of the fault-free plan's
-    throughput, that is left; None: not planned yet."""
+    all go back? by: the worker of another stage that takes its place then, "": none, as where they go back for
+    something else. share: of the fault-free plan's throughput, that is left; None: not planned yet."""
 
     halts: bool = False
     restore: bool = False
@@ -452,11 +452,16 @@ def loss_of(state: State, worker: str, now: float, failure_timeouts: FailureTime
     stage_of = {name: member.stage for name, member in after.members.items()}
     # Without a worker for each stage there is no plan, and the job halts for that.
     empty = set(stage_of.values()) - {stage_of[name] for name in after.pending.living}
-    by = [source for source, to in after.pending.moves if stage_of[to] == stage_of[worker]]
+    # Of those that go there by this step alone: an older move may be in the pending generation, too.
+    places = {member.incarnation: name for name, member in state.members.items() if member.incarnation is not None}
+    came = {m.name: places.get(m.incarnation or "", m.name) for m in after.members.values()}
+    by = [source for to, source in came.items() if source != to and stage_of[to] == stage_of[worker]]
     return Loss(bool(empty), after.pending.restore, "".join(by[-1:]))
 
 
 MOST_MOVES = 4
+TRAINING_ALONE = "Training goes on, unless a worker dies: then the others wait for a console."
+"""While no console is known to lead, or that one does not get on."""
 
 
 def sentence(
@@ -469,12 +474,21 @@ def sentence(
 ) -> str:
     """share: of the fault-free throughput, that it trains at of late; None: not known. stood_still: seconds for which
     the console has not looked at the job, which are nobody's silence."""
-    state, now = worker_states.state, now - stood_still
-    if stood_still > failure_timeouts.suspect:
-        return (
-            f"The console has not got on for {stood_still:.0f} s: its database does not answer, or the machine is very "
-            "busy. What is shown is as old as that. Training goes on, unless a worker dies: then the others wait."
-        )
+    said = _sentence(worker_states, now - stood_still, failure_timeouts, share)
+    if stood_still <= failure_timeouts.suspect:
+        return said
+    state = worker_states.state
+    if state.settled and not (state.halted or state.over or state.broken or worker_states.paused):
+        said = TRAINING_ALONE  # what else there is to say may have changed
+    return (
+        f"The console has not got on for {stood_still:.0f} s: its database does not answer, or the machine is very "
+        f"busy. What is shown is as old as that. {said}"
+    )
+
+
+def _sentence(worker_states: WorkerStates, now: float, failure_timeouts: FailureTimeouts, share: float | None) -> str:
+    """See `sentence`."""
+    state = worker_states.state
     if not worker_states.paused or state.over:
         return whole_sentence(_text(worker_states, now, failure_timeouts, share))
     held = "paused: all workers wait before the same iteration until somebody resumes the job."

@@ -281,9 +281,13 @@ def process_words(worker: WorkerView) -> str:
     return f"process {worker.pid} on {worker.host}{began}"
 
 
-def consequence_of_kill(view: JobView, worker: WorkerView, loss: Loss) -> tuple[str, bool]:
-    """What killing `worker` does, in some sentences, and whether the job survives it."""
-    again, survives = _started_again(view.spec.max_restarts), True
+STOPS = "This kill stops the job."
+STANDS_STILL = "The job stands still after this kill."
+
+
+def consequence_of_kill(view: JobView, worker: WorkerView, loss: Loss) -> tuple[str, str]:
+    """What killing `worker` does, in some sentences, and what to warn of; "": the job goes on by itself."""
+    again, warning = _started_again(view.spec.max_restarts), ""
     where = back_to(view.spec.checkpoints, view.spec.max_restarts)
     redone = f"all go back to {where}; the iterations since then are run again"
     if where == START:
@@ -293,24 +297,26 @@ def consequence_of_kill(view: JobView, worker: WorkerView, loss: Loss) -> tuple[
         others = "Another stage has no worker that lives"
     if not view.generation:
         words = "The job has not begun. It waits until this worker is started again."
-    elif worker.state is RoleState.JOINING:
+    elif worker.state is RoleState.JOINING and not (loss.halts or loss.restore):
         words = "It does not train yet: nothing changes for the others."
     elif loss.halts and again:
         words, again = f"{others}: the job stands still. {again} Then {redone}.", ""
     elif loss.halts and where:
         words = f"{others}, and no stage can spare one: the job halts. Started again, it goes on from {where}."
-        survives = False
+        warning = STANDS_STILL
     elif loss.halts:
         words = f"{others}: its weights go with it, nobody can take over its micro-batches, and the job halts."
-        survives = False
+        warning = STOPS
+    elif loss.restore and loss.by:
+        words = f"{others}. {loss.by} takes its place, and {redone}."
     elif loss.restore:
-        words = f"{others}. {loss.by or 'A worker of another stage'} takes its place, and {redone}."
+        words = f"{text.capital(redone)}."
     else:
         words = (
             f"{_load(view, worker, peers, loss.share)} The iteration in flight is redone; no update is lost, and the "
             "other workers keep their processes."
         )
-    return f"{words} {again}".rstrip(), survives
+    return f"{words} {again}".rstrip(), warning
 
 
 def _started_again(max_restarts: int) -> str:

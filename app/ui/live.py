@@ -25,7 +25,7 @@ from openrecycle.app.console.operators import Choice
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.console.view import JobView, RollOut, WorkerView
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.states import OUT, RoleState
+from openrecycle.app.jobs.states import OUT, TRAINING_ALONE, RoleState
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS
@@ -505,7 +505,7 @@ def _live(
         if not in_doubt:
             st.warning(
                 f"{text.plain_markdown(text.capital(str(error)))}. What is shown here is that of "
-                f"{text.clock(now.at, st.context.timezone)}; the page tries again by itself. {standby.TRAINING}"
+                f"{text.clock(now.at, st.context.timezone)}; the page tries again by itself. {TRAINING_ALONE}"
             )
     else:
         if (now.view.state in OVER) != over or head != said:

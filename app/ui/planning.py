@@ -183,7 +183,7 @@ TAKE = "planner-take"
 
 def sources(console: ConsoleService) -> None:
     """Questions to begin with: the paper's example, a job's, a saved plan's."""
-    jobs = {f"job {job.job_id}": f"{job.name} · {job.job_id}" for job in console.queries.list_jobs()}
+    jobs = {f"job {job_id}": words for job_id, words in components.job_names(components.jobs_to_pick(console)).items()}
     saved = {f"saved {row['fingerprint']}": f"Saved: {row['name']}" for row in console.plans.library.saved()}
     names = {**jobs, **saved}
     with st.container(horizontal=True, vertical_alignment="bottom", width="content", key="planner-sources"):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import streamlit as st
 
+from openrecycle.app.jobs.states import TRAINING_ALONE
 from openrecycle.app.leadership import LeaderStatus, standby_status
 from openrecycle.app.ui.components import use_style
 from openrecycle.planner.jobs.words import capital, whole_sentence
-
-TRAINING = "Training goes on, unless a worker dies: then the others wait for a console."
-"""While no console is known to lead."""
 
 
 def show(status: LeaderStatus) -> None:
@@ -20,14 +18,14 @@ def show(status: LeaderStatus) -> None:
         st.fragment(run_every=1)(_state)(doubt=True)
         st.caption(
             "It led until the database did not answer it any more, and changes nothing before it is sure again. "
-            f"{TRAINING} Reports wait at the agents, and this page changes by itself."
+            f"{TRAINING_ALONE} Reports wait at the agents, and this page changes by itself."
         )
         return
     st.title("This console is a standby")
     st.fragment(run_every=1)(_state)(doubt=False)
     st.caption(
         "Two consoles share one database, and one of them leads: it decides, and shows the jobs. This one takes "
-        f"over within ten seconds when the leader is gone. {TRAINING} This page changes by itself."
+        f"over within ten seconds when the leader is gone. {TRAINING_ALONE} This page changes by itself."
     )
 
 
@@ -42,7 +40,7 @@ def on_open_page() -> bool:
     words = status.sentence
     st.warning(
         f"{capital(words)}. It changes nothing before it is sure again, and what is shown here may be "
-        f"out of date. {TRAINING}"
+        f"out of date. {TRAINING_ALONE}"
     )
     return True
 

@@ -525,7 +525,7 @@ def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list
             )
         )
     if worker.state in ALIVE and view.spec.demo:
-        consequence, survives = facts.consequence_of_kill(view, worker, loss)
+        consequence, warning = facts.consequence_of_kill(view, worker, loss)
         made.append(
             _Action(
                 "kill",
@@ -534,7 +534,7 @@ def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list
                 True,
                 f"SIGKILL sent to {name}",
                 lambda: console.operators.kill(job_id, name, actor(console), worker.pid),
-                "" if survives else "This kill stops the job.",
+                warning,
             )
         )
     if worker.state in EMPTY and console.operators.can_restart(job_id, name):

@@ -17,6 +17,7 @@ from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation,
 from openrecycle.app.advice.service import (
     REPAIR_SECONDS,
     START_SECONDS,
+    STARTS,
     copy_times,
     measured_costs,
     move_times,
@@ -174,12 +175,12 @@ def test_without_history_defaults_are_said_to_be_assumed() -> None:
     assert known.basis == golden("recovery-costs-are-assumed-the")
 
 
-def test_a_start_takes_from_when_its_launcher_began_it_until_a_generation_has_it() -> None:
-    def ran(name: str, *held: tuple[str, float], restart: PlannedRestart | None = None) -> ProcessState:
-        return ProcessState(name, "node-a", 1, held, restart=restart)
+def ran(name: str, *held: tuple[str, float], restart: PlannedRestart | None = None) -> ProcessState:
+    return ProcessState(name, "node-a", 1, held, restart=restart)
 
-    opened = [(0.0, []), (21.0, ["W0_0"]), (38.0, []), (52.0, ["W1_0"]), (70.0, []), (81.0, ["W1_1"]), (95.0, [])]
-    generations = [{"opened_at": at, "failed": failed} for at, failed in opened]
+
+def test_a_start_takes_from_when_its_launcher_began_it_until_it_has_registered() -> None:
+    """No generation is asked: one may wait until somebody unfreezes the plan."""
     processes = [
         ran("a", ("W0_0", 0.0), restart=PlannedRestart(1, 3, 30.0)),
         ran("b", ("W1_0", 0.0), restart=PlannedRestart(1, 3, 65.0)),  # a person was there before
@@ -188,8 +189,18 @@ def test_a_start_takes_from_when_its_launcher_began_it_until_a_generation_has_it
         ran("e", ("W0_0", 36.0), restart=PlannedRestart(2, 3, 99.0)),  # whose successor is not there yet
         ran("f", ("W1_0", 60.0)),
         ran("g", ("W1_1", 90.0)),
+        ran("h", ("W2_0", 0.0), ("W2_1", 10.0), restart=PlannedRestart(1, 3, 41.0)),  # which had moved
+        ran("i", ("W2_1", 45.0)),
     ]
-    assert start_times(processes, generations) == [8.0]
+    assert start_times(processes) == [4.0, 6.0]
+
+
+def test_the_newest_starts_count() -> None:
+    """Each of a worker's starts takes a second longer than the one before."""
+    processes = [
+        ran(f"{n}", ("W0_0", 1000.0 * n + n), restart=PlannedRestart(1, 3, 1000.0 * (n + 1))) for n in range(STARTS + 6)
+    ]
+    assert start_times(processes) == [float(n) for n in reversed(range(6, STARTS + 6))]
 
 
 def test_repairs_are_what_came_back_between_generations() -> None:

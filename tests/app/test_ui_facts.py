@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 import ui_factory as factory
 
-from openrecycle.agent.coordination.membership import back_to
+from openrecycle.agent.coordination.membership import TransferBroken, WorkerRegistered, back_to
 from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.view import JobView
-from openrecycle.app.jobs.states import Condition, Loss, RoleState, loss_of
+from openrecycle.app.jobs.states import (
+    TRAINING_ALONE,
+    Condition,
+    Loss,
+    RoleState,
+    WorkerStates,
+    loss_of,
+    sentence,
+)
 from openrecycle.app.jobs.throughput import Baseline, Figures
 from openrecycle.app.ui import facts, tables, text
 from openrecycle.app.ui.charts.progress import generation_marks
@@ -131,27 +139,27 @@ def test_plan_card_has_generation_period_and_gap() -> None:
 def test_kill_tells_who_takes_over_and_when_nobody_can() -> None:
     view = factory.failed()
     by_name = {w.name: w for w in view.workers}
-    sentence, survives = facts.consequence_of_kill(view, by_name["W0_2"], Loss())
-    assert survives and "9 micro-batches" in sentence and "W2_2" in sentence and "W1_2" not in sentence
+    sentence, warning = facts.consequence_of_kill(view, by_name["W0_2"], Loss())
+    assert not warning and "9 micro-batches" in sentence and "W2_2" in sentence and "W1_2" not in sentence
     halted = factory.halted()
     last = next(w for w in halted.workers if w.name == "W1_2")._replace(state=RoleState.RUNNING)
-    sentence, survives = facts.consequence_of_kill(halted, last, Loss(halts=True))
-    assert not survives and "halts" in sentence
+    sentence, warning = facts.consequence_of_kill(halted, last, Loss(halts=True))
+    assert warning == facts.STOPS and "halts" in sentence
 
 
 @pytest.mark.parametrize(
-    ("spec", "gone", "words", "survives"),
+    ("spec", "gone", "words", "warning"),
     [
-        ({}, ("W0_1",), golden("nobody-can-take-over"), False),
-        ({"checkpoints": True}, ("W0_1",), golden("w1-0-takes-its-place-and-all"), True),
-        ({"checkpoints": True}, ("W0_1", "W0_0"), golden("no-stage-can-spare-one"), False),
-        ({"max_restarts": 3}, ("W0_1", "W0_0"), golden("starts-it-again-then-all-begin-anew"), True),
-        ({"max_restarts": 1, "checkpoints": True}, ("W0_1", "W0_0"), golden("starts-it-again-then-all-go-back"), True),
-        ({"max_restarts": 3}, (), golden("it-is-started-again-unless"), True),
+        ({}, ("W0_1",), golden("nobody-can-take-over"), facts.STOPS),
+        ({"checkpoints": True}, ("W0_1",), golden("w1-0-takes-its-place-and-all"), ""),
+        ({"checkpoints": True}, ("W0_1", "W0_0"), golden("no-stage-can-spare-one"), facts.STANDS_STILL),
+        ({"max_restarts": 3}, ("W0_1", "W0_0"), golden("starts-it-again-then-all-begin-anew"), ""),
+        ({"max_restarts": 1, "checkpoints": True}, ("W0_1", "W0_0"), golden("starts-it-again-then-all-go-back"), ""),
+        ({"max_restarts": 3}, (), golden("it-is-started-again-unless"), ""),
     ],
 )
 def test_a_kill_comes_to_what_is_said_of_it(
-    spec: dict[str, Any], gone: tuple[str, ...], words: str, survives: bool
+    spec: dict[str, Any], gone: tuple[str, ...], words: str, warning: str
 ) -> None:
     """Of W1_1 in a grid of 2 x 2, without `gone`: what the coordinator does then was said before."""
     run = Run(2, 2)
@@ -166,9 +174,9 @@ def test_a_kill_comes_to_what_is_said_of_it(
     )
     view = replace(base, spec=factory.spec(pipelines=2, stages=2, **spec), workers=workers)
     loss = loss_of(run.state, "W1_1", run.now, LADDER)
-    sentence, lives = facts.consequence_of_kill(view, next(w for w in workers if w.name == "W1_1"), loss)
+    sentence, warned = facts.consequence_of_kill(view, next(w for w in workers if w.name == "W1_1"), loss)
     assert words in sentence
-    assert lives is survives
+    assert warned == warning
     run.exit("W1_1")
     opened = run.opened[-1]
     stages = {run.member(name).stage for name in opened.living}
@@ -176,13 +184,82 @@ def test_a_kill_comes_to_what_is_said_of_it(
     assert loss.restore == (opened.restore and not run.state.halted)
 
 
+def told(run: Run, worker: str, **states: RoleState) -> tuple[str, str, Loss]:
+    """What the dialog of `worker` says of its kill, and warns of. states: of the others, all else run."""
+    pipelines, stages = (1 + max(int(name[at]) for name in run.names) for at in (1, 3))
+    workers = tuple(
+        w._replace(state=states.get(w.name, RoleState.RUNNING))
+        for w in factory.running().workers
+        if w.name in run.names
+    )
+    spec = factory.spec(pipelines=pipelines, stages=stages, checkpoints=bool(run.state.back_to))
+    view = replace(factory.running(), spec=spec, workers=workers)
+    loss = loss_of(run.state, worker, run.now, LADDER)
+    return *facts.consequence_of_kill(view, next(w for w in workers if w.name == worker), loss), loss
+
+
+def test_a_kill_while_all_go_back_for_another_stage_promises_no_move() -> None:
+    """Stage 1 was lost, and a worker of stage 0 is to take its place; those of stage 0 have peers."""
+    run = Run(3, 2, checkpoints=True).start()
+    for name in ("W0_1", "W1_1", "W2_1"):
+        run.exit(name)
+        if name != "W2_1":
+            run.resume()
+    gone = dict.fromkeys(("W1_1", "W2_1", "W2_0"), RoleState.FAILED)
+    sentence, _, loss = told(run, "W0_0", **gone, W0_1=RoleState.JOINING)
+    assert loss == Loss(restore=True)
+    assert sentence == golden("all-go-back-to-the-newest")
+
+
+def test_a_kill_while_a_peer_joins_moves_nobody() -> None:
+    run = Run(2, 2, checkpoints=True).start()
+    run.exit("W1_1")
+    run.resume()
+    run.back("W1_1")
+    sentence, _, loss = told(run, "W0_1", W1_1=RoleState.JOINING)
+    assert loss == Loss(restore=True)
+    assert sentence == golden("all-go-back-to-the-newest")
+
+
+def test_a_move_that_was_decided_before_is_none_that_a_kill_brings() -> None:
+    """W2_0 is to take a place on stage 1, and W1_1 is back there: whoever is killed of the two has the other one."""
+    run = Run(3, 2, checkpoints=True).start()
+    for name in ("W0_1", "W1_1"):
+        run.exit(name)
+        run.resume()
+    run.plans = False
+    run.exit("W2_1")
+    run.back("W1_1")
+    assert run.state.pending is not None and run.state.pending.moves == (("W2_0", "W0_1"),)
+    losses = {name: loss_of(run.state, name, run.now, LADDER).by for name in ("W0_1", "W1_1")}
+    assert losses == {"W0_1": "", "W1_1": ""}
+    run.exit("W1_1")
+    assert loss_of(run.state, "W0_1", run.now, LADDER).by == "W1_0", "now it is the last one of stage 1"
+
+
 def test_the_kill_of_one_that_joins_changes_nothing_for_the_others() -> None:
     view = factory.suspect_and_joining()
     joining = next(w for w in view.workers if w.state is RoleState.JOINING)
     alone = replace(view, workers=(joining,))
     for each in (view, alone):
-        words, survives = facts.consequence_of_kill(each, joining, Loss(share=0.7))
-        assert survives and golden("it-does-not-train-yet") in words
+        words, warning = facts.consequence_of_kill(each, joining, Loss(share=0.7))
+        assert not warning and golden("it-does-not-train-yet") in words
+
+
+def test_the_kill_of_one_that_joins_while_all_go_back_is_told_as_the_coordinator_takes_it() -> None:
+    """W1_0 is to take the place of the last worker of stage 1; nobody trains before it is ready."""
+    run = Run(2, 2, checkpoints=True).start()
+    for name in ("W0_1", "W1_1"):
+        run.exit(name)
+        if name != "W1_1":
+            run.resume()
+    assert run.member("W0_1").incarnation == "W1_0-1", "it has moved"
+    gone = dict.fromkeys(("W1_0", "W1_1"), RoleState.FAILED)
+    sentence, _, loss = told(run, "W0_1", **gone, W0_1=RoleState.JOINING)
+    assert loss.halts and golden("it-does-not-train-yet") not in sentence
+    run.back("W1_1")
+    sentence, _, loss = told(run, "W0_1", W1_0=RoleState.FAILED, W0_1=RoleState.JOINING, W1_1=RoleState.JOINING)
+    assert loss == Loss(restore=True) and sentence == golden("all-go-back-to-the-newest")
 
 
 def test_the_last_worker_of_a_stage_can_be_replaced_where_there_are_checkpoints_or_the_job_has_not_begun() -> None:
@@ -195,7 +272,28 @@ def test_the_last_worker_of_a_stage_can_be_replaced_where_there_are_checkpoints_
         said, helps = facts.consequence_of_restart(job, dead)
         assert helps and where in said
     begins = replace(view, generation=0)
-    assert facts.consequence_of_restart(begins, dead)[1] and facts.consequence_of_kill(begins, last, Loss())[1]
+    assert facts.consequence_of_restart(begins, dead)[1] and not facts.consequence_of_kill(begins, last, Loss())[1]
+
+
+def test_a_console_that_does_not_get_on_says_that_training_goes_on_only_where_it_does() -> None:
+    """Of all others it says how they are, as far as it knows: halted, say, and why."""
+    trains, begins, halted, breaks = Run().start(), Run(), Run().start(), Run().start()
+    begins.send(WorkerRegistered("W0_0", "a"))
+    for name in ("W0_1", "W1_1"):
+        halted.exit(name)
+    assert halted.state.halted
+    breaks.send(TransferBroken("W0_0", "W0_0-1", "W0_1", 1, "connection reset"))
+    assert breaks.state.settled and breaks.state.broken is not None
+
+    def said(run: Run, **more: Any) -> tuple[str, str]:
+        """At once, and after a stall."""
+        states = WorkerStates(run.state, run.processes, **more)
+        return sentence(states, run.now, LADDER), sentence(states, run.now + 9.0, LADDER, stood_still=9.0)
+
+    assert said(trains)[1].endswith(f" {TRAINING_ALONE}")
+    for run, more in ((trains, {"paused": True}), (begins, {}), (halted, {}), (breaks, {})):
+        usual, stalled = said(run, **more)
+        assert stalled.startswith(golden("the-console-has-not-got", "9")) and stalled.endswith(f" {usual}")
 
 
 def test_tables_hold_what_the_chart_shows() -> None:

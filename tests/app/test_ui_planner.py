@@ -327,7 +327,11 @@ def test_a_saved_plan_that_may_not_be_forgotten_stays_on_the_page(console: Conso
 
 def test_a_jobs_question_is_taken_over_and_the_answer_applied(console: ConsoleService) -> None:
     job = JobHere(console, "to be helped").register().commit(0, 3, 1).die("W1_2").heal("W1_2", 2)
+    over = JobHere(console, "over").register().finish()
     test = open_page()
+    jobs = (job.job_id, over.job_id)
+    offered = [words for words in test.selectbox(key="planner-take").options if words.endswith(jobs)]
+    assert offered == [f"to be helped · {job.job_id}", f"over · finished · {over.job_id}"], "as in every list of jobs"
     test.selectbox(key="planner-take").select(f"job {job.job_id}")
     run(test)
     assert "dead" in test.button(key="worker-W1_2").label
