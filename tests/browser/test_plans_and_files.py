@@ -379,6 +379,7 @@ def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any,
         assert_it_fits(page, ".or-card *", ".or-heading", ".or-title", ".st-key-worker-grid button")
 
 
+@pytest.mark.chaos
 def test_clicks_that_come_at_once_all_count(site: Site, page: Page) -> None:
     """Each is sent with an address in which those before it are not yet."""
     page.goto(f"{site.root}/schedule?job={site.small}")
