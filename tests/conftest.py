@@ -29,6 +29,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # They run this clone's code, also where another one is installed.
 _SOURCE = str(Path(__file__).resolve().parents[1] / ".src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH"))))
+# torch asks the name server who is at the other end of each connection, even of 127.0.0.1. Where one query is lost, as
+# where so many are, a job's start takes a second longer then, not five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # The same examples in each run, however long a busy machine takes for one. tests/chaos looks for new ones.
 _SAME = settings(deadline=None, derandomize=True, database=None)
@@ -154,9 +157,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     distributes them counts files then, not thousands of tests after each test."""
     if config.getvalue("dist") != "loadgroup":
         return None
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
 
-    class ByGroupOrFile(LoadGroupScheduling):
+    class ByGroupOrFile(LoadGroupScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             scope = super()._split_scope(nodeid)
             return scope if scope != nodeid else nodeid.partition("::")[0]

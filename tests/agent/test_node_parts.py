@@ -580,6 +580,7 @@ def test_a_node_that_has_come_back_counts_once_others_know_where() -> None:
         sent.clear()
         pool.decide(lambda: sent.append("decided"))
         until(hand_out, "node 2 to have it", 10)
+        nodes[2].close()  # for whose goodbye the lead would wait
     finally:
         hub.close("test")
 

@@ -395,6 +395,7 @@ def test_one_iteration_stands_at_one_place_in_charts_above_each_other(site: Site
     assert first == second
 
 
+@pytest.mark.chaos
 def test_clicks_that_come_at_once_all_count(site: Site, page: Page) -> None:
     """Each is sent with an address in which those before it are not yet."""
     page.goto(f"{site.root}/schedule?job={site.small}")
