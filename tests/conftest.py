@@ -157,9 +157,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     distributes them counts files then, not thousands of tests after each test."""
     if config.getvalue("dist") != "loadgroup":
         return None
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
 
-    class ByGroupOrFile(LoadGroupScheduling):
+    class ByGroupOrFile(LoadGroupScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             scope = super()._split_scope(nodeid)
             return scope if scope != nodeid else nodeid.partition("::")[0]
