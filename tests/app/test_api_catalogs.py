@@ -197,7 +197,7 @@ def test_no_body_breaks_it(here: ConsoleHere, client: TestClient) -> None:
         until(partial(begun, number_of), "there is room for another")
     seen: set[int] = set()
 
-    @examples(120, suppress_health_check=list(HealthCheck))
+    @examples(240, suppress_health_check=list(HealthCheck))
     @given(body=st.one_of(junk, st.fixed_dictionaries({}, optional=FIELDS)))
     def send(body: Any) -> None:
         content = json.dumps(body).encode()
