@@ -312,12 +312,15 @@ class RunRecord:
         handed_in = [self._of(w).sha256 is not None for w in self._living]
         return self.committed >= iterations and bool(handed_in) and all(handed_in)
 
-    def compared(self, worker: Worker, generation: int, iteration: int, settled: bool, sha256: str) -> None:
+    def compared(self, worker: Worker, generation: int, iteration: int, settled: bool | None, sha256: str) -> None:
         """At the boundary before `iteration` the worker's parameters had this hash. settled: was the validation of
-        its last step known? Peers that are at the same point of the same generation answer alike.
+        its last step known? Peers that are at the same point of the same generation answer alike. None: to some of its
+        ranks, so that its parameters are those of no point.
 
         Raises DivergedError when they differ.
         """
+        if settled is None:
+            return
         point = (generation, iteration, settled)
         hashes = self._hashes.setdefault((worker.stage, point), {})
         hashes[worker] = sha256

@@ -84,6 +84,11 @@ def _all_hashes(values: Sequence[str]) -> str:
     return "".join(hashlib.sha256("".join(parts).encode()).hexdigest() for parts in of_layers)
 
 
+def _same(values: Sequence[bool]) -> bool | None:
+    """None: some ranks have put their last step right, and others not yet."""
+    return values[0] if len(set(values)) == 1 else None
+
+
 def _furthest(said: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Of what they are at, what has taken the largest share of its limit: a rank that hangs in an op is seen whichever
     it is, though the others have left the iteration."""
@@ -93,7 +98,7 @@ def _furthest(said: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "iteration": max,
     "whole": all,
-    "settled": all,
+    "settled": _same,
     "sha256": _all_hashes,
     "stall_ms": max,
     "at": max,

@@ -31,6 +31,7 @@ from openrecycle.agent.launcher.processes import (
     WorkerProcess,
     spare_of,
 )
+from openrecycle.agent.launcher.record import DivergedError, RunRecord
 from openrecycle.agent.messages.channel import FENCED, ORPHANED
 from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.workload import NamedWorkload
@@ -260,6 +261,21 @@ def test_what_one_rank_can_not_finish_the_worker_has_not_done() -> None:
     for rank in range(2):
         again = merged.take(rank, {"kind": "committed", "generation": 2, "iteration": 4, "at": 4})
     assert again is not None
+
+
+def test_ranks_of_which_only_some_have_put_their_step_right_are_not_compared() -> None:
+    """Else a worker's parameters before a step is overturned, and after it in one rank, would be said to differ from
+    its peer's: a job would end for it."""
+    record = RunRecord(1, 0)
+    for worker, settled in ((Worker(0, 0), (False, False)), (Worker(1, 0), (False, True))):
+        merged, told = MergedMessages(2), None
+        for rank, known in enumerate(settled):
+            place = {"kind": "parameters", "generation": 1, "iteration": 1, "at": 0}
+            told = merged.take(rank, place | {"settled": known, "sha256": ("b" if known else "a") * 64})
+        assert told is not None
+        record.compared(worker, 1, 1, told["settled"], told["sha256"])
+    with pytest.raises(DivergedError):
+        record.compared(Worker(1, 0), 1, 1, False, "c" * 64)
 
 
 def test_a_worker_names_the_processes_of_all_its_ranks() -> None:
