@@ -306,7 +306,12 @@ class WorkerProcess:
     def join(self) -> None:
         """Returns when it has ended, with all its ranks: each ends when another one of them has."""
         self.process.join()
-        _join(self.siblings, JOIN_SECONDS)
+        if self.lingers:
+            deadline = time.monotonic() + JOIN_SECONDS
+            while time.monotonic() < deadline and not all(process.is_ending() for process in self.siblings):
+                time.sleep(LOOK_SECONDS)
+        else:
+            _join(self.siblings, JOIN_SECONDS)
         self.kill()
 
 
@@ -317,8 +322,7 @@ def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:
     """Returns when all have ended, or after so long."""
     deadline = time.monotonic() + seconds
     for process in processes:
-        while not process.is_ending() and (left := deadline - time.monotonic()) > 0:
-            process.join(min(left, LOOK_SECONDS))
+        process.join(max(0.0, deadline - time.monotonic()))
 
 
 def spare_of(codes: Sequence[int | None]) -> tuple[int, ...]:
