@@ -232,7 +232,8 @@ class WorkerProcess:
 
     def has_ended(self, ready: Collection[object]) -> bool:
         """ready: what can be read. That a process ends may be known before its sentinel says it, which is when the
-        system has taken all of it apart."""
+        system has taken all of it apart. Of one that lingers it is asked every LOOK_SECONDS, and its ranks are told
+        here of one among them that has ended."""
         if self.lingers and not self.fenced and any(process.is_ending() for process in self.siblings):
             # The others hear of it when the connections to that one are closed, which is late; but not before what it
             # has said last is passed on.

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import Mode
-from openrecycle.agent.stages.kernels import add_in_torch, fused_add
+from openrecycle.agent.stages.kernels import add_in_torch, fused_add, scale_into
 from openrecycle.planner.plans.schedule import MicroBatch
 
 GRID_BITS = 50
@@ -407,7 +407,6 @@ class GradientSum:
 
     def _add(self, target: Tensor, term: Tensor, factor: float = 1.0) -> None:
         self._read = None  # a term may be rejected
-        # Scaling by a power of two is exact in fp32 and bf16 (fp16 lacks the range).
         wide, scale = torch.float64 if term.dtype == torch.float64 else torch.float32, _SCALE * factor
         if self._fused is not None and scale < _MOST_FUSED:
             self._fused(target, term, self._buffer[_REJECTED], scale, self._limit)
@@ -418,10 +417,7 @@ class GradientSum:
                 whole = self._temporary(torch.int64, part.numel())
                 add_in_torch(into, part, self._buffer[_REJECTED], scale, self._limit, scaled, whole)
                 continue
-            if part.dtype == wide:
-                torch.mul(part, scale, out=scaled)
-            else:
-                scaled.copy_(part).mul_(scale)
+            scale_into(scaled, part, scale)
             low, high = torch.aminmax(scaled)
             # Written so that NaN fails it too.
             if not (-self._limit < low.item() and high.item() < self._limit):

@@ -19,16 +19,22 @@ Add = Callable[[Tensor, Tensor, Tensor, float, float], None]
 """Of (sums, term, rejected, scale, limit), as `add_in_torch`."""
 
 
+def scale_into(scaled: Tensor, term: Tensor, scale: float) -> None:
+    """scaled = term * scale, in the type of `scaled`. By a power of two that is exact in fp32 and bf16 (fp16 lacks the
+    range)."""
+    if term.dtype == scaled.dtype:
+        torch.mul(term, scale, out=scaled)
+    else:
+        scaled.copy_(term).mul_(scale)
+
+
 def add_in_torch(
     sums: Tensor, term: Tensor, rejected: Tensor, scale: float, limit: float, scaled: Tensor, whole: Tensor
 ) -> None:
     """sums += round(term * scale), both flat; sums and rejected: int64. With an element that is not below `limit`, or
     no number, rejected (of one element) grows, and the sums mean nothing. Waits for no answer of the device. scaled,
     whole: scratch memory as large as the term, in fp32 (fp64 where the term is) and int64."""
-    if term.dtype == scaled.dtype:
-        torch.mul(term, scale, out=scaled)
-    else:
-        scaled.copy_(term).mul_(scale)
+    scale_into(scaled, term, scale)
     low, high = torch.aminmax(scaled)
     # Written so that NaN fails it too.
     fits = ((-limit < low) & (high < limit)).to(torch.int64)

@@ -481,7 +481,7 @@ def sentence(
     if state.settled and not (state.halted or state.over or state.broken or worker_states.paused):
         said = TRAINING_ALONE  # what else there is to say may have changed
     return (
-        f"The console has not got on for {stood_still:.0f} s: its database does not answer, or the machine is very "
+        f"The console has been stuck for {stood_still:.0f} s: its database does not answer, or the machine is very "
         f"busy. What is shown is as old as that. {said}"
     )
 

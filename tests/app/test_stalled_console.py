@@ -95,7 +95,7 @@ def test_workers_that_are_not_listened_to_are_not_said_to_be_silent(world: World
     """While the console stands still, and a page is shown all the same: an operator would look at the launcher."""
     before = _said(world)
     world.now += LADDER.suspect + 0.4
-    assert golden("the-console-has-not-got", f"{LADDER.suspect:.0f}") in _said(world)
+    assert golden("the-console-has-been-stuck", f"{LADDER.suspect:.0f}") in _said(world)
     world.job.tick()
     assert _said(world) == before
     world.now += LADDER.suspect - 0.2

@@ -293,7 +293,7 @@ def test_a_console_that_does_not_get_on_says_that_training_goes_on_only_where_it
     assert said(trains)[1].endswith(f" {TRAINING_ALONE}")
     for run, more in ((trains, {"paused": True}), (begins, {}), (halted, {}), (breaks, {})):
         usual, stalled = said(run, **more)
-        assert stalled.startswith(golden("the-console-has-not-got", "9")) and stalled.endswith(f" {usual}")
+        assert stalled.startswith(golden("the-console-has-been-stuck", "9")) and stalled.endswith(f" {usual}")
 
 
 def test_tables_hold_what_the_chart_shows() -> None:
