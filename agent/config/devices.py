@@ -69,6 +69,12 @@ CUDA_ENVIRONMENT = {
     # From NCCL 2.30 on, several ranks may be on one GPU; those before refuse that, and don't know this.
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
 }
+OVER_NCCL_ENVIRONMENT = {
+    # A library's kernels are loaded when it is first used, and not each with its own first use: to load one is to wait
+    # until all that the GPU was given is done, a receive among it whose message depends on what is not launched yet.
+    # That takes a start 6 s, and 1 GiB of the GPU's memory (H100).
+    "CUDA_MODULE_LOADING": "EAGER",
+}
 SHARED_GPU_ENVIRONMENT = {
     # Kernels of all ranks of a GPU wait for each other, so none may take much of it; NVLS can't be shared.
     "NCCL_MAX_CTAS": "1",
@@ -150,7 +156,7 @@ class Platform(OptionGroup):
         if self.device == "cpu":
             return torch.device("cpu")
         # First: the driver reads some of it when it is asked anything.
-        os.environ.update(CUDA_ENVIRONMENT)
+        os.environ.update(CUDA_ENVIRONMENT | (OVER_NCCL_ENVIRONMENT if self.carrier == "ordered" else {}))
         cuda: Any = torch.cuda
         if cuda._is_in_bad_fork():
             raise self.refuse(

@@ -420,6 +420,12 @@ class Groups:
         for group in self._all:
             group.cancel()
 
+    def leave(self) -> None:
+        """Ends what is under way on a device, when nobody exchanges anything in these groups any more. Returns at
+        once."""
+        for group in self._all:
+            group.halt()
+
     def halt(self) -> None:
         """Ends the groups' life, when nobody exchanges anything in them any more."""
         for group in self._all:
@@ -610,6 +616,7 @@ class Communicator:
             hurry = groups is not None and groups.generation < self._newest
         if groups is None:
             return
+        groups.leave()
         self._bury_left()
         self._left_in_haste = [groups]
         if not hurry:

@@ -31,7 +31,10 @@ waiting and cancelling there with stand-ins. What it relies on:
   streams per neighbour that its plan gives it, and one for its stage: a dozen neighbours are safe,
   more are not known to be.
 - `ProcessGroupNCCL.abort`, called from another thread, ends the kernels that wait for a peer, dead or alive: within
-  2 ms (H200). It returns half a second later.
+  2 ms (H200). It returns half a second later, when memory has been given back, and that waits for all that the GPU was
+  given, and holds up what is launched meanwhile. So nothing is received before it has returned (see `make_nccl`): a
+  receive of the next generation and an abort of the one before waited for each other (H100, a worker that came back).
+- To load a kernel waits in the same way: hence CUDA_MODULE_LOADING (see agent.config.devices).
   It does not end a connection that is just being made, in which the calling thread waits for the other
   end. So all connections are made in a thread that may be left behind (see agent.transport.communicator), before the
   group is used: a peer that dies meanwhile costs that thread, and its communicator, but no process. That the
@@ -599,6 +602,35 @@ _GLANCE_SECONDS = 2e-5
 
 # -- a process group over NCCL, for tensors on a GPU --------------------------------------------
 
+_ABORT_SECONDS = 5.0
+"""Whatever takes longer waits for no memory, but for a peer that was just connecting."""
+_aborting: list[threading.Thread] = []
+
+
+def abort_aside(group: Any) -> None:
+    """Ends what is under way in a ProcessGroupNCCL, within milliseconds, and gives its memory back, which takes half a
+    second (H200, three communicators). Returns at once: whoever cancels hears the launcher's news. From any thread."""
+
+    def abort() -> None:
+        # abort, never shutdown or destroy: those wait for peers, which may be dead.
+        with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
+            group.abort()
+
+    thread = threading.Thread(target=abort, name="abort-group", daemon=True)
+    _aborting.append(thread)
+    thread.start()
+
+
+def make_nccl(store: Any, rank: int, size: int) -> Any:
+    """A ProcessGroupNCCL, once those that were aborted before have given their memory back."""
+    deadline = time.monotonic() + _ABORT_SECONDS
+    for thread in list(_aborting):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if not thread.is_alive():
+            with contextlib.suppress(ValueError):  # another thread was quicker
+                _aborting.remove(thread)
+    return compat.nccl_group(store, rank, size, timeout=NO_LIMIT)
+
 
 class NcclPending:
     """An operation in the group's stream, with `peer` (None: with several). cancelled: has its group been?"""
@@ -670,7 +702,7 @@ class NcclGroup(Group):
         self._seconds, self._sum_seconds, self._device = timeouts.transfer, timeouts.group, device
         self._cancelled, self._aborting = threading.Event(), threading.Lock()
         self._aborted = False
-        self._group = compat.nccl_group(dist.PrefixStore(name, store), rank, len(members), timeout=NO_LIMIT)
+        self._group = make_nccl(dist.PrefixStore(name, store), rank, len(members))
 
     def send(self, to: int, tensor: Tensor, tag: int) -> NcclPending:
         assert tag == _NO_TAG, "NCCL has no tags"
@@ -698,20 +730,13 @@ class NcclGroup(Group):
         with self._aborting:
             begun, self._aborted = self._aborted, True
         if not begun:
-            # Aside: whoever cancels hears the launcher's news, and must not wait here. Kernels end within 2 ms, but
-            # then the communicators' memory is given back, which takes 500 ms (H200, three communicators).
-            threading.Thread(target=self._abort, name="abort-group", daemon=True).start()
+            abort_aside(self._group)
 
     def halt(self) -> None:
         self.cancel()
 
     def rest(self) -> None:
         torch.cuda.synchronize(self._device)
-
-    def _abort(self) -> None:
-        # abort, never shutdown or destroy: those wait for peers, which may be dead.
-        with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
-            self._group.abort()
 
     def _start(self, peer: Worker | None, seconds: float, tensor: Tensor, operation: Callable[[], Any]) -> NcclPending:
         if self._cancelled.is_set():

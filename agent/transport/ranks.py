@@ -12,13 +12,12 @@ whoever waits for a collective waits on the host: an op whose collective was cut
 it. NCCL's communicator is not made ahead: a kernel of the training that waits for a peer and the memory that a new
 communicator takes from the device may wait for each other.
 
-NOT RUN: what is on a GPU, where no GPU was at hand (see agent.transport.group). That other devices than the CPU go by
-way of the host is tested with a simulated one.
+On a GPU this has begun to train, and has not finished a check (see agent.transport.group). That other devices than the
+CPU go by way of the host is tested with a simulated one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import threading
@@ -34,12 +33,13 @@ from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import CPU
 from openrecycle.agent.transport.group import (
-    NO_LIMIT,
     NcclPending,
     TransferError,
+    abort_aside,
     first_line,
     host_copy,
     host_memory,
+    make_nccl,
     wait_or_leave,
     wake,
 )
@@ -112,7 +112,7 @@ class Connections:
     def add_nccl(self, store: Any, device: torch.device) -> None:
         """For tensors of `device`, which is this thread's. Blocks until all ranks have called it. Raises
         RuntimeError."""
-        nccl = compat.nccl_group(store, self._rank, self._size, timeout=NO_LIMIT)
+        nccl = make_nccl(store, self._rank, self._size)
         # It connects with its first operation.
         token = torch.zeros(1, device=device)
         NcclPending(nccl.allreduce([token]), token, self.seconds, lambda: self.aborted, None).wait()
@@ -136,12 +136,7 @@ class Connections:
         with self._aborting:
             nccl, self._to_abort = self._to_abort, None
         if nccl is not None:
-            threading.Thread(target=_abort, args=(nccl,), name="abort-ranks", daemon=True).start()
-
-
-def _abort(nccl: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
-        nccl.abort()
+            abort_aside(nccl)
 
 
 class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -196,8 +191,13 @@ class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
         work: Any
         if all(map(connections.carries, tensors)):
             on_device = any(t.device.type != "cpu" for t in tensors)
-            if on_device and connections.aborted:
-                raise RuntimeError(_CANCELLED)
+            if on_device:
+                if connections.aborted:
+                    raise RuntimeError(_CANCELLED)
+                # Else it would be in the caller's own stream, and there would be nothing to wait for, or to end.
+                for options in (*args, *kwargs.values()):
+                    if hasattr(options, "asyncOp"):
+                        options.asyncOp = True
             work = getattr(connections.group, name)(*args, **kwargs)
             if on_device:
                 return DeviceWork(connections, work, then)
@@ -372,13 +372,13 @@ class Ranks:
         RuntimeError."""
         if self._group is None:
             return
+        before = getattr(self._group, "connections", None)
+        if before is not None:
+            before.halt()
         made = ahead or Connections(dist.PrefixStore("gloo", store), self.rank, self.size, timeouts)
         if self._over_nccl:
             made.add_nccl(dist.PrefixStore("nccl", store), self._device)
         with self._lock:
-            before = getattr(self._group, "connections", None)
-            if before is not None:
-                before.halt()  # its destructor would do that, in this thread
             self._group.connections = made
             self._outlived = [old for old in (*self._outlived, before) if old is not None and _has_unended(old)]
 

@@ -137,9 +137,11 @@ class OpCount:
     for nothing any more."""
 
     def __init__(self, device: torch.device) -> None:
-        self._there, self._here = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64)
+        self._there, self._here = torch.full((1,), -1, device=device), torch.zeros(1, dtype=torch.int64)
         if device.type == "cuda":
             self._here = self._here.pin_memory()
+        # Before anything is received: a kernel that is loaded with its first use waits for all that the GPU was given.
+        self.add()
 
     def add(self) -> None:
         """One more, behind what it has been given."""

@@ -346,6 +346,26 @@ def test_what_an_abort_ends_is_no_data(group: Any) -> None:
     assert group._group.aborted == 1, "an aborted communicator must not be aborted again"
 
 
+def test_nothing_is_received_before_an_abort_has_given_its_memory_back(group: Any) -> None:
+    """It waits for what the device was given, and a receive may wait for what is launched later: for ever, both."""
+    returned = threading.Event()
+    group._group.abort = returned.wait
+    made: list[Any] = []
+    members = [Worker(0, 0), Worker(0, 1)]
+
+    def next_generation() -> None:
+        made.append(groups.NcclGroup(None, "generation2/forward", 0, members, Timeouts(), CPU))
+
+    group.cancel()
+    forming = threading.Thread(target=next_generation)
+    forming.start()
+    forming.join(0.05)
+    assert not made
+    returned.set()
+    forming.join(10.0)
+    assert made
+
+
 def test_what_breaks_says_with_whom(group: Any) -> None:
     with pytest.raises(TransferError) as waiting:
         group.send(1, torch.zeros(2), 0).wait()
@@ -360,7 +380,13 @@ def among_ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group whose tensors of other devices than the CPU go over a stand-in for NCCL; with that stand-in."""
     backend = _Backend(None, 0, 2, None)
     gloo = SimpleNamespace(recv=lambda *_: _Work(lambda: True))
-    whole = SimpleNamespace(allreduce=lambda tensors, options: backend.allreduce(tensors))
+
+    def allreduce(tensors: list[Tensor], options: Any) -> _Work | None:
+        """As torch has it: what is not asynchronous is in the caller's stream, with nothing to wait for."""
+        work = backend.allreduce(tensors)
+        return work if options is None or options.asyncOp else None
+
+    whole = SimpleNamespace(allreduce=allreduce)
     for name, found in {"gloo_device": None, "gloo_group": gloo, "process_group": whole, "nccl_group": backend}.items():
         monkeypatch.setattr(compat, name, lambda *_, found=found, **__: found)
     monkeypatch.setattr(compat, "add_nccl", lambda group, nccl: None)
@@ -376,9 +402,13 @@ def among_ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
 THERE = torch.device("meta")
 
 
-def test_a_collective_of_ranks_is_over_when_the_device_says_so(among_ranks: Any) -> None:
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_collective_of_ranks_is_over_when_the_device_says_so(asynchronous: bool, among_ranks: Any) -> None:
     group, backend = among_ranks
-    work = group.allreduce([torch.zeros(2, device=THERE)], None)
+    torch_: Any = torch
+    options = torch_.distributed.AllreduceOptions()
+    options.asyncOp = asynchronous
+    work = group.allreduce([torch.zeros(2, device=THERE)], options)
     waiting = threading.Thread(target=work.wait)
     waiting.start()
     waiting.join(0.05)

@@ -33,11 +33,11 @@ LIMITS = {
     "nccl-death": 75,
     "host": 60,
     "train": 180,
-    "kills": 100,
-    "hand-over": 90,
-    "sharded": 60,
-    "ranks": 120,
-    "command": 60,
+    "kills": 120,
+    "hand-over": 120,
+    "sharded": 120,
+    "ranks": 240,
+    "command": 120,
     "sums": 60,
     "profile": 75,
     "speed": 75,
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="of the jobs that are trained; auto: nccl if four workers can use it here",
     )
     parser.add_argument("--only", action="append", choices=tuple(LIMITS), help="this check; may be given again")
-    parser.add_argument("--minutes", type=float, default=10.0, help="what has not begun by then is skipped")
+    parser.add_argument("--minutes", type=float, default=15.0, help="what has not begun by then is skipped")
     parser.add_argument("--limit", type=float, help="seconds a check may take at most, instead of each one's own")
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder for logs and results")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
