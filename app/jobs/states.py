@@ -478,7 +478,8 @@ def sentence(
     if stood_still <= failure_timeouts.suspect:
         return said
     state = worker_states.state
-    if state.settled and not (state.halted or state.over or state.broken or worker_states.paused):
+    silence = _silence(state, now - stood_still, failure_timeouts)
+    if state.settled and not (state.halted or state.over or state.broken or worker_states.paused or silence):
         said = TRAINING_ALONE  # what else there is to say may have changed
     return (
         f"The console has been stuck for {stood_still:.0f} s: its database does not answer, or the machine is very "

@@ -277,13 +277,14 @@ def test_the_last_worker_of_a_stage_can_be_replaced_where_there_are_checkpoints_
 
 def test_a_console_that_does_not_get_on_says_that_training_goes_on_only_where_it_does() -> None:
     """Of all others it says how they are, as far as it knows: halted, say, and why."""
-    trains, begins, halted, breaks = Run().start(), Run(), Run().start(), Run().start()
+    trains, begins, halted, breaks, silent = Run().start(), Run(), Run().start(), Run().start(), Run().start()
     begins.send(WorkerRegistered("W0_0", "a"))
     for name in ("W0_1", "W1_1"):
         halted.exit(name)
     assert halted.state.halted
     breaks.send(TransferBroken("W0_0", "W0_0-1", "W0_1", 1, "connection reset"))
     assert breaks.state.settled and breaks.state.broken is not None
+    silent.wait(LADDER.suspect + 1.0, *(name for name in silent.names if name != "W0_1"))
 
     def said(run: Run, **more: Any) -> tuple[str, str]:
         """At once, and after a stall."""
@@ -291,7 +292,8 @@ def test_a_console_that_does_not_get_on_says_that_training_goes_on_only_where_it
         return sentence(states, run.now, LADDER), sentence(states, run.now + 9.0, LADDER, stood_still=9.0)
 
     assert said(trains)[1].endswith(f" {TRAINING_ALONE}")
-    for run, more in ((trains, {"paused": True}), (begins, {}), (halted, {}), (breaks, {})):
+    assert "W0_1" in said(silent)[0]
+    for run, more in ((trains, {"paused": True}), (begins, {}), (halted, {}), (breaks, {}), (silent, {})):
         usual, stalled = said(run, **more)
         assert stalled.startswith(golden("the-console-has-been-stuck", "9")) and stalled.endswith(f" {usual}")
 
