@@ -35,12 +35,19 @@ from openrecycle.agent.launcher.record import (
     DataWait,
     DivergedError,
     EvaluationResult,
-    NamedWorker,
     RecordedProgress,
     RunRecord,
 )
 from openrecycle.agent.messages import channel
-from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Relayout, Restart, ValidationReport
+from openrecycle.agent.messages.protocol import (
+    Command,
+    Deployment,
+    Iteration,
+    NamedWorker,
+    Relayout,
+    Restart,
+    ValidationReport,
+)
 from openrecycle.agent.monitoring.liveness import CurrentOp, LoopLag, Silences, boot_clock
 from openrecycle.agent.transport.communicator import RendezvousStore
 from openrecycle.agent.workers import worker

@@ -11,11 +11,11 @@ import hashlib
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
+from pydantic import TypeAdapter
 
-from openrecycle.agent.messages.protocol import LONGEST_MS, Iteration, Recovery, Restart
+from openrecycle.agent.messages.protocol import LONGEST_MS, Iteration, NamedWorker, Recovery, Restart
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import count
 
@@ -435,7 +435,6 @@ class DataWait:
         )
 
 
-NamedWorker = Annotated[Worker, PlainSerializer(str), BeforeValidator(Worker.parse)]
 _FORMS: dict[str, TypeAdapter[Any]] = {
     "_joining": TypeAdapter(set[NamedWorker]),
     "_workers": TypeAdapter(dict[NamedWorker, _Progress]),

@@ -20,8 +20,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     StrictBool,
     StringConstraints,
     ValidationError,
@@ -29,7 +31,7 @@ from pydantic import (
 )
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MayMove, MemoryLimit, Technique
+from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MayMove, MemoryLimit, Technique, Worker
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, job_doc
 
 API = "/api/v1"
@@ -75,6 +77,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=NAM
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 Memory = Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9][0-9]{0,8})$")]
 WorkerName = Annotated[str, StringConstraints(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
+NamedWorker = Annotated[Worker, PlainSerializer(str), BeforeValidator(Worker.parse)]
 Text = Annotated[str, StringConstraints(max_length=2000)]
 Count = Annotated[int, Field(ge=0, le=2**53), INTEGER]
 Term = Annotated[int, Field(ge=0, lt=10**15), INTEGER]
