@@ -348,11 +348,10 @@ class Launcher:
         deployed = self._deployed
         if deployed is None:
             return None
-        about = {"deployment": deployed.deployment.model_dump(mode="json"), "restore": deployed.restore}
         return {
             "decides": self._coordination.saved(),
             "record": self._record.saved(),
-            "deployed": about | {"moves": [(str(source), str(to)) for source, to in deployed.moves]},
+            "deployed": {"deployment": deployed.deployment.model_dump(mode="json"), "restore": deployed.restore},
             "plan": self._document(deployed.plan),
             "validations": sorted(self._validations)[-_REMEMBERED_VALIDATIONS:],
             "hold": self._hold.saved(),
@@ -362,9 +361,8 @@ class Launcher:
     def _go_on(self, takeover: Takeover) -> None:
         saved, deployed = takeover.document, takeover.document["deployed"]
         self._record = RunRecord.restored(self._options.job.stages, saved["record"], takeover.recorded, takeover.ahead)
-        moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployed["moves"])
         deployment = Deployment.model_validate(deployed["deployment"])
-        self._deployed = Deploy(deployment, takeover.plan, moves, deployed["restore"])
+        self._deployed = Deploy(deployment, takeover.plan, deployed["restore"])
         for name, form in _FORMS.items():
             setattr(self, name, form.validate_python(saved[name]))
         self._restarts = self._restarts.earlier(takeover.ahead / 1e9)
