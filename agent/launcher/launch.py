@@ -403,6 +403,7 @@ class Launcher:
             if item in pipes:
                 self._read(pipes[item])  # type: ignore[index]
         for one in entries:
+            one.tell_ranks()
             if one.has_ended(ready):
                 self._ended(one)
         for event in self._coordination.poll(time.monotonic()):

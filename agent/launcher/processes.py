@@ -230,10 +230,8 @@ class WorkerProcess:
                 return
             yield message
 
-    def has_ended(self, ready: Collection[object]) -> bool:
-        """ready: what can be read. That a process ends may be known before its sentinel says it, which is when the
-        system has taken all of it apart. Of one that lingers it is asked every LOOK_SECONDS, and its ranks are told
-        here of one among them that has ended."""
+    def tell_ranks(self) -> None:
+        """Of one that lingers, every LOOK_SECONDS: has its ranks end of which another one has."""
         if self.lingers and not self.fenced and any(process.is_ending() for process in self.siblings):
             # The others hear of it when the connections to that one are closed, which is late; but not before what it
             # has said last is passed on.
@@ -242,6 +240,10 @@ class WorkerProcess:
             elif time.monotonic() >= self._tell_at:
                 self._tell_at = math.inf
                 self.outbox.put({"kind": "fenced"})
+
+    def has_ended(self, ready: Collection[object]) -> bool:
+        """ready: what can be read. That a process ends may be known before its sentinel says it, which is when the
+        system has taken all of it apart: of one that lingers it is asked every LOOK_SECONDS."""
         return self.process.sentinel in ready or ((self.hung_up or self.lingers) and self.process.is_ending())
 
     def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
