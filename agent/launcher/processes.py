@@ -256,11 +256,8 @@ class WorkerProcess:
         return new
 
     def kill(self) -> None:
-        """SIGKILL, which also ends a stopped process."""
         for process in (self.process, *self.siblings):
-            if process.pid is not None and process.is_alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+            _kill(process)
 
     def end(self) -> None:
         """Of one that is silent. Of several ranks each whose threads run ends by itself, and has shown thereby that it
@@ -271,14 +268,9 @@ class WorkerProcess:
             self.kill()
             return
         self.outbox.put({"kind": "fenced"})  # at once: a lead holds others back until its nodes know of them
-        late = threading.Timer(END_SECONDS, self._kill_rank_0)
+        late = threading.Timer(END_SECONDS, _kill, (self.process,))
         late.daemon = True
         late.start()
-
-    def _kill_rank_0(self) -> None:
-        if self.process.pid is not None and self.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGKILL)
 
     @property
     def first_end(self) -> tuple[int, int | None]:
@@ -319,6 +311,13 @@ class WorkerProcess:
 
 
 _TOLD = ("member", "since", "whole", "spoke", "waits", "op_limit")
+
+
+def _kill(process: ProcessHandle) -> None:
+    """SIGKILL, which also ends a stopped process."""
+    if process.pid is not None and process.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:
