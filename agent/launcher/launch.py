@@ -34,15 +34,14 @@ from openrecycle.agent.launcher.processes import LOOK_SECONDS, ProcessPool, Spar
 from openrecycle.agent.launcher.record import (
     DataWait,
     DivergedError,
-    EvaluationResult,
     RecordedProgress,
     RunRecord,
+    iteration_line,
 )
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.protocol import (
     Command,
     Deployment,
-    Iteration,
     NamedWorker,
     Relayout,
     Restart,
@@ -768,7 +767,7 @@ class Launcher:
         for number, norm in recorded.gradient_norms:
             self._listener({"gradient_norm": {"iteration": number, "norm": norm}})
         for evaluation in recorded.evaluations:
-            self._listener({"evaluation": evaluation_line(evaluation)})
+            self._listener({"evaluation": evaluation.line})
         for recovery in recorded.recoveries:
             self._listener({"failure": recovery.model_dump()})
             self._coordination.report(recovery)
@@ -1111,23 +1110,3 @@ class Launcher:
         deadline = time.monotonic() + 5.0
         for entry in list(self._pool.running.values()):
             entry.process.join(max(0.0, deadline - time.monotonic()))
-
-
-def evaluation_line(evaluation: EvaluationResult) -> dict[str, Any]:
-    """An evaluation as the record has it; values are hexadecimal floats."""
-    values = {"loss": evaluation.loss, **evaluation.metrics}
-    return {"iteration": evaluation.iteration, "values": {name: value.hex() for name, value in values.items()}}
-
-
-def iteration_line(iteration: Iteration) -> dict[str, Any]:
-    """A committed iteration as the record has it; loss is a hexadecimal float."""
-    return {
-        "iteration": iteration.iteration,
-        "loss": iteration.loss_hex,
-        "seconds": round(iteration.seconds, 6),
-        "generation": iteration.generation,
-        "living": iteration.living,
-        **({"skipped": list(iteration.skipped)} if iteration.skipped else {}),
-        **({"learning_rate": iteration.learning_rate} if iteration.learning_rate is not None else {}),
-        **({"data_seconds": iteration.data_seconds} if iteration.data_seconds else {}),
-    }

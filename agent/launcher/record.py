@@ -67,6 +67,12 @@ class EvaluationResult:
         numbers = {name: float.fromhex(value) for name, value in values.items()}
         return cls(iteration, numbers.pop("loss"), numbers)
 
+    @property
+    def line(self) -> dict[str, Any]:
+        """As the record has it, and `of` reads it."""
+        values = {"loss": self.loss, **self.metrics}
+        return {"iteration": self.iteration, "values": {name: value.hex() for name, value in values.items()}}
+
 
 @dataclass(frozen=True)
 class RecordedProgress:
@@ -541,8 +547,14 @@ def is_warning(line: dict[str, Any]) -> bool:
     return any(key in line for key in ("warning", "raised", "failure", "restart"))
 
 
+def iteration_line(iteration: Iteration) -> dict[str, Any]:
+    """A committed iteration as the record has it; loss is a hexadecimal float."""
+    rest = iteration.model_dump(mode="json", exclude={"loss_hex"})
+    return rest | {"loss": iteration.loss_hex, "seconds": round(iteration.seconds, 6)}
+
+
 def iteration_of(line: dict[str, Any]) -> Iteration:
-    """What agent.launcher.launch.iteration_line made the line of."""
+    """What `iteration_line` made the line of."""
     return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
 
 
