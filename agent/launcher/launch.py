@@ -11,7 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -68,32 +68,26 @@ from openrecycle.planner.plans.plan import Plan
 # iteration, whatever it does, ends before that one.
 
 
+@dataclass
 class PauseRequest:
     """The launcher's side. after: the iteration through which all go; None: the job is not paused.
-    last: how many iterations there are in all, where the job is to end early."""
+    last: how many iterations there are in all, where the job is to end early. asked: the incarnations that have not
+    said yet after which they stop."""
 
-    def __init__(self) -> None:
-        self.after: int | None = None
-        self.last: int | None = None
-        self._asked: set[str] = set()
-
-    def saved(self) -> dict[str, Any]:
-        return {"after": self.after, "last": self.last, "asked": sorted(self._asked)}
-
-    def restore(self, document: Mapping[str, Any]) -> None:
-        """Goes on from what another launcher has `saved`."""
-        self.after, self.last, self._asked = document["after"], document["last"], set(document["asked"])
+    after: int | None = None
+    last: int | None = None
+    asked: set[str] = field(default_factory=set)
 
     def begin(self, entries: Iterable[WorkerProcess]) -> None:
         if self.after is None and self.last is None:
             self.after = -1
             for entry in entries:
-                self._asked.add(entry.incarnation)
+                self.asked.add(entry.incarnation)
                 entry.post("hold", after=None)
 
     def heard(self, iteration: int, entries: Iterable[WorkerProcess], by: str = "") -> None:
         """A worker, the incarnation `by`, has stopped, or will, after `iteration`."""
-        self._asked.discard(by)
+        self.asked.discard(by)
         if self.after is not None and iteration > self.after:
             self.after = iteration
             for entry in entries:
@@ -111,7 +105,7 @@ class PauseRequest:
 
     def settled(self, entries: Iterable[WorkerProcess]) -> bool:
         """Paused, and everybody has said after which iteration?"""
-        return self.after is not None and self._asked.isdisjoint(entry.incarnation for entry in entries)
+        return self.after is not None and self.asked.isdisjoint(entry.incarnation for entry in entries)
 
     def end_at(self, iterations: int, entries: Iterable[WorkerProcess]) -> None:
         """There is none after so many: all are held before it, or it can't be committed."""
@@ -121,7 +115,7 @@ class PauseRequest:
 
     def end(self, entries: Iterable[WorkerProcess]) -> None:
         self.after = None
-        self._asked.clear()
+        self.asked.clear()
         for entry in entries:
             entry.post("go")
 
@@ -134,6 +128,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_found": TypeAdapter(dict[str, Any]),
     "_shared": TypeAdapter(set[NamedWorker]),
     "_move_waits": TypeAdapter(bool),
+    "_hold": TypeAdapter(PauseRequest),
     "_held": TypeAdapter(tuple[int, ...]),
     "_relayout": TypeAdapter(dict[str, Any] | None),
     "_stalls": TypeAdapter(dict[str, float]),
@@ -353,7 +348,6 @@ class Launcher:
             "deployed": {"deployment": deployed.deployment.model_dump(mode="json"), "restore": deployed.restore},
             "plan": self._document(deployed.plan),
             "validations": sorted(self._validations)[-_REMEMBERED_VALIDATIONS:],
-            "hold": self._hold.saved(),
             **{name: form.dump_python(getattr(self, name), mode="json") for name, form in _FORMS.items()},
         }
 
@@ -366,7 +360,6 @@ class Launcher:
             setattr(self, name, form.validate_python(saved[name]))
         self._restarts = self._restarts.earlier(takeover.ahead / 1e9)
         self._validations = set(saved["validations"])
-        self._hold.restore(saved["hold"])
         self._halt_by = time.monotonic() + self._options.faults.timeouts.transfer
         self._listener({"warning": takeover.text})
         for entry, message in takeover.unheard:
