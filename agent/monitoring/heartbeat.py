@@ -45,7 +45,7 @@ from openrecycle.agent.messages.protocol import (
     Registrations,
     clock_name,
 )
-from openrecycle.agent.monitoring.liveness import AT_REST, IterationTimeline, OpProgress, Timeline
+from openrecycle.agent.monitoring.liveness import AT_REST, IterationTimeline, OpProgress, OpSeconds, Timeline
 from openrecycle.planner.jobs.words import encodable
 
 M = TypeVar("M", bound=Message)
@@ -63,12 +63,13 @@ LAST = "draining"
 class Status:
     """What a heartbeat says; written by the training thread, read by the reporting one.
 
-    timeline: of the ops that run here, where somebody records them. progress: what the training thread is at."""
+    times: of the ops that run here; timeline: of one iteration's, where somebody records them. progress: what the
+    training thread is at."""
 
     generation: int = 0
     iteration: int = 0
     phase: str = "starting"
-    take_op_milliseconds: Callable[[], dict[str, float]] = field(default=dict)
+    times: OpSeconds = field(default_factory=OpSeconds)
     timeline: Timeline = field(default_factory=Timeline)
     progress: OpProgress = field(default_factory=OpProgress)
 
@@ -79,7 +80,7 @@ class Status:
             "generation": self.generation,
             "iteration": self.iteration,
             "phase": self.phase,
-            "op_milliseconds": self.take_op_milliseconds(),
+            "op_milliseconds": self.times.take(),
             "resident_bytes": resident_bytes(),
             "doing": None if at is None else at.model_dump(),
         }
