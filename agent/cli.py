@@ -147,7 +147,7 @@ INCOMPLETE = 3
 
 
 @with_flags(leaves(TrainingOptions))
-def launch(
+def train(
     pipelines: Annotated[
         int | None, typer.Option(help="Data-parallel pipelines: 3, or as the profile has it.", show_default=False)
     ] = None,
@@ -474,8 +474,7 @@ def callback() -> None:
     """Training processes that survive the death of their peers."""
 
 
-app.command("train")(launch)
-app.command("launch", hidden=True)(launch)
+app.command("train")(train)
 app.command("profile")(profile_command)
 
 

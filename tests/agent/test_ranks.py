@@ -147,7 +147,7 @@ def test_a_console_is_told_which_ranks_are_spare(tmp_path: Path) -> None:
     """Of two hurt workers, one after the other, until they have become one."""
     with console(tmp_path) as server:
         command = (*TWO_RANKS, *GRID, "--iterations", "100000", "--console", server.root, "--kill", "W1_1.1@3:F1")
-        job = Launched("launch", "--record", str(tmp_path / "run.jsonl"), *command, errors=tmp_path / "errors")
+        job = Launched("train", "--record", str(tmp_path / "run.jsonl"), *command, errors=tmp_path / "errors")
         try:
             job_id = server.job_id()
 
