@@ -42,12 +42,13 @@ from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.protocol import (
     Command,
     Deployment,
+    Doing,
     NamedWorker,
     Relayout,
     Restart,
     ValidationReport,
 )
-from openrecycle.agent.monitoring.liveness import CurrentOp, LoopLag, Silences, boot_clock
+from openrecycle.agent.monitoring.liveness import LoopLag, Silences, boot_clock
 from openrecycle.agent.transport.communicator import RendezvousStore
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
@@ -990,7 +991,7 @@ class Launcher:
     def _heard_of(self, entry: WorkerProcess, told: dict[str, Any]) -> None:
         """What a worker is at."""
         where = told.pop("where", "")
-        current = CurrentOp(**told)
+        current = Doing.model_validate(told)
         known, entry.current = entry.current, current
         if current.overdue and (known is None or not known.overdue):
             self._listener({"warning": f"{entry.worker} is at {current} for {current.seconds:.0f} s; {where}"})

@@ -26,9 +26,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from openrecycle.agent.config.options import LOOPBACK
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Offset
-from openrecycle.agent.messages.protocol import TOKEN_VARIABLE
+from openrecycle.agent.messages.protocol import TOKEN_VARIABLE, Doing
 from openrecycle.agent.models.workload import WorkloadSource
-from openrecycle.agent.monitoring.liveness import Activity, CurrentOp, activity
+from openrecycle.agent.monitoring.liveness import Activity, activity
 from openrecycle.forking import fork_context, start_server
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
@@ -174,7 +174,7 @@ class WorkerProcess:
     stopped: bool = False
     looked_at: float = float("-inf")
     op_limit: float | None = None
-    current: CurrentOp | None = None
+    current: Doing | None = None
     excused_until: float = float("-inf")
     plans: dict[str, None] = field(default_factory=dict)
     heard: int = 0

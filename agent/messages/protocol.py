@@ -273,14 +273,32 @@ class Registrations(Message):
 
 class Doing(Message):
     """What a worker's training thread is at. kind: an op's, `data`, `validation`, `leaving`, or `waiting` for a peer;
-    "" for none of them. pipeline, micro_batch: of an op on one. seconds: for how long. limit: after which it counts as
-    hung; None: never."""
+    "" for none of them. pipeline, micro_batch: of an op on one. seconds: for how long, of time in which its process
+    could run. limit: after which it counts as hung; None: never."""
 
     kind: Annotated[str, StringConstraints(max_length=20)]
     pipeline: Annotated[int | None, Field(ge=0, le=10**6)] = None
     micro_batch: Annotated[int | None, Field(ge=0, le=10**6)] = None
     seconds: Seconds
     limit: Seconds | None = None
+
+    @property
+    def overdue(self) -> bool:
+        return self.limit is not None and self.seconds > self.limit
+
+    @property
+    def lags(self) -> bool:
+        """Is it well on its way to be overdue? Who began at about the same time as one that is, is so, too."""
+        return self.limit is not None and self.seconds > self.limit / 2
+
+    def __str__(self) -> str:
+        names = {
+            "data": "loading the data",
+            "validation": "settling the step before",
+            "leaving": "leaving an iteration",
+        }
+        what = names.get(self.kind, f"op {self.kind}")
+        return what if self.micro_batch is None else f"{what} of micro-batch {self.pipeline}.{self.micro_batch}"
 
 
 class Heartbeat(Message):

@@ -34,7 +34,6 @@ from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     Acknowledgements,
     BatchReply,
-    Doing,
     FailureReport,
     Heartbeat,
     Heartbeats,
@@ -75,14 +74,14 @@ class Status:
 
     def take(self) -> dict[str, Any]:
         """Fields of the next Heartbeat, as JSON has them; op times start anew."""
-        at = doing(self.progress)
+        doing = self.progress.current()
         return {
             "generation": self.generation,
             "iteration": self.iteration,
             "phase": self.phase,
             "op_milliseconds": self.times.take(),
             "resident_bytes": resident_bytes(),
-            "doing": None if at is None else at.model_dump(),
+            "doing": None if doing.kind == AT_REST else doing.model_dump(),
         }
 
 
@@ -396,21 +395,6 @@ def _read(kind: type[M], fields: Mapping[str, Any]) -> M | None:
         return kind.model_validate(fields)
     except ValidationError:
         return None
-
-
-def doing(progress: OpProgress) -> Doing | None:
-    """What is posted of it; None: nothing in hand."""
-    current = progress.current()
-    if current.kind == AT_REST:
-        return None
-    pipeline, micro_batch = current.index or (None, None)
-    return Doing(
-        kind=current.kind,
-        pipeline=pipeline,
-        micro_batch=micro_batch,
-        seconds=current.seconds,
-        limit=current.limit,
-    )
 
 
 def measured_ops(recorded: IterationTimeline, worker: str, incarnation: str) -> MeasuredOps | None:
