@@ -149,21 +149,19 @@ class JobSpec(Message):
     technique: Literal["adaptive", "decoupled", "staggered"] = "staggered"
     memory: Memory = "uniform"
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
-    # Left out where there is none: consoles that do not know of it take such a job, too.
-    profile: Annotated[JobDoc | None, Field(exclude_if=lambda value: value is None)] = None
+    profile: JobDoc | None = None
     paced: StrictBool = False
     demo: StrictBool = False
     checkpoints: StrictBool = False
-    # Left out, too: what does not run on this agent's launcher can't do it.
-    migrate: Annotated[StrictBool, Field(exclude_if=lambda value: not value)] = False
-    relayout: Annotated[MayMove, Field(exclude_if=lambda value: value == "never")] = "never"
+    migrate: StrictBool = False
+    relayout: MayMove = "never"
     seed: Count = 0
-    transfer_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
-    group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
-    max_restarts: Annotated[Count, Field(exclude_if=lambda value: not value)] = 0
-    ranks_per_worker: Annotated[int, Field(ge=1, le=RANKS, exclude_if=lambda value: value == 1), INTEGER] = 1
-    stage_bytes: Annotated[tuple[Count, ...], Field(max_length=16_384, exclude_if=lambda value: not value)] = ()
-    own_loop: Annotated[StrictBool, Field(exclude_if=lambda value: not value)] = False
+    transfer_timeout: Seconds | None = None
+    group_timeout: Seconds | None = None
+    max_restarts: Count = 0
+    ranks_per_worker: Annotated[int, Field(ge=1, le=RANKS), INTEGER] = 1
+    stage_bytes: Annotated[tuple[Count, ...], Field(max_length=16_384)] = ()
+    own_loop: StrictBool = False
 
     @classmethod
     def of(cls, job: Job, **about: Any) -> Self:
@@ -254,14 +252,9 @@ class Registration(Message):
     incarnation: Identifier
     host: Annotated[str, StringConstraints(max_length=255)]
     pid: Count
-    ranks: Annotated[
-        tuple[Count, ...], Field(max_length=RANKS, fail_fast=True, exclude_if=lambda value: not value)
-    ] = ()
-    made_of: Annotated[
-        tuple[tuple[Identifier, RankNumber], ...],
-        Field(max_length=RANKS, fail_fast=True, exclude_if=lambda value: not value),
-    ] = ()
-    own_loop: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
+    ranks: Annotated[tuple[Count, ...], Field(max_length=RANKS, fail_fast=True)] = ()
+    made_of: Annotated[tuple[tuple[Identifier, RankNumber], ...], Field(max_length=RANKS, fail_fast=True)] = ()
+    own_loop: bool = False
 
 
 class Registrations(Message):
@@ -420,7 +413,7 @@ class Deployment(Message):
     joining: tuple[WorkerName, ...] = ()
     moves: tuple[tuple[WorkerName, WorkerName], ...] = ()
     restore: bool = False
-    leaving: Annotated[tuple[WorkerName, ...], Field(exclude_if=lambda value: not value)] = ()
+    leaving: tuple[WorkerName, ...] = ()
     reason: Text = ""
 
 
@@ -504,10 +497,8 @@ class FailureReport(Message):
     detail: Text = ""
     age_milliseconds: Milliseconds = 0
     generation: Count = 0
-    spare: Annotated[
-        tuple[RankNumber, ...], Field(max_length=RANKS, fail_fast=True, exclude_if=lambda value: not value)
-    ] = ()
-    restart: Annotated[Restart | None, Field(exclude_if=lambda value: value is None)] = None
+    spare: Annotated[tuple[RankNumber, ...], Field(max_length=RANKS, fail_fast=True)] = ()
+    restart: Restart | None = None
 
 
 class Iteration(Message):
@@ -560,7 +551,7 @@ class Relayout(Message):
     iteration: Count
     partition: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_LAYERS), INTEGER], ...], Field(max_length=MAX_LAYERS)]
     moved_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS), INTEGER]
-    problem: Annotated[str, StringConstraints(max_length=1000), Field(exclude_if=lambda text: not text)] = ""
+    problem: Annotated[str, StringConstraints(max_length=1000)] = ""
 
 
 class LogLine(Message):
@@ -599,7 +590,7 @@ class Command(Message):
 
     seq: Count
     kind: Literal["kill", "restart", "pause", "resume"]
-    worker: Annotated[WorkerName | None, Field(exclude_if=lambda value: value is None)] = None
+    worker: WorkerName | None = None
 
 
 class Commands(Message):
