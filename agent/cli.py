@@ -147,7 +147,7 @@ INCOMPLETE = 3
 
 
 @with_flags(leaves(TrainingOptions))
-def launch(
+def train(
     pipelines: Annotated[
         int | None, typer.Option(help="Data-parallel pipelines: 3, or as the profile has it.", show_default=False)
     ] = None,
@@ -417,17 +417,16 @@ def profile_command(
         import torch
 
         from openrecycle.agent import profiling
-        from openrecycle.agent import profiling as profile_job
 
         torch.set_num_threads(threads)
         effort = profiling.ProfilingEffort(repeats, warm_up, clock)  # type: ignore[arg-type]
         grid = (pipelines, stages, micro_batches)
         try:
             if model is not None:
-                measured = profile_job.measure_model(model, batch, grid, optimization, effort, _say)
+                measured = profiling.measure_model(model, batch, grid, optimization, effort, _say)
             else:
-                measured = profile_job.measure_workload(workload or "", options, grid, optimization, effort, _say)
-        except profile_job.MeasuringError as error:
+                measured = profiling.measure_workload(workload or "", options, grid, optimization, effort, _say)
+        except profiling.MeasuringError as error:
             refuse(str(error))
         made = measured.model_copy(update={"capacity_bytes": capacity_bytes}).profile(*grid)
         if made.spread > spread_limit and not allow_spread:
@@ -475,8 +474,7 @@ def callback() -> None:
     """Training processes that survive the death of their peers."""
 
 
-app.command("train")(launch)
-app.command("launch", hidden=True)(launch)
+app.command("train")(train)
 app.command("profile")(profile_command)
 
 

@@ -1,28 +1,25 @@
 """Who is to blame when transfers break though nobody died. Pure: no processes, no clock, no torch.
 
-
-
 A worker says with which peer a transfer broke. One bad link makes many complain: whoever waits for a worker that
 waits, or finds a connection closed by one that has given up. So complaints are followed to where they end: a
 complaint counts against a worker that does not itself complain of a third one.
 
-- A pair of workers may break `borne` times, and all form anew. When it breaks once more, one end of it is taken out:
+- A pair of workers may break `BORNE` times, and all form anew. When it breaks once more, one end of it is taken out:
   the one of which more peers have complained; of equals, the one whose stage has more holders of state, then the one
   whose name comes last. Never the last holder of a stage's state: then it is the other end.
 - Who was taken out may re-join. When a pair that it belongs to breaks again, it is taken out for good.
-- Generations in a row that broke before an iteration was committed end the job once they are `in_a_row`; `unnamed`,
+- Generations in a row that broke before an iteration was committed end the job once they are `IN_A_ROW`; `UNNAMED`,
   where nobody could say with whom.
 - A generation that some member has not taken up yet breaks because of that member, which may be slow, or hang; that is
   for others to judge, and no link's fault.
-- A break is forgotten after `memory` committed iterations, that somebody was taken out after `probation`.
+- A break is forgotten after `MEMORY` committed iterations, that somebody was taken out after `PROBATION`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from openrecycle.planner.jobs.job import Worker
 
@@ -67,17 +64,6 @@ class Links:
     committed: int = -1
     taken_out: Mapping[str, int] = field(default_factory=dict)
     barred: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Links:
-        breaks = tuple(
-            Break(b["committed"], (b["pair"][0], b["pair"][1]), tuple((r, p) for r, p in b["complaints"]))
-            for b in document["breaks"]
-        )
-        return cls(**{**document, "breaks": breaks, "barred": tuple(document["barred"])})
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,19 @@ FROM_START = ""
 class Deploy:
     """A new generation: its members and the plan they run.
 
-    moves: (from, to) for each worker that takes a place on another stage; what it held is given up.
     restore: the checkpoint that everybody takes up first; FROM_START: nothing, all begin anew; None: everybody goes on
     with what it has.
     """
 
     deployment: Deployment
     plan: Plan
-    moves: tuple[tuple[Worker, Worker], ...] = ()
     restore: str | None = None
+
+    @property
+    def moves(self) -> tuple[tuple[Worker, Worker], ...]:
+        """(from, to) for each worker that takes a place on another stage; what it held is given up. Some of them may
+        have been told with the generation before."""
+        return tuple((Worker.parse(source), Worker.parse(to)) for source, to in self.deployment.moves)
 
     @property
     def partition(self) -> tuple[int, ...]:

@@ -115,8 +115,6 @@ class LocalCoordination(Coordination):
         self._now = 0.0
         self._planned: tuple[Plan, str] | None = None
         """The answer to the newest question for a plan, and where it is from."""
-        self._places: dict[str, str] = {}
-        """By incarnation, as the launcher knows them."""
         self._orders: list[Order] = []
 
     # -- Coordination -------------------------------------------------------------------------
@@ -129,7 +127,6 @@ class LocalCoordination(Coordination):
         pids: Sequence[int] = (),
         made_of: Sequence[tuple[str, int]] = (),
     ) -> None:
-        self._places[incarnation] = str(worker)
         if refusal := self._take(WorkerRegistered(str(worker), incarnation, reports=False)):
             self._orders.append(LauncherWarning(refusal.detail, worker))
 
@@ -158,7 +155,6 @@ class LocalCoordination(Coordination):
         match cause:
             case "exit":
                 self._take(Exited(name, incarnation, "launcher", detail))
-                self._places.pop(incarnation, None)
                 if self._state.current is None:
                     self._orders.append(Halt(f"{worker} {detail} before training began"))
             case "transfer":
@@ -183,17 +179,15 @@ class LocalCoordination(Coordination):
         self._unchecked.append(plan)
 
     def saved(self) -> dict[str, Any]:
-        return {"state": _STATE.dump_python(self._state, mode="json"), "places": self._places}
+        return {"state": _STATE.dump_python(self._state, mode="json")}
 
     def restore(self, document: Mapping[str, Any]) -> None:
         """Goes on from what another launcher has `saved`. Raises ValueError when it is no such document."""
-        self._state, self._places = _STATE.validate_python(document["state"]), dict(document["places"])
+        self._state = _STATE.validate_python(document["state"])
 
     def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
         self._now = now
         self._take(LeadChanged({str(worker): incarnation for worker, incarnation in lost.items()}, detail))
-        for incarnation in lost.values():
-            self._places.pop(incarnation, None)
 
     @property
     def stands(self) -> str:
@@ -324,9 +318,4 @@ class LocalCoordination(Coordination):
     def _deploy(self, generation: Generation, restore: str | None) -> None:
         assert self._planned is not None
         plan, origin = self._planned
-        holds = {m.incarnation: name for name, m in self._state.members.items() if m.incarnation in self._places}
-        moves = {(self._places[i], name) for i, name in holds.items() if i and self._places[i] != name}
-        self._places |= {i: name for i, name in holds.items() if i}
-        deployment = deployment_of(generation, origin=origin)
-        moved = tuple((Worker.parse(source), Worker.parse(to)) for source, to in sorted(moves))
-        self._orders.append(Deploy(deployment, plan, moved, restore))
+        self._orders.append(Deploy(deployment_of(generation, origin=origin), plan, restore))

@@ -76,6 +76,7 @@ from openrecycle.agent.models.data import (
     StreamBatches,
     check_data_function,
     of_loader,
+    own_numbers,
     stream_of,
 )
 from openrecycle.agent.models.layers import StageIO, Tied
@@ -297,7 +298,7 @@ class ResilientTrainer:
         self._pretrained: Pretrained | None = None
         self._written_folder = False
         check_sendable(workload)
-        with torch.random.fork_rng(devices=[]):  # the caller's own numbers must not depend on what is looked at
+        with own_numbers("first look", seed):
             try:
                 workload = workload.as_found()
             except InputError:
@@ -347,7 +348,7 @@ class ResilientTrainer:
         from openrecycle.agent.models.hugging_face import pretrained_job
 
         ending = contextlib.ExitStack()
-        with contextlib.ExitStack() as failed, torch.random.fork_rng(devices=[]):
+        with contextlib.ExitStack() as failed, own_numbers("first look", seed):
             failed.callback(ending.close)
             loading = loading or Loading()
             if isinstance(data, DataLoader):
@@ -413,8 +414,7 @@ class ResilientTrainer:
                     for take in targets:
                         take(line)
 
-                # The caller's own random numbers must not depend on what is tried out first.
-                with torch.random.fork_rng(devices=[]):
+                with own_numbers("start", options.seed):
                     launcher = make_launcher(
                         replace(options, weights=folder), self._workload, listener, _say, needed=self._needed
                     )

@@ -11,7 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -34,14 +34,21 @@ from openrecycle.agent.launcher.processes import LOOK_SECONDS, ProcessPool, Spar
 from openrecycle.agent.launcher.record import (
     DataWait,
     DivergedError,
-    EvaluationResult,
-    NamedWorker,
     RecordedProgress,
     RunRecord,
+    iteration_line,
 )
 from openrecycle.agent.messages import channel
-from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Relayout, Restart, ValidationReport
-from openrecycle.agent.monitoring.liveness import CurrentOp, LoopLag, Silences, boot_clock
+from openrecycle.agent.messages.protocol import (
+    Command,
+    Deployment,
+    Doing,
+    NamedWorker,
+    Relayout,
+    Restart,
+    ValidationReport,
+)
+from openrecycle.agent.monitoring.liveness import LoopLag, Silences, boot_clock
 from openrecycle.agent.transport.communicator import RendezvousStore
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
@@ -62,32 +69,26 @@ from openrecycle.planner.plans.plan import Plan
 # iteration, whatever it does, ends before that one.
 
 
+@dataclass
 class PauseRequest:
     """The launcher's side. after: the iteration through which all go; None: the job is not paused.
-    last: how many iterations there are in all, where the job is to end early."""
+    last: how many iterations there are in all, where the job is to end early. asked: the incarnations that have not
+    said yet after which they stop."""
 
-    def __init__(self) -> None:
-        self.after: int | None = None
-        self.last: int | None = None
-        self._asked: set[str] = set()
-
-    def saved(self) -> dict[str, Any]:
-        return {"after": self.after, "last": self.last, "asked": sorted(self._asked)}
-
-    def restore(self, document: Mapping[str, Any]) -> None:
-        """Goes on from what another launcher has `saved`."""
-        self.after, self.last, self._asked = document["after"], document["last"], set(document["asked"])
+    after: int | None = None
+    last: int | None = None
+    asked: set[str] = field(default_factory=set)
 
     def begin(self, entries: Iterable[WorkerProcess]) -> None:
         if self.after is None and self.last is None:
             self.after = -1
             for entry in entries:
-                self._asked.add(entry.incarnation)
+                self.asked.add(entry.incarnation)
                 entry.post("hold", after=None)
 
     def heard(self, iteration: int, entries: Iterable[WorkerProcess], by: str = "") -> None:
         """A worker, the incarnation `by`, has stopped, or will, after `iteration`."""
-        self._asked.discard(by)
+        self.asked.discard(by)
         if self.after is not None and iteration > self.after:
             self.after = iteration
             for entry in entries:
@@ -105,7 +106,7 @@ class PauseRequest:
 
     def settled(self, entries: Iterable[WorkerProcess]) -> bool:
         """Paused, and everybody has said after which iteration?"""
-        return self.after is not None and self._asked.isdisjoint(entry.incarnation for entry in entries)
+        return self.after is not None and self.asked.isdisjoint(entry.incarnation for entry in entries)
 
     def end_at(self, iterations: int, entries: Iterable[WorkerProcess]) -> None:
         """There is none after so many: all are held before it, or it can't be committed."""
@@ -115,7 +116,7 @@ class PauseRequest:
 
     def end(self, entries: Iterable[WorkerProcess]) -> None:
         self.after = None
-        self._asked.clear()
+        self.asked.clear()
         for entry in entries:
             entry.post("go")
 
@@ -128,6 +129,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_found": TypeAdapter(dict[str, Any]),
     "_shared": TypeAdapter(set[NamedWorker]),
     "_move_waits": TypeAdapter(bool),
+    "_hold": TypeAdapter(PauseRequest),
     "_held": TypeAdapter(tuple[int, ...]),
     "_relayout": TypeAdapter(dict[str, Any] | None),
     "_stalls": TypeAdapter(dict[str, float]),
@@ -341,28 +343,24 @@ class Launcher:
         deployed = self._deployed
         if deployed is None:
             return None
-        about = {"deployment": deployed.deployment.model_dump(mode="json"), "restore": deployed.restore}
         return {
             "decides": self._coordination.saved(),
             "record": self._record.saved(),
-            "deployed": about | {"moves": [(str(source), str(to)) for source, to in deployed.moves]},
+            "deployed": {"deployment": deployed.deployment.model_dump(mode="json"), "restore": deployed.restore},
             "plan": self._document(deployed.plan),
             "validations": sorted(self._validations)[-_REMEMBERED_VALIDATIONS:],
-            "hold": self._hold.saved(),
             **{name: form.dump_python(getattr(self, name), mode="json") for name, form in _FORMS.items()},
         }
 
     def _go_on(self, takeover: Takeover) -> None:
         saved, deployed = takeover.document, takeover.document["deployed"]
         self._record = RunRecord.restored(self._options.job.stages, saved["record"], takeover.recorded, takeover.ahead)
-        moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployed["moves"])
         deployment = Deployment.model_validate(deployed["deployment"])
-        self._deployed = Deploy(deployment, takeover.plan, moves, deployed["restore"])
+        self._deployed = Deploy(deployment, takeover.plan, deployed["restore"])
         for name, form in _FORMS.items():
             setattr(self, name, form.validate_python(saved[name]))
         self._restarts = self._restarts.earlier(takeover.ahead / 1e9)
         self._validations = set(saved["validations"])
-        self._hold.restore(saved["hold"])
         self._halt_by = time.monotonic() + self._options.faults.timeouts.transfer
         self._listener({"warning": takeover.text})
         for entry, message in takeover.unheard:
@@ -398,6 +396,7 @@ class Launcher:
             if item in pipes:
                 self._read(pipes[item])  # type: ignore[index]
         for one in entries:
+            one.tell_ranks()
             if one.has_ended(ready):
                 self._ended(one)
         for event in self._coordination.poll(time.monotonic()):
@@ -762,7 +761,7 @@ class Launcher:
         for number, norm in recorded.gradient_norms:
             self._listener({"gradient_norm": {"iteration": number, "norm": norm}})
         for evaluation in recorded.evaluations:
-            self._listener({"evaluation": evaluation_line(evaluation)})
+            self._listener({"evaluation": evaluation.line})
         for recovery in recorded.recoveries:
             self._listener({"failure": recovery.model_dump()})
             self._coordination.report(recovery)
@@ -992,7 +991,7 @@ class Launcher:
     def _heard_of(self, entry: WorkerProcess, told: dict[str, Any]) -> None:
         """What a worker is at."""
         where = told.pop("where", "")
-        current = CurrentOp(**told)
+        current = Doing.model_validate(told)
         known, entry.current = entry.current, current
         if current.overdue and (known is None or not known.overdue):
             self._listener({"warning": f"{entry.worker} is at {current} for {current.seconds:.0f} s; {where}"})
@@ -1105,23 +1104,3 @@ class Launcher:
         deadline = time.monotonic() + 5.0
         for entry in list(self._pool.running.values()):
             entry.process.join(max(0.0, deadline - time.monotonic()))
-
-
-def evaluation_line(evaluation: EvaluationResult) -> dict[str, Any]:
-    """An evaluation as the record has it; values are hexadecimal floats."""
-    values = {"loss": evaluation.loss, **evaluation.metrics}
-    return {"iteration": evaluation.iteration, "values": {name: value.hex() for name, value in values.items()}}
-
-
-def iteration_line(iteration: Iteration) -> dict[str, Any]:
-    """A committed iteration as the record has it; loss is a hexadecimal float."""
-    return {
-        "iteration": iteration.iteration,
-        "loss": iteration.loss_hex,
-        "seconds": round(iteration.seconds, 6),
-        "generation": iteration.generation,
-        "living": iteration.living,
-        **({"skipped": list(iteration.skipped)} if iteration.skipped else {}),
-        **({"learning_rate": iteration.learning_rate} if iteration.learning_rate is not None else {}),
-        **({"data_seconds": iteration.data_seconds} if iteration.data_seconds else {}),
-    }

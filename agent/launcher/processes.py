@@ -26,9 +26,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from openrecycle.agent.config.options import LOOPBACK
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Offset
-from openrecycle.agent.messages.protocol import TOKEN_VARIABLE
+from openrecycle.agent.messages.protocol import TOKEN_VARIABLE, Doing
 from openrecycle.agent.models.workload import WorkloadSource
-from openrecycle.agent.monitoring.liveness import Activity, CurrentOp, activity
+from openrecycle.agent.monitoring.liveness import Activity, activity
 from openrecycle.forking import fork_context, start_server
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
@@ -174,7 +174,7 @@ class WorkerProcess:
     stopped: bool = False
     looked_at: float = float("-inf")
     op_limit: float | None = None
-    current: CurrentOp | None = None
+    current: Doing | None = None
     excused_until: float = float("-inf")
     plans: dict[str, None] = field(default_factory=dict)
     heard: int = 0
@@ -230,10 +230,8 @@ class WorkerProcess:
                 return
             yield message
 
-    def has_ended(self, ready: Collection[object]) -> bool:
-        """ready: what can be read. That a process ends may be known before its sentinel says it, which is when the
-        system has taken all of it apart. Of one that lingers it is asked every LOOK_SECONDS, and its ranks are told
-        here of one among them that has ended."""
+    def tell_ranks(self) -> None:
+        """Of one that lingers, every LOOK_SECONDS: has its ranks end of which another one has."""
         if self.lingers and not self.fenced and any(process.is_ending() for process in self.siblings):
             # The others hear of it when the connections to that one are closed, which is late; but not before what it
             # has said last is passed on.
@@ -242,6 +240,10 @@ class WorkerProcess:
             elif time.monotonic() >= self._tell_at:
                 self._tell_at = math.inf
                 self.outbox.put({"kind": "fenced"})
+
+    def has_ended(self, ready: Collection[object]) -> bool:
+        """ready: what can be read. That a process ends may be known before its sentinel says it, which is when the
+        system has taken all of it apart: of one that lingers it is asked every LOOK_SECONDS."""
         return self.process.sentinel in ready or ((self.hung_up or self.lingers) and self.process.is_ending())
 
     def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
@@ -254,11 +256,8 @@ class WorkerProcess:
         return new
 
     def kill(self) -> None:
-        """SIGKILL, which also ends a stopped process."""
         for process in (self.process, *self.siblings):
-            if process.pid is not None and process.is_alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+            _kill(process)
 
     def end(self) -> None:
         """Of one that is silent. Of several ranks each whose threads run ends by itself, and has shown thereby that it
@@ -269,14 +268,9 @@ class WorkerProcess:
             self.kill()
             return
         self.outbox.put({"kind": "fenced"})  # at once: a lead holds others back until its nodes know of them
-        late = threading.Timer(END_SECONDS, self._kill_rank_0)
+        late = threading.Timer(END_SECONDS, _kill, (self.process,))
         late.daemon = True
         late.start()
-
-    def _kill_rank_0(self) -> None:
-        if self.process.pid is not None and self.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGKILL)
 
     @property
     def first_end(self) -> tuple[int, int | None]:
@@ -317,6 +311,13 @@ class WorkerProcess:
 
 
 _TOLD = ("member", "since", "whole", "spoke", "waits", "op_limit")
+
+
+def _kill(process: ProcessHandle) -> None:
+    """SIGKILL, which also ends a stopped process."""
+    if process.pid is not None and process.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:

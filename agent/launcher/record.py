@@ -11,11 +11,11 @@ import hashlib
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
+from pydantic import TypeAdapter
 
-from openrecycle.agent.messages.protocol import LONGEST_MS, Iteration, Recovery, Restart
+from openrecycle.agent.messages.protocol import LONGEST_MS, Iteration, NamedWorker, Recovery, Restart
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import count
 
@@ -66,6 +66,12 @@ class EvaluationResult:
         """values: hexadecimal, the loss and the metrics by name."""
         numbers = {name: float.fromhex(value) for name, value in values.items()}
         return cls(iteration, numbers.pop("loss"), numbers)
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """As the record has it, and `of` reads it."""
+        values = {"loss": self.loss, **self.metrics}
+        return {"iteration": self.iteration, "values": {name: value.hex() for name, value in values.items()}}
 
 
 @dataclass(frozen=True)
@@ -435,7 +441,6 @@ class DataWait:
         )
 
 
-NamedWorker = Annotated[Worker, PlainSerializer(str), BeforeValidator(Worker.parse)]
 _FORMS: dict[str, TypeAdapter[Any]] = {
     "_joining": TypeAdapter(set[NamedWorker]),
     "_workers": TypeAdapter(dict[NamedWorker, _Progress]),
@@ -542,8 +547,14 @@ def is_warning(line: dict[str, Any]) -> bool:
     return any(key in line for key in ("warning", "raised", "failure", "restart"))
 
 
+def iteration_line(iteration: Iteration) -> dict[str, Any]:
+    """A committed iteration as the record has it; loss is a hexadecimal float."""
+    rest = iteration.model_dump(mode="json", exclude={"loss_hex"})
+    return rest | {"loss": iteration.loss_hex, "seconds": round(iteration.seconds, 6)}
+
+
 def iteration_of(line: dict[str, Any]) -> Iteration:
-    """What agent.launcher.launch.iteration_line made the line of."""
+    """What `iteration_line` made the line of."""
     return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
 
 

@@ -20,8 +20,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     StrictBool,
     StringConstraints,
     ValidationError,
@@ -29,7 +31,7 @@ from pydantic import (
 )
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MayMove, MemoryLimit, Technique
+from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MayMove, MemoryLimit, Technique, Worker
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, job_doc
 
 API = "/api/v1"
@@ -75,6 +77,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=NAM
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 Memory = Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9][0-9]{0,8})$")]
 WorkerName = Annotated[str, StringConstraints(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
+NamedWorker = Annotated[Worker, PlainSerializer(str), BeforeValidator(Worker.parse)]
 Text = Annotated[str, StringConstraints(max_length=2000)]
 Count = Annotated[int, Field(ge=0, le=2**53), INTEGER]
 Term = Annotated[int, Field(ge=0, lt=10**15), INTEGER]
@@ -146,21 +149,19 @@ class JobSpec(Message):
     technique: Literal["adaptive", "decoupled", "staggered"] = "staggered"
     memory: Memory = "uniform"
     durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
-    # Left out where there is none: consoles that do not know of it take such a job, too.
-    profile: Annotated[JobDoc | None, Field(exclude_if=lambda value: value is None)] = None
+    profile: JobDoc | None = None
     paced: StrictBool = False
     demo: StrictBool = False
     checkpoints: StrictBool = False
-    # Left out, too: what does not run on this agent's launcher can't do it.
-    migrate: Annotated[StrictBool, Field(exclude_if=lambda value: not value)] = False
-    relayout: Annotated[MayMove, Field(exclude_if=lambda value: value == "never")] = "never"
+    migrate: StrictBool = False
+    relayout: MayMove = "never"
     seed: Count = 0
-    transfer_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
-    group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
-    max_restarts: Annotated[Count, Field(exclude_if=lambda value: not value)] = 0
-    ranks_per_worker: Annotated[int, Field(ge=1, le=RANKS, exclude_if=lambda value: value == 1), INTEGER] = 1
-    stage_bytes: Annotated[tuple[Count, ...], Field(max_length=16_384, exclude_if=lambda value: not value)] = ()
-    own_loop: Annotated[StrictBool, Field(exclude_if=lambda value: not value)] = False
+    transfer_timeout: Seconds | None = None
+    group_timeout: Seconds | None = None
+    max_restarts: Count = 0
+    ranks_per_worker: Annotated[int, Field(ge=1, le=RANKS), INTEGER] = 1
+    stage_bytes: Annotated[tuple[Count, ...], Field(max_length=16_384)] = ()
+    own_loop: StrictBool = False
 
     @classmethod
     def of(cls, job: Job, **about: Any) -> Self:
@@ -251,14 +252,9 @@ class Registration(Message):
     incarnation: Identifier
     host: Annotated[str, StringConstraints(max_length=255)]
     pid: Count
-    ranks: Annotated[
-        tuple[Count, ...], Field(max_length=RANKS, fail_fast=True, exclude_if=lambda value: not value)
-    ] = ()
-    made_of: Annotated[
-        tuple[tuple[Identifier, RankNumber], ...],
-        Field(max_length=RANKS, fail_fast=True, exclude_if=lambda value: not value),
-    ] = ()
-    own_loop: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
+    ranks: Annotated[tuple[Count, ...], Field(max_length=RANKS, fail_fast=True)] = ()
+    made_of: Annotated[tuple[tuple[Identifier, RankNumber], ...], Field(max_length=RANKS, fail_fast=True)] = ()
+    own_loop: bool = False
 
 
 class Registrations(Message):
@@ -270,14 +266,32 @@ class Registrations(Message):
 
 class Doing(Message):
     """What a worker's training thread is at. kind: an op's, `data`, `validation`, `leaving`, or `waiting` for a peer;
-    "" for none of them. pipeline, micro_batch: of an op on one. seconds: for how long. limit: after which it counts as
-    hung; None: never."""
+    "" for none of them. pipeline, micro_batch: of an op on one. seconds: for how long, of time in which its process
+    could run. limit: after which it counts as hung; None: never."""
 
     kind: Annotated[str, StringConstraints(max_length=20)]
     pipeline: Annotated[int | None, Field(ge=0, le=10**6)] = None
     micro_batch: Annotated[int | None, Field(ge=0, le=10**6)] = None
     seconds: Seconds
     limit: Seconds | None = None
+
+    @property
+    def overdue(self) -> bool:
+        return self.limit is not None and self.seconds > self.limit
+
+    @property
+    def lags(self) -> bool:
+        """Is it well on its way to be overdue? Who began at about the same time as one that is, is so, too."""
+        return self.limit is not None and self.seconds > self.limit / 2
+
+    def __str__(self) -> str:
+        names = {
+            "data": "loading the data",
+            "validation": "settling the step before",
+            "leaving": "leaving an iteration",
+        }
+        what = names.get(self.kind, f"op {self.kind}")
+        return what if self.micro_batch is None else f"{what} of micro-batch {self.pipeline}.{self.micro_batch}"
 
 
 class Heartbeat(Message):
@@ -399,7 +413,7 @@ class Deployment(Message):
     joining: tuple[WorkerName, ...] = ()
     moves: tuple[tuple[WorkerName, WorkerName], ...] = ()
     restore: bool = False
-    leaving: Annotated[tuple[WorkerName, ...], Field(exclude_if=lambda value: not value)] = ()
+    leaving: tuple[WorkerName, ...] = ()
     reason: Text = ""
 
 
@@ -483,10 +497,8 @@ class FailureReport(Message):
     detail: Text = ""
     age_milliseconds: Milliseconds = 0
     generation: Count = 0
-    spare: Annotated[
-        tuple[RankNumber, ...], Field(max_length=RANKS, fail_fast=True, exclude_if=lambda value: not value)
-    ] = ()
-    restart: Annotated[Restart | None, Field(exclude_if=lambda value: value is None)] = None
+    spare: Annotated[tuple[RankNumber, ...], Field(max_length=RANKS, fail_fast=True)] = ()
+    restart: Restart | None = None
 
 
 class Iteration(Message):
@@ -539,7 +551,7 @@ class Relayout(Message):
     iteration: Count
     partition: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_LAYERS), INTEGER], ...], Field(max_length=MAX_LAYERS)]
     moved_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS), INTEGER]
-    problem: Annotated[str, StringConstraints(max_length=1000), Field(exclude_if=lambda text: not text)] = ""
+    problem: Annotated[str, StringConstraints(max_length=1000)] = ""
 
 
 class LogLine(Message):
@@ -578,7 +590,7 @@ class Command(Message):
 
     seq: Count
     kind: Literal["kill", "restart", "pause", "resume"]
-    worker: Annotated[WorkerName | None, Field(exclude_if=lambda value: value is None)] = None
+    worker: WorkerName | None = None
 
 
 class Commands(Message):

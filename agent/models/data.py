@@ -274,16 +274,30 @@ class Evaluation:
             raise InputError("evaluate.metrics", sorted(taken), "other names; the loss is measured in any case")
 
 
+def reseed(seed: int, device: torch.device) -> None:
+    """The random numbers of torch, Python and NumPy, in 10 µs."""
+    reseed_torch(seed, device)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def reseed_torch(seed: int, device: torch.device) -> None:
+    """Of the CPU and of `device`. torch.manual_seed visits every kind of accelerator, and for those that are not there
+    it takes down the stack: 0.1 ms on CPUs, and with a GPU, where it was a third of an iteration, 0.7 ms."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        generators: Any = torch.cuda.default_generators
+        generators[torch.cuda.current_device() if device.index is None else device.index].manual_seed(seed)
+
+
 @contextlib.contextmanager
 def own_numbers(*parts: int | str) -> Iterator[None]:
     """Within, the random numbers of torch (on the CPU), Python and NumPy depend on `parts` alone; afterwards each goes
     on from where it was."""
-    seed, numpy = seed_for(*parts), sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     mine = torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    reseed(seed_for(*parts), torch.device("cpu"))
     try:
         yield
     finally:

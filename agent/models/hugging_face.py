@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.data import Evaluation, Loading, check_data_function, of_loader, pad_to
+from openrecycle.agent.models.data import (
+    Evaluation,
+    Loading,
+    check_data_function,
+    of_loader,
+    own_numbers,
+    pad_to,
+)
 from openrecycle.agent.models.layers import StageIO, TensorSpec, Tied
 from openrecycle.agent.models.state import dtype_name
 from openrecycle.agent.models.workload import first_readable
@@ -72,7 +79,7 @@ class Pretrained:
         """Made once in a process."""
         # Whether a layer's numbers are drawn before or after that must not show in them. Who asks first may be building
         # layers without memory; the few numbers that show how the model is cut are real.
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with own_numbers("cut"), torch.device("cpu"):
             with torch.device("meta"):
                 model = self.kind._from_config(  # type: ignore[no-untyped-call]
                     copy.deepcopy(self.config), dtype=self.dtype

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import Autocast, seed_for
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.data import own_numbers
+from openrecycle.agent.models.data import own_numbers, reseed, reseed_torch
 from openrecycle.agent.models.state import dtype_name, layer_of
 from openrecycle.agent.models.workload import Workload, probe_inputs
 from openrecycle.planner.jobs.errors import InputError
@@ -280,23 +278,6 @@ class _Cut(torch.autograd.Function):
         return None, *(t.contiguous() for t in dy)
 
 
-def reseed(seed: int, device: torch.device) -> None:
-    """The random numbers of torch, Python and NumPy, in 10 µs."""
-    reseed_torch(seed, device)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-def reseed_torch(seed: int, device: torch.device) -> None:
-    """Of the CPU and of `device`. torch.manual_seed visits every kind of accelerator, and for those that are not there
-    it takes down the stack: 0.1 ms on CPUs, and with a GPU, where it was a third of an iteration, 0.7 ms."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        generators: Any = torch.cuda.default_generators
-        generators[torch.cuda.current_device() if device.index is None else device.index].manual_seed(seed)
-
-
 def parameters_by_layer(module: nn.Module) -> Sequence[list[nn.Parameter]]:
     """In order. One that two layers share is of the first."""
     seen: set[int] = set()
@@ -462,8 +443,7 @@ def _layer_io(workload: Workload, layers: int, seed: int, autocast: Autocast | N
         return ((spec,),) * (layers - 1)
     if layers == 1:
         return ()
-    # The caller's own random numbers must not depend on the probe.
-    with torch.random.fork_rng(devices=[]):
+    with own_numbers("probe", seed):
         return _infer(workload, layers, seed, autocast, device)
 
 

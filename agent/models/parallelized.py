@@ -41,7 +41,8 @@ from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.layers import build_layer, copied, kind_of, nothing, reseed, without_memory
+from openrecycle.agent.models.data import reseed
+from openrecycle.agent.models.layers import build_layer, copied, kind_of, nothing, without_memory
 from openrecycle.agent.models.state import Slab, Split, StageState, StateError
 from openrecycle.agent.models.workload import Metric, Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line

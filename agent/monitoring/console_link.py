@@ -669,13 +669,12 @@ class ConsoleCoordination(Coordination):
                 return
 
     def _event(self, deployment: Deployment, plan: Plan) -> Event:
-        moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployment.moves)
         if not deployment.restore:
-            return Deploy(deployment, plan, moves)
+            return Deploy(deployment, plan)
         restore = restore_point(self._checkpoint, deployment.reason, self._closing.wait, self._patience)
         if isinstance(restore, Halt):
             return restore
-        return Deploy(deployment, plan, moves, restore)
+        return Deploy(deployment, plan, restore)
 
     def _say_who_is_refused(self, answer: BatchReply | ConsoleRefused) -> None:
         """A console of another version takes no worker, and nothing would ever begin. What it has against one of them

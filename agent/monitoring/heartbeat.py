@@ -34,7 +34,6 @@ from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     Acknowledgements,
     BatchReply,
-    Doing,
     FailureReport,
     Heartbeat,
     Heartbeats,
@@ -45,7 +44,7 @@ from openrecycle.agent.messages.protocol import (
     Registrations,
     clock_name,
 )
-from openrecycle.agent.monitoring.liveness import AT_REST, IterationTimeline, OpProgress, Timeline
+from openrecycle.agent.monitoring.liveness import AT_REST, IterationTimeline, OpProgress, OpSeconds, Timeline
 from openrecycle.planner.jobs.words import encodable
 
 M = TypeVar("M", bound=Message)
@@ -63,25 +62,26 @@ LAST = "draining"
 class Status:
     """What a heartbeat says; written by the training thread, read by the reporting one.
 
-    timeline: of the ops that run here, where somebody records them. progress: what the training thread is at."""
+    times: of the ops that run here; timeline: of one iteration's, where somebody records them. progress: what the
+    training thread is at."""
 
     generation: int = 0
     iteration: int = 0
     phase: str = "starting"
-    take_op_milliseconds: Callable[[], dict[str, float]] = field(default=dict)
+    times: OpSeconds = field(default_factory=OpSeconds)
     timeline: Timeline = field(default_factory=Timeline)
     progress: OpProgress = field(default_factory=OpProgress)
 
     def take(self) -> dict[str, Any]:
         """Fields of the next Heartbeat, as JSON has them; op times start anew."""
-        at = doing(self.progress)
+        doing = self.progress.current()
         return {
             "generation": self.generation,
             "iteration": self.iteration,
             "phase": self.phase,
-            "op_milliseconds": self.take_op_milliseconds(),
+            "op_milliseconds": self.times.take(),
             "resident_bytes": resident_bytes(),
-            "doing": None if at is None else at.model_dump(),
+            "doing": None if doing.kind == AT_REST else doing.model_dump(),
         }
 
 
@@ -395,21 +395,6 @@ def _read(kind: type[M], fields: Mapping[str, Any]) -> M | None:
         return kind.model_validate(fields)
     except ValidationError:
         return None
-
-
-def doing(progress: OpProgress) -> Doing | None:
-    """What is posted of it; None: nothing in hand."""
-    current = progress.current()
-    if current.kind == AT_REST:
-        return None
-    pipeline, micro_batch = current.index or (None, None)
-    return Doing(
-        kind=current.kind,
-        pipeline=pipeline,
-        micro_batch=micro_batch,
-        seconds=current.seconds,
-        limit=current.limit,
-    )
 
 
 def measured_ops(recorded: IterationTimeline, worker: str, incarnation: str) -> MeasuredOps | None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from openrecycle.agent.config.options import ALIVE_SECONDS, TIMES_LONGEST, Timeouts
+from openrecycle.agent.messages.protocol import Doing
 from openrecycle.planner.jobs.words import encodable
 from openrecycle.planner.plans.schedule import Op
 
@@ -195,31 +196,6 @@ class Silences:
         return max(0.0, now - max(heard, self.since))
 
 
-@dataclass(frozen=True)
-class CurrentOp:
-    """What a training thread is at. kind: an op's, or one of those above. index: (pipeline, micro-batch) of an op on
-    one. seconds: for how long, of time in which its process could run. limit: None where there is none."""
-
-    kind: str
-    index: tuple[int, int] | None
-    seconds: float
-    limit: float | None
-
-    @property
-    def overdue(self) -> bool:
-        return self.limit is not None and self.seconds > self.limit
-
-    @property
-    def lags(self) -> bool:
-        """Is it well on its way to be overdue? Who began at about the same time as one that is, is so, too."""
-        return self.limit is not None and self.seconds > self.limit / 2
-
-    def __str__(self) -> str:
-        names = {DATA: "loading the data", VALIDATION: "settling the step before", LEAVING: "leaving an iteration"}
-        what = names.get(self.kind, f"op {self.kind}")
-        return what if self.index is None else f"{what} of micro-batch {self.index[0]}.{self.index[1]}"
-
-
 class OpProgress:
     """What one worker's training thread is at, and what its ops have taken at most. No locks: `at` and `waiting` are
     the training thread's, `beat` that of one other thread, and `current` anybody's.
@@ -270,7 +246,7 @@ class OpProgress:
 
     # -- the thread that beats ------------------------------------------------------------------
 
-    def beat(self, late: float) -> CurrentOp:
+    def beat(self, late: float) -> Doing:
         """late: seconds, up to now, in which this process did not get to run."""
         now = self._beaten = self._clock()
         if late > ALIVE_SECONDS:
@@ -281,10 +257,12 @@ class OpProgress:
             self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
         return self.current()
 
-    def current(self) -> CurrentOp:
+    def current(self) -> Doing:
         kind, index, since = self._now
         now = self._clock()
-        return CurrentOp(kind, index, max(0.0, now - since - self._stalled(since, now)), self.limit(kind))
+        pipeline, micro_batch = index or (None, None)
+        seconds = max(0.0, now - since - self._stalled(since, now))
+        return Doing(kind=kind, pipeline=pipeline, micro_batch=micro_batch, seconds=seconds, limit=self.limit(kind))
 
     def limit(self, kind: str) -> float | None:
         """Seconds that it may be at `kind`; None: that has no limit."""

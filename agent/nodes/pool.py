@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -152,7 +152,7 @@ class RemoteWorker(WorkerProcess):
     """node: the link that its messages go through."""
 
     elsewhere: ClassVar[bool] = True
-    node: NodeLink | None = None
+    node: NodeLink = field(kw_only=True)
 
     def kill(self) -> None:
         self.process.kill()
@@ -160,13 +160,10 @@ class RemoteWorker(WorkerProcess):
     def end(self) -> None:
         """There."""
         self.asked = True
-        if self.node is not None:
-            self.node.post({"kind": "end", "incarnation": self.incarnation})
+        self.node.post({"kind": "end", "incarnation": self.incarnation})
 
     @property
     def clock(self) -> Offset:
-        if self.node is None:
-            return Offset(0, 0)
         return Offset(self.node.clock_offset // 1000, round(self.node.round_trip * 5e5) + 1)
 
     @property
@@ -176,13 +173,11 @@ class RemoteWorker(WorkerProcess):
 
     @property
     def ending(self) -> str:
-        rank = self.node.rank if self.node else 0
-        if self.process.exitcode is None:
-            # Of two leads the first may not have come to start it.
-            if self.node and self.node.alive:
-                return f"was not running on node {rank} when this launcher took the lead"
-            return f"was lost with node {rank}"
-        return f"{super().ending} on node {rank}"
+        if self.process.exitcode is not None:
+            return f"{super().ending} on node {self.node.rank}"
+        if self.node.alive:  # of two leads the first may not have come to start it
+            return f"was not running on node {self.node.rank} when this launcher took the lead"
+        return f"was lost with node {self.node.rank}"
 
 
 class NodeLink:
@@ -694,8 +689,7 @@ class SpreadPool(ProcessPool):
         return super().take_spares(ranks)
 
     def node_of(self, entry: WorkerProcess) -> int:
-        node = entry.node if isinstance(entry, RemoteWorker) else None
-        return self._hub.lead_status.rank if node is None else node.rank
+        return entry.node.rank if isinstance(entry, RemoteWorker) else self._hub.lead_status.rank
 
     def has_node(self, node: int) -> bool:
         link = self._hub.links.get(node)

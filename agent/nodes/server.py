@@ -294,8 +294,10 @@ class NodeServer:
         for item in ready:
             if item in pipes:
                 self._pass_on(pipes[item])  # type: ignore[index]
-        for incarnation in [one for one, entry in self._entries.items() if entry.has_ended(ready)]:
-            self._ended(incarnation)
+        for incarnation, entry in list(self._entries.items()):
+            entry.tell_ranks()
+            if entry.has_ended(ready):
+                self._ended(incarnation)
         if frames is None or frames is not self._frames:
             return
         try:

@@ -31,7 +31,7 @@ from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.models.layers import CPU, StageOutput, TensorSpec
 from openrecycle.agent.monitoring.heartbeat import Status
-from openrecycle.agent.monitoring.liveness import AT_REST, OpSeconds
+from openrecycle.agent.monitoring.liveness import AT_REST
 from openrecycle.agent.own_loops.own_group import GroupLost
 from openrecycle.agent.transport.communicator import TaggedTransfers
 from openrecycle.agent.transport.group import GivenGlooGroup, TransferError, first_line, from_bits, to_bits
@@ -210,12 +210,11 @@ class OwnLoop:
         me: Worker,
         job: Job,
         status: Status,
-        times: OpSeconds,
         newest: Callable[[], tuple[Deployment, Plan] | None],
         wait: Callable[[int, float], None],
         done: Callable[[int], None],
     ) -> None:
-        self._me, self._job, self._progress, self._times = me, job, status.progress, times
+        self._me, self._job, self._progress, self._times = me, job, status.progress, status.times
         self._newest, self._wait, self._done = newest, wait, done
         self._timeouts = Timeouts()
         self._joined: _Joined | None = None

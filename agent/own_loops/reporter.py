@@ -55,7 +55,7 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.agent.monitoring.console_link import LONG_POLL_SECONDS, QueuedReport, ReportSender, next_deployment
 from openrecycle.agent.monitoring.heartbeat import Status, WorkerReports
-from openrecycle.agent.monitoring.liveness import AT_REST, OpSeconds
+from openrecycle.agent.monitoring.liveness import AT_REST
 from openrecycle.agent.own_loops.own_group import Membership
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
@@ -145,10 +145,8 @@ class Reporter:
         self._run, self._last_stage = run, job.stages - 1
         self._on_plan, self._on_fenced = on_plan, on_fenced
         self._incarnation = uuid.uuid4().hex[:16]
-        self._times = OpSeconds()
-        self._status = Status(phase="waiting", take_op_milliseconds=self._times.take)
+        self._status = Status(phase="waiting")
         self._reports: WorkerReports | None = None
-        self._deployment: Deployment | None = None
         self._newest: tuple[Deployment, Plan] | None = None
         self._news = threading.Condition()
         self._job = job
@@ -185,7 +183,7 @@ class Reporter:
         finally:
             self._status.progress.at(AT_REST)
             if kind in _KINDS:
-                self._times.add(kind, time.perf_counter() - started)
+                self._status.times.add(kind, time.perf_counter() - started)
             else:
                 self._say_once(f"op: got {kind!r}, expected one of {', '.join(sorted(_KINDS))}; it is not reported")
 
@@ -224,8 +222,8 @@ class Reporter:
         began, reported = time.monotonic(), False
         while not self.fenced:
             waited = time.monotonic() - began
-            if self._newest is not None and self._newest[0].generation > lost:
-                deployment = self._newest[0]
+            deployment = self._deployment
+            if deployment is not None and deployment.generation > lost:
                 self._met = deployment.generation
                 workers = tuple(str(worker) for worker in sorted(map(Worker.parse, deployment.living)))
                 rank = workers.index(str(self._me))
@@ -257,7 +255,6 @@ class Reporter:
                 self._me,
                 self._job,
                 self._status,
-                self._times,
                 newest=lambda: self._newest,
                 wait=self._wait_for_news,
                 done=self._end_iteration,
@@ -377,7 +374,6 @@ class Reporter:
             except Exception:
                 log.exception("on_plan failed for generation %d", deployment.generation)
         self._status.generation = deployment.generation
-        self._deployment = deployment
         with self._news:
             self._newest = deployment, plan
             self._news.notify_all()
@@ -408,12 +404,14 @@ class Reporter:
     def _wait_for_news(self, generation: int, seconds: float) -> None:
         """Until there is a newer generation, or so long."""
         with self._news:
-            self._news.wait_for(
-                lambda: self.fenced or (self._newest is not None and self._newest[0].generation > generation), seconds
-            )
+            self._news.wait_for(lambda: self.fenced or self._newest_generation() > generation, seconds)
+
+    @property
+    def _deployment(self) -> Deployment | None:
+        return None if self._newest is None else self._newest[0]
 
     def _newest_generation(self) -> int:
-        return 0 if self._newest is None else self._newest[0].generation
+        return 0 if self._deployment is None else self._deployment.generation
 
     def _acknowledge(self, generation: int, state: str, iteration: int) -> None:
         assert self._reports is not None

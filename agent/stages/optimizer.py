@@ -38,7 +38,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_layer, reseed
+from openrecycle.agent.models.data import reseed
+from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_layer
 from openrecycle.agent.models.parallelized import split_over_ranks
 from openrecycle.agent.models.state import (
     AVERAGE,

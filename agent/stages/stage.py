@@ -542,15 +542,28 @@ def assemble(
     module = build_layers(workload, cuts.span(stage), cuts.layers, seed).to(device)
     probe = _probe(workload, job, stage, seed, cuts.stage_io, device)
     split = choose_split(module, probe, autocast=optimization.autocast)
-    gradients = SUM_OF[optimization.mode](
+    gradients = sums_of(module, split.moving, workload, job, optimization, device)
+    return Stage(module, gradients, split=split.strategy, autocast=optimization.autocast, tried=True), split
+
+
+def sums_of(
+    module: nn.Module,
+    moving: Sequence[Tensor],
+    workload: Workload,
+    job: Job,
+    optimization: Optimization,
+    device: torch.device,
+) -> GradientSum:
+    """Of an iteration's gradients, and of what its forwards make of these buffers."""
+    terms = job.pipelines * job.micro_batches
+    return SUM_OF[optimization.mode](
         module.parameters(),
-        terms=job.pipelines * job.micro_batches,
-        buffers=split.moving,
+        terms=terms,
+        buffers=moving,
         device=device,
-        nominal=nominal_weight(workload, job.pipelines * job.micro_batches),
+        nominal=nominal_weight(workload, terms),
         bucket_bytes=optimization.bucket_bytes,
     )
-    return Stage(module, gradients, split=split.strategy, autocast=optimization.autocast, tried=True), split
 
 
 def reassemble(optimizer: StageOptimizer, strategy: StrategyName, optimization: Optimization) -> Stage:

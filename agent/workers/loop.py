@@ -212,7 +212,7 @@ class WorkerLoop:
                 *(options.checkpoints, origin, me.stage, len(self._cuts.span(me.stage))),
                 *(self._say_checkpoint, self._superseded),
             )
-        self._status.take_op_milliseconds = self._executor.times.take
+        self._status.times = self._executor.times
         self._status.timeline = self._executor.timeline
         self._placed = True
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models.layers import LayerStack, Partition, Span, build_layers, spans
-from openrecycle.agent.models.workload import Workload, nominal_weight
+from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.stages.backward import StrategyName
-from openrecycle.agent.stages.gradients import SUM_OF, GradientSum
+from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.stages.stage import sums_of
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import PendingTransfer, TransferError
 from openrecycle.agent.workers.state_transfer import Holder, StateReceiver
@@ -81,10 +82,14 @@ class IncomingLayers:
         device: torch.device,
         say: Callable[[str], None],
     ) -> None:
-        self.span, self._optimization, self._terms = span, optimization, job.pipelines * job.micro_batches
-        self._device, self._nominal = device, nominal_weight(workload, self._terms)
+        self.span = span
         module = build_layers(workload, span, layers, seed).to(device)
-        self.optimizer = stage_optimizer(workload, module, self._sum(module, ()), optimization, job.pipelines, seed)
+
+        def sums(moving: Sequence[Tensor]) -> GradientSum:
+            return sums_of(module, moving, workload, job, optimization, device)
+
+        self._sums = sums
+        self.optimizer = stage_optimizer(workload, module, sums(()), optimization, job.pipelines, seed)
         self.state = StateReceiver(self.optimizer, say)
         self.strategy: StrategyName | None = None
         self.lost = False
@@ -105,14 +110,10 @@ class IncomingLayers:
         """A peer has described what it has: from here on its steps are taken here, too."""
         optimizer, moving = self.optimizer, set(description["moving"])
         buffers = [buffer for name, buffer in optimizer.module.named_buffers() if name in moving]
-        optimizer.gradients = self._sum(optimizer.module, buffers)
+        optimizer.gradients = self._sums(buffers)
         self.strategy = description["split"]
         self.lost = False
         self.state.begin(description, holders)
-
-    def _sum(self, module: LayerStack, buffers: Sequence[Tensor]) -> GradientSum:
-        sums, terms, device = SUM_OF[self._optimization.mode], self._terms, self._device
-        return sums(module.parameters(), terms=terms, buffers=buffers, device=device, nominal=self._nominal)
 
 
 class Exchange:
@@ -190,15 +191,7 @@ def regrouped(
     module = LayerStack({number: here[number] for number in span}, own.module.copies, own.module.form)
     moving_here = {id(buffer) for part in parts for buffer in part.gradients.moving}
     moving: list[Tensor] = [b for b in module.buffers() if id(b) in moving_here]
-    device, terms = own.gradients.device, job.pipelines * job.micro_batches
-    gradients = SUM_OF[optimization.mode](
-        module.parameters(),
-        terms=terms,
-        buffers=moving,
-        device=device,
-        nominal=nominal_weight(workload, terms),
-        bucket_bytes=optimization.bucket_bytes,
-    )
+    gradients = sums_of(module, moving, workload, job, optimization, own.gradients.device)
     made = stage_optimizer(workload, module, gradients, optimization, job.pipelines, own.seed)
     made.adopt(parts)
     return made

@@ -7,21 +7,32 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-import torch.distributed
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from openrecycle.agent.checkpoints import Origin
 from openrecycle.agent.config.options import LOOPBACK, TrainingOptions
+from openrecycle.agent.messages.protocol import NamedWorker
 from openrecycle.agent.models.data import own_numbers
 from openrecycle.agent.models.layers import Partition, StageIO
 from openrecycle.agent.models.workload import NamedWorkload, Workload, WorkloadSource
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Worker
 
 # -- what the processes of a job are started with; plain data -----------------------------------
+
+
+def by_name(workload: WorkloadSource) -> NamedWorkload:
+    """`workload`; raises InputError when it has no name by which another host could find it."""
+    if not isinstance(workload, NamedWorkload):
+        raise InputError("--workload", type(workload).__name__, "module:factory in a job on several nodes")
+    return workload
+
+
+_NAMED = TypeAdapter(NamedWorkload)
+_Source = Annotated[WorkloadSource, PlainSerializer(by_name), PlainValidator(_NAMED.validate_python)]
+"""Another node is told of one with a name alone."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class RunSpec:
     """
 
     options: TrainingOptions
-    workload: WorkloadSource
+    workload: _Source
     partition: Partition = ()
     layer_io: StageIO | None = None
     origin: Origin | None = None
@@ -56,7 +67,7 @@ class WorkerSpec:
     its stage. address: of its host, as its peers reach it. slot: see agent.launcher.processes. rank: of the worker's
     `ranks`; meeting: a file where these find each other. The last three are set when the process is started."""
 
-    worker: Worker
+    worker: NamedWorker
     incarnation: str
     run: RunSpec
     joins: bool = False
@@ -77,8 +88,6 @@ class WorkerSpec:
 
 # -- what a node is told of a worker to start ---------------------------------------------------
 
-dist: Any = torch.distributed
-
 # What must be the same on all nodes, since it shows in the bits.
 MACHINE = {
     "torch": torch.__version__,
@@ -86,69 +95,25 @@ MACHINE = {
     "instruction set": torch.backends.cpu.get_cpu_capability(),
 }
 
-# What a RunSpec holds, and how it is told.
-_FORMS: dict[str, TypeAdapter[Any]] = {
-    "options": TypeAdapter(TrainingOptions),
-    "partition": TypeAdapter(Partition),
-    "layer_io": TypeAdapter(StageIO | None),
-    "origin": TypeAdapter(Origin | None),
-    "heartbeat_seconds": TypeAdapter(float | None),
-    "shared_gpus": TypeAdapter(bool),
-    "divided": TypeAdapter(bool),
-}
-
-
-def by_name(workload: WorkloadSource) -> NamedWorkload:
-    """`workload`; raises InputError when it has no name by which another host could find it."""
-    if not isinstance(workload, NamedWorkload):
-        raise InputError("--workload", type(workload).__name__, "module:factory in a job on several nodes")
-    return workload
+_RUN, _WORKER = TypeAdapter(RunSpec), TypeAdapter(WorkerSpec)
 
 
 def encode_spec(spec: WorkerSpec) -> dict[str, Any]:
-    """Raises InputError as `by_name` does."""
-    return {
-        "worker": str(spec.worker),
-        "incarnation": spec.incarnation,
-        "joins": spec.joins,
-        "threads": spec.threads,
-        "address": spec.address,
-        **encode_run(spec.run),
-    }
+    """Without what the node that starts the process adds."""
+    document: dict[str, Any] = _WORKER.dump_python(spec, mode="json", exclude={"slot", "rank", "meeting"})
+    return document
 
 
 def encode_run(run: RunSpec) -> dict[str, Any]:
-    """Raises InputError as `by_name` does."""
-    workload = by_name(run.workload)
-    return {
-        "workload": workload.path,
-        "workload_options": dict(workload.options),
-        **{name: form.dump_python(getattr(run, name), mode="json") for name, form in _FORMS.items()},
-    }
+    document: dict[str, Any] = _RUN.dump_python(run, mode="json")
+    return document
 
 
-def decode_spec(document: dict[str, Any]) -> WorkerSpec:
+def decode_spec(document: Mapping[str, Any]) -> WorkerSpec:
     """Raises ValueError when it is no such document."""
-    run = decode_run(document)
-    try:
-        return WorkerSpec(
-            worker=Worker.parse(document["worker"]),
-            incarnation=str(document["incarnation"]),
-            run=run,
-            joins=bool(document["joins"]),
-            threads=int(document["threads"]),
-            address=str(document["address"]),
-        )
-    except (KeyError, TypeError, InputError) as error:
-        raise ValueError(f"no worker can be started from this: {error}") from None
+    return _WORKER.validate_python(document)
 
 
 def decode_run(document: Mapping[str, Any]) -> RunSpec:
     """Raises ValueError when it is no such document."""
-    try:
-        return RunSpec(
-            workload=NamedWorkload(str(document["workload"]), document["workload_options"]),
-            **{name: form.validate_python(document[name]) for name, form in _FORMS.items()},
-        )
-    except (KeyError, TypeError, IndexError, ValidationError) as error:
-        raise ValueError(f"no worker can be started from this: {error}") from None
+    return _RUN.validate_python(document)

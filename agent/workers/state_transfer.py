@@ -165,6 +165,20 @@ def segment_pieces(shards: Shards) -> list[Piece]:
     return [Piece(name, s.start, s.end) for name, s in zip(shards.names, shards.segments, strict=True)]
 
 
+class LiveTensors:
+    """Those of a stage's state, looked up once for each of its versions. With the optimizer's lock held."""
+
+    def __init__(self, optimizer: StageOptimizer) -> None:
+        self._optimizer = optimizer
+        self._found: tuple[Version, Mapping[str, Tensor]] | None = None
+
+    def now(self) -> Mapping[str, Tensor]:
+        version = self._optimizer.version
+        if self._found is None or self._found[0] != version:
+            self._found = version, dict(self._optimizer.state().tensors)
+        return self._found[1]
+
+
 # -- the side that has it -------------------------------------------------------------------------
 
 
@@ -195,7 +209,7 @@ class StateServer:
         self._offers = 0
         self._open: set[socket.socket] = set()
         self._closed = threading.Event()
-        self._live: tuple[Version, dict[str, Tensor]] | None = None
+        self._live = LiveTensors(optimizer)
         self.address = (host, int(self._listening.getsockname()[1]))
         threading.Thread(target=self._accept, name="state-server", daemon=True).start()
 
@@ -304,7 +318,7 @@ class StateServer:
         document: Any = None
         with self._optimizer.lock:
             if self._optimizer.shards is None:
-                version, live = self._tensors()
+                version, live = self._optimizer.version, self._live.now()
                 names = _of_column(live, piece.column)
                 parts = [_apart(live[n].view(-1)[piece.start : piece.end]) for n in names]
             else:
@@ -319,12 +333,6 @@ class StateServer:
             "sha256": sha256(parts),
         }
         return json.dumps(header).encode(), parts
-
-    def _tensors(self) -> tuple[Version, Mapping[str, Tensor]]:
-        version = self._optimizer.version
-        if self._live is None or self._live[0] != version:
-            self._live = version, dict(self._optimizer.state().tensors)
-        return self._live
 
 
 def _of_column(tensors: Mapping[str, Tensor], column: str) -> list[str]:
@@ -404,7 +412,7 @@ class StateReceiver:
         self._sources: list[_Source] = []
         self._arrived: dict[int, Version] = {}
         self._changed = threading.Condition(optimizer.lock)
-        self._live: tuple[Version, dict[str, Tensor]] | None = None
+        self._live = LiveTensors(optimizer)
         self._seen = optimizer.version
         self._session = 0
         self._said = 0.0
@@ -501,7 +509,7 @@ class StateReceiver:
         self.stop()
         with self._optimizer.lock:
             self._drop_undone()
-            self._live = None
+            self._live = LiveTensors(self._optimizer)
 
     def begin(self, description: Mapping[str, Any], holders: Sequence[Holder]) -> None:
         """Starts to ask the holders for what is missing, until `stop`."""
@@ -665,19 +673,13 @@ class StateReceiver:
     def _put(self, number: int, document: Any, parts: Mapping[str, Tensor]) -> None:
         """Takes up a piece, with the lock held. Raises StateError."""
         piece = self._pieces[number]
-        _, live = self._tensors()
+        live = self._live.now()
         names = _of_column(live, piece.column)
         if list(parts) != names or any(part.numel() != piece.end - piece.start for part in parts.values()):
             raise StateError(f"{piece.column}: got {list(parts)}, expected {names}")
         with torch.no_grad():
             for name, part in parts.items():
                 live[name].view(-1)[piece.start : piece.end].copy_(part)
-
-    def _tensors(self) -> tuple[Version, Mapping[str, Tensor]]:
-        version = self._optimizer.version
-        if self._live is None or self._live[0] != version:
-            self._live = version, dict(self._optimizer.state().tensors)
-        return self._live
 
     def _drop_undone(self) -> None:
         """Whatever undid the last step, or changed it, has taken back what was put in place since that step."""

@@ -20,7 +20,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -300,7 +299,7 @@ def _say_alive(channel: WorkerChannel, status: Status, log: LogTail, spec: Worke
     pause, due, turns = threading.Event(), STUCK_SECONDS, LoopLag()
     while not pause.wait(every):
         current = status.progress.beat(turns.late(every))
-        current_op = asdict(current) | ({"where": thread_stacks()} if current.overdue else {})
+        current_op = current.model_dump() | ({"where": thread_stacks()} if current.overdue else {})
         channel.say(
             "alive",
             current=current_op,

@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import structlog
+from pydantic import TypeAdapter
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination import coordinator, membership
-from openrecycle.agent.coordination.blame import Complaint, Links
+from openrecycle.agent.coordination.blame import Links
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
     LEFT,
@@ -293,27 +294,19 @@ def job_columns(old: State, new: State) -> Record:
     return row
 
 
+_BROKEN: TypeAdapter[tuple[Broken | None, Links]] = TypeAdapter(tuple[Broken | None, Links])
+
+
 def _broken_text(state: State) -> str:
     """The transfer that waits for its explanation, and what is remembered of links that broke; "": neither."""
-    broken = state.broken
-    first = [broken.reporter, broken.worker, broken.detail] if broken else None
-    if broken is None and state.links == Links():
-        return ""
-    complaints = [[c.reporter, c.peer, c.detail] for c in broken.complaints] if broken else []
-    return json.dumps({"broken": first, "complaints": complaints, "links": state.links.to_json()})
+    known = state.broken, state.links
+    return "" if known == (None, Links()) else _BROKEN.dump_json(known).decode()
 
 
-def read_broken(text: str) -> tuple[Broken | None, Links]:
-    """What `_broken_text` wrote; or, of a version that knew no links, the transfer alone."""
-    said = json.loads(text) if text else {"broken": None, "complaints": [], "links": Links().to_json()}
-    if isinstance(said, list):
-        said = {"broken": said, "complaints": [], "links": Links().to_json()}
-    complaints = tuple(Complaint(*c) for c in said["complaints"])
-    links = Links.from_json(said["links"])
-    if not said["broken"]:
-        return None, links
-    reporter, worker, detail = said["broken"]
-    return Broken(0.0, reporter, worker, detail, complaints), links
+def _read_broken(text: str) -> tuple[Broken | None, Links]:
+    """What `_broken_text` wrote, at the beginning of another clock."""
+    broken, links = _BROKEN.validate_json(text) if text else (None, Links())
+    return broken and replace(broken, since=0.0), links
 
 
 def _moves_text(state: State) -> str:
@@ -383,7 +376,7 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
     for row in store.workers(job_id):
         members[row["name"]] = read_member(row, members[row["name"]].stage, acknowledged)
     over = JobState(job_row["state"]) if job_row["state"] in ("finished", "stopped") else None
-    broken, links = read_broken(job_row["broken"])
+    broken, links = _read_broken(job_row["broken"])
     return replace(
         state,
         members=members,

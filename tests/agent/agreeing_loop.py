@@ -15,7 +15,6 @@ import torch.distributed
 
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.monitoring.heartbeat import Status
-from openrecycle.agent.monitoring.liveness import OpSeconds
 from openrecycle.agent.own_loops.own_loop import OwnLoop
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import Plan
@@ -45,10 +44,8 @@ def main(rank: int, shared: str) -> None:
         3: deployed(3, JOB, Technique.STAGGERED, (both[0],)),
         4: deployed(4, Job.uniform(1, 2, 4), Technique.STAGGERED, both),
     }
-    newest, times = [1], OpSeconds()
-    loop = OwnLoop(
-        Worker(0, rank), JOB, Status(), times, lambda: known[newest[0]], lambda _, s: time.sleep(s), lambda _: None
-    )
+    newest, status = [1], Status()
+    loop = OwnLoop(Worker(0, rank), JOB, status, lambda: known[newest[0]], lambda _, s: time.sleep(s), lambda _: None)
 
     def enter(name: str) -> None:
         if dist.is_initialized():
@@ -83,7 +80,7 @@ def main(rank: int, shared: str) -> None:
     for iteration in range(6):
         kinds = run(iteration)
         say(iteration=iteration, generation=loop.generation, kinds=kinds)
-    say(timed=sorted(times.take()))
+    say(timed=sorted(status.times.take()))
     wrong("iteration", 9)
     loop.begin(6)
     wrong("twice", 6)

@@ -35,8 +35,8 @@ def start(log: Path, *command: str, **env: str) -> subprocess.Popen[bytes]:
 
 
 def launch_node(log: Path, *arguments: str, **env: str) -> Launched:
-    """As `start` of `agent launch`, in a process that need not import torch first."""
-    return Launched("launch", *arguments, errors=log, alone=True, environment=env)
+    """As `start` of `openrecycle train`, in a process that need not import torch first."""
+    return Launched("train", *arguments, errors=log, alone=True, environment=env)
 
 
 def kill_group(process: subprocess.Popen[bytes] | Launched) -> None:

@@ -48,7 +48,7 @@ class Run:
 def launch(record: Path, *arguments: str, timeout: float = 120.0) -> Run:
     """Runs a job to its end; its own time-out ends it before pytest's does."""
     done = subprocess.run(
-        [sys.executable, "-m", "agent", "launch", "--record", str(record), *arguments],
+        [sys.executable, "-m", "agent", "train", "--record", str(record), *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -60,7 +60,7 @@ def launch(record: Path, *arguments: str, timeout: float = 120.0) -> Run:
 def forked(record: Path, *arguments: str, timeout: float = 120.0) -> Run:
     """As `launch`, in a process that need not import torch first."""
     errors = record.with_suffix(".errors")
-    process = Launched("launch", "--record", str(record), *arguments, errors=errors)
+    process = Launched("train", "--record", str(record), *arguments, errors=errors)
     try:
         status = process.wait(timeout)
     finally:

@@ -20,7 +20,7 @@ ITERATIONS = 14
 def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
     reference = uncut(pipelines=2, stages=2, micro_batches=2, iterations=ITERATIONS)
     record = tmp_path / "run.jsonl"
-    command = ["launch", "--record", str(record), *SQUARE, *TINY]
+    command = ["train", "--record", str(record), *SQUARE, *TINY]
     with console(tmp_path) as server:
         command += ["--console", server.root, "--iterations", str(ITERATIONS), "--pace", "F=32ms,I=32ms,W=32ms"]
         process = Launched(*command, errors=tmp_path / "errors.txt")

@@ -3,12 +3,12 @@ of it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from openrecycle.agent.coordination.blame import (
     MEMORY,
@@ -129,12 +129,12 @@ names = st.sampled_from(ALL)
 def test_it_never_goes_on_for_ever_and_never_takes_a_stage(history: list[tuple[list[Complaint], int]]) -> None:
     """Whatever is said: some generations without a committed iteration, and it ends; what is remembered can be
     stored."""
-    links, living, committed, fruitless = Links(), set(ALL), 0, 0
+    links, living, committed, fruitless, stored = Links(), set(ALL), 0, 0, TypeAdapter(Links)
     for complaints, progress in history:
         fruitless = 0 if progress else fruitless + 1
         committed += progress
         ruling = judge(links, complaints, committed=committed, holders=living)
-        links = Links.from_json(json.loads(json.dumps(ruling.links.to_json())))
+        links = stored.validate_json(stored.dump_json(ruling.links))
         assert links == ruling.links
         if ruling.halt:
             return

@@ -58,7 +58,7 @@ from tests.golden import golden
     ],
 )
 def test_bad_input(arguments: list[str], words: list[str]) -> None:
-    done = CliRunner().invoke(app, ["launch", *arguments])
+    done = CliRunner().invoke(app, ["train", *arguments])
     assert done.exit_code == 2, done.output
     assert "Traceback" not in done.stderr
     for word in words:
@@ -69,7 +69,7 @@ def test_bad_input(arguments: list[str], words: list[str]) -> None:
 @pytest.mark.processes
 def test_as_a_user_sees_it() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "agent", "launch", "--kill", "W9_9@1:F0"],
+        [sys.executable, "-m", "agent", "train", "--kill", "W9_9@1:F0"],
         capture_output=True,
         text=True,
         timeout=60,

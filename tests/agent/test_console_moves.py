@@ -36,7 +36,7 @@ class Job:
 
     def __init__(self, server: JobConsole, record: Path, *arguments: str) -> None:
         self.server, self.record = server, record
-        command = ["launch", "--record", str(record), *GRID, *TINY]
+        command = ["train", "--record", str(record), *GRID, *TINY]
         command += [
             "--console",
             server.root,

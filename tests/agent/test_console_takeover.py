@@ -25,7 +25,7 @@ def test_training_goes_on_when_the_leading_console_is_killed(postgres_url: str, 
         leader, standby = ForkedConsole(url, "--api-only"), ForkedConsole(url, "--api-only")
         stack.callback(standby.close)
         stack.callback(leader.close)
-        command = ["launch", "--record", str(record), *SQUARE, *TINY, "--demo"]
+        command = ["train", "--record", str(record), *SQUARE, *TINY, "--demo"]
         command += ["--no-migrate", "--iterations", "100000", "--pace", "F=60ms,I=60ms,W=60ms"]
         command += ["--console", f"{leader.root},{standby.root}"]
         launcher = Launched(*command, errors=tmp_path / "errors.txt")

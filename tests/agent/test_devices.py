@@ -61,7 +61,7 @@ def test_what_suits_the_device() -> None:
 
 @WITHOUT_CUDA
 def test_without_cuda_in_torch_one_sentence_says_so() -> None:
-    done = CliRunner().invoke(app, ["launch", "--device", "cuda"])
+    done = CliRunner().invoke(app, ["train", "--device", "cuda"])
     assert done.exit_code == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1, done.stderr
     assert golden("device-got-cuda-expected-cpu") in done.stderr

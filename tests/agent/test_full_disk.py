@@ -37,7 +37,7 @@ from tests.conftest import NO_BYTECODE
 from tests.golden import golden
 
 FULL = Path("/dev/full")
-JOB = [sys.executable, "-m", "agent", "launch", *SQUARE, *TINY]
+JOB = [sys.executable, "-m", "agent", "train", *SQUARE, *TINY]
 
 
 def limited(size: int) -> Callable[[], None]:
@@ -53,7 +53,7 @@ def launch(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 def test_a_full_disk_is_said_at_once_and_training_goes_on(tmp_path: Path) -> None:
     """Under the record, and under standard output."""
     errors = tmp_path / "errors.txt"
-    job = Launched("launch", *SQUARE, *TINY, "--iterations", "4", "--record", str(FULL), errors=errors, prints=FULL)
+    job = Launched("train", *SQUARE, *TINY, "--iterations", "4", "--record", str(FULL), errors=errors, prints=FULL)
     assert job.wait(120) == 3, "trained to its end; the record lacks lines"
     told = errors.read_text()
     said = [line for line in told.splitlines() if "/dev/full" in line]
@@ -68,7 +68,7 @@ def test_a_model_that_prints_on_a_full_disk_is_not_to_blame(tmp_path: Path) -> N
     record, errors = tmp_path / "run.jsonl", tmp_path / "errors.txt"
     grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", "4", "--record", str(record))
     task = ("--workload", "tests.agent.poisoned:Poisoned", "--workload-options", json.dumps(SMALL | {"prints": 9000}))
-    job = Launched("launch", *grid, *task, errors=errors, prints=FULL, alone=True)
+    job = Launched("train", *grid, *task, errors=errors, prints=FULL, alone=True)
     assert job.wait(120) == 0, errors.read_text()
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert sum("loss" in line for line in lines) == 4 and not [line for line in lines if "raised" in line]
@@ -83,7 +83,7 @@ def test_what_a_model_prints_is_there_when_the_job_has_ended(tmp_path: Path) -> 
     grid = ("--pipelines", "1", "--stages", "1", "--micro-batches", "2", "--iterations", "3")
     task = ("--workload", "tests.agent.poisoned:Poisoned", "--workload-options", json.dumps(SMALL | {"prints": 40}))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command, printed = [sys.executable, "-m", "agent", "launch", *grid, *task], tmp_path / "printed.txt"
+    command, printed = [sys.executable, "-m", "agent", "train", *grid, *task], tmp_path / "printed.txt"
     with printed.open("w") as out:
         done = subprocess.run(
             command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, check=False, env=environment
@@ -190,7 +190,7 @@ def test_nobody_reads_standard_output_and_training_goes_on(tmp_path: Path) -> No
 
     def started(iterations: int, record: Path) -> Launched:
         given = ("--iterations", str(iterations), "--record", str(record))
-        return Launched("launch", *SQUARE, *TINY, *given, errors=errors, prints=pipe)
+        return Launched("train", *SQUARE, *TINY, *given, errors=errors, prints=pipe)
 
     endless, job = started(100_000, tmp_path / "2"), started(6, record)
     try:

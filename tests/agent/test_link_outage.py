@@ -17,8 +17,7 @@ import pytest
 
 from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt, LauncherWarning
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.agent.launcher.launch import iteration_line
-from openrecycle.agent.launcher.record import iteration_of
+from openrecycle.agent.launcher.record import iteration_line, iteration_of
 from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleUnavailable
 from openrecycle.agent.messages.protocol import Deployment, Iteration, JobSpec
 from openrecycle.agent.monitoring import console_link

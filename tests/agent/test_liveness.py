@@ -15,7 +15,7 @@ import pytest
 
 from openrecycle.agent.config.options import TIMES_LONGEST, Timeouts
 from openrecycle.agent.launcher.processes import WorkerProcess
-from openrecycle.agent.monitoring.heartbeat import doing
+from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import (
     AT_REST,
     DATA,
@@ -196,7 +196,7 @@ def test_a_hang_is_seen_by_the_worker_s_own_times(kind: str) -> None:
     worker.spend(9)
     assert not worker.current.overdue
     worker.spend(3)
-    assert worker.current.overdue and worker.current.index == (1, 2)
+    assert worker.current.overdue and (worker.current.pipeline, worker.current.micro_batch) == (1, 2)
     assert worker.current.limit == LIMITS.op == 10
 
 
@@ -290,12 +290,10 @@ def test_what_a_worker_is_at_travels_with_its_heartbeat() -> None:
     worker = trained()
     worker.progress.at("F", (1, 3))
     worker.spend(2)
-    told = doing(worker.progress)
-    assert told is not None
-    assert (told.kind, told.pipeline, told.micro_batch, told.limit) == ("F", 1, 3, LIMITS.op)
-    assert told.seconds == pytest.approx(2)
+    told = Status(progress=worker.progress).take()["doing"]
+    assert told == {"kind": "F", "pipeline": 1, "micro_batch": 3, "limit": LIMITS.op, "seconds": pytest.approx(2)}
     worker.progress.at(AT_REST)
-    assert doing(worker.progress) is None
+    assert Status(progress=worker.progress).take()["doing"] is None
 
 
 # -- what the system says ------------------------------------------------------------------------

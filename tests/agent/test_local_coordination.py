@@ -182,7 +182,7 @@ def test_an_empty_stage_is_re_staffed_from_the_checkpoint() -> None:
     # Superseded before all were back on the checkpoint: the next generation goes back to it too.
     coordination.failed(Failure("transfer", to, str(source), 3, now=1.0))
     again = _only(coordination.poll(9.0))
-    assert again.restore == "point-7" and again.moves == ()
+    assert again.restore == "point-7" and again.moves == deploy.moves, "a launcher knows the newest generation alone"
     _all_form(coordination, again.deployment, **{str(to): str(source)})
     coordination.failed(Failure("transfer", to, str(source), 4, now=10.0))
     assert _only(coordination.poll(19.0)).restore is None
@@ -295,6 +295,7 @@ class Play(RuleBasedStateMachine):
         self.decides = LocalCoordination(catalog, grace=1.0, migrate=migrate, beside=_at_once, **back)
         self.now, self.count, self.halted = 0.0, 0, False
         self.processes: dict[Worker, str] = {}
+        self.moved = set[tuple[str | None, Worker]]()
         self.newest: Deployment | None = None
         for worker in job.workers():
             self.start(worker)
@@ -318,8 +319,11 @@ class Play(RuleBasedStateMachine):
         assert newest.generation == (self.newest.generation if self.newest else 0) + 1
         assert newest.plan_fingerprint == deploy.plan.fingerprint and newest.failed == deploy.plan.failed
         for source, to in deploy.moves:
+            if (self.processes.get(to), source) in self.moved:
+                continue  # said twice
             assert source in self.processes and to not in self.processes
             self.processes[to] = self.processes.pop(source)
+            self.moved.add((self.processes[to], source))
         living = set(map(Worker.parse, newest.living))
         assert living <= set(self.processes), "nobody trains whose process has ended"
         assert {w.stage for w in living} == set(range(self.stages))

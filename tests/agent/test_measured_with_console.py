@@ -56,7 +56,7 @@ def check_order(schedule: Schedule) -> None:
 @pytest.mark.parametrize("dies", [False, at_length(True)])
 def test_an_iteration_is_measured_before_and_after_a_death(dies: bool, tmp_path: Path) -> None:
     with console(tmp_path) as server:
-        command = ["launch", *GRID, *TINY, "--console", server.root, "--demo"]
+        command = ["train", *GRID, *TINY, "--console", server.root, "--demo"]
         # So short a norm that the first steps are clipped, after they were taken.
         command += ["--iterations", "100000", "--pace", "F=25ms,I=25ms,W=25ms", "--clip-norm", "0.001"]
         process = Launched(*command, errors=tmp_path / "errors.txt")

@@ -34,7 +34,8 @@ class Device:
 
     def at(self) -> tuple[str, tuple[int, int] | None]:
         current = self.progress.current()
-        return current.kind, current.index
+        index = None if current.micro_batch is None else (current.pipeline or 0, current.micro_batch)
+        return current.kind, index
 
 
 class Event:

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from openrecycle.agent.launcher.launch import PauseRequest
 from openrecycle.agent.messages.protocol import Command
@@ -84,7 +85,8 @@ def test_who_leads_next_tells_that_the_job_goes_on() -> None:
     hold.begin([entry])
     hold.heard(3, [entry], "i1")
     hold.end([])
-    successor = PauseRequest()
-    successor.restore(hold.saved())
+    told = TypeAdapter(PauseRequest)
+    successor = told.validate_json(told.dump_json(hold))
+    assert successor == hold
     successor.tell(entry)
     assert worker.messages[-1] == ("go", None)

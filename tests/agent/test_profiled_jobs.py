@@ -36,7 +36,7 @@ UNEVEN = Job(
 def test_an_uneven_job_is_planned_and_paced_by_its_profile(tmp_path: Path) -> None:
     profile = tmp_path / "job.json"
     profile.write_text(job_doc(UNEVEN).model_dump_json())
-    command = ["launch", "--profile", str(profile), "--pace", "profile", *TINY]
+    command = ["train", "--profile", str(profile), "--pace", "profile", *TINY]
     command += ["--memory", "bytes", "--iterations", "100000", "--demo"]
     with console(tmp_path) as server:
         process = Launched(*command, "--console", server.root, errors=tmp_path / "errors.txt")
@@ -74,7 +74,7 @@ def op_times(server: JobConsole, job_id: str, kinds: set[str]) -> dict[str, dict
 
 @pytest.mark.chaos
 def test_a_worker_that_becomes_slow_is_given_less_to_do(tmp_path: Path) -> None:
-    command = ["launch", "--pipelines", "2", "--stages", "2", "--micro-batches", "6"]
+    command = ["train", "--pipelines", "2", "--stages", "2", "--micro-batches", "6"]
     command += ["--pace", "F=25ms,I=25ms,W=25ms", "--memory", "none", "--slow", "W1_1@3:3", *TINY]
     with console(tmp_path, "--heartbeat", "0.1") as server:
         process = Launched(*command, "--iterations", "100000", "--console", server.root, errors=tmp_path / "errors.txt")

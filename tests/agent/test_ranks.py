@@ -49,7 +49,7 @@ ITERATIONS = 6
 JOB = Job.uniform(3, 2, 3)
 GRID = ("--pipelines", "3", "--stages", "2", "--micro-batches", "3")
 TWO_RANKS = (
-    *("--workload", "agent.examples.tensor_parallel:Gpt", "--ranks-per-worker", "2", "--clip-norm", "0.5"),
+    *("--workload", "openrecycle.agent.examples.tensor_parallel:Gpt", "--ranks-per-worker", "2", "--clip-norm", "0.5"),
     *("--workload-options", '{"width": 32, "heads": 2, "sequence": 16, "batch": 2}'),
 )
 
@@ -147,7 +147,7 @@ def test_a_console_is_told_which_ranks_are_spare(tmp_path: Path) -> None:
     """Of two hurt workers, one after the other, until they have become one."""
     with console(tmp_path) as server:
         command = (*TWO_RANKS, *GRID, "--iterations", "100000", "--console", server.root, "--kill", "W1_1.1@3:F1")
-        job = Launched("launch", "--record", str(tmp_path / "run.jsonl"), *command, errors=tmp_path / "errors")
+        job = Launched("train", "--record", str(tmp_path / "run.jsonl"), *command, errors=tmp_path / "errors")
         try:
             job_id = server.job_id()
 

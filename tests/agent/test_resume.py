@@ -109,7 +109,7 @@ def test_the_whole_job_is_killed_while_it_writes(unbroken: Run, tmp_path: Path) 
         str(record),
     )
     log = tmp_path / "log.txt"
-    job = Launched("launch", *GRID, *arguments, errors=log, alone=True)
+    job = Launched("train", *GRID, *arguments, errors=log, alone=True)
     until(lambda: "checkpoint of iteration 3 is written" in log.read_text(), "checkpoints")
     os.killpg(job.pid, signal.SIGKILL)
     job.wait(30)
@@ -133,7 +133,7 @@ def test_a_full_disk_is_a_warning(unbroken: Run, tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"
     arguments = ("--iterations", str(ITERATIONS), "--checkpoint", str(tmp_path / "ck"), "--checkpoint-every", "4")
     done = subprocess.run(
-        [sys.executable, "-m", "agent", "launch", *GRID, *arguments, "--record", str(record)],
+        [sys.executable, "-m", "agent", "train", *GRID, *arguments, "--record", str(record)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,13 @@ class Picky(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return x[: int(ids.sum())]
+
+
+class Drawing(nn.Module):
+    """Augments, say, with the random numbers of three libraries."""
+
+    def forward(self, x: Tensor, *ids: Tensor) -> Tensor:
+        return x * random.random() * float(numpy.random.rand()) + torch.rand(2, 8)
 
 
 class Nested(nn.Module):
@@ -74,6 +83,18 @@ class Parts:
 
 def of(workload: Parts, stages: int, **options: str) -> StageIO:
     return layer_io_of(workload, stages, 0, **options)  # type: ignore[arg-type]
+
+
+def test_the_caller_s_random_numbers_go_on_from_where_they_were() -> None:
+    found = []
+    for looks in (False, True):
+        random.seed(1)
+        numpy.random.seed(1)
+        torch.manual_seed(1)
+        if looks:
+            of(Parts(Drawing, Drawing), 2)
+        found.append((random.random(), numpy.random.rand(), float(torch.rand(()))))
+    assert found[0] == found[1]
 
 
 def test_several_tensors_with_and_without_gradients() -> None:

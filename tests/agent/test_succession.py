@@ -289,7 +289,8 @@ class OneWorker(ProcessPool):
 
     def __init__(self, worker: Worker) -> None:
         ours, self._theirs = multiprocessing.Pipe()
-        self.entry = RemoteWorker(worker, "i1", RemoteProcess(lambda: None), ours, time.monotonic())
+        nobody: Any = None
+        self.entry = RemoteWorker(worker, "i1", RemoteProcess(lambda: None), ours, time.monotonic(), node=nobody)
         self.spares, self._aside, self.running = SpareRanks(), [], {worker: self.entry}
         self.copy: dict[str, Any] = {}
 

@@ -72,7 +72,7 @@ def test_under_torchrun(reference: Run, tmp_path: Path) -> None:
     """torchrun names the nodes, and its store says where the lead listens."""
     torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0")
     place = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    job = ("-m", "agent", "launch", *GRID, *TINY, "--iterations", str(ITERATIONS))
+    job = ("-m", "agent", "train", *GRID, *TINY, "--iterations", str(ITERATIONS))
     record = ("--record", str(tmp_path / "run.jsonl"))
     lead = start(tmp_path / "lead.log", *torchrun, *place, "--node-rank", "0", *job, *record)
     node = start(tmp_path / "node.log", *torchrun, *place, "--node-rank", "1", *job)
@@ -104,7 +104,7 @@ def test_a_node_with_another_token_is_turned_away(tmp_path: Path) -> None:
 def test_off_loopback_without_a_token_it_refuses(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "OPENRECYCLE_TOKEN"}
     done = subprocess.run(
-        [sys.executable, "-m", "agent", "launch", "--nodes", "2", "--node-rank", "0", "--lead", "10.0.0.1:1234"],
+        [sys.executable, "-m", "agent", "train", "--nodes", "2", "--node-rank", "0", "--lead", "10.0.0.1:1234"],
         capture_output=True,
         text=True,
         timeout=60,

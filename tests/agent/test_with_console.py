@@ -48,7 +48,7 @@ def job(
     server: JobConsole, record: Path, iterations: int, *arguments: str, grid: tuple[str, ...] = GRID
 ) -> Iterator[Launched]:
     """A job that runs beside the test, slow enough (paced) to act on."""
-    command = ["launch", "--record", str(record), *grid, *TINY]
+    command = ["train", "--record", str(record), *grid, *TINY]
     # These are about other things than workers that change their stage.
     command += ["--console", server.root, "--demo", "--no-migrate", "--iterations", str(iterations), *arguments]
     process = Launched(*command, errors=record.with_suffix(".errors"))
@@ -141,7 +141,7 @@ def test_a_halted_job_says_why_at_the_launcher_too(tmp_path: Path) -> None:
     """The last worker of a stage dies: nobody can go on, and nobody is left wondering."""
     with console(tmp_path) as server:
         errors = tmp_path / "errors.txt"
-        command = ["launch", *GRID, *TINY, "--console", server.root, "--iterations", "100000", "--kill", "W0_1@1:F0"]
+        command = ["train", *GRID, *TINY, "--console", server.root, "--iterations", "100000", "--kill", "W0_1@1:F0"]
         process = Launched(*command, errors=errors)
         try:
             job_id = server.job_id()

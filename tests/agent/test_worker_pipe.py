@@ -86,12 +86,16 @@ def test_the_other_ranks_are_told_of_a_dead_one_once_its_last_words_have_come(mo
     dead, now = Exits(None), [100.0]
     monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
     entry = WorkerProcess(CELL, "a", Exits(None), pipe, 0.0, siblings=(dead,), lingers=True)
-    assert not entry.has_ended([]) and entry.outbox.empty()
+    entry.tell_ranks()
     dead.exitcode = 1
-    assert not entry.has_ended([]) and entry.outbox.empty()
+    entry.tell_ranks()
+    assert entry.outbox.empty()
     now[0] += 1.0
-    assert not entry.has_ended([]) and entry.outbox.get_nowait() == {"kind": "fenced"}
-    assert not entry.has_ended([]) and entry.outbox.empty(), "once"
+    assert not entry.has_ended([]) and entry.outbox.empty(), "to ask tells nobody"
+    entry.tell_ranks()
+    assert entry.outbox.get_nowait() == {"kind": "fenced"}
+    entry.tell_ranks()
+    assert entry.outbox.empty(), "once"
 
 
 def echo(pipe: Connection) -> None:

@@ -62,7 +62,7 @@ def test_an_unknown_option_is_one_sentence(
         ("planner", "paln"),
         ("planner", "plan", "--time-limit", "long"),
         ("agent", "lunch"),
-        ("agent", "launch", "--iterations", "many"),
+        ("agent", "train", "--iterations", "many"),
     ],
     ids=" ".join,
 )

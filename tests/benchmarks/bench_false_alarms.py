@@ -74,7 +74,7 @@ def job(notes: Path) -> Iterator[Job]:
     environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"OPENRECYCLE_HEARTBEATS": str(notes)}
     serve = ["tests.benchmarks.recorded_console", "serve", "--port", str(port)]
     serve += ["--database-url", f"sqlite:///{notes.parent}/console.db"]
-    launch = ["agent", "launch", "--console", root, "--iterations", "1000000", "--pace", "F=40ms,I=40ms,W=40ms"]
+    launch = ["agent", "train", "--console", root, "--iterations", "1000000", "--pace", "F=40ms,I=40ms,W=40ms"]
     children: list[subprocess.Popen[bytes]] = []
     try:
         for command in (serve, launch):

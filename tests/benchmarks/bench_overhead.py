@@ -94,7 +94,7 @@ def _span(pid: int, record: Path, start: int) -> Span:
 
 
 def _launch(record: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "agent", "launch", *GRID, *TINY, "--record", str(record), *options]
+    command = [sys.executable, "-m", "agent", "train", *GRID, *TINY, "--record", str(record), *options]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 

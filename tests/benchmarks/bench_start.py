@@ -56,7 +56,7 @@ def _start() -> tuple[float, float]:
         record = Path(folder) / "run.jsonl"
         begun = time.monotonic()
         job = subprocess.Popen(
-            [sys.executable, "-m", "agent", "launch", *GRID, *JOB, "--record", str(record)],
+            [sys.executable, "-m", "agent", "train", *GRID, *JOB, "--record", str(record)],
             stdout=subprocess.DEVNULL,
         )
         while not (lines := _iterations(record)):

@@ -40,7 +40,7 @@ def test_the_lead_is_lost(where: str, op: str, tmp_path: Path, tmp_path_factory:
 
     def begin(rank: int) -> Launched:
         own = ("--node-rank", str(rank), "--record", str(tmp_path / f"run{rank}.jsonl"))
-        command = (str(victim), "launch", *job, *own)
+        command = (str(victim), "train", *job, *own)
         return Launched(*command, errors=tmp_path / f"node{rank}.log", alone=True, module="tests.chaos.struck")
 
     launchers = [begin(rank) for rank in range(3)]

@@ -38,7 +38,7 @@ class Job:
         self._record = folder / "record.jsonl"
         self._before = _processes()
         workload = ("--workload-options", json.dumps(TINY))
-        arguments = ("launch", "--iterations", str(ITERATIONS), "--record", str(self._record), *OPTIONS, *workload)
+        arguments = ("train", "--iterations", str(ITERATIONS), "--record", str(self._record), *OPTIONS, *workload)
         self.launcher = Launched(*arguments, errors=folder / "errors")
 
     @property
