@@ -70,10 +70,12 @@ CUDA_ENVIRONMENT = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
 }
 OVER_NCCL_ENVIRONMENT = {
-    # A library's kernels are loaded when it is first used, and not each with its own first use: to load one is to wait
-    # until all that the GPU was given is done, a receive among it whose message depends on what is not launched yet.
-    # That takes a start 6 s, and 1 GiB of the GPU's memory (H100).
+    # No launch may wait until all that the GPU was given is done: a receive may be among it whose message depends on
+    # what is launched after. So a library's kernels are loaded when it is first used, and not each with its own first
+    # use, which takes a start 6 s, and 1 GiB of the GPU's memory (H100);
     "CUDA_MODULE_LOADING": "EAGER",
+    # and no launch waits for its own end, as somebody may have it to find a fault.
+    "CUDA_LAUNCH_BLOCKING": "0",
 }
 SHARED_GPU_ENVIRONMENT = {
     # Kernels of all ranks of a GPU wait for each other, so none may take much of it; NVLS can't be shared.

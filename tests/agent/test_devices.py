@@ -148,7 +148,12 @@ def test_a_worker_takes_the_gpu_of_its_slot(monkeypatch: pytest.MonkeyPatch) -> 
         torch.cuda, "set_device", lambda device: chosen.append((device, os.environ["CUBLAS_WORKSPACE_CONFIG"]))
     )
     platform = Platform(device="cuda")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    Platform(device="cuda", transport="tagged").take(1, deterministic=False)
+    assert os.environ["CUDA_LAUNCH_BLOCKING"] == "1"
+    chosen.clear()
     assert platform.take(1, deterministic=False) == torch.device("cuda", 1)
+    assert os.environ["CUDA_LAUNCH_BLOCKING"] == "0", "each receive would wait for its message"
     assert not torch.are_deterministic_algorithms_enabled() and "NCCL_MAX_CTAS" not in os.environ
     assert platform.take(2, deterministic=True, shared=True) == torch.device("cuda", 0)
     assert torch.are_deterministic_algorithms_enabled() and "NCCL_MAX_CTAS" in os.environ
