@@ -105,7 +105,8 @@ def _main(scenario: Scenario, rank: Rank, pipe: Connection) -> None:
 
 def _group(rank: Rank, name: str, device: torch.device) -> Group:
     if rank.transport == "ordered":
-        return NcclGroup(rank.store, name, rank.number, rank.members, TIMEOUTS, device)
+        messages = name != "stage"
+        return NcclGroup(rank.store, name, rank.number, rank.members, TIMEOUTS, device, messages=messages)
     group = GlooGroup(rank.store, name, rank.number, rank.members, TIMEOUTS, LOOPBACK)
     return group if device.type == "cpu" else HostGroup(group)
 
