@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
 from openrecycle.agent.config import devices
-from openrecycle.agent.config.devices import Platform, kind_number, on_device
+from openrecycle.agent.config.devices import Platform, kind_number, on_device, pinned_sizes
 from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.launcher.processes import ProcessPool
 from openrecycle.agent.models import compat
@@ -181,6 +181,17 @@ def test_data_of_any_form_goes_to_the_device() -> None:
     assert moved["a"][0].device == meta and moved["a"][1] == 3
     assert isinstance(moved["b"][0], _Batch) and moved["b"][0].tokens.device == meta
     assert moved["b"][0].name == "x" and moved["b"][1] is None
+
+
+def test_memory_for_micro_batches_is_there_before_training() -> None:
+    """Of all sizes that they may have: to take some from the system may be to wait for a receive."""
+    batch = {"tokens": torch.zeros(3, 1 << 10, dtype=torch.int64), "masks": (torch.zeros(1 << 12), None)}
+    small = pinned_sizes(None)
+    assert min(small) == 8 and max(small) == 1 << 12 and small.count(8) > 2
+    assert sorted(pinned_sizes(batch)) == sorted([*small, 1 << 15, 1 << 15, 1 << 14, 1 << 14])
+    assert pinned_sizes(torch.zeros(1 << 13, dtype=torch.uint8))[len(small) :] == [1 << 13, 1 << 13]
+    varied = pinned_sizes(batch, varies=True)[len(small) :]
+    assert {size: varied.count(size) for size in varied} == {1 << 15: 2, 1 << 14: 4, 1 << 13: 4}
 
 
 @dataclass(frozen=True)
