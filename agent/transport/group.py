@@ -26,19 +26,24 @@ waiting and cancelling there with stand-ins. What it relies on:
   calls. torch makes a communicator of two ranks for each such pair, with its first message, as long as the group
   is bound to no device (`device_id`) and messages are not batched: both would put all pairs into one.
 - Communicators get on independently of each other. NCCL does not promise it in general: a kernel that
-  waits for its peer holds a few multiprocessors, and streams share the device's queues when there are more
-  than CUDA_DEVICE_MAX_CONNECTIONS of them (see agent.config.devices: 32, the most there is). A worker has two
-  streams per neighbour that its plan gives it, and one for its stage: a dozen neighbours are safe,
-  more are not known to be.
+  waits for its peer holds a few multiprocessors (see MESSAGE_CTAS), and streams share the device's queues when there
+  are more than CUDA_DEVICE_MAX_CONNECTIONS of them (see agent.config.devices: 32, the most there is). A worker has two
+  streams per neighbour that its plan gives it, and one for its stage: a dozen neighbours are safe, more are not known
+  to be.
 - `ProcessGroupNCCL.abort`, called from another thread, ends the kernels that wait for a peer, dead or alive: within
   2 ms (H200). It returns half a second later, when memory has been given back, and that waits for all that the GPU was
   given, and holds up what is launched meanwhile. So nothing is received before it has returned (see `make_nccl`): a
   receive of the next generation and an abort of the one before waited for each other (H100, a worker that came back).
-- To load a kernel waits in the same way: hence CUDA_MODULE_LOADING (see agent.config.devices).
-  It does not end a connection that is just being made, in which the calling thread waits for the other
-  end. So all connections are made in a thread that may be left behind (see agent.transport.communicator), before the
-  group is used: a peer that dies meanwhile costs that thread, and its communicator, but no process. That the
+  It ends the communicators that there are: one that is just being made is none yet, and the calling thread waits for
+  the other end. So all connections are made in a thread that may be left behind (see agent.transport.communicator),
+  before the group is used: a peer that dies meanwhile costs that thread, and its communicator, but no process. Such a
+  thread begins nothing more (`Begun`), and what it was beginning is aborted when it has begun. That the
   communicators of a later group can be made while such a thread still waits is NCCL's to keep: they share nothing.
+- All of a communicator is connected with its first operation: by its source (2.30.7), a sum's with NCCL_RUNTIME_CONNECT
+  off, for all algorithms; that of a pair with the first message of each way, for all channels; what goes from each rank
+  to each with the first of that kind. So `connect` and agent.transport.ranks begin one of each.
+- To load a kernel waits for all that the GPU was given, too: hence CUDA_MODULE_LOADING (see agent.config.devices). What
+  else does is asked by `python -m tests.gpu --only waits`. No op may do any of it (DEVELOPMENT.md).
 - A group in which somebody died is of no use afterwards: a generation has new ones, under new names.
 
 A failure shows nowhere by itself: torch's own handling would end the process, so it is switched off,
