@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -70,10 +70,12 @@ CUDA_ENVIRONMENT = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
 }
 OVER_NCCL_ENVIRONMENT = {
-    # A library's kernels are loaded when it is first used, and not each with its own first use: to load one is to wait
-    # until all that the GPU was given is done, a receive among it whose message depends on what is not launched yet.
-    # That takes a start 6 s, and 1 GiB of the GPU's memory (H100).
+    # No launch may wait until all that the GPU was given is done: a receive may be among it whose message depends on
+    # what is launched after. So a library's kernels are loaded when it is first used, and not each with its own first
+    # use, which takes a start 6 s, and 1 GiB of the GPU's memory (H100);
     "CUDA_MODULE_LOADING": "EAGER",
+    # and no launch waits for its own end, as somebody may have it to find a fault.
+    "CUDA_LAUNCH_BLOCKING": "0",
 }
 SHARED_GPU_ENVIRONMENT = {
     # Kernels of all ranks of a GPU wait for each other, so none may take much of it; NVLS can't be shared.
@@ -244,19 +246,47 @@ class Upload:
         with torch.cuda.stream(self._stream):
             moved = on_device(value, self._device)
         here.wait_stream(self._stream)
-        _used_in(moved, here)
+        for tensor in _tensors_in(moved):
+            tensor.record_stream(here)  # its memory is given to nobody else before that stream is done with it
         return moved
 
 
-def _used_in(value: Any, stream: Any) -> None:
-    """The memory of these is given to nobody else before `stream` is done with it."""
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     import torch
 
     if isinstance(value, torch.Tensor):
-        value.record_stream(stream)
+        yield value
     elif isinstance(value, (tuple, list, Mapping)):
         for part in value.values() if isinstance(value, Mapping) else value:
-            _used_in(part, stream)
+            yield from _tensors_in(part)
+
+
+_PINNED_AT_A_TIME = 2
+"""One is filled while another is copied, for the one before that an op has ended (agent.workers.executor)."""
+_SMALL_PINNED, _SMALL_AT_A_TIME = 1 << 12, 8
+"""Bytes: weights, shapes and single numbers, of which more are under way."""
+
+
+def pinned_sizes(value: Any, *, varies: bool = False) -> list[int]:
+    """Bytes of the blocks of pinned memory by way of which micro-batches like this one go to a GPU, each a power of two
+    as torch has them. varies: are others smaller?"""
+    sizes = [1 << k for k in range(3, _SMALL_PINNED.bit_length())] * _SMALL_AT_A_TIME
+    for tensor in _tensors_in(value):
+        size = 1 << max(0, tensor.nbytes - 1).bit_length()
+        while size > _SMALL_PINNED:
+            sizes += [size] * _PINNED_AT_A_TIME
+            size = size // 2 if varies else 0
+    return sizes
+
+
+def keep_pinned(value: Any, device: torch.device, *, varies: bool = False) -> None:
+    """Before training: has torch keep that memory. To take it from the system later may be to wait for all that the GPU
+    was given, a receive among it."""
+    if device.type == "cuda":
+        import torch
+
+        at_once = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in pinned_sizes(value, varies=varies)]
+        del at_once
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:

@@ -201,11 +201,13 @@ def take_off_hooks(unit: Any) -> None:
     unit.__class__ = kind.__mro__[kind._orig_cls_mro_index]
 
 
-def nccl_group(store: Any, rank: int, size: int, *, timeout: timedelta) -> Any:
+def nccl_group(store: Any, rank: int, size: int, *, timeout: timedelta, most_ctas: int | None = None) -> Any:
     """A ProcessGroupNCCL. It is given no device: it would make one communicator for all pairs of ranks, in which
-    messages of different pairs wait for each other."""
+    messages of different pairs wait for each other. most_ctas: blocks of its kernels (NCCL_MAX_CTAS goes before it)."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
+    if most_ctas is not None:
+        options.config.max_ctas = most_ctas
     # Streams come from two pools of 32, in turn. In that of usual ones a communicator would soon get the stream on
     # which data are brought to the GPU: they would wait for a message that waits for them.
     options.is_high_priority_stream = True

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.config.devices import Autocast, on_device, seed_for
+from openrecycle.agent.config.devices import Autocast, keep_pinned, on_device, seed_for
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.compat import FlopCount
@@ -598,10 +598,14 @@ def _probe(workload: Workload, job: Job, stage: int, seed: int, stage_io: StageI
     else:
         inputs = tuple(_like(spec.empty(), generator) for spec in stage_io[stage - 1])
         wanted = wanted_of(stage_io[stage - 1])
+    varies: bool = getattr(workload, "varies", False)
+    keep_pinned(() if stage else inputs, device, varies=varies)
     inputs = on_device(inputs, device)
     if stage < job.stages - 1:
         return Probe(inputs, wanted=wanted)
-    targets = on_device(probe_targets(workload, seed), device)
+    read = probe_targets(workload, seed)
+    keep_pinned(read, device, varies=varies)
+    targets = on_device(read, device)
     share = 1.0 / (job.pipelines * job.micro_batches)
     return Probe(inputs, lambda y: workload.loss(y, targets) * share, wanted)
 

@@ -38,6 +38,7 @@ from openrecycle.agent.config.devices import Transport
 from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.models.layers import CPU
 from openrecycle.agent.transport.group import (
+    Begun,
     GlooGroup,
     Group,
     HostGroup,
@@ -46,7 +47,6 @@ from openrecycle.agent.transport.group import (
     PendingTransfer,
     TransferError,
     first_line,
-    halt_all,
 )
 from openrecycle.agent.transport.ranks import Connections, Ranks
 from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, TransferLayout, Transfers, connect
@@ -303,12 +303,12 @@ class Groups:
         transport: Transport = "tagged",
         device: torch.device = CPU,
         neighbours: Collection[Worker] = (),
-        begun: list[Group] | None = None,
+        begun: Begun | None = None,
         ranks: Ranks | None = None,
         standby: Standby | None = None,
     ) -> None:
         """Blocks until all of `living` are there. device: where data and sums are. neighbours: with whom this worker
-        exchanges data (Script.neighbours). begun: gets each group before anything is waited for in it. ranks: of this
+        exchanges data (Script.neighbours). begun: gets all of it before anything is waited for in it. ranks: of this
         worker; each rank is in groups with those of the same number in other workers. standby: connections that all of
         `living` have; they are taken, and nobody is waited for on their account. Raises TransferError."""
         self.generation = generation
@@ -323,13 +323,14 @@ class Groups:
         """In the control plane."""
         plane = _plane(generation, self.ranks)
         on_cpu = device.type == "cpu"
-        begun = [] if begun is None else begun
+        begun = begun or Begun()
 
         def gloo(name: str, members: Sequence[Worker], store: Any = store) -> GlooGroup:
             return GlooGroup(store, plane + name, members.index(me), members, timeouts, address)
 
         def nccl(name: str, members: Sequence[Worker]) -> Group:
-            return NcclGroup(store, plane + name, members.index(me), members, timeouts, device)
+            rank, messages = members.index(me), not name.startswith("stage")
+            return NcclGroup(store, plane + name, rank, members, timeouts, device, messages=messages)
 
         def late(name: str, members: Sequence[Worker]) -> Group:
             # A connection to the store serves one caller at a time.
@@ -340,26 +341,29 @@ class Groups:
 
         def data(name: str, members: Sequence[Worker]) -> Group:
             over_nccl = device.type == "cuda" and self._ordered
-            begun.append(nccl(name, members) if over_nccl else over_gloo(gloo(name, members)))
-            return begun[-1]
+            made = nccl(name, members) if over_nccl else over_gloo(gloo(name, members))
+            begun.add(made)
+            return made
 
         try:
             if self.ranks.size > 1:
                 of_ranks = dist.PrefixStore(f"generation{generation}/{me}/ranks", store)
-                self.ranks.connect(of_ranks, timeouts, None if standby is None else standby.of_ranks)
+                self.ranks.connect(of_ranks, timeouts, None if standby is None else standby.of_ranks, begun)
             whole: Group | None = None
             if standby is None:
                 self._control = gloo("world", living)
             else:
                 self._control, whole = standby.take()
-                begun += [self._control] if whole is None else [self._control, whole]
+            begun.add(self._control)
+            if whole is not None:
+                begun.add(whole)
             name, peers = f"stage{me.stage}", None
             if len(stage) > 1:
                 if whole is not None and stage == _peers(me, members):
                     peers, whole = over_gloo(whole), None
                 elif standby is not None and not self._ordered:
                     peers = over_gloo(late(name, stage))  # nobody needs it before the end of the iteration
-                    begun.append(peers)
+                    begun.add(peers)
                 else:
                     peers = data(name, stage)
             self._unused = whole
@@ -374,7 +378,7 @@ class Groups:
             if self._ordered:
                 connect(self._lines, neighbours, device)
         except RuntimeError as error:
-            halt_all(begun)
+            begun.end()
             peer = error.peer if isinstance(error, TransferError) else None
             text = f"the groups of generation {generation} could not be formed: {first_line(error)}"
             raise TransferError(text, peer) from None
@@ -429,17 +433,14 @@ class Groups:
         for group in self._all:
             group.halt()
 
-    def halt(self) -> None:
-        """Ends the groups' life, when nobody exchanges anything in them any more."""
-        for group in self._all:
-            group.cancel()
-        halt_all(self._all)
-
     def close(self) -> None:
-        """After `halt`: ends all connections."""
+        """Ends all connections, when nobody exchanges anything in them any more. It does not wait for the device: it
+        is called aside, and others have that work on what waits for them."""
         # gloo's destructor closes each that there is still, under the interpreter's lock: 10 ms for each, until gloo's
         # thread has let go of it; with 12 workers 100 ms and with 64 600 ms in which nothing else is done. This closes
         # them where the other threads run on.
+        for group in self._all:
+            group.cancel()
         for group in self._all:
             group.close()
 
@@ -517,7 +518,7 @@ class Communicator:
                 raise TransferError(f"generation {generation} is superseded")
             taken = standby if word == _ON_STANDBY else None
             self.abandon()
-            begun: list[Group] = []
+            begun = Begun()
 
             def make() -> Groups:
                 if device.type == "cuda":
@@ -579,12 +580,12 @@ class Communicator:
         """Are these connections there?"""
         return self._standby is not None and self._standby.connected
 
-    def _connect(self, generation: int, make: Callable[[], Groups], begun: list[Group]) -> Groups:
+    def _connect(self, generation: int, make: Callable[[], Groups], begun: Begun) -> Groups:
         """What `make` makes, in a thread of its own: gloo waits for one absent peer after the other, each for as long
         as a generation may take to form, and NCCL for ever for one that died while it connected; nothing wakes either.
-        Such
-        a thread is left behind, which costs a retry and no survivor; what it has begun is cancelled. Raises
-        TransferError, when a newer generation is announced too, and when connecting takes longer than any transfer may.
+        Such a thread is left behind, which costs a retry and no survivor; what it has begun is cancelled, and it begins
+        nothing more. Raises TransferError, when a newer generation is announced too, and when connecting takes longer
+        than any transfer may.
         """
         made: Made = queue.SimpleQueue()
         with self._lock:
@@ -600,9 +601,7 @@ class Communicator:
         with self._lock:
             self._connecting = None
         if not isinstance(groups, Groups):
-            for group in list(begun):
-                group.cancel()
-                group.close()
+            begun.give_up()
         if groups is None:
             # It may wait at the store for long, and a connection to the store serves one caller at a time.
             self._stores.forget()
@@ -653,7 +652,6 @@ def _make(make: Callable[[], Groups], made: Made) -> None:
 
 def _bury(coffin: list[Groups]) -> None:
     for groups in coffin:
-        groups.halt()
         groups.close()
     del groups
     coffin.clear()

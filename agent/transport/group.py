@@ -26,19 +26,24 @@ waiting and cancelling there with stand-ins. What it relies on:
   calls. torch makes a communicator of two ranks for each such pair, with its first message, as long as the group
   is bound to no device (`device_id`) and messages are not batched: both would put all pairs into one.
 - Communicators get on independently of each other. NCCL does not promise it in general: a kernel that
-  waits for its peer holds a few multiprocessors, and streams share the device's queues when there are more
-  than CUDA_DEVICE_MAX_CONNECTIONS of them (see agent.config.devices: 32, the most there is). A worker has two
-  streams per neighbour that its plan gives it, and one for its stage: a dozen neighbours are safe,
-  more are not known to be.
+  waits for its peer holds a few multiprocessors (see MESSAGE_CTAS), and streams share the device's queues when there
+  are more than CUDA_DEVICE_MAX_CONNECTIONS of them (see agent.config.devices: 32, the most there is). A worker has two
+  streams per neighbour that its plan gives it, and one for its stage: a dozen neighbours are safe, more are not known
+  to be.
 - `ProcessGroupNCCL.abort`, called from another thread, ends the kernels that wait for a peer, dead or alive: within
   2 ms (H200). It returns half a second later, when memory has been given back, and that waits for all that the GPU was
   given, and holds up what is launched meanwhile. So nothing is received before it has returned (see `make_nccl`): a
   receive of the next generation and an abort of the one before waited for each other (H100, a worker that came back).
-- To load a kernel waits in the same way: hence CUDA_MODULE_LOADING (see agent.config.devices).
-  It does not end a connection that is just being made, in which the calling thread waits for the other
-  end. So all connections are made in a thread that may be left behind (see agent.transport.communicator), before the
-  group is used: a peer that dies meanwhile costs that thread, and its communicator, but no process. That the
+  It ends the communicators that there are: one that is just being made is none yet, and the calling thread waits for
+  the other end. So all connections are made in a thread that may be left behind (see agent.transport.communicator),
+  before the group is used: a peer that dies meanwhile costs that thread, and its communicator, but no process. Such a
+  thread begins nothing more (`Begun`), and what it was beginning is aborted when it has begun. That the
   communicators of a later group can be made while such a thread still waits is NCCL's to keep: they share nothing.
+- All of a communicator is connected with its first operation: by its source (2.30.7), a sum's with NCCL_RUNTIME_CONNECT
+  off, for all algorithms; that of a pair with the first message of each way, for all channels; what goes from each rank
+  to each with the first of that kind. So `connect` and agent.transport.ranks begin one of each.
+- To load a kernel waits for all that the GPU was given, too: hence CUDA_MODULE_LOADING (see agent.config.devices). What
+  else does is asked by `python -m tests.gpu --only waits`. No op may do any of it (DEVELOPMENT.md).
 - A group in which somebody died is of no use afterwards: a generation has new ones, under new names.
 
 A failure shows nowhere by itself: torch's own handling would end the process, so it is switched off,
@@ -104,7 +109,27 @@ class PendingTransfer(Protocol):
         """Will `wait` return, or raise, at once? False where that can't be told."""
 
 
-class Group(Protocol):
+class Ending(Protocol):
+    """Connections that can be ended."""
+
+    def cancel(self) -> None:
+        """Makes every wait on them fail within milliseconds. From any thread."""
+
+    def close(self) -> None:
+        """After `cancel`: ends all connections, where that left any. From any thread."""
+        return
+
+    def halt(self) -> None:
+        """Ends their life: what is under way comes to nothing."""
+        return  # gloo's transfers keep their tensors, and a reduction is over when its wait is
+
+    def rest(self) -> None:
+        """After `halt`, of all that use the device: returns when it reads and writes no tensor of a caller's any
+        more. It waits for the device, so of those who train there alone."""
+        return
+
+
+class Group(Ending, Protocol):
     """Ranks that exchange tensors. All but `cancel` from one thread only; all raise TransferError.
 
     whole_buffers: must what is sent fill the buffer of its receive?
@@ -130,30 +155,52 @@ class Group(Protocol):
         """Starts to copy `tensor`, which is contiguous, from one rank to all others, in place. All ranks begin these,
         too, in the same order as sums."""
 
-    def cancel(self) -> None:
-        """Makes every wait on this group fail within milliseconds. From any thread."""
 
-    def close(self) -> None:
-        """After `cancel`: ends all connections, where that left any. From any thread."""
-        return
-
-    def halt(self) -> None:
-        """Ends the group's life: what is under way in it comes to nothing."""
-        return  # gloo's transfers keep their tensors, and a reduction is over when its wait is
-
-    def rest(self) -> None:
-        """After `halt`, of all groups of the device: returns when it reads and writes no tensor of a caller's any
-        more."""
-        return
-
-
-def halt_all(groups: Iterable[Group]) -> None:
+def halt_all(groups: Iterable[Ending]) -> None:
     """First all end, and then each is waited for: what one waits for on a device may wait behind another's."""
     ending = list(groups)
     for group in ending:
         group.halt()
     for group in ending:
         group.rest()
+
+
+class Begun:
+    """What a thread connects, one after the other, which may be left behind: `give_up` is another thread's.
+
+    Over NCCL a thread that is left behind must begin nothing more: what it had the device wait for, and the end of
+    that, would hold up the generation that trains by then.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._all = threading.Lock(), list[Ending]()
+        self._given_up = False
+
+    def add(self, connections: Ending) -> None:
+        """Before anything is waited for in them. Raises TransferError where nobody waits for them any more."""
+        with self._lock:
+            self._all.append(connections)
+        if self._given_up:
+            connections.cancel()
+            connections.close()
+            raise TransferError("nobody waits for these connections any more")
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._given_up, ending = True, list(self._all)
+        for connections in ending:
+            connections.cancel()
+            connections.close()
+
+    def end(self) -> None:
+        """By the thread itself, which has failed."""
+        if not self._given_up:
+            halt_all(self._all)
+            return
+        # The device is somebody else's by now.
+        for connections in self._all:
+            connections.halt()
+        await_aborts()
 
 
 class GlooPending:
@@ -604,7 +651,13 @@ _GLANCE_SECONDS = 2e-5
 
 _ABORT_SECONDS = 5.0
 """Whatever takes longer waits for no memory, but for a peer that was just connecting."""
-_aborting: list[threading.Thread] = []
+MESSAGE_CTAS = 2
+"""Blocks of a kernel that carries messages between two workers. As long as it waits for the other one, each of them
+takes a multiprocessor from those that compute; left alone, NCCL takes up to 32 of the 132 that an H100 has, for each of
+the two streams to each neighbour."""
+_aborting: list[tuple[threading.Thread, float]] = []
+"""And until when each is waited for."""
+_aborts = threading.Lock()
 
 
 def abort_aside(group: Any) -> None:
@@ -617,19 +670,26 @@ def abort_aside(group: Any) -> None:
             group.abort()
 
     thread = threading.Thread(target=abort, name="abort-group", daemon=True)
-    _aborting.append(thread)
-    thread.start()
+    with _aborts:
+        thread.start()
+        _aborting.append((thread, time.monotonic() + _ABORT_SECONDS))
 
 
-def make_nccl(store: Any, rank: int, size: int) -> Any:
-    """A ProcessGroupNCCL, once those that were aborted before have given their memory back."""
-    deadline = time.monotonic() + _ABORT_SECONDS
-    for thread in list(_aborting):
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if not thread.is_alive():
-            with contextlib.suppress(ValueError):  # another thread was quicker
-                _aborting.remove(thread)
-    return compat.nccl_group(store, rank, size, timeout=NO_LIMIT)
+def await_aborts() -> None:
+    """Returns when those that were begun before have given their memory back, or have had the time for it."""
+    with _aborts:
+        waiting = list(_aborting)
+    for thread, until in waiting:
+        thread.join(max(0.0, until - time.monotonic()))
+    with _aborts:
+        _aborting[:] = [entry for entry in _aborting if entry not in waiting]
+
+
+def make_nccl(store: Any, rank: int, size: int, most_ctas: int | None = None) -> Any:
+    """A ProcessGroupNCCL, once those that were aborted before have given their memory back. most_ctas: blocks that a
+    kernel of it has at most; None: as NCCL likes."""
+    await_aborts()
+    return compat.nccl_group(store, rank, size, timeout=NO_LIMIT, most_ctas=most_ctas)
 
 
 class NcclPending:
@@ -685,7 +745,8 @@ class NcclPending:
 class NcclGroup(Group):
     """device: this worker's GPU, which no other rank uses unless NCCL is of 2.30 or later.
 
-    members: by rank. The first exchange with a peer connects to it, and nothing ends that wait but the peer."""
+    members: by rank. The first exchange with a peer connects to it, and nothing ends that wait but the peer. messages:
+    is it for sends and receives?"""
 
     whole_buffers: ClassVar[bool] = True
 
@@ -697,12 +758,15 @@ class NcclGroup(Group):
         members: Sequence[Worker],
         timeouts: Timeouts,
         device: torch.device,
+        *,
+        messages: bool = False,
     ) -> None:
         self.rank, self._members = rank, members
         self._seconds, self._sum_seconds, self._device = timeouts.transfer, timeouts.group, device
         self._cancelled, self._aborting = threading.Event(), threading.Lock()
         self._aborted = False
-        self._group = make_nccl(dist.PrefixStore(name, store), rank, len(members))
+        most_ctas = MESSAGE_CTAS if messages else None
+        self._group = make_nccl(dist.PrefixStore(name, store), rank, len(members), most_ctas)
 
     def send(self, to: int, tensor: Tensor, tag: int) -> NcclPending:
         assert tag == _NO_TAG, "NCCL has no tags"
@@ -747,4 +811,7 @@ class NcclGroup(Group):
             raise
         except RuntimeError as error:
             raise TransferError(first_line(error), peer) from None
+        if self._cancelled.is_set():
+            # An abort ends the communicators that there are: the first operation may have made another one since.
+            abort_aside(self._group)
         return NcclPending(work, tensor, seconds, self._cancelled.is_set, peer)

@@ -33,6 +33,8 @@ from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import CPU
 from openrecycle.agent.transport.group import (
+    Begun,
+    Ending,
     NcclPending,
     TransferError,
     abort_aside,
@@ -89,7 +91,7 @@ def _by_exchange(error: BaseException) -> bool:
     return False
 
 
-class Connections:
+class Connections(Ending):
     """Of this rank to the others of its worker, for one generation. Tensors of the CPU go over gloo."""
 
     def __init__(self, store: Any, rank: int, size: int, timeouts: Timeouts) -> None:
@@ -113,11 +115,22 @@ class Connections:
         """For tensors of `device`, which is this thread's. Blocks until all ranks have called it. Raises
         RuntimeError."""
         nccl = make_nccl(store, self._rank, self._size)
-        # It connects with its first operation.
-        token = torch.zeros(1, device=device)
-        NcclPending(nccl.allreduce([token]), token, self.seconds, lambda: self.aborted, None).wait()
+        with self._aborting:
+            self._to_abort = nccl
+        # It connects with its first operation; and for what goes from each rank to each, with the first of that kind.
+        token, to_all = torch.zeros(1, device=device), torch.zeros(self._size, device=device)
+        for begin in (
+            lambda: nccl.allreduce([token]),
+            lambda: nccl.alltoall_base(torch.zeros_like(to_all), to_all, [], []),
+        ):
+            if self.aborted:
+                raise SiblingError(_CANCELLED)
+            work = begin()
+            if self.aborted:
+                abort_aside(nccl)  # it may have made a communicator since the abort
+            NcclPending(work, token, self.seconds, lambda: self.aborted, None).wait()
         compat.add_nccl(self.group, nccl)
-        self._nccl = self._to_abort = nccl
+        self._nccl = nccl
 
     def carries(self, tensor: Tensor) -> bool:
         """As it is; else by way of the host's memory."""
@@ -367,15 +380,19 @@ class Ranks:
         there. From any thread. Raises RuntimeError."""
         return None if self._group is None else Connections(store, self.rank, self.size, timeouts)
 
-    def connect(self, store: Any, timeouts: Timeouts, ahead: Connections | None = None) -> None:
-        """Anew, by way of `store`. ahead: connections that there are, on all ranks. Blocks until all are there. Raises
-        RuntimeError."""
+    def connect(
+        self, store: Any, timeouts: Timeouts, ahead: Connections | None = None, begun: Begun | None = None
+    ) -> None:
+        """Anew, by way of `store`. ahead: connections that there are, on all ranks. begun: gets them before anything
+        is waited for in them. Blocks until all are there. Raises RuntimeError."""
         if self._group is None:
             return
         before = getattr(self._group, "connections", None)
         if before is not None:
             before.halt()
         made = ahead or Connections(dist.PrefixStore("gloo", store), self.rank, self.size, timeouts)
+        if begun is not None:
+            begun.add(made)
         if self._over_nccl:
             made.add_nccl(dist.PrefixStore("nccl", store), self._device)
         with self._lock:

@@ -20,7 +20,7 @@ Why that changes no bit, and no recovery:
   behind in the same stream.
 - A step is taken with the host at its side: its end is waited for.
 
-NOT RUN on a GPU; the order of waits is tested with stand-ins for its events.
+Run on one GPU (app/docs/gpus.md); the order of waits is tested with stand-ins for its events.
 """
 
 from __future__ import annotations

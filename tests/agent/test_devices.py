@@ -22,11 +22,13 @@ from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
 from openrecycle.agent.config import devices
-from openrecycle.agent.config.devices import Platform, kind_number, on_device
+from openrecycle.agent.config.devices import Platform, kind_number, on_device, pinned_sizes
 from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.launcher.processes import ProcessPool
 from openrecycle.agent.models import compat
+from openrecycle.agent.transport import communicator
 from openrecycle.agent.transport import group as groups
+from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import TransferError, halt_all
 from openrecycle.agent.transport.ranks import Connections, ReplaceableGroup
 from openrecycle.planner.jobs.errors import InputError
@@ -148,7 +150,12 @@ def test_a_worker_takes_the_gpu_of_its_slot(monkeypatch: pytest.MonkeyPatch) -> 
         torch.cuda, "set_device", lambda device: chosen.append((device, os.environ["CUBLAS_WORKSPACE_CONFIG"]))
     )
     platform = Platform(device="cuda")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    Platform(device="cuda", transport="tagged").take(1, deterministic=False)
+    assert os.environ["CUDA_LAUNCH_BLOCKING"] == "1"
+    chosen.clear()
     assert platform.take(1, deterministic=False) == torch.device("cuda", 1)
+    assert os.environ["CUDA_LAUNCH_BLOCKING"] == "0", "each receive would wait for its message"
     assert not torch.are_deterministic_algorithms_enabled() and "NCCL_MAX_CTAS" not in os.environ
     assert platform.take(2, deterministic=True, shared=True) == torch.device("cuda", 0)
     assert torch.are_deterministic_algorithms_enabled() and "NCCL_MAX_CTAS" in os.environ
@@ -174,6 +181,17 @@ def test_data_of_any_form_goes_to_the_device() -> None:
     assert moved["a"][0].device == meta and moved["a"][1] == 3
     assert isinstance(moved["b"][0], _Batch) and moved["b"][0].tokens.device == meta
     assert moved["b"][0].name == "x" and moved["b"][1] is None
+
+
+def test_memory_for_micro_batches_is_there_before_training() -> None:
+    """Of all sizes that they may have: to take some from the system may be to wait for a receive."""
+    batch = {"tokens": torch.zeros(3, 1 << 10, dtype=torch.int64), "masks": (torch.zeros(1 << 12), None)}
+    small = pinned_sizes(None)
+    assert min(small) == 8 and max(small) == 1 << 12 and small.count(8) > 2
+    assert sorted(pinned_sizes(batch)) == sorted([*small, 1 << 15, 1 << 15, 1 << 14, 1 << 14])
+    assert pinned_sizes(torch.zeros(1 << 13, dtype=torch.uint8))[len(small) :] == [1 << 13, 1 << 13]
+    varied = pinned_sizes(batch, varies=True)[len(small) :]
+    assert {size: varied.count(size) for size in varied} == {1 << 15: 2, 1 << 14: 4, 1 << 13: 4}
 
 
 @dataclass(frozen=True)
@@ -242,7 +260,7 @@ class _Backend:
     """ProcessGroupNCCL as the code sees it: operations go on until they are done, or aborted."""
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self.done, self.aborted, self.tags = False, 0, set[int]()
+        self.options, self.done, self.aborted, self.tags = options, False, 0, set[int]()
         self.works: list[_Work] = []
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> _Work:
@@ -255,6 +273,9 @@ class _Backend:
         self.works.append(_Work(lambda: self.done or self.aborted > 0))
         return self.works[-1]
 
+    def alltoall_base(self, into: Tensor, tensor: Tensor, sizes_into: list[int], sizes: list[int]) -> _Work:
+        return self.allreduce([into])
+
     def abort(self) -> None:
         self.aborted += 1
 
@@ -266,10 +287,15 @@ def _joined(name: str) -> None:
             thread.join(10.0)
 
 
+def _options() -> SimpleNamespace:
+    return SimpleNamespace(config=SimpleNamespace(max_ctas=None))
+
+
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
-    backend: Any = type("Backend", (_Backend,), {"Options": SimpleNamespace})
-    monkeypatch.setattr(compat, "dist", SimpleNamespace(ProcessGroupNCCL=backend))
+    backend: Any = type("Backend", (_Backend,), {"Options": staticmethod(_options)})
+    gloo = compat.dist.ProcessGroupGloo
+    monkeypatch.setattr(compat, "dist", SimpleNamespace(ProcessGroupNCCL=backend, ProcessGroupGloo=gloo))
     monkeypatch.setattr(groups, "dist", SimpleNamespace(PrefixStore=lambda name, store: store))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     made: Any = groups.NcclGroup(
@@ -366,6 +392,82 @@ def test_nothing_is_received_before_an_abort_has_given_its_memory_back(group: An
     assert made
 
 
+@pytest.mark.timeout(20)
+def test_an_abort_that_hangs_is_waited_for_once(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer was just connecting: nothing ends that wait, and no later generation is to pay for it again."""
+    monkeypatch.setattr(groups, "_ABORT_SECONDS", 0.5)
+    never = threading.Event()
+    group._group.abort = never.wait
+    group.cancel()
+    for _ in range(100):
+        groups.NcclGroup(None, "x", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(), CPU)
+    never.set()
+
+
+def test_what_begins_while_its_group_is_aborted_is_aborted_too(group: Any) -> None:
+    """The first message makes a communicator, of which the abort did not know: its kernel would wait for ever."""
+
+    def recv(tensors: list[Tensor], source: int, tag: int) -> _Work:
+        group.cancel()
+        _joined("abort-group")
+        assert group._group.aborted == 1
+        return _Work(lambda: group._group.aborted > 1)
+
+    group._group.recv = recv
+    pending = group.receive(1, torch.zeros(2), 0)
+    _joined("abort-group")
+    assert group._group.aborted == 2
+    with pytest.raises(TransferError, match="cancelled"):
+        pending.wait()
+
+
+def _alone(begun: groups.Begun) -> Groups:
+    """All groups of a generation that has one worker."""
+    me = Worker(0, 0)
+    store: Any = torch.distributed.HashStore()
+    return Groups(
+        *(store, 1, me, [me], Timeouts(), "127.0.0.1", "ordered", torch.device("cuda")),
+        begun=begun,
+    )
+
+
+@pytest.mark.processes
+def test_a_kernel_that_waits_for_a_neighbour_takes_few_multiprocessors(group: Any) -> None:
+    """Left alone, those that wait for a few neighbours would take all, and nothing would compute what they wait for."""
+    lines: Any = _alone(groups.Begun())._lines
+    ctas = [line._group.options.config.max_ctas for line in (lines.forward, lines.backward, group)]
+    assert ctas == [groups.MESSAGE_CTAS, groups.MESSAGE_CTAS, None]
+
+
+@pytest.mark.processes
+def test_groups_that_are_given_up_wait_for_no_device(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That runs aside, while the next generation has receives on it."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("waits for the device"))
+    made = _alone(groups.Begun())
+    lines: Any = made._lines
+    made.close()
+    _joined("abort-group")
+    assert [line._group.aborted for line in (lines.forward, lines.backward)] == [1, 1]
+
+
+@pytest.mark.processes
+def test_a_thread_that_is_left_behind_connects_no_more(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has the device wait for, and the end of that, would hold up the generation that trains by then."""
+    begun, made = groups.Begun(), list[Any]()
+
+    class Made(groups.NcclGroup):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+            begun.give_up()
+
+    monkeypatch.setattr(communicator, "NcclGroup", Made)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("waits for the device"))
+    with pytest.raises(TransferError, match="nobody waits for these connections"):
+        _alone(begun)
+    assert [one._group.aborted for one in made] == [1]
+
+
 def test_what_breaks_says_with_whom(group: Any) -> None:
     with pytest.raises(TransferError) as waiting:
         group.send(1, torch.zeros(2), 0).wait()
@@ -430,4 +532,25 @@ def test_what_an_abort_ends_among_ranks_is_no_data(end: str, among_ranks: Any) -
     with pytest.raises(RuntimeError, match="cancelled"):
         group.allreduce([torch.zeros(2, device=THERE)], None)
     group.connections.halt()
-    assert backend.aborted == 1 and len(backend.works) == 2, "the first connects"
+    assert backend.aborted == 1 and len(backend.works) == 3, "the first two connect"
+
+
+def test_ranks_that_connect_are_ended_too(among_ranks: Any) -> None:
+    """A sibling may have left for a newer generation: the kernel that waits for it would hold up the device."""
+    group, backend = among_ranks
+    backend.works.clear()
+    failed = list[BaseException]()
+
+    def connect() -> None:
+        try:
+            group.connections.add_nccl(None, CPU)
+        except RuntimeError as error:
+            failed.append(error)
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    while not backend.works:
+        time.sleep(0.001)
+    group.connections.cancel()
+    connecting.join(10.0)
+    assert len(failed) == 1 and backend.aborted and len(backend.works) == 1

@@ -31,6 +31,7 @@ LIMITS = {
     "nccl-2": 60,
     "nccl-4": 75,
     "nccl-death": 75,
+    "waits": 75,
     "host": 60,
     "train": 180,
     "kills": 120,
@@ -43,7 +44,7 @@ LIMITS = {
     "speed": 75,
 }
 """Every check, in order, and its seconds."""
-NEEDS_CUDA = {"nccl-2", "nccl-4", "nccl-death"}
+NEEDS_CUDA = {"nccl-2", "nccl-4", "nccl-death", "waits"}
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_LINES, NOTE_LETTERS = 15, 300
 

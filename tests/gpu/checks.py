@@ -168,6 +168,17 @@ def nccl_death(told: Told) -> Said:
     )
 
 
+def waits(told: Told) -> Said:
+    """What waits for all that a GPU was given, which no worker may do in an op: see agent.transport.group."""
+    _check_sharing(told, 2)
+    from openrecycle.planner.jobs.job import Worker
+    from tests.gpu import ranks
+
+    found, _ = ranks.run(ranks.waits, (Worker(0, 0), Worker(1, 0)), told.device, "ordered")
+    wait, go_on = ([name for name, waits in found.items() if bool(waits) == asked] for asked in (True, False))
+    return f"wait for a receive: {', '.join(wait) or 'none'}", f"do not: {', '.join(go_on)}"
+
+
 # -- jobs -------------------------------------------------------------------------------------------
 
 ITERATIONS = 4
@@ -502,6 +513,7 @@ CHECKS: dict[str, Callable[[Told], Said]] = {
     "nccl-2": nccl_2,
     "nccl-4": nccl_4,
     "nccl-death": nccl_death,
+    "waits": waits,
     "host": host,
     "train": train,
     "kills": kills,

@@ -105,7 +105,8 @@ def _main(scenario: Scenario, rank: Rank, pipe: Connection) -> None:
 
 def _group(rank: Rank, name: str, device: torch.device) -> Group:
     if rank.transport == "ordered":
-        return NcclGroup(rank.store, name, rank.number, rank.members, TIMEOUTS, device)
+        messages = name != "stage"
+        return NcclGroup(rank.store, name, rank.number, rank.members, TIMEOUTS, device, messages=messages)
     group = GlooGroup(rank.store, name, rank.number, rank.members, TIMEOUTS, LOOPBACK)
     return group if device.type == "cpu" else HostGroup(group)
 
@@ -142,6 +143,84 @@ def pair(rank: Rank) -> dict[str, float]:
         if not torch.equal(total, 2 * (mine.to(torch.int64) - rank.number) + 1):
             raise RuntimeError("a sum is not the sum")
     return {"connect": connected, "send": min(sends), "sum": min(sums)}
+
+
+WAITS_SECONDS = 1.5
+"""A call that takes longer waits for the message: those that wait for nothing take milliseconds."""
+
+
+def waits(rank: Rank) -> dict[str, float]:
+    """For each call that a worker may make while it has a receive on its GPU: 1 where it does not return before the
+    message has come, on which it would depend there; else 0. Rank 1 sends each when it is told to."""
+    device, other = rank.take(), 1 - rank.number
+    group, third, spare = (_group(rank, name, device) for name in ("stage", "third", "spare"))
+    for one in (group, spare):
+        one.sum(torch.zeros(1, device=device, dtype=torch.int64))
+    message = torch.ones(ELEMENTS, device=device)
+    store, found = rank.store, dict[str, float]()
+    calls = _calls(device, third, spare)
+    first = group.send(other, message, 0) if rank.number else group.receive(other, message, 0)
+    first.wait()
+    for name, call in calls.items():
+        if rank.number:
+            if name == "a new communicator":
+                threading.Thread(target=third.send, args=(other, torch.ones(1, device=device), 0)).start()
+            store.get(f"send {name}")
+            group.send(other, message, 0).wait()
+            continue
+        pending = group.receive(other, message, 0)
+        calling = threading.Thread(target=call, daemon=True)
+        calling.start()
+        calling.join(WAITS_SECONDS)
+        found[name] = float(calling.is_alive())
+        store.set(f"send {name}", b"now")
+        pending.wait()
+        calling.join(TIMEOUTS.transfer)
+        if calling.is_alive():
+            raise RuntimeError(f"{name}: does not return, though the message has come")
+        _synchronize(device)
+    return found
+
+
+def _calls(device: torch.device, third: Group, spare: Any) -> dict[str, Callable[[], object]]:
+    """By what people call them. third: a group that has not connected. spare: one that nobody needs."""
+    cuda: Any = torch.cuda
+    there, big = torch.ones(1 << 24, device=device), 1 << 28
+    host = torch.ones(1 << 24)
+
+    def launched() -> None:
+        there.add_(1)
+        event = cuda.Event()
+        event.record(cuda.current_stream(device))
+        event.synchronize()
+
+    def beside_a_wait() -> None:
+        threading.Thread(target=cuda.synchronize, args=(device,), daemon=True).start()
+        time.sleep(0.3)
+        launched()
+
+    def expandable() -> None:
+        cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch.ones(big, dtype=torch.uint8, device=device)
+
+    def given_back() -> None:
+        cuda.empty_cache()
+        cuda.memory._set_allocator_settings("expandable_segments:False")
+
+    return {
+        "a launch": launched,
+        "a launch beside a wait for the device": beside_a_wait,
+        "memory": lambda: torch.ones(big, dtype=torch.uint8, device=device),
+        "pinned memory": lambda: torch.empty(big, dtype=torch.uint8, pin_memory=device.type == "cuda"),
+        "a copy from pageable memory": lambda: there.copy_(host),
+        "a copy to pageable memory": lambda: host.copy_(there),
+        "a library's first use": lambda: torch.fft.fft(there[: 1 << 16]),
+        "memory given back": cuda.empty_cache,
+        "expandable memory": expandable,
+        "expandable memory given back": given_back,
+        "a new communicator": lambda: third.receive(1, torch.ones(1, device=device), 0).wait(),
+        "an abort": spare._group.abort,
+    }
 
 
 def grid(rank: Rank) -> dict[str, float]:
