@@ -887,4 +887,6 @@ def planned_policy(name: str, planned: PlannedJob, costs: RecoveryCosts, *, spar
         return SpareWorkers(planned, costs, spares)
     if name not in PLANNED:
         raise InputError("--policy", name, "with a profile one of " + ", ".join((*PLANNED, "spares")))
+    if name in CUT_ANEW and name != Best.name:  # which has other ways
+        planned.check_layers(name)
     return PLANNED[name](planned, costs)
