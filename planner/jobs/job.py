@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, check_whole
+from openrecycle.planner.jobs.words import number_of
 
 # -- what the ops of a stage or a layer take ----------------------------------------------------
 
@@ -190,10 +191,6 @@ class StageTicks(NamedTuple):
         return StageTicks._make(math.ceil(ticks / exact) for ticks in self)
 
 
-# As JSON and people write it: `float` takes 1_000 and the digits of every script.
-_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?|[+-]?(inf|nan)", re.IGNORECASE)
-
-
 def parse_partition(text: str, *, field: str = "partition") -> tuple[int, ...]:
     """Layers per stage, `11,11,12`, to numbers; () for an empty text. Raises InputError."""
     if not re.fullmatch(r"([0-9]{1,5}(,[0-9]{1,5})*)?", text.replace(" ", "")):
@@ -211,10 +208,11 @@ def parse_durations(text: str) -> dict[str, float]:
             raise InputError(field, part, "comma-separated NAME=NUMBER with NAME one of " + ", ".join(known))
         if key in out:
             raise InputError(field, part, f"each name once; {key} is there already")
-        if not _NUMBER.fullmatch(raw.strip()):
+        value = number_of(raw.strip())
+        if value is None:
             raise InputError(field, part, f"{key}=NUMBER, such as {key}=1.5")
-        out[key] = float(raw)
-        check_duration(f"{field} {key}", out[key])
+        check_duration(f"{field} {key}", value)
+        out[key] = value
     return out
 
 

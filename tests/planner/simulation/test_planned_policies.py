@@ -379,7 +379,9 @@ def test_no_plan_for_the_full_grid() -> None:
         _ = planned.full
 
 
-@pytest.mark.parametrize("text", ["detect", "detect=x", "other=1", "detect=-1", "checkpoint_interval=0", "dollars=nan"])
+@pytest.mark.parametrize(
+    "text", ["detect", "detect=x", "detect=1_0", "other=1", "detect=-1", "checkpoint_interval=0", "dollars=nan"]
+)
 def test_bad_costs(text: str) -> None:
     with pytest.raises(InputError, match="--cost"):
         RecoveryCosts.parse(text)
