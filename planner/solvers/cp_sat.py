@@ -39,12 +39,17 @@ from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Op, Schedule
 from openrecycle.planner.solvers.base import Cancelled, Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.routing import Reduction, StartTicks, proven_for_routing, routes_of, whole_backwards
+from openrecycle.planner.solvers.routing import (
+    OpKey,
+    Reduction,
+    Starts,
+    proven_for_routing,
+    routes_of,
+    whole_backwards,
+)
 
 # -- large-neighbourhood search -----------------------------------------------------------------
 
-# (kind, micro-batch index, stage); the backward of either technique is I.
-OpKey = tuple[str, int, int]
 Edges = dict[OpKey, list[tuple[OpKey, int]]]
 
 
@@ -56,33 +61,22 @@ class ScheduleGraph:
     links: precedences that hold whatever the order, as (op, then, ticks from start to start).
     """
 
-    def __init__(self, reduction: Reduction, times: StartTicks) -> None:
-        self.reduction = reduction
+    def __init__(self, reduction: Reduction, starts: Starts) -> None:
+        self.reduction, self.lengths = reduction, reduction.lengths
         problem = reduction.problem
         job = problem.job
         self.optimizer = [t.optimizer for t in problem.fastest]  # (the longest of the stage)
         self.staggers = problem.technique.staggers
-        self.kinds = "FIW" if problem.technique.splits else "FI"
         self.stages = range(job.stages)
-        # By kind, stage and micro-batch: that of the worker on its route.
-        ticks = [[problem.worker_ticks(Worker(p, s)) for p in row] for s, row in enumerate(reduction.routes)]
-        self._lengths = {
-            "F": [[t.forward for t in row] for row in ticks],
-            "I": [[t.input_backward if problem.technique.splits else t.backward for t in row] for row in ticks],
-            "W": [[t.weight_backward for t in row] for row in ticks],
-        }
-        tables = {"F": times.forward, "I": times.backward, "W": times.weight}
-        keys = [(kind, i, s) for c in reduction.kept for i in c for s in self.stages for kind in self.kinds]
-        starts = {key: tables[key[0]][key[1]][key[2]] for key in keys}
         zero = min(starts.values())
-        self.starts: dict[OpKey, int] = {key: start - zero for key, start in starts.items()}
+        self.starts = {key: starts[key] - zero for key in self.lengths}
         # Ops without duration come before those that start with them, and downstream ones first.
-        self.order = sorted(keys, key=lambda k: (self.starts[k], self.starts[k] + self.length(k), -k[2]))
+        self.order = sorted(self.starts, key=lambda k: (self.starts[k], self.starts[k] + self.lengths[k], -k[2]))
         self.place = {key: n for n, key in enumerate(self.order)}
         self.rows: dict[Worker, list[OpKey]] = defaultdict(list)
         self.first = [0] * job.stages
         if self.staggers:
-            self.first = [min(self.starts[k] for k in keys if k[2] == s) for s in self.stages]
+            self.first = [min(self.starts[k] for k in self.order if k[2] == s) for s in self.stages]
         for key in self.order:
             self.rows[Worker(reduction.routes[key[2]][key[1]], key[2])].append(key)
         self.links = self._chains()
@@ -92,14 +86,11 @@ class ScheduleGraph:
             self._before[then].append((one, lag))
             self._after[one].append((then, lag))
 
-    def length(self, key: OpKey) -> int:
-        return self._lengths[key[0]][key[2]][key[1]]
-
     @property
     def period(self) -> int:
         """Ticks, O included; by `first`."""
         ends = [
-            max(self.starts[row[-1]] + self.length(row[-1]) for w, row in self.rows.items() if w.stage == s)
+            max(self.starts[row[-1]] + self.lengths[row[-1]] for w, row in self.rows.items() if w.stage == s)
             for s in self.stages
         ]
         if self.staggers:
@@ -114,26 +105,26 @@ class ScheduleGraph:
 
     def _chains(self) -> list[tuple[OpKey, OpKey, int]]:
         """F, I, W of a micro-batch along the stages, and the order inside a class (see reduction)."""
-        job = self.reduction.problem.job
+        job, kinds, lengths = self.reduction.problem.job, self.reduction.kinds, self.lengths
         wire, back = job.transfer_ticks, job.backward_transfer_ticks
         links: list[tuple[OpKey, OpKey, int]] = []
         for members in self.reduction.kept:
             for i in members:
                 for s in self.stages:
-                    for one, then in pairwise((kind, i, s) for kind in self.kinds):
-                        links.append((one, then, self.length(one)))
+                    for one, then in pairwise((kind, i, s) for kind in kinds):
+                        links.append((one, then, lengths[one]))
                     if s:
                         down, up = ("F", i, s - 1), ("I", i, s)
-                        links.append((down, ("F", i, s), self.length(down) + wire[s - 1]))
-                        links.append((up, ("I", i, s - 1), self.length(up) + back[s - 1]))
+                        links.append((down, ("F", i, s), lengths[down] + wire[s - 1]))
+                        links.append((up, ("I", i, s - 1), lengths[up] + back[s - 1]))
             for before, after in pairwise(members):
                 for s in self.stages:
-                    links += [((k, before, s), (k, after, s), self.length((k, before, s))) for k in self.kinds]
+                    links += [((k, before, s), (k, after, s), lengths[k, before, s]) for k in kinds]
         return links
 
     def _orders(self) -> list[tuple[OpKey, OpKey, int]]:
         """One op after the other on each worker, and so what it holds as well."""
-        return [(one, then, self.length(one)) for row in self.rows.values() for one, then in pairwise(row)]
+        return [(one, then, self.lengths[one]) for row in self.rows.values() for one, then in pairwise(row)]
 
     def room(self, begin: int, end: int, target: int) -> SliceWindows | None:
         """What order[begin:end] may use; None when the rest alone already exceeds `target`."""
@@ -142,7 +133,7 @@ class ScheduleGraph:
             earliest[key] = max([self.first[key[2]], *(earliest[k] + lag for k, lag in self._before[key])])
         latest: dict[OpKey, int] = {}
         for key in reversed(self.order[end:]):
-            due = self.deadline(key[2], target) - self.length(key)
+            due = self.deadline(key[2], target) - self.lengths[key]
             latest[key] = min([due, *(latest[k] - lag for k, lag in self._after[key])])
         for key, start in earliest.items():
             for then, lag in self._after[key]:
@@ -154,10 +145,10 @@ class ScheduleGraph:
             before = [key for key in row if self.place[key] < begin]
             inside = [key for key in row if begin <= self.place[key] < end]
             after = [key for key in row if self.place[key] >= end]
-            free = max(self.first[stage], earliest[before[-1]] + self.length(before[-1]) if before else 0)
+            free = max(self.first[stage], earliest[before[-1]] + self.lengths[before[-1]] if before else 0)
             due = latest[after[0]] if after else self.deadline(stage, target)
             for key in inside:
-                windows[key] = free, due - self.length(key)
+                windows[key] = free, due - self.lengths[key]
         for one, then, lag in self.links:
             if then in windows and one in earliest:
                 windows[then] = max(windows[then][0], earliest[one] + lag), windows[then][1]
@@ -167,25 +158,11 @@ class ScheduleGraph:
             return None
         return SliceWindows(self, begin, end, target, earliest, latest, windows)
 
-    def with_starts(self, starts: Mapping[OpKey, int]) -> ScheduleGraph:
-        return ScheduleGraph(self.reduction, self._times(starts))
-
-    def times(self) -> StartTicks:
-        return self._times(self.starts)
-
-    def _times(self, starts: Mapping[OpKey, int]) -> StartTicks:
-        count, stages = len(self.reduction.routes[0]), len(self.stages)
-        times = StartTicks(*([[0] * stages for _ in range(count)] for _ in range(3)))
-        for (kind, index, stage), start in starts.items():
-            table = times.forward if kind == "F" else times.backward if kind == "I" else times.weight
-            table[index][stage] = start
-        return times
-
     def late(self) -> ScheduleGraph:
         """The same order with every op as late as the period allows: stages start later."""
         room = self.room(0, 0, self.period)
         assert room is not None  # the schedule itself is the witness
-        return self.with_starts(room.latest)
+        return ScheduleGraph(self.reduction, room.latest)
 
 
 @dataclass(frozen=True)
@@ -311,7 +288,7 @@ class ScheduleModel:
     reduction: Reduction
     lower: int
     upper: int
-    hint: StartTicks | None = None
+    hint: Starts | None = None
     model: cp_model.CpModel = field(init=False, default_factory=cp_model.CpModel)
 
     def __post_init__(self) -> None:
@@ -342,17 +319,8 @@ class ScheduleModel:
 
     # -- what is asked ---------------------------------------------------------------------------
 
-    def duration(self, kind: str, index: int, stage: int) -> int:
-        """Ticks on the worker that the micro-batch meets there."""
-        ticks = self.reduction.problem.worker_ticks(Worker(self.reduction.routes[stage][index], stage))
-        if kind == "F":
-            return ticks.forward
-        if kind == "W":
-            return ticks.weight_backward
-        return ticks.input_backward if self.splits else ticks.backward
-
     def end(self, kind: str, index: int, stage: int) -> cp_model.LinearExpr:
-        return self.starts[kind, index, stage] + self.duration(kind, index, stage)
+        return self.starts[kind, index, stage] + self.reduction.lengths[kind, index, stage]
 
     def last_end(self, index: int, stage: int) -> cp_model.LinearExpr:
         """When all of its memory is free."""
@@ -362,8 +330,7 @@ class ScheduleModel:
 
     def _class(self, members: tuple[int, ...]) -> None:
         """Chains of the class, its order (see reduction), and the period."""
-        add, stages = self.model.add, len(self.fastest)
-        kinds = "FIW" if self.splits else "FI"
+        add, stages, kinds = self.model.add, len(self.fastest), self.reduction.kinds
         for index in members:
             for s in range(stages):
                 for kind in kinds:
@@ -388,11 +355,11 @@ class ScheduleModel:
 
     def _workers(self) -> None:
         """One op at a time, and no more in memory than fits."""
-        kinds = "FIW" if self.splits else "FI"
+        kinds = self.reduction.kinds
         for worker, classes in self.reduction.by_worker().items():
             keys = [(kind, i, worker.stage) for c in classes for i in c for kind in kinds]
             self.model.add_no_overlap(
-                self.model.new_fixed_size_interval_var(self.starts[k], self.duration(*k), "") for k in keys
+                self.model.new_fixed_size_interval_var(self.starts[k], self.reduction.lengths[k], "") for k in keys
             )
             self._memory(worker, classes)
 
@@ -413,26 +380,16 @@ class ScheduleModel:
 
     # -- hint and solution ------------------------------------------------------------------------
 
-    def _hint(self, times: StartTicks) -> None:
-        zero = min(times.forward[i][0] for c in self.reduction.kept for i in c)
+    def _hint(self, starts: Starts) -> None:
+        first = [min(starts["F", i, s] for c in self.reduction.kept for i in c) for s in range(len(self.first))]
         for key, variable in self.starts.items():
-            self.model.add_hint(variable, _table(times, key[0])[key[1]][key[2]] - zero)
-        for s, variable in enumerate(self.first):
+            self.model.add_hint(variable, starts[key] - first[0])
+        for variable, earliest in zip(self.first, first, strict=True):
             if not isinstance(variable, int):
-                earliest = min(times.forward[i][s] for c in self.reduction.kept for i in c)
-                self.model.add_hint(variable, earliest - zero)
+                self.model.add_hint(variable, earliest - first[0])
 
-    def read(self, value: cp_model.CpSolver | cp_model.CpSolverSolutionCallback) -> StartTicks:
-        """The starts of a solution; those of micro-batches that were left out are 0."""
-        count, stages = len(self.reduction.routes[0]), len(self.fastest)
-        times = StartTicks(*([[0] * stages for _ in range(count)] for _ in range(3)))
-        for (kind, index, stage), variable in self.starts.items():
-            _table(times, kind)[index][stage] = value.value(variable)
-        return times
-
-
-def _table(times: StartTicks, kind: str) -> list[list[int]]:
-    return times.forward if kind == "F" else times.backward if kind == "I" else times.weight
+    def read(self, value: cp_model.CpSolver | cp_model.CpSolverSolutionCallback) -> Starts:
+        return {key: value.value(variable) for key, variable in self.starts.items()}
 
 
 # -- routes are free: any living peer may run any micro-batch of its stage ---------------------------
@@ -624,7 +581,7 @@ class SliceModel:
             inside = [key for key in row if key in self.starts]
             if inside:
                 self.model.add_no_overlap(
-                    self.model.new_fixed_size_interval_var(self.starts[key], frame.length(key), "") for key in inside
+                    self.model.new_fixed_size_interval_var(self.starts[key], frame.lengths[key], "") for key in inside
                 )
                 self._memory(row, worker.stage)
         for key, start in self.starts.items():
@@ -634,7 +591,7 @@ class SliceModel:
         """What reaches into the slice. Before and after it the worker's ops keep their order, and with it what they
         hold: those after begin when all of its ops in the slice have ended."""
         windows, room = self.room, self._rooms[stage]
-        held, last = Held(self.model, 2 * windows.target), windows.frame.kinds[-1]
+        held, last = Held(self.model, 2 * windows.target), windows.frame.reduction.kinds[-1]
         for kind, index, _ in row:
             forward, backward, release = ("F", index, stage), ("I", index, stage), (last, index, stage)
             if kind == "F" and forward not in windows.latest and release not in windows.earliest:
@@ -647,12 +604,12 @@ class SliceModel:
         return self.room.earliest[key] if key in self.room.earliest else self.room.latest[key]
 
     def _end(self, key: OpKey) -> cp_model.LinearExprT:
-        return self._start(key) + self.room.frame.length(key)
+        return self._start(key) + self.room.frame.lengths[key]
 
     def read(self, solver: cp_model.CpSolver) -> ScheduleGraph:
         """The whole schedule with the slice as solved."""
         inside = {key: solver.value(start) for key, start in self.starts.items()}
-        return self.room.frame.with_starts({**self.room.earliest, **inside, **self.room.latest})
+        return ScheduleGraph(self.room.frame.reduction, {**self.room.earliest, **inside, **self.room.latest})
 
 
 # -- a relaxation: the peers of a stage as one pool --------------------------------------------------
@@ -832,8 +789,8 @@ class _Search:
         self._pooled(EARLY)
         reduction = Reduction.of(self.problem, routes_of(self.best))
         proven = False
-        if reduction.ops <= SHARED_OPS and self.left > 0 and not self.closed:
-            proven = self._whole(reduction, self.left if reduction.ops <= WHOLE_OPS else self.left * SHARE)
+        if len(reduction.lengths) <= SHARED_OPS and self.left > 0 and not self.closed:
+            proven = self._whole(reduction, self.left if len(reduction.lengths) <= WHOLE_OPS else self.left * SHARE)
         if not proven and not self.closed:
             self._slices(reduction)
         if proven and not self.closed:
@@ -879,7 +836,7 @@ class _Search:
 
     def _whole(self, reduction: Reduction, seconds: float) -> bool:
         """All ops in one model. True when nothing better exists for these routes."""
-        model = ScheduleModel(reduction, self.bound, self.best.period, reduction.times_of(self.best))
+        model = ScheduleModel(reduction, self.bound, self.best.period, reduction.starts_of(self.best))
         self.exact = model.exact
 
         def watch(objective: int | None, _: int) -> None:
@@ -895,9 +852,7 @@ class _Search:
         """Slice after slice, until the time is up or the gap is closed."""
         if not self.left:
             return
-        times = reduction.times_of(self.best)
-        assert times is not None  # the routes are those of `best`
-        frame = self._adopt(ScheduleGraph(reduction, times))
+        frame = self._adopt(ScheduleGraph(reduction, reduction.starts_of(self.best)))
         slices = Slices(seed=self.seed)
         vain = 0
         while self.left and not self.closed:
@@ -920,7 +875,7 @@ class _Search:
         """The frame with its stages started late; the new incumbent if it is better."""
         frame = frame.late()
         if frame.period < self.best.period:
-            self.take(frame.reduction.schedule(frame.times()))
+            self.take(frame.reduction.schedule(frame.starts))
         return frame
 
     def _pooled(self, share: float) -> None:
