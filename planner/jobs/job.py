@@ -185,6 +185,12 @@ class StageTicks(NamedTuple):
         """Ticks of compute one micro-batch needs on this stage: F + I + W."""
         return self.forward + self.input_backward + self.weight_backward
 
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Of each kind of op."""
+        forward, backward, weight, optimizer = self
+        return {"F": forward, "I": backward, "W": weight, "B": backward + weight, "O": optimizer}
+
     def at_speed(self, speed: float) -> StageTicks:
         """The op times of a worker of that speed (0.5: half as fast), rounded up."""
         exact = Fraction(Decimal(repr(speed)))

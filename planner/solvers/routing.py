@@ -34,10 +34,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, cycle
+from itertools import chain, cycle, pairwise
 
 from openrecycle.planner.jobs.job import Problem, StageTicks, Worker
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import MicroBatch, Op, Schedule, inputs
 
 # -- which living peer runs which micro-batch at each stage -------------------------------------
 
@@ -108,6 +108,8 @@ def _hosts(problem: Problem, stage: int, guests: int, keeps: dict[int, int]) -> 
 # pipeline x micro_batches + micro-batch.
 OpKey = tuple[str, int, int]
 Starts = Mapping[OpKey, int]  # ticks
+# (op, another, how many ticks after the start of the first that can start at the earliest)
+Link = tuple[OpKey, OpKey, int]
 
 
 @dataclass(frozen=True)
@@ -151,21 +153,25 @@ class Reduction:
                 copies.update(zip(members, donor, strict=False))
         return cls(problem, routes, tuple(map(tuple, kept.values())), copies)
 
-    @property
-    def kinds(self) -> str:
-        """Of the ops to solve for."""
-        return "FIW" if self.problem.technique.splits else "FI"
-
     @cached_property
     def lengths(self) -> dict[OpKey, int]:
         """Ticks of each op to solve for, on the worker that its micro-batch meets."""
         out: dict[OpKey, int] = {}
         for index in chain.from_iterable(self.kept):
             for stage, row in enumerate(self.routes):
-                forward, backward, weight, _ = self.problem.worker_ticks(Worker(row[index], stage))
-                times = (forward, backward, weight) if "W" in self.kinds else (forward, backward + weight)
-                out.update(((kind, index, stage), ticks) for kind, ticks in zip(self.kinds, times, strict=True))
+                own = lengths_of(self.problem, self.problem.worker_ticks(Worker(row[index], stage)))
+                out.update(((kind, index, stage), ticks) for kind, ticks in own.items())
         return out
+
+    @cached_property
+    def links(self) -> list[Link]:
+        """What each op needs of its micro-batch, and the order inside a class."""
+        links = [*chains(self.problem, self.lengths)]
+        for before, after in chain.from_iterable(map(pairwise, self.kept)):
+            for stage in range(self.problem.job.stages):
+                for kind in kinds_of(self.problem):
+                    links.append(((kind, before, stage), (kind, after, stage), self.lengths[kind, before, stage]))
+        return links
 
     def by_worker(self) -> dict[Worker, list[tuple[int, ...]]]:
         """The kept classes (their micro-batches) of each worker that runs any."""
@@ -199,23 +205,52 @@ class Reduction:
             for stage in range(self.problem.job.stages):
                 give("F", stage, members)
                 give("I", stage, members)
-        if "W" in self.kinds:
+        if self.problem.technique.splits:
             for (_, stage), classes in self.by_worker().items():
                 backs = {i: starts["I", i, stage] for i in chain.from_iterable(classes)}
                 give("W", stage, sorted(backs, key=backs.__getitem__))
         return starts
 
     def schedule(self, starts: Starts) -> Schedule:
-        """The whole problem's schedule, copies included. See `whole_backwards` for B."""
-        ops = []
-        for index in range(len(self.routes[0])):
-            source = self.copies.get(index, index)
-            place = divmod(index, self.problem.job.micro_batches)
-            for stage, row in enumerate(self.routes):
-                for kind in self.kinds:
-                    key, name = (kind, source, stage), "B" if kind == "I" and "W" not in self.kinds else kind
-                    ops.append(Op(name, *place, stage, Worker(row[index], stage), starts[key], self.lengths[key]))
-        return Schedule.build(self.problem, whole_backwards(self.problem, ops))
+        """The whole problem's, copies included."""
+        every = {key: starts[key] for key in self.lengths}
+        for copy, source in self.copies.items():
+            for stage in range(self.problem.job.stages):
+                every.update(((kind, copy, stage), every[kind, source, stage]) for kind in kinds_of(self.problem))
+        homes = [divmod(index, self.problem.job.micro_batches) for index in range(len(self.routes[0]))]
+        return schedule_of(self.problem, every, homes, self.routes)
+
+
+def kinds_of(problem: Problem) -> str:
+    """Of the ops to solve for: the backward of either technique is I."""
+    return "FIW" if problem.technique.splits else "FI"
+
+
+def lengths_of(problem: Problem, ticks: StageTicks) -> dict[str, int]:
+    """Ticks of each of these kinds."""
+    return (
+        dict(zip("FIW", ticks, strict=False)) if problem.technique.splits else {"F": ticks.forward, "I": ticks.backward}
+    )
+
+
+def chains(problem: Problem, lengths: Mapping[OpKey, int]) -> Iterator[Link]:
+    """What each op needs of its own micro-batch."""
+    for kind, index, stage in lengths:
+        for of, source, lag in inputs(kind, stage, problem.job):
+            yield (of, index, source), (kind, index, stage), lengths[of, index, source] + lag
+
+
+def schedule_of(
+    problem: Problem, starts: Starts, homes: Sequence[MicroBatch], routes: Sequence[Sequence[int]]
+) -> Schedule:
+    """What a solver has found. homes: of its micro-batches. See `_whole_backwards` for B."""
+    ops = []
+    for (kind, index, stage), start in starts.items():
+        worker = Worker(routes[stage][index], stage)
+        name = "B" if kind == "I" and not problem.technique.splits else kind
+        length = problem.worker_ticks(worker).by_kind[name]
+        ops.append(Op(name, *homes[index], stage, worker, start, length))
+    return Schedule.build(problem, _whole_backwards(problem, ops))
 
 
 def _ticks(problem: Problem, route: tuple[int, ...]) -> list[StageTicks]:
@@ -223,7 +258,7 @@ def _ticks(problem: Problem, route: tuple[int, ...]) -> list[StageTicks]:
     return [problem.worker_ticks(Worker(p, s)) for s, p in enumerate(route)]
 
 
-def whole_backwards(problem: Problem, ops: list[Op]) -> list[Op]:
+def _whole_backwards(problem: Problem, ops: list[Op]) -> list[Op]:
     """The same times with B for I and W on each worker where the split gains nothing.
 
     That is a worker each of whose W's directly follows its own I, with no op upstream that starts
