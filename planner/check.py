@@ -311,30 +311,21 @@ class _Checker:
             worker = self.workers[row_of]
             ops = tuple(op for op in self.ops[worker] if op.kind == "O")
             yield Violation(f"{worker} has {len(ops)} O, expected 1", ops[:2])
+        last = self.bounds[1:][steps == 1] - 1
+        for place in last[self.kind[last] != O].tolist():
+            worker = self.workers[int(self.row[place])]
+            yield Violation(f"{self.show(self.op(place))} stands behind the O of {worker}", (self.op(place),))
 
     def _overlaps(self) -> Iterator[Violation]:
-        same = self.row[1:] == self.row[:-1]
-        unsorted = same & (self.start[1:] < self.start[:-1])
-        told = set()
-        for place in np.flatnonzero(unsorted).tolist():
-            if (row := int(self.row[place])) not in told:
-                told.add(row)
-                a, b = self.op(place), self.op(place + 1)
-                text = f"the ops of {self.workers[row]} are not in time order: {self.show(a)}, {self.show(b)}"
-                yield Violation(text, (a, b))
-        if not unsorted.any() and not (same & (self.start[1:] < self.end[:-1])).any():
-            return
-        order = np.lexsort((self.end, self.start, self.row))
-        start, end, row_of = self.start[order], self.end[order], self.row[order]
-        clashes = (row_of[1:] == row_of[:-1]) & (start[1:] < end[:-1])
-        for row in sorted(set(row_of[1:][clashes].tolist())):
-            running = -1
-            for place in order[row_of == row].tolist():
-                if running >= 0 and self.start[place] < self.end[running]:
-                    op, other = self.op(place), self.op(running)
-                    yield Violation(f"{self.show(op)} overlaps {self.show(other)}", (other, op))
-                if running < 0 or self.end[place] >= self.end[running]:
-                    running = place
+        """One op at a time, in the order in which they stand: that, and no times, is what a worker keeps to."""
+        for place in np.flatnonzero((self.row[1:] == self.row[:-1]) & (self.start[1:] < self.end[:-1])).tolist():
+            before, op = self.op(place), self.op(place + 1)
+            if op.start < before.start or op.duration == 0:
+                worker = self.workers[int(self.row[place])]
+                text = f"the ops of {worker} are not in time order: {self.show(before)}, {self.show(op)}"
+            else:
+                text = f"{self.show(op)} overlaps {self.show(before)}"
+            yield Violation(text, (before, op))
 
     def _releases(self) -> Ints:
         """Of each op: when the activation of its micro-batch and stage is free again; for O nothing of use."""

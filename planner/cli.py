@@ -9,6 +9,8 @@ Exit status: 0 done; 1 a checked plan is invalid; 2 the input is not acceptable 
 from __future__ import annotations
 
 import json
+import math
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +46,7 @@ from openrecycle.planner.jobs.job import (
     parse_durations,
     parse_partition,
 )
-from openrecycle.planner.jobs.words import layers_move, plural
+from openrecycle.planner.jobs.words import layers_move, number_of, plural
 from openrecycle.planner.layers.migration import (
     COPY_BANDWIDTH,
     SECONDS,
@@ -238,10 +240,10 @@ def _numbers(counts: tuple[int, ...]) -> str:
 def _byte_counts(text: str) -> list[int]:
     out = []
     for part in text.split(","):
-        try:
-            out.append(int(float(part)))
-        except (ValueError, OverflowError):
-            raise InputError("--state-bytes", part, "a number of bytes, such as 2e9") from None
+        value = number_of(part.strip())
+        if value is None or not math.isfinite(value):
+            raise InputError("--state-bytes", part, "a number of bytes, such as 2e9")
+        out.append(int(value))
     return out
 
 
@@ -575,10 +577,10 @@ def _shared_domains(host_mtbf: float | None, rack: str | None, switch: str | Non
         if text is None:
             continue
         size, _, mean = text.partition(":")
-        try:
-            out.append(Domain(int(size), float(mean), repair))
-        except ValueError:
-            raise InputError(option, text, "WORKERS:MTBF, such as 32:5000") from None
+        mtbf = number_of(mean)
+        if not re.fullmatch("[0-9]{1,9}", size) or mtbf is None:
+            raise InputError(option, text, "WORKERS:MTBF, such as 32:5000")
+        out.append(Domain(int(size), mtbf, repair))
     return out
 
 

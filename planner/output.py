@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.words import printable
+from openrecycle.planner.jobs.words import NUMBER, printable
 
 # -- where a command's result goes --------------------------------------------------------------
 
@@ -30,7 +30,7 @@ _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__na
 # What a number on a command line looks like, by its type.
 _PLAIN: dict[Any, tuple[str, re.Pattern[str]]] = {
     int: ("a whole number", re.compile(r"[+-]?[0-9]+")),
-    float: ("a number", re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:inf|nan)")),
+    float: ("a number", NUMBER),
 }
 
 

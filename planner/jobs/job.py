@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, check_whole
+from openrecycle.planner.jobs.words import number_of
 
 # -- what the ops of a stage or a layer take ----------------------------------------------------
 
@@ -184,14 +185,16 @@ class StageTicks(NamedTuple):
         """Ticks of compute one micro-batch needs on this stage: F + I + W."""
         return self.forward + self.input_backward + self.weight_backward
 
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Of each kind of op."""
+        forward, backward, weight, optimizer = self
+        return {"F": forward, "I": backward, "W": weight, "B": backward + weight, "O": optimizer}
+
     def at_speed(self, speed: float) -> StageTicks:
         """The op times of a worker of that speed (0.5: half as fast), rounded up."""
         exact = Fraction(Decimal(repr(speed)))
         return StageTicks._make(math.ceil(ticks / exact) for ticks in self)
-
-
-# As JSON and people write it: `float` takes 1_000 and the digits of every script.
-_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?|[+-]?(inf|nan)", re.IGNORECASE)
 
 
 def parse_partition(text: str, *, field: str = "partition") -> tuple[int, ...]:
@@ -211,10 +214,11 @@ def parse_durations(text: str) -> dict[str, float]:
             raise InputError(field, part, "comma-separated NAME=NUMBER with NAME one of " + ", ".join(known))
         if key in out:
             raise InputError(field, part, f"each name once; {key} is there already")
-        if not _NUMBER.fullmatch(raw.strip()):
+        value = number_of(raw.strip())
+        if value is None:
             raise InputError(field, part, f"{key}=NUMBER, such as {key}=1.5")
-        out[key] = float(raw)
-        check_duration(f"{field} {key}", out[key])
+        check_duration(f"{field} {key}", value)
+        out[key] = value
     return out
 
 

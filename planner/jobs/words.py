@@ -1,13 +1,25 @@
-"""How numbers, and the words of others, are written in sentences that the command line and the console share."""
+"""How numbers, and the words of others, are written in sentences that the command line and the console share; and how
+the numbers of people are read.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 # What may be done when workers are lost, as planner.simulation.policy calls it. Dropped, a replica's micro-batches are
 # left out; where its other workers stand by, the other pipelines run them.
 REROUTE, MIGRATE, DROP, STAND_BY = "re-route", "migrate and re-route", "drop the replica", "stand by"
+
+
+# As JSON and people write it: `float` takes 1_000 too, and the digits of every script.
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?|[+-]?(inf|nan)", re.IGNORECASE)
+
+
+def number_of(text: str) -> float | None:
+    """None: it is none."""
+    return float(text) if NUMBER.fullmatch(text) else None
 
 
 def printable(text: str, keep: str = "") -> str:

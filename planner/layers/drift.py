@@ -98,9 +98,7 @@ class Ratios:
         self.job = job
         self._tick = 1000 * SECONDS.get(job.time_unit, 1e-3) / job.ticks_per_unit
         self._speeds = dict(job.speeds)
-        self._stages = [
-            {"F": t.forward, "I": t.input_backward, "W": t.weight_backward, "B": t.backward} for t in job.ticks
-        ]
+        self._stages = [{kind: ticks for kind, ticks in own.by_kind.items() if kind != "O"} for own in job.ticks]
 
     def of(self, worker: Worker, milliseconds: Mapping[Any, float]) -> float | None:
         """By mean op times. 1: they take what the job says of this worker.

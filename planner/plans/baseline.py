@@ -184,7 +184,7 @@ def _starts(
     """By stage (kind, micro-batch, start, duration) of one pipeline's ops."""
     job = problem.job
     last = job.stages - 1
-    lengths = [{"F": t.forward, "B": t.backward, "I": t.input_backward, "W": t.weight_backward} for t in ticks]
+    lengths = [own.by_kind for own in ticks]
     end: dict[tuple[str, int, int], int] = {}
     starts: list[list[tuple[str, int, int, int]]] = [[] for _ in orders]
     at, free = [0] * job.stages, [0] * job.stages

@@ -683,9 +683,7 @@ def steady_period(schedule: Schedule, job: Job | None = None) -> float:
 
 
 def _ticks(problem: Problem, op: Op) -> int:
-    own = problem.worker_ticks(op.worker)
-    times = {"F": own.forward, "I": own.input_backward, "W": own.weight_backward, "B": own.backward}
-    return times[op.kind] if op.kind != "O" else own.optimizer
+    return problem.worker_ticks(op.worker).by_kind[op.kind]
 
 
 def _graph(schedule: Schedule, problem: Problem) -> tuple[list[Op], list[list[tuple[_Node, int]]], Sequence[_Node]]:

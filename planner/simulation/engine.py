@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.words import number_of
 from openrecycle.planner.simulation.traces import Trace
 
 # -- what a policy is ---------------------------------------------------------------------------
@@ -198,12 +199,10 @@ class RecoveryCosts:
             name, _, raw = part.partition("=")
             if name not in known:
                 raise InputError(field, part, "NAME=NUMBER with NAME one of " + ", ".join(known))
-            try:
-                values[name] = float(raw)
-            except ValueError:
-                values[name] = math.nan
-            if not math.isfinite(values[name]):
+            value = number_of(raw.strip())
+            if value is None or not math.isfinite(value):
                 raise InputError(field, part, f"{name}=NUMBER")
+            values[name] = value
         return cls(**values)
 
 

@@ -25,7 +25,7 @@ from openrecycle.planner.jobs.job import (
     Worker,
 )
 from openrecycle.planner.layers.migration import SECONDS, Counts, best_distributions, models
-from openrecycle.planner.layers.partition import Layout, best_at_home, lay_out, staffed, with_stages
+from openrecycle.planner.layers.partition import Layout, best_at_home, lay_out, layer_bounds, staffed, with_stages
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
@@ -232,6 +232,15 @@ class PlannedJob:
         None where that would be too many, or their times too fine for so long a job.
         """
         return self.job if self.job.layers else _by_layers(self.job, self.layers)
+
+    def check_layers(self, policy: str) -> None:
+        """Raises InputError for a policy that cuts the layers anew, where they can't be: it would have no rate, or
+        another policy's."""
+        if self.layered is None:
+            why = f"the {self.job.stages} stages of this one, with their times, can't be cut into so few"
+            raise InputError("--policy", policy, f"one that moves no layers: a job has {MAX_LAYERS} at most, and {why}")
+        if policy == "repartition":
+            layer_bounds(self.layered, self._layout_technique, self.memory)
 
     @property
     def _layout_technique(self) -> Technique:

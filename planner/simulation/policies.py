@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import heapq
 import io
-import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.words import DROP, REROUTE
+from openrecycle.planner.jobs.words import DROP, REROUTE, number_of
 from openrecycle.planner.plans.plan import read_whole
 from openrecycle.planner.simulation.engine import (
     MILLISECOND,
@@ -178,11 +177,8 @@ def _number(row: dict[str, str], column: str, where: str, *, least: float = 0) -
     text = row[column]
     if not text:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= MOST_SECONDS:
+    value = number_of(text)
+    if value is None or not least <= value <= MOST_SECONDS:
         raise InputError(f"{where} {column}", text, f"a number from {least:g} to {MOST_SECONDS:g}")
     return value
 
@@ -887,4 +883,6 @@ def planned_policy(name: str, planned: PlannedJob, costs: RecoveryCosts, *, spar
         return SpareWorkers(planned, costs, spares)
     if name not in PLANNED:
         raise InputError("--policy", name, "with a profile one of " + ", ".join((*PLANNED, "spares")))
+    if name in CUT_ANEW and name != Best.name:  # which has other ways
+        planned.check_layers(name)
     return PLANNED[name](planned, costs)

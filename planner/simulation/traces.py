@@ -14,13 +14,14 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.words import number_of
 from openrecycle.planner.plans.plan import read_json, read_whole
 
 # -- a failure trace ----------------------------------------------------------------------------
@@ -135,14 +136,10 @@ def whole(text: str, where: str, what: str, *, most: int = MAX_HOURS * HOUR_MS) 
 
 def milliseconds(text: str, where: str, unit_ms: int, what: str) -> int:
     """A decimal number of a unit, in milliseconds. Raises InputError naming `where`."""
-    try:
-        value = Decimal(text)
-        made = round(value * unit_ms) if value.is_finite() else -1
-    except (InvalidOperation, OverflowError):
-        made = -1
-    if not 0 <= made <= MAX_HOURS * HOUR_MS:
-        raise InputError(where, text, f"{what}, a number from 0 to {MAX_HOURS * HOUR_MS // unit_ms}")
-    return made
+    value, most = number_of(text), MAX_HOURS * HOUR_MS // unit_ms
+    if value is None or not 0 <= value <= most:
+        raise InputError(where, text, f"{what}, a number from 0 to {most}")
+    return round(Decimal(text) * unit_ms)
 
 
 def events_of_counts(counts: Iterable[tuple[int, int]], *, name: str) -> list[Event]:

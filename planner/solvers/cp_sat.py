@@ -28,7 +28,7 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -36,15 +36,24 @@ from ortools.sat.python import cp_model
 
 from openrecycle.planner.jobs.job import Problem, StageRoom, Worker
 from openrecycle.planner.plans.bounds import period_bound
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import MicroBatch, Schedule
 from openrecycle.planner.solvers.base import Cancelled, Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.routing import Reduction, StartTicks, proven_for_routing, routes_of, whole_backwards
+from openrecycle.planner.solvers.routing import (
+    Link,
+    OpKey,
+    Reduction,
+    Starts,
+    chains,
+    kinds_of,
+    lengths_of,
+    proven_for_routing,
+    routes_of,
+    schedule_of,
+)
 
 # -- large-neighbourhood search -----------------------------------------------------------------
 
-# (kind, micro-batch index, stage); the backward of either technique is I.
-OpKey = tuple[str, int, int]
 Edges = dict[OpKey, list[tuple[OpKey, int]]]
 
 
@@ -53,53 +62,39 @@ class ScheduleGraph:
 
     rows: the ops of each worker in order. place: an op's position in `order`. first: the start
     that each stage's period is counted from, kept by all slices; 0 without staggering.
-    links: precedences that hold whatever the order, as (op, then, ticks from start to start).
     """
 
-    def __init__(self, reduction: Reduction, times: StartTicks) -> None:
-        self.reduction = reduction
+    def __init__(self, reduction: Reduction, starts: Starts) -> None:
+        self.reduction, self.lengths = reduction, reduction.lengths
         problem = reduction.problem
         job = problem.job
         self.optimizer = [t.optimizer for t in problem.fastest]  # (the longest of the stage)
         self.staggers = problem.technique.staggers
-        self.kinds = "FIW" if problem.technique.splits else "FI"
         self.stages = range(job.stages)
-        # By kind, stage and micro-batch: that of the worker on its route.
-        ticks = [[problem.worker_ticks(Worker(p, s)) for p in row] for s, row in enumerate(reduction.routes)]
-        self._lengths = {
-            "F": [[t.forward for t in row] for row in ticks],
-            "I": [[t.input_backward if problem.technique.splits else t.backward for t in row] for row in ticks],
-            "W": [[t.weight_backward for t in row] for row in ticks],
-        }
-        tables = {"F": times.forward, "I": times.backward, "W": times.weight}
-        keys = [(kind, i, s) for c in reduction.kept for i in c for s in self.stages for kind in self.kinds]
-        starts = {key: tables[key[0]][key[1]][key[2]] for key in keys}
         zero = min(starts.values())
-        self.starts: dict[OpKey, int] = {key: start - zero for key, start in starts.items()}
+        self.starts = {key: starts[key] - zero for key in self.lengths}
         # Ops without duration come before those that start with them, and downstream ones first.
-        self.order = sorted(keys, key=lambda k: (self.starts[k], self.starts[k] + self.length(k), -k[2]))
+        self.order = sorted(self.starts, key=lambda k: (self.starts[k], self.starts[k] + self.lengths[k], -k[2]))
         self.place = {key: n for n, key in enumerate(self.order)}
         self.rows: dict[Worker, list[OpKey]] = defaultdict(list)
         self.first = [0] * job.stages
         if self.staggers:
-            self.first = [min(self.starts[k] for k in keys if k[2] == s) for s in self.stages]
+            self.first = [min(self.starts[k] for k in self.order if k[2] == s) for s in self.stages]
         for key in self.order:
             self.rows[Worker(reduction.routes[key[2]][key[1]], key[2])].append(key)
-        self.links = self._chains()
+        # Each worker keeps to the order of its ops, and so what it holds as well.
+        orders = [(one, then, self.lengths[one]) for row in self.rows.values() for one, then in pairwise(row)]
         self._before: Edges = defaultdict(list)
         self._after: Edges = defaultdict(list)
-        for one, then, lag in [*self.links, *self._orders()]:
+        for one, then, lag in [*reduction.links, *orders]:
             self._before[then].append((one, lag))
             self._after[one].append((then, lag))
-
-    def length(self, key: OpKey) -> int:
-        return self._lengths[key[0]][key[2]][key[1]]
 
     @property
     def period(self) -> int:
         """Ticks, O included; by `first`."""
         ends = [
-            max(self.starts[row[-1]] + self.length(row[-1]) for w, row in self.rows.items() if w.stage == s)
+            max(self.starts[row[-1]] + self.lengths[row[-1]] for w, row in self.rows.items() if w.stage == s)
             for s in self.stages
         ]
         if self.staggers:
@@ -112,29 +107,6 @@ class ScheduleGraph:
             return self.first[stage] + target - self.optimizer[stage]
         return target - max(self.optimizer)
 
-    def _chains(self) -> list[tuple[OpKey, OpKey, int]]:
-        """F, I, W of a micro-batch along the stages, and the order inside a class (see reduction)."""
-        job = self.reduction.problem.job
-        wire, back = job.transfer_ticks, job.backward_transfer_ticks
-        links: list[tuple[OpKey, OpKey, int]] = []
-        for members in self.reduction.kept:
-            for i in members:
-                for s in self.stages:
-                    for one, then in pairwise((kind, i, s) for kind in self.kinds):
-                        links.append((one, then, self.length(one)))
-                    if s:
-                        down, up = ("F", i, s - 1), ("I", i, s)
-                        links.append((down, ("F", i, s), self.length(down) + wire[s - 1]))
-                        links.append((up, ("I", i, s - 1), self.length(up) + back[s - 1]))
-            for before, after in pairwise(members):
-                for s in self.stages:
-                    links += [((k, before, s), (k, after, s), self.length((k, before, s))) for k in self.kinds]
-        return links
-
-    def _orders(self) -> list[tuple[OpKey, OpKey, int]]:
-        """One op after the other on each worker, and so what it holds as well."""
-        return [(one, then, self.length(one)) for row in self.rows.values() for one, then in pairwise(row)]
-
     def room(self, begin: int, end: int, target: int) -> SliceWindows | None:
         """What order[begin:end] may use; None when the rest alone already exceeds `target`."""
         earliest: dict[OpKey, int] = {}
@@ -142,7 +114,7 @@ class ScheduleGraph:
             earliest[key] = max([self.first[key[2]], *(earliest[k] + lag for k, lag in self._before[key])])
         latest: dict[OpKey, int] = {}
         for key in reversed(self.order[end:]):
-            due = self.deadline(key[2], target) - self.length(key)
+            due = self.deadline(key[2], target) - self.lengths[key]
             latest[key] = min([due, *(latest[k] - lag for k, lag in self._after[key])])
         for key, start in earliest.items():
             for then, lag in self._after[key]:
@@ -154,11 +126,11 @@ class ScheduleGraph:
             before = [key for key in row if self.place[key] < begin]
             inside = [key for key in row if begin <= self.place[key] < end]
             after = [key for key in row if self.place[key] >= end]
-            free = max(self.first[stage], earliest[before[-1]] + self.length(before[-1]) if before else 0)
+            free = max(self.first[stage], earliest[before[-1]] + self.lengths[before[-1]] if before else 0)
             due = latest[after[0]] if after else self.deadline(stage, target)
             for key in inside:
-                windows[key] = free, due - self.length(key)
-        for one, then, lag in self.links:
+                windows[key] = free, due - self.lengths[key]
+        for one, then, lag in self.reduction.links:
             if then in windows and one in earliest:
                 windows[then] = max(windows[then][0], earliest[one] + lag), windows[then][1]
             if one in windows and then in latest:
@@ -167,25 +139,11 @@ class ScheduleGraph:
             return None
         return SliceWindows(self, begin, end, target, earliest, latest, windows)
 
-    def with_starts(self, starts: Mapping[OpKey, int]) -> ScheduleGraph:
-        return ScheduleGraph(self.reduction, self._times(starts))
-
-    def times(self) -> StartTicks:
-        return self._times(self.starts)
-
-    def _times(self, starts: Mapping[OpKey, int]) -> StartTicks:
-        count, stages = len(self.reduction.routes[0]), len(self.stages)
-        times = StartTicks(*([[0] * stages for _ in range(count)] for _ in range(3)))
-        for (kind, index, stage), start in starts.items():
-            table = times.forward if kind == "F" else times.backward if kind == "I" else times.weight
-            table[index][stage] = start
-        return times
-
     def late(self) -> ScheduleGraph:
         """The same order with every op as late as the period allows: stages start later."""
         room = self.room(0, 0, self.period)
         assert room is not None  # the schedule itself is the witness
-        return self.with_starts(room.latest)
+        return ScheduleGraph(self.reduction, room.latest)
 
 
 @dataclass(frozen=True)
@@ -301,104 +259,79 @@ class Held:
 # -- CP-SAT models ------------------------------------------------------------------------------
 
 
-@dataclass
-class ScheduleModel:
-    """A model that looks for a period of `lower` to `upper` ticks, O included.
+class PeriodModel:
+    """Starts of some ops, and a period of `lower` to `upper` ticks, O included.
 
-    hint: a schedule of the reduction to start from.
+    lengths: of the ops. links: what they have to keep to. first: by stage, what its period is counted from.
     """
 
-    reduction: Reduction
-    lower: int
-    upper: int
-    hint: StartTicks | None = None
-    model: cp_model.CpModel = field(init=False, default_factory=cp_model.CpModel)
-
-    def __post_init__(self) -> None:
-        problem = self.reduction.problem
-        job = problem.job
-        self.splits = problem.technique.splits
-        self.staggers = problem.technique.staggers
-        self.fastest = problem.fastest
-        self.longest = problem.longest_optimizer
-        self.wire, self.wire_back = job.transfer_ticks, job.backward_transfer_ticks
+    def __init__(
+        self, problem: Problem, lengths: Mapping[OpKey, int], links: Iterable[Link], lower: int, upper: int
+    ) -> None:
+        self.problem, self.lengths, self.model = problem, lengths, cp_model.CpModel()
+        self.period = self.model.new_int_var(lower, upper, "period")
         # Every stage starts before stage 0 ends, and lasts no longer than a period.
-        self.horizon = 2 * self.upper if self.staggers else self.upper
-        self.heads = problem.heads
-        self.rooms, self.exact = rooms(problem, self.horizon)
-        self.starts: dict[OpKey, cp_model.IntVar] = {}
-        self.period = self.model.new_int_var(self.lower, self.upper, "period")
-        self.first: list[cp_model.IntVar | int] = [0] * job.stages
-        if self.staggers:
-            self.first[1:] = [
-                self.model.new_int_var(self.heads[s], self.upper, f"first{s}") for s in range(1, job.stages)
-            ]
-        for members in self.reduction.kept:
-            self._class(members)
-        self._workers()
+        self.horizon = 2 * upper if problem.technique.staggers else upper
+        self.starts = {key: self.model.new_int_var(problem.heads[key[2]], self.horizon, "") for key in lengths}
+        self.first: list[cp_model.IntVar | int] = [
+            self.model.new_int_var(head, upper, "") if s and problem.technique.staggers else 0
+            for s, head in enumerate(problem.heads)
+        ]
+        for one, then, lag in links:
+            self.model.add(self.starts[then] >= self.starts[one] + lag)
         self.model.minimize(self.period)
-        if self.hint is not None:
-            self._hint(self.hint)
-
-    # -- what is asked ---------------------------------------------------------------------------
-
-    def duration(self, kind: str, index: int, stage: int) -> int:
-        """Ticks on the worker that the micro-batch meets there."""
-        ticks = self.reduction.problem.worker_ticks(Worker(self.reduction.routes[stage][index], stage))
-        if kind == "F":
-            return ticks.forward
-        if kind == "W":
-            return ticks.weight_backward
-        return ticks.input_backward if self.splits else ticks.backward
 
     def end(self, kind: str, index: int, stage: int) -> cp_model.LinearExpr:
-        return self.starts[kind, index, stage] + self.duration(kind, index, stage)
+        return self.starts[kind, index, stage] + self.lengths[kind, index, stage]
 
     def last_end(self, index: int, stage: int) -> cp_model.LinearExpr:
         """When all of its memory is free."""
-        return self.end("W" if self.splits else "I", index, stage)
+        return self.end(kinds_of(self.problem)[-1], index, stage)
 
-    # -- constraints -----------------------------------------------------------------------------
+    def _within(self, first: int, last: int, stage: int) -> None:
+        """The F of one micro-batch and the end of one lie within the stage's period."""
+        if self.problem.technique.staggers:
+            self.model.add(self.starts["F", first, stage] >= self.first[stage])
+            step = self.problem.fastest[stage].optimizer
+        else:
+            step = self.problem.longest_optimizer
+        self.model.add(self.last_end(last, stage) + step <= self.first[stage] + self.period)
 
-    def _class(self, members: tuple[int, ...]) -> None:
-        """Chains of the class, its order (see reduction), and the period."""
-        add, stages = self.model.add, len(self.fastest)
-        kinds = "FIW" if self.splits else "FI"
-        for index in members:
-            for s in range(stages):
-                for kind in kinds:
-                    self.starts[kind, index, s] = self.model.new_int_var(
-                        self.heads[s], self.horizon, f"{kind}{index}_{s}"
-                    )
-                add(self.starts["I", index, s] >= self.end("F", index, s))
-                if self.splits:
-                    add(self.starts["W", index, s] >= self.end("I", index, s))
-                if self.staggers:
-                    add(self.starts["F", index, s] >= self.first[s])
-                    add(self.last_end(index, s) + self.fastest[s].optimizer <= self.first[s] + self.period)
-                else:
-                    add(self.last_end(index, s) + self.longest <= self.period)
-            for s in range(stages - 1):
-                add(self.starts["F", index, s + 1] >= self.end("F", index, s) + self.wire[s])
-                add(self.starts["I", index, s] >= self.end("I", index, s + 1) + self.wire_back[s])
-        for before, after in pairwise(members):
-            for s in range(stages):
-                for kind in kinds:
-                    add(self.starts[kind, after, s] >= self.end(kind, before, s))
 
-    def _workers(self) -> None:
+def fastest_lengths(problem: Problem) -> dict[OpKey, int]:
+    """Of all ops, on the fastest of each stage's peers."""
+    return {
+        (kind, index, stage): length
+        for stage, ticks in enumerate(problem.fastest)
+        for kind, length in lengths_of(problem, ticks).items()
+        for index in range(problem.job.pipelines * problem.job.micro_batches)
+    }
+
+
+class ScheduleModel(PeriodModel):
+    """All ops of a reduction. hint: where to start from."""
+
+    def __init__(self, reduction: Reduction, lower: int, upper: int, hint: Starts | None = None) -> None:
+        super().__init__(reduction.problem, reduction.lengths, reduction.links, lower, upper)
+        self.reduction = reduction
+        self.rooms, self.exact = rooms(self.problem, self.horizon)
+        for kind, index, stage in self.starts:
+            if kind == "F":
+                self._within(index, index, stage)
+        for worker, classes in reduction.by_worker().items():
+            self._worker(worker.stage, classes)
+        if hint is not None:
+            self._hint(hint)
+
+    def _worker(self, stage: int, classes: list[tuple[int, ...]]) -> None:
         """One op at a time, and no more in memory than fits."""
-        kinds = "FIW" if self.splits else "FI"
-        for worker, classes in self.reduction.by_worker().items():
-            keys = [(kind, i, worker.stage) for c in classes for i in c for kind in kinds]
-            self.model.add_no_overlap(
-                self.model.new_fixed_size_interval_var(self.starts[k], self.duration(*k), "") for k in keys
-            )
-            self._memory(worker, classes)
-
-    def _memory(self, worker: Worker, classes: list[tuple[int, ...]]) -> None:
-        room, stage = self.rooms[worker.stage], worker.stage
         guests = [i for c in classes for i in c]
+        self.model.add_no_overlap(
+            self.model.new_fixed_size_interval_var(self.starts[kind, i, stage], self.lengths[kind, i, stage], "")
+            for i in guests
+            for kind in kinds_of(self.problem)
+        )
+        room = self.rooms[stage]
         if len(guests) * max(room.need, room.keep) <= room.capacity:
             return
         if room.need == room.keep:  # alone, a class fills the room with the next of its members
@@ -411,28 +344,16 @@ class ScheduleModel:
                 held.take(room, self.starts["F", i, stage], self.end("I", i, stage), self.last_end(i, stage))
             held.within(room.capacity)
 
-    # -- hint and solution ------------------------------------------------------------------------
-
-    def _hint(self, times: StartTicks) -> None:
-        zero = min(times.forward[i][0] for c in self.reduction.kept for i in c)
+    def _hint(self, starts: Starts) -> None:
+        first = [min(starts["F", i, s] for c in self.reduction.kept for i in c) for s in range(len(self.first))]
         for key, variable in self.starts.items():
-            self.model.add_hint(variable, _table(times, key[0])[key[1]][key[2]] - zero)
-        for s, variable in enumerate(self.first):
+            self.model.add_hint(variable, starts[key] - first[0])
+        for variable, earliest in zip(self.first, first, strict=True):
             if not isinstance(variable, int):
-                earliest = min(times.forward[i][s] for c in self.reduction.kept for i in c)
-                self.model.add_hint(variable, earliest - zero)
+                self.model.add_hint(variable, earliest - first[0])
 
-    def read(self, value: cp_model.CpSolver | cp_model.CpSolverSolutionCallback) -> StartTicks:
-        """The starts of a solution; those of micro-batches that were left out are 0."""
-        count, stages = len(self.reduction.routes[0]), len(self.fastest)
-        times = StartTicks(*([[0] * stages for _ in range(count)] for _ in range(3)))
-        for (kind, index, stage), variable in self.starts.items():
-            _table(times, kind)[index][stage] = value.value(variable)
-        return times
-
-
-def _table(times: StartTicks, kind: str) -> list[list[int]]:
-    return times.forward if kind == "F" else times.backward if kind == "I" else times.weight
+    def read(self, value: cp_model.CpSolver | cp_model.CpSolverSolutionCallback) -> Starts:
+        return {key: value.value(variable) for key, variable in self.starts.items()}
 
 
 # -- routes are free: any living peer may run any micro-batch of its stage ---------------------------
@@ -447,100 +368,47 @@ def _table(times: StartTicks, kind: str) -> list[list[int]]:
 # - on each stage, peer q + 1 gets its first micro-batch after peer q has one (by index).
 
 
-class RoutingModel:
-    """Looks for a period of `lower` to `upper` ticks, O included, with free times and routes.
-
-    Peers must be alike: for jobs without speeds.
-    """
+class RoutingModel(PeriodModel):
+    """Times and routes are free. Peers must be alike: for jobs without speeds."""
 
     def __init__(self, problem: Problem, lower: int, upper: int) -> None:
-        self.problem = problem
         job = problem.job
-        self.ticks = problem.ticks
-        self.wire, self.wire_back = job.transfer_ticks, job.backward_transfer_ticks
         self.count = job.pipelines * job.micro_batches
-        self.splits = problem.technique.splits
-        self.staggers = problem.technique.staggers
-        self.model = cp_model.CpModel()
-        self.period = self.model.new_int_var(lower, upper, "period")
-        # See ScheduleModel: a stage starts before stage 0 ends and lasts a period at most.
-        self.horizon = 2 * upper if self.staggers else upper
-        self.heads = problem.heads
+        lengths = fastest_lengths(problem)
+        super().__init__(problem, lengths, chains(problem, lengths), lower, upper)
         self.rooms, self.exact = rooms(problem, self.horizon)
-        self.first: list[cp_model.IntVar | int] = [
-            self.model.new_int_var(self.heads[s], upper, "") if s and self.staggers else 0 for s in range(job.stages)
-        ]
-        self.forward, self.backward, self.weight = ([self._row() for _ in range(self.count)] for _ in range(3))
         self.on: list[list[list[cp_model.IntVar]]] = []  # [stage][micro-batch][peer]
-        for index in range(self.count):
-            self._chain(index)
         for before, after in pairwise(range(self.count)):
-            self.model.add(self.forward[after][0] >= self.forward[before][0])
+            self.model.add(self.starts["F", after, 0] >= self.starts["F", before, 0])
         for stage in range(job.stages):
+            for index in range(self.count):
+                self._within(index, index, stage)
             self._stage(stage)
-        self.model.minimize(self.period)
 
     @staticmethod
     def ops(problem: Problem) -> int:
         """Optional intervals that the model would need: its size."""
         job = problem.job
-        kinds = 3 if problem.technique.splits else 2
         peers = sum(len(problem.living_peers(s)) for s in range(job.stages))
-        return kinds * job.pipelines * job.micro_batches * peers
-
-    def _row(self) -> list[cp_model.IntVar]:
-        return [self.model.new_int_var(head, self.horizon, "") for head in self.heads]
-
-    def _back(self, stage: int) -> int:
-        """Duration of what the stage above waits for: I, or B where it isn't split."""
-        return self.ticks[stage].input_backward if self.splits else self.ticks[stage].backward
-
-    def _end(self, index: int, stage: int) -> cp_model.LinearExpr:
-        if self.splits:
-            return self.weight[index][stage] + self.ticks[stage].weight_backward
-        return self.backward[index][stage] + self.ticks[stage].backward
-
-    def _chain(self, index: int) -> None:
-        add = self.model.add
-        forward, backward, weight = self.forward[index], self.backward[index], self.weight[index]
-        longest = max(t.optimizer for t in self.ticks)
-        for s, ticks in enumerate(self.ticks):
-            add(backward[s] >= forward[s] + ticks.forward)
-            # Where B is not split, W stands for the end of its first part and nothing else.
-            add(weight[s] >= backward[s] + ticks.input_backward)
-            if not self.splits:
-                add(weight[s] == backward[s] + ticks.input_backward)
-            if self.staggers:
-                add(forward[s] >= self.first[s])
-                add(self._end(index, s) + ticks.optimizer <= self.first[s] + self.period)
-            else:
-                add(self._end(index, s) + longest <= self.period)
-            if s:
-                add(forward[s] >= forward[s - 1] + self.ticks[s - 1].forward + self.wire[s - 1])
-                add(backward[s - 1] >= backward[s] + self._back(s) + self.wire_back[s - 1])
+        return len(kinds_of(problem)) * job.pipelines * job.micro_batches * peers
 
     def _stage(self, stage: int) -> None:
         """Routes of the stage; one op at a time per peer; memory; the peers' order."""
-        model, ticks = self.model, self.ticks[stage]
+        model, ticks, room = self.model, self.problem.ticks[stage], self.rooms[stage]
         peers = self.problem.living_peers(stage)
-        room = self.rooms[stage]
         on = [[model.new_bool_var("") for _ in peers] for _ in range(self.count)]
         self.on.append(on)
-        parts = [(self.forward, ticks.forward), (self.backward, self._back(stage))]
-        if self.splits:
-            parts.append((self.weight, ticks.weight_backward))
+        ops = [(key, length) for key, length in self.lengths.items() if key[2] == stage]
         held = [
-            (self.forward[i][stage], self.backward[i][stage] + self._back(stage), self._end(i, stage))
-            for i in range(self.count)
+            (self.starts["F", i, stage], self.end("I", i, stage), self.last_end(i, stage)) for i in range(self.count)
         ]
         most = self.count * max(room.need, room.keep)
         for row in on:
             model.add_exactly_one(row)
         for q in range(len(peers)):
             model.add_no_overlap(
-                model.new_optional_fixed_size_interval_var(starts[i][stage], length, on[i][q], "")
-                for starts, length in parts
-                for i in range(self.count)
+                model.new_optional_fixed_size_interval_var(self.starts[key], length, on[key[1]][q], "")
+                for key, length in ops
             )
             if most > room.capacity:
                 mine = Held(model, self.horizon)
@@ -549,22 +417,15 @@ class RoutingModel:
                 mine.within(room.capacity)
             # What a peer runs fits between the stage's first start and the period's end.
             load = sum(on[i][q] for i in range(self.count)) * ticks.work
-            if self.staggers:
+            if self.problem.technique.staggers:
                 model.add(load + ticks.optimizer <= self.period)
             else:
-                model.add(self.heads[stage] + load + max(t.optimizer for t in self.ticks) <= self.period)
+                model.add(self.problem.heads[stage] + load + self.problem.longest_optimizer <= self.period)
             for i in range(self.count if q else 0):
                 model.add(sum(on[j][q - 1] for j in range(i)) >= on[i][q])
         # Redundant: all peers together.
-        model.add_cumulative(
-            [
-                model.new_fixed_size_interval_var(starts[i][stage], length, "")
-                for starts, length in parts
-                for i in range(self.count)
-            ],
-            [1] * (len(parts) * self.count),
-            len(peers),
-        )
+        intervals = [model.new_fixed_size_interval_var(self.starts[key], length, "") for key, length in ops]
+        model.add_cumulative(intervals, [1] * len(intervals), len(peers))
         if most > room.capacity * len(peers):
             together = Held(model, self.horizon)
             for times in held:
@@ -579,30 +440,17 @@ class RoutingModel:
         """
         job, problem = self.problem.job, self.problem
         routes = [
-            [
-                next(p for q, p in enumerate(problem.living_peers(s)) if solver.value(self.on[s][i][q]))
-                for s in range(job.stages)
-            ]
-            for i in range(self.count)
+            [next(p for p, var in zip(problem.living_peers(s), row, strict=True) if solver.value(var)) for row in on]
+            for s, on in enumerate(self.on)
         ]
         room = {p: list(range(job.micro_batches))[::-1] for p in range(job.pipelines)}
-        names: dict[int, tuple[int, int]] = {}
-        wishes = sorted((-route.count(p), i, p) for i, route in enumerate(routes) for p in room)
+        homes: dict[int, MicroBatch] = {}
+        wishes = sorted((-route.count(p), i, p) for i, route in enumerate(zip(*routes, strict=True)) for p in room)
         for _, i, p in wishes:
-            if i not in names and room[p]:
-                names[i] = (p, room[p].pop())
-        ops = []
-        for i, route in enumerate(routes):
-            for s, ticks in enumerate(self.ticks):
-                place = (*names[i], s, Worker(route[s], s))
-                ops.append(Op("F", *place, solver.value(self.forward[i][s]), ticks.forward))
-                back = solver.value(self.backward[i][s])
-                if self.splits:
-                    ops.append(Op("I", *place, back, ticks.input_backward))
-                    ops.append(Op("W", *place, solver.value(self.weight[i][s]), ticks.weight_backward))
-                else:
-                    ops.append(Op("B", *place, back, ticks.backward))
-        return Schedule.build(problem, whole_backwards(problem, ops))
+            if i not in homes and room[p]:
+                homes[i] = (p, room[p].pop())
+        starts = {key: solver.value(variable) for key, variable in self.starts.items()}
+        return schedule_of(problem, starts, [homes[i] for i in range(self.count)], routes)
 
 
 # -- a slice: is there an order of its ops that meets the target? ------------------------------------
@@ -617,14 +465,14 @@ class SliceModel:
         frame = room.frame
         self._rooms, _ = rooms(frame.reduction.problem, 2 * room.target)
         self.starts = {key: self.model.new_int_var(low, high, "") for key, (low, high) in room.windows.items()}
-        for one, then, lag in frame.links:
+        for one, then, lag in frame.reduction.links:
             if one in self.starts and then in self.starts:
                 self.model.add(self.starts[then] >= self.starts[one] + lag)
         for worker, row in frame.rows.items():
             inside = [key for key in row if key in self.starts]
             if inside:
                 self.model.add_no_overlap(
-                    self.model.new_fixed_size_interval_var(self.starts[key], frame.length(key), "") for key in inside
+                    self.model.new_fixed_size_interval_var(self.starts[key], frame.lengths[key], "") for key in inside
                 )
                 self._memory(row, worker.stage)
         for key, start in self.starts.items():
@@ -634,7 +482,7 @@ class SliceModel:
         """What reaches into the slice. Before and after it the worker's ops keep their order, and with it what they
         hold: those after begin when all of its ops in the slice have ended."""
         windows, room = self.room, self._rooms[stage]
-        held, last = Held(self.model, 2 * windows.target), windows.frame.kinds[-1]
+        held, last = Held(self.model, 2 * windows.target), kinds_of(windows.frame.reduction.problem)[-1]
         for kind, index, _ in row:
             forward, backward, release = ("F", index, stage), ("I", index, stage), (last, index, stage)
             if kind == "F" and forward not in windows.latest and release not in windows.earliest:
@@ -647,12 +495,12 @@ class SliceModel:
         return self.room.earliest[key] if key in self.room.earliest else self.room.latest[key]
 
     def _end(self, key: OpKey) -> cp_model.LinearExprT:
-        return self._start(key) + self.room.frame.length(key)
+        return self._start(key) + self.room.frame.lengths[key]
 
     def read(self, solver: cp_model.CpSolver) -> ScheduleGraph:
         """The whole schedule with the slice as solved."""
         inside = {key: solver.value(start) for key, start in self.starts.items()}
-        return self.room.frame.with_starts({**self.room.earliest, **inside, **self.room.latest})
+        return ScheduleGraph(self.room.frame.reduction, {**self.room.earliest, **inside, **self.room.latest})
 
 
 # -- a relaxation: the peers of a stage as one pool --------------------------------------------------
@@ -678,48 +526,29 @@ class SliceModel:
 # routes, little to branch on.
 
 
-class PooledModel:
-    """Looks for a relaxed period of `lower` to `upper` ticks, O included."""
+class PooledModel(PeriodModel):
+    """The relaxation."""
 
     def __init__(self, problem: Problem, lower: int, upper: int) -> None:
-        self.problem = problem
-        self.model = cp_model.CpModel()
-        self.period = self.model.new_int_var(lower, upper, "period")
-        job = problem.job
-        self.count = job.pipelines * job.micro_batches
-        self.kinds = "FIW" if problem.technique.splits else "FI"
-        # See ScheduleModel: a stage starts before stage 0 ends and lasts a period at most.
-        horizon = 2 * upper if problem.technique.staggers else upper
-        self.starts: dict[tuple[str, int], list[cp_model.IntVar]] = {}
-        for stage, head in enumerate(problem.heads):
-            for kind in self.kinds:
-                self.starts[kind, stage] = [self.model.new_int_var(head, horizon, "") for _ in range(self.count)]
+        lengths = fastest_lengths(problem)
+        super().__init__(problem, lengths, chains(problem, lengths), lower, upper)
+        self.count = problem.job.pipelines * problem.job.micro_batches
+        for stage in range(problem.job.stages):
             self._pool(stage)
-            self._span(stage, head, upper)
-            self._chain(stage)
-        self.model.minimize(self.period)
+            self._within(0, self.count - 1, stage)
 
     @staticmethod
     def ops(problem: Problem) -> int:
         """Starts in the model: its size."""
         job = problem.job
-        return (3 if problem.technique.splits else 2) * job.pipelines * job.micro_batches * job.stages
-
-    def _duration(self, kind: str, stage: int) -> int:
-        ticks = self.problem.fastest[stage]
-        if kind == "F":
-            return ticks.forward
-        if kind == "W":
-            return ticks.weight_backward
-        return ticks.input_backward if self.problem.technique.splits else ticks.backward
+        return len(kinds_of(problem)) * job.pipelines * job.micro_batches * job.stages
 
     def _pool(self, stage: int) -> None:
         """The order of the stage's ops, its peers and their memory together."""
-        add = self.model.add
-        peers = len(self.problem.living_peers(stage))
+        add, peers = self.model.add, len(self.problem.living_peers(stage))
         intervals = []
-        for kind in self.kinds:
-            row, length = self.starts[kind, stage], self._duration(kind, stage)
+        for kind, length in lengths_of(self.problem, self.problem.fastest[stage]).items():
+            row = [self.starts[kind, k, stage] for k in range(self.count)]
             intervals += [self.model.new_fixed_size_interval_var(start, length, "") for start in row]
             for before, after in pairwise(row):
                 add(after >= before)
@@ -730,38 +559,10 @@ class PooledModel:
         else:
             self.model.add_cumulative(intervals, [1] * len(intervals), peers)
         ahead, held = self.problem.most_held[stage]
-        for kind, most in ("I", None if ahead == held else ahead), (self.kinds[-1], held):
-            later = [] if most is None else self.starts["F", stage][most * peers :]
-            for release, forward in zip(self.starts[kind, stage], later, strict=False):
-                add(forward >= release + self._duration(kind, stage))
-
-    def _span(self, stage: int, head: int, upper: int) -> None:
-        """The stage within the period."""
-        ticks = self.problem.fastest
-        last = self.kinds[-1]
-        end = self.starts[last, stage][-1] + self._duration(last, stage)
-        if not self.problem.technique.staggers:
-            self.model.add(end + self.problem.longest_optimizer <= self.period)
-        elif stage == 0:
-            self.model.add(end + ticks[0].optimizer <= self.period)
-        else:
-            first = self.model.new_int_var(head, upper, f"first{stage}")
-            self.model.add(self.starts["F", stage][0] >= first)
-            self.model.add(end + ticks[stage].optimizer <= first + self.period)
-
-    def _chain(self, stage: int) -> None:
-        """Backward after forward, W after I, and both after what the neighbour sends."""
-        add, job = self.model.add, self.problem.job
-        for k in range(self.count):
-            add(self.starts["I", stage][k] >= self.starts["F", stage][k] + self._duration("F", stage))
-            if "W" in self.kinds:
-                add(self.starts["W", stage][k] >= self.starts["I", stage][k] + self._duration("I", stage))
-            if stage:
-                above = stage - 1
-                sent = self.starts["F", above][k] + self._duration("F", above) + job.transfer_ticks[above]
-                add(self.starts["F", stage][k] >= sent)
-                back = self.starts["I", stage][k] + self._duration("I", stage) + job.backward_transfer_ticks[above]
-                add(self.starts["I", above][k] >= back)
+        for kind, most in ("I", None if ahead == held else ahead), (kinds_of(self.problem)[-1], held):
+            later = range(self.count if most is None else most * peers, self.count)
+            for k, after in enumerate(later):
+                add(self.starts["F", after, stage] >= self.end(kind, k, stage))
 
 
 # -- the CP-SAT solver --------------------------------------------------------------------------
@@ -832,8 +633,8 @@ class _Search:
         self._pooled(EARLY)
         reduction = Reduction.of(self.problem, routes_of(self.best))
         proven = False
-        if reduction.ops <= SHARED_OPS and self.left > 0 and not self.closed:
-            proven = self._whole(reduction, self.left if reduction.ops <= WHOLE_OPS else self.left * SHARE)
+        if len(reduction.lengths) <= SHARED_OPS and self.left > 0 and not self.closed:
+            proven = self._whole(reduction, self.left if len(reduction.lengths) <= WHOLE_OPS else self.left * SHARE)
         if not proven and not self.closed:
             self._slices(reduction)
         if proven and not self.closed:
@@ -879,7 +680,7 @@ class _Search:
 
     def _whole(self, reduction: Reduction, seconds: float) -> bool:
         """All ops in one model. True when nothing better exists for these routes."""
-        model = ScheduleModel(reduction, self.bound, self.best.period, reduction.times_of(self.best))
+        model = ScheduleModel(reduction, self.bound, self.best.period, reduction.starts_of(self.best))
         self.exact = model.exact
 
         def watch(objective: int | None, _: int) -> None:
@@ -895,9 +696,7 @@ class _Search:
         """Slice after slice, until the time is up or the gap is closed."""
         if not self.left:
             return
-        times = reduction.times_of(self.best)
-        assert times is not None  # the routes are those of `best`
-        frame = self._adopt(ScheduleGraph(reduction, times))
+        frame = self._adopt(ScheduleGraph(reduction, reduction.starts_of(self.best)))
         slices = Slices(seed=self.seed)
         vain = 0
         while self.left and not self.closed:
@@ -920,7 +719,7 @@ class _Search:
         """The frame with its stages started late; the new incumbent if it is better."""
         frame = frame.late()
         if frame.period < self.best.period:
-            self.take(frame.reduction.schedule(frame.times()))
+            self.take(frame.reduction.schedule(frame.starts))
         return frame
 
     def _pooled(self, share: float) -> None:

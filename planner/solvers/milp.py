@@ -23,10 +23,10 @@ from ortools.math_opt.python import mathopt
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Problem, StageRoom, Worker
 from openrecycle.planner.plans.bounds import period_bound
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Cancelled, Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.routing import Routes, proven_for_routing, routes_of, whole_backwards
+from openrecycle.planner.solvers.routing import Routes, proven_for_routing, routes_of, schedule_of
 
 # Above this many 0/1 variables HiGHS takes minutes where CP-SAT takes seconds.
 MAX_VARIABLES = 12_000
@@ -175,9 +175,7 @@ class StepModel:
     # -- data ------------------------------------------------------------------------------------
 
     def duration(self, kind: str, stage: int) -> int:
-        t = self.problem.ticks[stage]
-        ticks = {"F": t.forward, "I": t.input_backward, "W": t.weight_backward, "B": t.backward}[kind]
-        return ticks // self.unit
+        return self.problem.ticks[stage].by_kind[kind] // self.unit
 
     def _earliest(self) -> dict[tuple[str, int], int]:
         """First unit at which an op of (kind, stage) can start: down the pipeline and back up."""
@@ -311,13 +309,6 @@ class StepModel:
             row = self.steps[kind, index, stage].values()
             return self.unit * (self.latest[kind, stage] - sum(round(values[v.id]) for v in row))
 
-        job = self.problem.job
-        ops = []
-        for index in self.indices:
-            pipeline, micro_batch = divmod(index, job.micro_batches)
-            for s in self.stages:
-                worker = Worker(self.routes[s][index], s)
-                for kind in self.kinds:
-                    duration = self.duration(kind, s) * self.unit
-                    ops.append(Op(kind, pipeline, micro_batch, s, worker, ticks(kind, index, s), duration))
-        return Schedule.build(self.problem, whole_backwards(self.problem, ops))
+        starts = {("I" if op[0] == "B" else op[0], *op[1:]): ticks(*op) for op in self.steps}
+        homes = [divmod(index, self.problem.job.micro_batches) for index in self.indices]
+        return schedule_of(self.problem, starts, homes, self.routes)

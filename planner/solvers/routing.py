@@ -31,13 +31,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
-from typing import NamedTuple
+from functools import cached_property
+from itertools import chain, cycle, pairwise
 
 from openrecycle.planner.jobs.job import Problem, StageTicks, Worker
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import MicroBatch, Op, Schedule, inputs
 
 # -- which living peer runs which micro-batch at each stage -------------------------------------
 
@@ -104,15 +104,12 @@ def _hosts(problem: Problem, stage: int, guests: int, keeps: dict[int, int]) -> 
 # -- what is left of a routed problem without what is interchangeable ---------------------------
 
 
-class StartTicks(NamedTuple):
-    """Start ticks, each [micro-batch index][stage]; the index is pipeline x micro_batches + micro-batch.
-
-    weight: start of W; where B is not split, the end of the first I ticks of B.
-    """
-
-    forward: list[list[int]]
-    backward: list[list[int]]
-    weight: list[list[int]]
+# (F, I or W; micro-batch; stage): the backward of either technique is I. Micro-batches are numbered over all pipelines,
+# pipeline x micro_batches + micro-batch.
+OpKey = tuple[str, int, int]
+Starts = Mapping[OpKey, int]  # ticks
+# (op, another, how many ticks after the start of the first that can start at the earliest)
+Link = tuple[OpKey, OpKey, int]
 
 
 @dataclass(frozen=True)
@@ -156,11 +153,25 @@ class Reduction:
                 copies.update(zip(members, donor, strict=False))
         return cls(problem, routes, tuple(map(tuple, kept.values())), copies)
 
-    @property
-    def ops(self) -> int:
-        """Compute ops to solve for."""
-        kinds = 3 if self.problem.technique.splits else 2
-        return kinds * self.problem.job.stages * sum(map(len, self.kept))
+    @cached_property
+    def lengths(self) -> dict[OpKey, int]:
+        """Ticks of each op to solve for, on the worker that its micro-batch meets."""
+        out: dict[OpKey, int] = {}
+        for index in chain.from_iterable(self.kept):
+            for stage, row in enumerate(self.routes):
+                own = lengths_of(self.problem, self.problem.worker_ticks(Worker(row[index], stage)))
+                out.update(((kind, index, stage), ticks) for kind, ticks in own.items())
+        return out
+
+    @cached_property
+    def links(self) -> list[Link]:
+        """What each op needs of its micro-batch, and the order inside a class."""
+        links = [*chains(self.problem, self.lengths)]
+        for before, after in chain.from_iterable(map(pairwise, self.kept)):
+            for stage in range(self.problem.job.stages):
+                for kind in kinds_of(self.problem):
+                    links.append(((kind, before, stage), (kind, after, stage), self.lengths[kind, before, stage]))
+        return links
 
     def by_worker(self) -> dict[Worker, list[tuple[int, ...]]]:
         """The kept classes (their micro-batches) of each worker that runs any."""
@@ -170,62 +181,76 @@ class Reduction:
                 table[Worker(row[members[0]], stage)].append(members)
         return dict(table)
 
-    def times_of(self, schedule: Schedule) -> StartTicks | None:
-        """`schedule` in the order described above; None when it is routed otherwise."""
-        job = self.problem.job
-        count = len(self.routes[0])
-        times = StartTicks(*([[0] * job.stages for _ in range(count)] for _ in range(3)))
-        for op in schedule.compute_ops():
-            index = op.pipeline * job.micro_batches + op.micro_batch
-            if self.routes[op.stage][index] != op.worker.pipeline:
-                return None
-            if op.kind == "F":
-                times.forward[index][op.stage] = op.start
-            elif op.kind == "W":
-                times.weight[index][op.stage] = op.start
-            else:
-                times.backward[index][op.stage] = op.start
-                if op.kind == "B":
-                    times.weight[index][op.stage] = op.start + self.problem.worker_ticks(op.worker).input_backward
-        self._sort(times)
-        return times
-
-    def _sort(self, times: StartTicks) -> None:
-        """The k-th start of each kind and stage to the k-th micro-batch of each class.
+    def starts_of(self, schedule: Schedule) -> Starts:
+        """Those of a schedule that is routed so, in the order described above. Of a whole B, W starts when its first I
+        ticks are over.
 
         Between the classes of one worker, W's follow the order of their I's, which is no loss
         either: they are equally long, and nothing but memory follows them, by how many have ended.
         """
-        for stage in range(self.problem.job.stages):
-            for members in self.kept:
-                for table in (times.forward, times.backward):
-                    for index, start in zip(members, sorted(table[i][stage] for i in members), strict=True):
-                        table[index][stage] = start
-        for worker, classes in self.by_worker().items():
-            stage = worker.stage
-            guests = sorted((i for c in classes for i in c), key=lambda i: times.backward[i][stage])
-            for index, start in zip(guests, sorted(times.weight[i][stage] for i in guests), strict=True):
-                times.weight[index][stage] = start
+        found: dict[OpKey, int] = {}
+        for op in schedule.compute_ops():
+            index = op.pipeline * self.problem.job.micro_batches + op.micro_batch
+            found["I" if op.kind == "B" else op.kind, index, op.stage] = op.start
+            if op.kind == "B":
+                found["W", index, op.stage] = op.start + self.problem.worker_ticks(op.worker).input_backward
+        starts: dict[OpKey, int] = {}
 
-    def schedule(self, times: StartTicks) -> Schedule:
-        """The whole problem's schedule, copies included. See `whole_backwards` for B."""
-        return Schedule.build(self.problem, whole_backwards(self.problem, list(self._ops(times))))
+        def give(kind: str, stage: int, members: Sequence[int]) -> None:
+            """The k-th start of these to the k-th of them."""
+            ascending = sorted(found[kind, i, stage] for i in members)
+            starts.update(((kind, i, stage), start) for i, start in zip(members, ascending, strict=True))
 
-    def _ops(self, times: StartTicks) -> Iterator[Op]:
-        job, splits = self.problem.job, self.problem.technique.splits
-        for index in range(len(self.routes[0])):
-            source = self.copies.get(index, index)
-            pipeline, micro_batch = divmod(index, job.micro_batches)
-            for stage in range(job.stages):
-                worker = Worker(self.routes[stage][index], stage)
-                ticks = self.problem.worker_ticks(worker)
-                place = (pipeline, micro_batch, stage, worker)
-                yield Op("F", *place, times.forward[source][stage], ticks.forward)
-                if splits:
-                    yield Op("I", *place, times.backward[source][stage], ticks.input_backward)
-                    yield Op("W", *place, times.weight[source][stage], ticks.weight_backward)
-                else:
-                    yield Op("B", *place, times.backward[source][stage], ticks.backward)
+        for members in self.kept:
+            for stage in range(self.problem.job.stages):
+                give("F", stage, members)
+                give("I", stage, members)
+        if self.problem.technique.splits:
+            for (_, stage), classes in self.by_worker().items():
+                backs = {i: starts["I", i, stage] for i in chain.from_iterable(classes)}
+                give("W", stage, sorted(backs, key=backs.__getitem__))
+        return starts
+
+    def schedule(self, starts: Starts) -> Schedule:
+        """The whole problem's, copies included."""
+        every = {key: starts[key] for key in self.lengths}
+        for copy, source in self.copies.items():
+            for stage in range(self.problem.job.stages):
+                every.update(((kind, copy, stage), every[kind, source, stage]) for kind in kinds_of(self.problem))
+        homes = [divmod(index, self.problem.job.micro_batches) for index in range(len(self.routes[0]))]
+        return schedule_of(self.problem, every, homes, self.routes)
+
+
+def kinds_of(problem: Problem) -> str:
+    """Of the ops to solve for: the backward of either technique is I."""
+    return "FIW" if problem.technique.splits else "FI"
+
+
+def lengths_of(problem: Problem, ticks: StageTicks) -> dict[str, int]:
+    """Ticks of each of these kinds."""
+    return (
+        dict(zip("FIW", ticks, strict=False)) if problem.technique.splits else {"F": ticks.forward, "I": ticks.backward}
+    )
+
+
+def chains(problem: Problem, lengths: Mapping[OpKey, int]) -> Iterator[Link]:
+    """What each op needs of its own micro-batch."""
+    for kind, index, stage in lengths:
+        for of, source, lag in inputs(kind, stage, problem.job):
+            yield (of, index, source), (kind, index, stage), lengths[of, index, source] + lag
+
+
+def schedule_of(
+    problem: Problem, starts: Starts, homes: Sequence[MicroBatch], routes: Sequence[Sequence[int]]
+) -> Schedule:
+    """What a solver has found. homes: of its micro-batches. See `_whole_backwards` for B."""
+    ops = []
+    for (kind, index, stage), start in starts.items():
+        worker = Worker(routes[stage][index], stage)
+        name = "B" if kind == "I" and not problem.technique.splits else kind
+        length = problem.worker_ticks(worker).by_kind[name]
+        ops.append(Op(name, *homes[index], stage, worker, start, length))
+    return Schedule.build(problem, _whole_backwards(problem, ops))
 
 
 def _ticks(problem: Problem, route: tuple[int, ...]) -> list[StageTicks]:
@@ -233,7 +258,7 @@ def _ticks(problem: Problem, route: tuple[int, ...]) -> list[StageTicks]:
     return [problem.worker_ticks(Worker(p, s)) for s, p in enumerate(route)]
 
 
-def whole_backwards(problem: Problem, ops: list[Op]) -> list[Op]:
+def _whole_backwards(problem: Problem, ops: list[Op]) -> list[Op]:
     """The same times with B for I and W on each worker where the split gains nothing.
 
     That is a worker each of whose W's directly follows its own I, with no op upstream that starts

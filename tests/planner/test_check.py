@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.check import MOST_VIOLATIONS, check, claim, further
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.baseline import one_forward_one_backward, reference_schedule
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import Plan
@@ -103,6 +103,29 @@ def test_overlap_names_both_ops(schedule: Schedule) -> None:
     assert len(violation.ops) == 2
     assert "overlaps" in str(violation)
     assert f"micro-batch {second.micro_batch} of pipeline {second.pipeline} on W0_2" in str(violation)
+
+
+def test_the_order_in_which_ops_stand_is_the_one_that_is_run() -> None:
+    """Of ops without duration times alone do not say what comes first, and a worker runs them as they stand."""
+    job = Job(1, 1, 2, profiles=(StageProfile(2, 0, 1),))
+    w = Worker(0, 0)
+    runs = ("F", 0, 0, 2), ("I", 0, 2, 0), ("F", 1, 2, 2), ("I", 1, 4, 0), ("W", 1, 4, 1), ("W", 0, 5, 1)
+    row = [*(Op(kind, 0, m, 0, w, start, length) for kind, m, start, length in runs), Op("O", 0, -1, 0, w, 6, 0)]
+    problem = Problem(job, memory=MemoryLimit("none"))
+    assert check(Schedule(problem, {w: tuple(row)})) == []
+    for place in (1, 3):  # behind the forward that needs its room; behind the weight gradient that needs it
+        other = [*row]
+        other[place], other[place + 1] = other[place + 1], other[place]
+        (violation,) = check(Schedule(problem, {w: tuple(other)}))
+        assert violation.ops == (row[place + 1], row[place])
+
+
+def test_a_step_stands_last() -> None:
+    job = Job(1, 1, 1, profiles=(StageProfile(1, 1, 0),))
+    w = Worker(0, 0)
+    rows = (Op("F", 0, 0, 0, w, 0, 1), Op("I", 0, 0, 0, w, 1, 1), Op("O", 0, -1, 0, w, 2, 0), Op("W", 0, 0, 0, w, 2, 0))
+    (violation,) = check(Schedule(Problem(job, memory=MemoryLimit("none")), {w: rows}))
+    assert violation.ops == (rows[-1],)
 
 
 def test_transfer_is_part_of_precedence(schedule: Schedule) -> None:

@@ -74,7 +74,7 @@ def test_reductions_lose_nothing(problem: Problem, seed: int) -> None:
     """All micro-batches, no order among them, none copied: the same optimum."""
     routes = any_routes(problem, seed) if seed else assign(problem)
     whole = Reduction(problem, routes, tuple((i,) for i in range(len(routes[0]))), {})
-    assume(whole.ops <= 60)
+    assume(len(whole.lengths) <= 60)
     reduced = optimum(Reduction.of(problem, routes), loose(problem))
     assert check(reduced) == []
     assert reduced.period == optimum(whole, reduced.period).period
@@ -165,12 +165,10 @@ def test_free_routes_are_no_worse_than_any_routing(problem: Problem, seed: int) 
 def test_slices_keep_a_schedule_valid_and_meet_their_target(problem: Problem, seed: int) -> None:
     warm = ListScheduler().solve(problem).schedule
     reduction = Reduction.of(problem, routes_of(warm))
-    times = reduction.times_of(warm)
-    assert times is not None
-    frame = ScheduleGraph(reduction, times)
+    frame = ScheduleGraph(reduction, reduction.starts_of(warm))
     assert frame.period <= warm.period
     late = frame.late()
-    assert late.period <= frame.period and check(reduction.schedule(late.times())) == []
+    assert late.period <= frame.period and check(reduction.schedule(late.starts)) == []
     slices = Slices(seed=seed)
     slices.size = 12
     for step in range(4):
@@ -185,6 +183,6 @@ def test_slices_keep_a_schedule_valid_and_meet_their_target(problem: Problem, se
         assert outcome.proven and (outcome.solved or target < late.period)
         if outcome.solved:
             late = model.read(outcome.solver).late()
-            schedule = reduction.schedule(late.times())
+            schedule = reduction.schedule(late.starts)
             assert check(schedule) == []
             assert schedule.period <= late.period <= target

@@ -14,7 +14,7 @@ from openrecycle.planner.solvers import cp_sat
 from openrecycle.planner.solvers.base import Run, SolverProgress
 from openrecycle.planner.solvers.cp_sat import CpSatSolver, ScheduleModel, run
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.routing import Reduction, StartTicks
+from openrecycle.planner.solvers.routing import OpKey, Reduction
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -32,17 +32,17 @@ def serial(problem: Problem) -> Schedule:
     job = problem.job
     stages = range(job.stages)
     count = job.pipelines * job.micro_batches
-    times = StartTicks(*([[0] * job.stages for _ in range(count)] for _ in range(3)))
+    starts: dict[OpKey, int] = {}
     clock = 0
     for index in range(count):
         for s in stages:
-            times.forward[index][s] = clock
+            starts["F", index, s] = clock
             clock += job.ticks[s].forward + (job.transfer_ticks[s] if s + 1 < job.stages else 0)
         for s in reversed(stages):
-            times.backward[index][s] = clock
-            times.weight[index][s] = clock + job.ticks[s].input_backward
+            starts["I", index, s] = clock
+            starts["W", index, s] = clock + job.ticks[s].input_backward
             clock += job.ticks[s].backward + (job.transfer_ticks[s - 1] if s else 0)
-    return Reduction(problem, reduction.routes, (tuple(range(count)),), {}).schedule(times)
+    return Reduction(problem, reduction.routes, (tuple(range(count)),), {}).schedule(starts)
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,7 @@ def test_the_command() -> None:
     assert (document["period_now"], document["period"], document["pause_seconds"]) == (55, 29, 0)
     assert document["migrations"][0]["source"] == "W2_2"
     assert len(document["failed"]) == 2
+    assert "'1_0'" in str(CliRunner().invoke(app, [*ARGS, "--state-bytes", "1_0"]).exception)
     done = CliRunner().invoke(app, [*ARGS, "--state-bytes", "1e9,much"])
     assert isinstance(done.exception, InputError)
     assert "--state-bytes: got 'much'" in str(done.exception)

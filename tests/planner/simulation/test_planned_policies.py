@@ -379,7 +379,9 @@ def test_no_plan_for_the_full_grid() -> None:
         _ = planned.full
 
 
-@pytest.mark.parametrize("text", ["detect", "detect=x", "other=1", "detect=-1", "checkpoint_interval=0", "dollars=nan"])
+@pytest.mark.parametrize(
+    "text", ["detect", "detect=x", "detect=1_0", "other=1", "detect=-1", "checkpoint_interval=0", "dollars=nan"]
+)
 def test_bad_costs(text: str) -> None:
     with pytest.raises(InputError, match="--cost"):
         RecoveryCosts.parse(text)
@@ -391,3 +393,19 @@ def test_costs_are_read() -> None:
         planned_policy("spares", PlannedJob(Job.uniform(2, 2, 2), samples=4), RecoveryCosts(), spares=-1)
     with pytest.raises(InputError, match="--policy"):
         planned_policy("other", PlannedJob(Job.uniform(2, 2, 2), samples=4), RecoveryCosts())
+
+
+def test_policies_say_where_they_can_not_cut_the_layers_anew() -> None:
+    """More stages than a job may have layers, and more layers than a partition can be chosen from."""
+    deep, many = (PlannedJob(Job.uniform(2, stages, 2), samples=4) for stages in (513, 64))
+    for planned, name, field in (
+        (deep, "oobleck", "--policy"),
+        (deep, "varuna", "--policy"),
+        (deep, "repartition", "--policy"),
+        (many, "repartition", "layers"),
+    ):
+        with pytest.raises(InputError) as refused:
+            planned_policy(name, planned, RecoveryCosts())
+        assert refused.value.field == field, name
+    for name in ("recycle", "ours"):
+        planned_policy(name, deep, RecoveryCosts())

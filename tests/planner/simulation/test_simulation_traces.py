@@ -90,6 +90,7 @@ NO_NUMBERS = (
         ("-5,add,a\n", "bad line 1", "-5"),
         ("0,add,a\n1e3,add,b\n", "bad line 2", "1e3"),
         ("0,add,a\n5,add\n", "bad line 2", "5,add"),
+        ("0,5\n1_0,4\n", "bad line 2", "1_0"),
         ("0,add,a\n99999999999999,remove,a\n", "bad line 2", "99999999999999"),
         ("0,add,a\n", "bad", "0 ms"),
         ("2021-12-11, 11:11:30, 5\n2021-12-11, 11:11, 5\n", "bad line 2", "2021-12-11, 11:11, 5"),
