@@ -34,6 +34,7 @@ from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record, Store
 from tests.app.flaky_database import FlakyDatabase
+from tests.databases import sqlite_in
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -457,8 +458,7 @@ class LookedTooEarly(Store):
 
 @pytest.mark.parametrize("kind", [Store, LookedTooEarly])
 def test_a_job_whose_commit_was_not_acknowledged_is_there_for_who_asks_again(tmp_path: Path, kind: type[Store]) -> None:
-    database = FlakyDatabase(f"sqlite:///{tmp_path / 'flaky.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path, FlakyDatabase)
     console = ConsoleService(kind(database), tolerance=0)
     try:
         database.fault = "answer lost"
@@ -517,8 +517,7 @@ ASKED = [
 
 def test_the_event_loop_reads_no_job_that_is_over(tmp_path: Path) -> None:
     """Thousands of its workers would be read while no heartbeat is heard."""
-    database = Beside(f"sqlite:///{tmp_path / 'beside.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path, Beside)
     console = ConsoleService(Store(database), tolerance=0)
     ids = [console.jobs.create(SPEC)[0].job_id for _ in ASKED]
     for job_id in ids:

@@ -22,8 +22,8 @@ from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.throughput import recent_rate
 from openrecycle.app.observing import metrics
 from openrecycle.app.observing.metrics import Distribution, quantiles, route_of
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from tests.databases import sqlite_in
 
 pytestmark = pytest.mark.processes
 
@@ -187,8 +187,7 @@ def test_open_metrics_for_those_who_ask(console: ConsoleServer, job: Agents) -> 
 
 
 def test_a_restarted_console_begins_anew(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path)
 
     def committed(console: ConsoleService, job_id: str, number: int) -> None:
         row = Iteration(iteration=number, loss=1.0, loss_hex="0x1p+0", seconds=0.2, generation=1, living=4)
