@@ -261,14 +261,12 @@ def test_a_path_that_somebody_made_up_is_no_label() -> None:
     assert recent_rate(()) is None
 
 
-def test_jobs_that_run_are_shown_before_those_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "JOBS_SHOWN", 4)
-
+def test_jobs_that_run_are_shown_before_those_that_are_over() -> None:
     def job(name: str, over: bool) -> object:
         return SimpleNamespace(job_id=name, state=SimpleNamespace(over=over), created_at=float(name[1:]))
 
     def shown(*jobs: object) -> list[str]:
-        return [job.job_id for job in metrics.shown_jobs(jobs)]  # type: ignore[arg-type, attr-defined]
+        return [job.job_id for job in metrics.shown_jobs(jobs, 4)]  # type: ignore[arg-type, attr-defined]
 
     over = [job(f"o{n}", True) for n in range(3)]
     assert shown(*over, job("l3", False), job("l4", False)) == ["l3", "l4", "o1", "o2"]

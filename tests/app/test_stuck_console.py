@@ -85,14 +85,14 @@ def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
                 asyncio.ensure_future(threads.run(release.wait))  # noqa: RUF006 (it hangs)
             while len(threads._began) < how_many:
                 await asyncio.sleep(0.01)
-            monkeypatch.setattr(runner, "STUCK_SECONDS", 0.0)
+            threads.stuck_seconds = 0.0
             stuck.append(threads.stuck)
             if how_many == 2:
                 answer = await asyncio.to_thread(asked.get, "/healthz")
                 assert (answer.status_code, answer.json()["code"]) == (503, "stuck")
                 assert answer.headers["retry-after"] == "1"
                 assert "some threads" in answer.json()["detail"]
-            monkeypatch.setattr(runner, "STUCK_SECONDS", 120.0)
+            threads.stuck_seconds = runner.STUCK_SECONDS
             release.set()
             while threads._began:
                 await asyncio.sleep(0.01)
