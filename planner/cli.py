@@ -673,9 +673,9 @@ app.command("compare")(compare_command)
 app.command("simulate")(simulate_command)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; every refusal is one sentence and exit status 2."""
-    run(app)
+    run(app, arguments)
 
 
 @app.command()

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -127,8 +127,9 @@ def _plain(
     return process(context, given)
 
 
-def run(app: typer.Typer) -> NoReturn:
-    """Runs a command line (a Typer app) and ends the process: 0 done, 2 refused with one sentence.
+def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command line (a Typer app) and ends the process: 0 done, 2 refused with one sentence. arguments: None:
+    those of the process.
 
     Whatever goes wrong with standard output is a sentence too, and none if its reader (head, a pager) has
     seen enough.
@@ -136,7 +137,7 @@ def run(app: typer.Typer) -> NoReturn:
     try:
         # Of `python -m openrecycle`, click would make a module that is none.
         name = sys.argv[0] if sys.argv[0].startswith("openrecycle") else None
-        status = _with_plain_numbers(app)(standalone_mode=False, prog_name=name)
+        status = _with_plain_numbers(app)(arguments, standalone_mode=False, prog_name=name)
         sys.stdout.flush()
     except PlannerError as error:
         _refuse(str(error))

@@ -109,9 +109,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         with suppress(ImportError):  # without numba
             compiled_functions()  # small plans too are made by machine code then: those of tests are many
-    gc.enable()
     _freeze()
     gc.set_threshold(20_000, 20, 50)
+    gc.enable()
     # Whoever distributes the tests has none to run.
     if session.config.getoption("--fast") and session.items:
         _refuse_processes()
@@ -194,9 +194,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             kinds = [str(values[name]) for name in shared if name in values]
             item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *kinds])))
     if config.getoption("--fast"):
-        slow = [item for item in items if any(map(item.get_closest_marker, _SLOW))]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
+        slow = {item for item in items if any(map(item.get_closest_marker, _SLOW))}
+        config.hook.pytest_deselected(items=list(slow))
+        items[:] = [item for item in items if item not in slow]
 
 
 def _postgres_bin() -> Path | None:
@@ -278,13 +278,13 @@ rm -rf "$2"/*
 """
 
 
-def new_database(server: str) -> str:
-    """Makes an empty database on the PostgreSQL server; returns its address."""
+def new_database(server: str, like: str | None = None) -> str:
+    """Makes an empty database on the PostgreSQL server, or a copy of the one at an address; returns its address."""
     from sqlalchemy import create_engine, text
 
     name = f"t{secrets.token_hex(8)}"
     engine = create_engine(server.replace("postgresql:", "postgresql+psycopg:") + "/postgres")
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(text(f"create database {name}"))
+        connection.execute(text(f"create database {name}" + (f" template {like.rpartition('/')[2]}" if like else "")))
     engine.dispose()
     return f"{server}/{name}"

@@ -422,6 +422,8 @@ class Queries:
         advice: Callable[[LiveJob], str | None],
     ) -> None:
         self._store, self._failure_timeouts, self._clock = store, failure_timeouts, clock
+        self.shared, self.shared_seconds = SHARED, SHARED_SECONDS
+        """From so many workers on, and for so long."""
         self._find, self._live, self._past = find, live, past
         self.observations = Observations(store.database)
         self._plans = plans
@@ -437,7 +439,7 @@ class Queries:
         # Nothing of what is said here changes any more once a job is over, and there may be thousands. Of a large job
         # that is not, whoever asks within a second is told the same, unless something is stored.
         over = bool(job.state.over)
-        seconds = math.inf if over else SHARED_SECONDS if len(job.state.members) >= SHARED else 0.0
+        seconds = math.inf if over else self.shared_seconds if len(job.state.members) >= self.shared else 0.0
         return self._kept(job, "line", over or job.version, seconds, lambda: summary(job, self.sentence(job)))
 
     def _kept(self, job: LiveJob, what: Hashable, key: Hashable, seconds: float, make: Callable[[], Made]) -> Made:
@@ -492,7 +494,7 @@ class Queries:
         """In grid order. Those of a large job are shared by all who look within a second, unless something is
         stored."""
         members = worker_states.state.members
-        if len(members) < SHARED:
+        if len(members) < self.shared:
             return tuple(worker_view(job, member, worker_states) for member in members.values())
 
         def made() -> Iterator[WorkerView]:
@@ -501,7 +503,7 @@ class Queries:
                 if count % AT_ONCE == 0:
                     time.sleep(PAUSE_SECONDS)
 
-        return self._kept(job, "workers", (job.version, fingerprint), SHARED_SECONDS, lambda: tuple(made()))
+        return self._kept(job, "workers", (job.version, fingerprint), self.shared_seconds, lambda: tuple(made()))
 
     def _history(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _History:
         """Read again only when something was stored since: many viewers share one read."""

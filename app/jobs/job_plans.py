@@ -81,6 +81,7 @@ class JobPlans:
         self.asked_for: tuple[str, ...] | None = None  # what was to be planned elsewhere last
         self._job_id, self._store, self._lock = job_id, store, lock
         self._look_up, self._answer, self._stored = look_up, answer, stored
+        self.inline_ops = INLINE_OPS
         self._over = False
 
     def cut(self, partition: tuple[int, ...]) -> None:
@@ -170,7 +171,7 @@ class JobPlans:
         """The plan, if it is there or can be made in milliseconds; None: it must be made elsewhere, since what is
         there is for other failures, too."""
         workers = _workers(failed)
-        small = self.ops <= INLINE_OPS
+        small = self.ops <= self.inline_ops
         try:
             missing = not self.catalog.has(workers)
             if (missing and not small) or self.ops > LARGE_OPS:

@@ -29,19 +29,23 @@ from openrecycle.db.store import Observations, Record, Store
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import Plan
 
-# Beyond as many new iterations the database adds them up.
 BATCH = 2000
 
 
 class Accounts:
-    """Of all jobs of a console. Thread-safe. plan: finds one by its fingerprint."""
+    """Of all jobs of a console. Thread-safe. plan: finds one by its fingerprint. batch: beyond as many new iterations
+    the database adds them up."""
 
     def __init__(
         self,
         store: Store,
         plan: Callable[[str], Plan | None] = lambda fingerprint: None,
+        *,
+        batch: int = BATCH,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._observations, self._plan = store, Observations(store.database), plan
+        self._batch, self._clock = batch, clock
         self.waiting = Waiting(self._observations)
         self._of: WeakKeyDictionary[LiveJob, tuple[Account, float]] = WeakKeyDictionary()
         self._compared: WeakKeyDictionary[LiveJob, tuple[str, str, bool]] = WeakKeyDictionary()
@@ -57,7 +61,7 @@ class Accounts:
             account, begin = self._of.get(job) or (Account(), 0.0)
             account, begin = self._brought_up(account, job, committed, waited), begin or self._begin(job)
             self._of[job] = account, begin
-            return figures(account, job, begin, time.time(), waited)
+            return figures(account, job, begin, self._clock(), waited)
 
     def _begin(self, job: LiveJob) -> float:
         """When the first generation opened; 0 while none has."""
@@ -69,7 +73,7 @@ class Accounts:
         missing = committed - 1 - account.through
         if missing <= 0:
             return account
-        if missing > BATCH:
+        if missing > self._batch:
             account = Account()
             for row in self._observations.iteration_sums(job.job_id, committed - 1):
                 account.add_sum(without_waits(row, waited))
@@ -108,7 +112,7 @@ class Accounts:
         if window is None or window.through < begin - 1:
             window = self._windows[job] = Window(begin - 1)
         if (missing := state.committed - 1 - window.through) > 0:
-            self._look(job, window, known, min(missing, BATCH))
+            self._look(job, window, known, min(missing, self._batch))
 
     def _look(self, job: LiveJob, window: Window, known: Baseline | None, most: int) -> None:
         """most: as many were committed before the waits are read."""

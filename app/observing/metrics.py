@@ -396,11 +396,11 @@ class _Families:
 _INFO = ("name", "technique", "memory")
 
 
-def shown_jobs(jobs: Sequence[LiveJob]) -> list[LiveJob]:
+def shown_jobs(jobs: Sequence[LiveJob], most: int = JOBS_SHOWN) -> list[LiveJob]:
     """Those that run first: of those that are over, as many as there is room for."""
-    live = [job for job in jobs if not job.state.over][-JOBS_SHOWN:]
+    live = [job for job in jobs if not job.state.over][-most:]
     over = sorted((job for job in jobs if job.state.over), key=lambda job: -job.created_at)
-    return [*live, *over[: min(OVER_SHOWN, JOBS_SHOWN - len(live))][::-1]]
+    return [*live, *over[: min(OVER_SHOWN, most - len(live))][::-1]]
 
 
 def _add_known(family: GaugeMetricFamily, key: str, value: float | None) -> None:

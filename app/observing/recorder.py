@@ -88,6 +88,7 @@ class Recorder:
         self.heartbeats = HeartbeatStore(database)
         self._retention = Retention(database)
         self._jobs, self._job_ids = jobs, job_ids
+        self.most_waiting = WAITING
         self._unsaved: deque[tuple[str, Sequence[Samples]]] = deque()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console-history", daemon=True)
@@ -150,7 +151,7 @@ class Recorder:
             parts.extend((job.job_id, drained[i : i + GROUPS]) for i in range(0, len(drained), GROUPS))
             answers = answers and self._add(parts)
             self._unsaved += parts
-        if (dropped := len(self._unsaved) - WAITING) > 0:
+        if (dropped := len(self._unsaved) - self.most_waiting) > 0:
             for _ in range(dropped):
                 self._unsaved.popleft()
             log.warning("the oldest heartbeats that the database did not take are dropped", parts=dropped)

@@ -136,6 +136,7 @@ class JobPlanner:
 
     def __init__(self, tolerance: int, catalogs: Catalogs, on_made: Callable[[Plan], None] = lambda plan: None) -> None:
         self._tolerance = tolerance
+        self.held_ops = HELD_OPS
         self._catalogs = catalogs
         self._maker = plan_maker(on_made=on_made)
         self._filling: dict[str, tuple[str, frozenset[str]]] = {}  # job -> its catalog, the names made ahead
@@ -158,7 +159,7 @@ class JobPlanner:
         found = needed(job.plans.question, self._tolerance)
         patterns = found.patterns[:MOST]  # the list scheduler serves the rest when they happen
         job.plans.ahead.wanted = job.plans.ahead.made = 0
-        if job.plans.ops * len(patterns) <= HELD_OPS:
+        if job.plans.ops * len(patterns) <= self.held_ops:
             self._submit(job, patterns)
         elif _lasts(job):
             self._fill(job, found)
@@ -175,7 +176,7 @@ class JobPlanner:
         peers = Counter(worker.stage for worker in living)
         patterns = {canonical_pattern({*failed, w}, job.plans.job)[0]: None for w in living if peers[w.stage] > 1}
         missing = [pattern for pattern in patterns if pattern not in job.plans.ahead.patterns]
-        if job.plans.ops * len(missing) <= HELD_OPS:
+        if job.plans.ops * len(missing) <= self.held_ops:
             self._submit(job, missing)
 
     def make_now(self, job: LiveJob, failed: tuple[str, ...]) -> None:

@@ -496,16 +496,20 @@ class Solve:
 
 
 class Solves:
-    """One per console. Thread-safe."""
+    """One per console. Thread-safe. running, waiting: so many at a time. stop_grace: seconds to stop in, when told to.
+    kept_ops: of the results that are kept."""
 
     def __init__(
         self,
         *,
         running: int = MAX_RUNNING,
+        waiting: int = MAX_WAITING,
+        stop_grace: float = STOP_GRACE,
+        kept_ops: int = MAX_KEPT_OPS,
         work: Callable[[Channel, Request], None] = serve,
         on_made: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
-        self._most = running
+        self._most, self._most_waiting, self._stop_grace, self._kept_ops = running, waiting, stop_grace, kept_ops
         self._children = Children(work, name="solve")
         self._on_made = on_made
         self._lock = threading.RLock()
@@ -535,9 +539,9 @@ class Solves:
             known = self._solves.get(request.id)
             if known is not None and not (known.state == "failed" or (known.over and known.stopped)):
                 return known
-            if sum(s.state == "waiting" for s in self._solves.values()) >= MAX_WAITING:
+            if sum(s.state == "waiting" for s in self._solves.values()) >= self._most_waiting:
                 raise ConsoleError(
-                    429, "too_many", f"{MAX_WAITING} plans wait to be made already; stop one, or ask again later"
+                    429, "too_many", f"{self._most_waiting} plans wait to be made already; stop one, or ask again later"
                 )
             self._solves.pop(request.id, None)
             solve = self._solves[request.id] = Solve(request.id, request)
@@ -587,7 +591,7 @@ class Solves:
     def _begin(self, solve: Solve) -> None:
         # A search that lasts longer than it was asked to ends with its best plan so far.
         try:
-            solve.child = self._children.begin(solve.request, timeout=solve.request.timeout, grace=STOP_GRACE)
+            solve.child = self._children.begin(solve.request, timeout=solve.request.timeout, grace=self._stop_grace)
         except OSError as error:
             self._over(solve, f"no planning process can be had ({error.strerror or error})")
             return
@@ -650,7 +654,7 @@ class Solves:
     def _drop_old(self) -> None:
         over = [s for s in self.all() if s.over]
         ops = sum(s.request.job.ops for s in over if s.plan is not None)
-        while over and (len(over) > MAX_KEPT or (len(over) > 1 and ops > MAX_KEPT_OPS)):
+        while over and (len(over) > MAX_KEPT or (len(over) > 1 and ops > self._kept_ops)):
             oldest = over.pop(0)
             ops -= oldest.request.job.ops if oldest.plan is not None else 0
             del self._solves[oldest.id]

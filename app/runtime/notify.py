@@ -21,7 +21,9 @@ class Topic:
     """`publish` says "look again" to everyone in `wait_for`. Nothing is lost in between: a waiter
     looks once more after it has registered."""
 
-    def __init__(self) -> None:
+    def __init__(self, many: int = MANY_WAITERS, shares: tuple[float, float] = (0.5, 1.0)) -> None:
+        """many: where so many wait, each gets a random part of the time that it asks for, between two shares of it."""
+        self._many, self._shares = many, shares
         self._lock = threading.Lock()
         self._waiters: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._closed = False
@@ -53,8 +55,8 @@ class Topic:
         """The first `look()` that is not None; None after `timeout` seconds, or sooner where many wait. `look` must not
         block."""
         loop = asyncio.get_running_loop()
-        if len(self._waiters) >= MANY_WAITERS:
-            timeout *= random.SystemRandom().uniform(0.5, 1.0)
+        if len(self._waiters) >= self._many:
+            timeout *= random.SystemRandom().uniform(*self._shares)
         until = loop.time() + timeout
         while True:
             news: asyncio.Future[None] = loop.create_future()

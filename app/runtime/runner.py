@@ -17,15 +17,16 @@ from openrecycle.app.runtime.errors import ConsoleError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Seconds after which a call counts as stuck: the database gives up long before.
+# The database gives up long before.
 STUCK_SECONDS = 120.0
 
 
 class Threads:
-    """A pool that knows since when each of its threads is at work."""
+    """A pool that knows since when each of its threads is at work. stuck_seconds: after so many a call counts as
+    stuck."""
 
-    def __init__(self, most: int, name: str) -> None:
-        self._most, self.name = most, name
+    def __init__(self, most: int, name: str, stuck_seconds: float = STUCK_SECONDS) -> None:
+        self._most, self.name, self.stuck_seconds = most, name, stuck_seconds
         self._pool = ThreadPoolExecutor(most, name)
         self._began: dict[object, float] = {}
         self._taken = 0
@@ -55,7 +56,7 @@ class Threads:
     def stuck(self) -> bool:
         """Has every thread been at one call for longer than any takes?"""
         began = list(self._began.values())
-        return len(began) >= self._most and max(began) < time.monotonic() - STUCK_SECONDS
+        return len(began) >= self._most and max(began) < time.monotonic() - self.stuck_seconds
 
 
 # The database has one writer at a time: more threads would only queue in another place.

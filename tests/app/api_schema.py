@@ -26,10 +26,10 @@ from openrecycle.agent.messages.protocol import Acknowledgement, Iteration, JobS
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.security.guard import BodyLimit
 from openrecycle.app.server import create_routes
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
+from tests.databases import sqlite_in
 
 CURSOR = "a cursor is one that the console has given"
 PIPELINE = "a pipeline is one of the plan's, and not every format holds one alone"
@@ -76,8 +76,7 @@ class Api:
     character of a pattern, of which names have a million: 20 of the 23 seconds that all operations take."""
 
     def __init__(self, folder: Path, *, few_characters: bool = False) -> None:
-        self._database = Database(f"sqlite:///{folder / 'console.db'}")
-        self._database.upgrade()
+        self._database = sqlite_in(folder)
         self.console = ConsoleService(Store(self._database), tolerance=0)
         self.console.start()
         self.app = Starlette(routes=create_routes(self.console), middleware=[Middleware(BodyLimit)])

@@ -16,6 +16,7 @@ from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import new_database
+from tests.databases import sqlite_in
 
 # Streamlit's AppTest looks at all installed packages for components anew for each page: 0.15 s of 0.25.
 manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.scan_component_manifests)
@@ -48,8 +49,7 @@ def agents(server: ConsoleServer) -> Agents:
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
     """An empty file of SQLite, its tables up to date."""
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path)
     yield database
     database.close()
 

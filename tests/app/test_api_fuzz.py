@@ -16,9 +16,9 @@ from starlette.testclient import TestClient
 from openrecycle.agent.messages.protocol import JobSpec, Registration
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.server import create_routes
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import examples
+from tests.databases import sqlite_in
 
 pytestmark = pytest.mark.processes
 
@@ -27,8 +27,7 @@ NAMES = ["W0_0", "W0_1", "W1_0", "W1_1"]
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, str]]:
-    database = Database(f"sqlite:///{tmp_path_factory.mktemp('fuzz') / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path_factory.mktemp("fuzz"))
     console = ConsoleService(Store(database), tolerance=0)
     console.start()
     created, _ = console.jobs.create(JobSpec(name="n", pipelines=2, stages=2, micro_batches=2, iterations=9, demo=True))

@@ -20,6 +20,7 @@ from openrecycle.app.security.guard import AccessGuard
 from openrecycle.app.server import create_routes
 from openrecycle.db.access import KEPT_SECONDS, IdempotentRequests
 from openrecycle.db.session import Database
+from tests.databases import sqlite_in
 
 pytestmark = pytest.mark.processes
 
@@ -100,8 +101,7 @@ def test_of_many_at_once_one_is_done(demo: Agents) -> None:
 
 def test_a_restart_forgets_no_key(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("keys")
-    one = Database(f"sqlite:///{folder / 'console.db'}")
-    one.upgrade()
+    one = sqlite_in(folder)
     assert IdempotentRequests(one).begin("k", "r", stale=60) is None
     IdempotentRequests(one).answered("k", 202, "application/json", "there", b"{}")
     one.close()
@@ -118,8 +118,7 @@ def test_a_restart_forgets_no_key(tmp_path_factory: pytest.TempPathFactory) -> N
 
 
 def test_what_was_never_answered_can_be_done_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
-    database = Database(f"sqlite:///{tmp_path_factory.mktemp('keys') / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path_factory.mktemp("keys"))
     keys = IdempotentRequests(database)
     assert keys.begin("k", "r", stale=60) is None
     taken = keys.begin("k", "r", stale=60)

@@ -62,14 +62,12 @@ def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
     here.close()
 
 
-def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 1)
-    monkeypatch.setattr("openrecycle.app.plans.service.HELD_OPS", 1)
+def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(tmp_path: Path) -> None:
     here = ConsoleHere(tmp_path)
+    here.console.plans.ahead.held_ops = 1
     job = JobHere(here.console, "large")
     live = here.console.jobs.find(job.job_id)
+    live.plans.inline_ops = 1
     assert live.plans.ahead.wanted == 5, "the full grid, and one failure on each of four stages"
     wait(lambda: live.plans.ahead.made == 5)
     job.register()
@@ -142,9 +140,9 @@ def test_a_large_plan_is_fitted_beside_the_console(
     here.close()
 
 
-def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path) -> None:
     here = ConsoleHere(tmp_path)
-    monkeypatch.setattr("openrecycle.app.plans.service.HELD_OPS", 1)
+    here.console.plans.ahead.held_ops = 1
     here.console.plans.ahead._tolerance = 3
     jobs = [JobHere(here.console, f"job {i}", pipelines=8, stages=16, micro_batches=64) for i in range(2)]
     wait(lambda: len(here.console.plans.ahead._filling) == 2)

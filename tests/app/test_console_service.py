@@ -32,8 +32,9 @@ from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
-from openrecycle.db.store import Record, Store
+from openrecycle.db.store import JobUpdate, Record, Store
 from tests.app.flaky_database import FlakyDatabase
+from tests.databases import sqlite_in
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -42,8 +43,28 @@ SPEC = JobSpec(name="job", pipelines=3, stages=2, micro_batches=3, iterations=50
 NAMES = [f"W{p}_{s}" for p in range(3) for s in range(2)]
 
 
+class Troubled(Store):
+    """refuse: what is called with each change before it is stored; lose: once it is, before whoever stores it knows."""
+
+    refuse: Callable[[JobUpdate], object] | None = None
+    lose: Callable[[], object] | None = None
+
+    def apply(self, job_id: str, change: JobUpdate) -> bool:
+        if self.refuse:
+            self.refuse(change)
+        stored = super().apply(job_id, change)
+        if self.lose:
+            self.lose()
+        return stored
+
+
 @pytest.fixture
-def console(store: Store) -> Iterator[ConsoleService]:
+def store(database: Database) -> Troubled:
+    return Troubled(database)
+
+
+@pytest.fixture
+def console(store: Troubled) -> Iterator[ConsoleService]:
     console = ConsoleService(store)
     console.start()
     yield console
@@ -74,49 +95,42 @@ def until(true: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
-def test_what_can_not_be_stored_has_not_happened(
-    console: ConsoleService, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_can_not_be_stored_has_not_happened(console: ConsoleService, store: Troubled) -> None:
     created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
     resume(console, created.job_id, 1, NAMES)
     before = console.jobs.find(created.job_id).state
-    apply = store.apply
 
     def disk_is_full(*_: object) -> None:
         raise OperationalError("insert", {}, Exception("database or disk is full"))
 
-    monkeypatch.setattr(store, "apply", disk_is_full)
+    store.refuse = disk_is_full
     with pytest.raises(ConsoleError) as error:
         console.reports.failure(created.job_id, exited("W1_1"))
     assert (error.value.status, error.value.code) == (503, "disk_full")
     assert console.jobs.find(created.job_id).state.generation == before.generation
     assert console.reports.deployment(created.job_id, 1) is None
     # The launcher sends its report again, and now there is room.
-    monkeypatch.setattr(store, "apply", apply)
+    store.refuse = None
     console.reports.failure(created.job_id, exited("W1_1"))
     deployment = console.reports.deployment(created.job_id, 1)
     assert deployment is not None
     assert deployment.failed == ("W1_1",)
 
 
-def test_a_commit_whose_answer_was_lost_is_found_again(
-    console: ConsoleService, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_whose_answer_was_lost_is_found_again(console: ConsoleService, store: Troubled) -> None:
     created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
     resume(console, created.job_id, 1, NAMES)
-    apply = store.apply
 
-    def connection_lost(job_id: str, change: object) -> None:
-        apply(job_id, change)  # type: ignore[arg-type]
+    def connection_lost() -> None:
         raise OperationalError("commit", {}, Exception("server closed the connection unexpectedly"))
 
-    monkeypatch.setattr(store, "apply", connection_lost)
+    store.lose = connection_lost
     with pytest.raises(ConsoleError) as error:
         console.reports.failure(created.job_id, exited("W1_1"))
     assert error.value.status == 503
-    monkeypatch.setattr(store, "apply", apply)
+    store.lose = None
     assert console.reports.failure(created.job_id, exited("W1_1")) == golden("w1-1-was-out-already")
     deployment = console.reports.deployment(created.job_id, 1)
     assert deployment is not None
@@ -130,9 +144,9 @@ def test_a_commit_whose_answer_was_lost_is_found_again(
 def test_a_plan_for_a_large_grid_comes_from_the_child(
     console: ConsoleService, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 0)
     monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
     created, _ = console.jobs.create(SPEC)
+    console.jobs.find(created.job_id).plans.inline_ops = 0
     register_all(console, created.job_id)
     until(lambda: console.jobs.find(created.job_id).state.generation == 1)
     console.reports.failure(created.job_id, exited("W2_0"))
@@ -143,25 +157,24 @@ def test_a_plan_for_a_large_grid_comes_from_the_child(
 
 
 def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
-    console: ConsoleService, store: Store, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleService, store: Troubled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 0)
     monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
     created, _ = console.jobs.create(SPEC)
+    console.jobs.find(created.job_id).plans.inline_ops = 0
     register_all(console, created.job_id)
     until(lambda: console.jobs.find(created.job_id).state.generation == 1)
-    apply, refused = store.apply, threading.Event()
+    refused = threading.Event()
 
-    def no_generations(job_id: str, change: object) -> bool:
-        if getattr(change, "generation", None):
+    def no_generations(change: JobUpdate) -> None:
+        if change.generation:
             refused.set()
             raise OperationalError("insert", {}, Exception("database is locked"))
-        return apply(job_id, change)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store, "apply", no_generations)
+    store.refuse = no_generations
     console.reports.failure(created.job_id, exited("W2_0"))
     assert refused.wait(30)
-    monkeypatch.setattr(store, "apply", apply)
+    store.refuse = None
     until(lambda: console.jobs.find(created.job_id).state.generation == 2)
 
 
@@ -457,8 +470,7 @@ class LookedTooEarly(Store):
 
 @pytest.mark.parametrize("kind", [Store, LookedTooEarly])
 def test_a_job_whose_commit_was_not_acknowledged_is_there_for_who_asks_again(tmp_path: Path, kind: type[Store]) -> None:
-    database = FlakyDatabase(f"sqlite:///{tmp_path / 'flaky.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path, FlakyDatabase)
     console = ConsoleService(kind(database), tolerance=0)
     try:
         database.fault = "answer lost"
@@ -517,8 +529,7 @@ ASKED = [
 
 def test_the_event_loop_reads_no_job_that_is_over(tmp_path: Path) -> None:
     """Thousands of its workers would be read while no heartbeat is heard."""
-    database = Beside(f"sqlite:///{tmp_path / 'beside.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path, Beside)
     console = ConsoleService(Store(database), tolerance=0)
     ids = [console.jobs.create(SPEC)[0].job_id for _ in ASKED]
     for job_id in ids:

@@ -17,8 +17,7 @@ from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import Account, Baseline, Wait, Waited, iteration_view, read_baseline, segments
-from openrecycle.app.observing import goodput
-from openrecycle.app.observing.goodput import Accounts, Waiting, figures
+from openrecycle.app.observing.goodput import BATCH, Accounts, Waiting, figures
 from openrecycle.db.store import Observations, Record, Store
 from tests.golden import golden
 
@@ -76,7 +75,12 @@ def test_before_anything_is_known(here: ConsoleHere) -> None:
     assert console.accounts.of(job).fault_free is None
 
 
-def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere, monkeypatch: pytest.MonkeyPatch) -> None:
+def late() -> float:
+    """So late that productive time is not cut to wall time."""
+    return 1e10
+
+
+def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere) -> None:
     """However many iterations are new, and also after the console has been away."""
     rng = random.Random(7)
     driven = JobHere(here.console, "long", iterations=5000).register()
@@ -100,17 +104,14 @@ def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere, monkeypatch
     store.add_iterations(driven.job_id, rows)
     driven.commit(500, 500, generation)
     assert job.state.committed == 501
-    # So late that productive time is not cut to wall time.
-    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: 1e10))
-    one_by_one = Accounts(store)
+    one_by_one = Accounts(store, clock=late)
     expected = one_by_one.of(job)
-    monkeypatch.setattr(goodput, "BATCH", 10)
-    at_once = Accounts(store).of(job)
+    at_once = Accounts(store, batch=10, clock=late).of(job)
     assert at_once.productive == pytest.approx(expected.productive)
     driven.commit(501, 505, generation)
     more = one_by_one.of(job)
     assert more.productive > expected.productive
-    assert Accounts(store).of(job).productive == pytest.approx(more.productive)
+    assert Accounts(store, batch=10, clock=late).of(job).productive == pytest.approx(more.productive)
 
 
 def feed(console: ConsoleService, job_id: str) -> list[str]:
@@ -210,7 +211,7 @@ def test_an_unsteady_start_is_no_yardstick(here: ConsoleHere) -> None:
     assert job.baseline is not None and job.baseline.first >= 12
 
 
-def test_micro_batches_that_are_left_out_were_not_trained(here: ConsoleHere, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_that_are_left_out_were_not_trained(here: ConsoleHere) -> None:
     """An iteration of 18 micro-batches, of which nine are in no sum."""
     driven = JobHere(here.console, "left out", iterations=400, paced=False, durations={}).register()
     job = here.console.jobs.find(driven.job_id)
@@ -221,8 +222,7 @@ def test_micro_batches_that_are_left_out_were_not_trained(here: ConsoleHere, mon
     view = iteration_view(made[5], job.spec)
     assert view.samples_per_second == 9 / view.seconds
     one_by_one = Accounts(here.store).of(job)
-    monkeypatch.setattr(goodput, "BATCH", 10)
-    at_once = Accounts(here.store).of(job)
+    at_once = Accounts(here.store, batch=10).of(job)
     for found in (one_by_one, at_once):
         assert found.goodput == pytest.approx((100 * 18 - 9) / (18 * found.wall))
 
@@ -317,13 +317,8 @@ class Overtaken(Waiting):
         return found
 
 
-@pytest.mark.parametrize("batch", [goodput.BATCH, 1])
-def test_an_iteration_that_is_committed_meanwhile_is_counted_with_its_pause(
-    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch, batch: int
-) -> None:
-    monkeypatch.setattr(goodput, "BATCH", batch)
-    # So late that productive time is not cut to wall time.
-    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: 1e10))
+@pytest.mark.parametrize("batch", [BATCH, 1])
+def test_an_iteration_that_is_committed_meanwhile_is_counted_with_its_pause(here: ConsoleHere, batch: int) -> None:
     driven = JobHere(here.console, "overtaken", iterations=400).register()
     job, now = here.console.jobs.find(driven.job_id), time.time()
     made = rows(0, 5, 1.0, at=now - 200)
@@ -331,7 +326,7 @@ def test_an_iteration_that_is_committed_meanwhile_is_counted_with_its_pause(
     made[5]["committed_at"] += 60
     commit(here, driven, made[:5])
     job.commands.held = [("pause", made[4]["committed_at"]), ("resume", made[4]["committed_at"] + 60)]
-    accounts = Accounts(here.store)
+    accounts = Accounts(here.store, batch=batch, clock=late)
     plain = accounts.waiting
     accounts.waiting = Overtaken(Observations(here.database), lambda: commit(here, driven, made[5:]))
     before = accounts.of(job)

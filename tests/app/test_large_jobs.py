@@ -18,11 +18,11 @@ from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.cli import cli
 from openrecycle.app.console.service import MAX_WORKERS, ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.app.console_server import ConsoleServer, ForkedConsole
 from tests.benchmarks.bench_api_stall import SHAPES, measure
 from tests.conftest import at_length, new_database
+from tests.databases import sqlite_in
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -89,8 +89,7 @@ def test_a_catalog_that_takes_long_holds_up_no_other_answer(server: ConsoleServe
 
 def test_workers_of_all_live_jobs_together_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openrecycle.app.console.service.MAX_LIVE_WORKERS", 20)
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path)
     console = ConsoleService(Store(database), tolerance=0)
     try:
         spec = JobSpec.model_validate(body(4, 4))

@@ -10,7 +10,6 @@ import pytest
 import ui_factory as factory
 from ui_console import JobHere, until
 
-from openrecycle.app.console import view as views
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.ui.charts.progress import generation_marks, progress_rows, throughput, worker_grid
 from openrecycle.app.ui.charts.vega import arrow
@@ -46,14 +45,11 @@ def test_rows_come_out_of_arrow_as_they_went_in() -> None:
             assert read[name] == expected, name
 
 
-def test_all_who_look_at_a_large_job_within_a_second_share_what_they_see(
-    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_who_look_at_a_large_job_within_a_second_share_what_they_see(console: ConsoleService) -> None:
     job = JobHere(console, "shared").register().commit(0, 9, 1)
     own = console.queries.view(job.job_id).workers
     assert console.queries.view(job.job_id).workers is not own, "of a small one everybody sees the newest"
-    monkeypatch.setattr(views, "SHARED", 12)
-    monkeypatch.setattr(views, "SHARED_SECONDS", 1e9)
+    console.queries.shared, console.queries.shared_seconds = 12, 1e9
     console.queries._seen.clear()
 
     def shared() -> bool:
@@ -64,6 +60,6 @@ def test_all_who_look_at_a_large_job_within_a_second_share_what_they_see(
     assert {w.name: w.state for w in console.queries.view(job.job_id).workers}["W1_2"] == "failed", (
         "what is stored is seen"
     )
-    monkeypatch.setattr(views, "SHARED_SECONDS", 0.0)
+    console.queries.shared_seconds = 0.0
     console.queries._seen.clear()
     assert console.queries.view(job.job_id).workers is not console.queries.view(job.job_id).workers

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import Phase
@@ -35,6 +34,7 @@ from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import Process, World
 from tests.conftest import examples
+from tests.databases import sqlite_in
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -311,8 +311,7 @@ class Lives(RuleBasedStateMachine):
 @pytest.fixture(scope="module", autouse=True)
 def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlakyDatabase]:
     """One for all examples: each has a job of its own."""
-    made = Lives.database = FlakyDatabase(f"sqlite:///{Path(tmp_path_factory.mktemp('lives')) / 'console.db'}")
-    made.upgrade()
+    made = Lives.database = sqlite_in(tmp_path_factory.mktemp("lives"), FlakyDatabase)
     yield made
     made.close()
 

@@ -22,8 +22,8 @@ from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.throughput import recent_rate
 from openrecycle.app.observing import metrics
 from openrecycle.app.observing.metrics import Distribution, quantiles, route_of
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from tests.databases import sqlite_in
 
 pytestmark = pytest.mark.processes
 
@@ -187,8 +187,7 @@ def test_open_metrics_for_those_who_ask(console: ConsoleServer, job: Agents) -> 
 
 
 def test_a_restarted_console_begins_anew(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path)
 
     def committed(console: ConsoleService, job_id: str, number: int) -> None:
         row = Iteration(iteration=number, loss=1.0, loss_hex="0x1p+0", seconds=0.2, generation=1, living=4)
@@ -262,14 +261,12 @@ def test_a_path_that_somebody_made_up_is_no_label() -> None:
     assert recent_rate(()) is None
 
 
-def test_jobs_that_run_are_shown_before_those_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "JOBS_SHOWN", 4)
-
+def test_jobs_that_run_are_shown_before_those_that_are_over() -> None:
     def job(name: str, over: bool) -> object:
         return SimpleNamespace(job_id=name, state=SimpleNamespace(over=over), created_at=float(name[1:]))
 
     def shown(*jobs: object) -> list[str]:
-        return [job.job_id for job in metrics.shown_jobs(jobs)]  # type: ignore[arg-type, attr-defined]
+        return [job.job_id for job in metrics.shown_jobs(jobs, 4)]  # type: ignore[arg-type, attr-defined]
 
     over = [job(f"o{n}", True) for n in range(3)]
     assert shown(*over, job("l3", False), job("l4", False)) == ["l3", "l4", "o1", "o2"]

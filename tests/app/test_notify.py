@@ -4,10 +4,7 @@ import asyncio
 import threading
 import time
 
-import pytest
-
-from openrecycle.app.runtime import notify
-from openrecycle.app.runtime.notify import Topic
+from openrecycle.app.runtime.notify import AT_ONCE, Topic
 
 
 def test_a_waiter_wakes_when_another_thread_publishes() -> None:
@@ -44,15 +41,12 @@ def test_nothing_in_time_is_none() -> None:
     assert time.monotonic() - begin >= 0.05
 
 
-def test_a_crowd_does_not_come_back_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notify, "MANY_WAITERS", 2)
-    monkeypatch.setattr("random.SystemRandom.uniform", lambda self, least, most: 0.0)
-
+def test_a_crowd_does_not_come_back_all_at_once() -> None:
     def nothing() -> int | None:
         return None
 
     async def main() -> None:
-        topic = Topic()
+        topic = Topic(many=2, shares=(0.0, 0.0))
         first = [asyncio.create_task(topic.wait_for(nothing, 60)) for _ in range(2)]
         await asyncio.sleep(0)
         assert await asyncio.wait_for(topic.wait_for(nothing, 60), 10) is None, "sooner than asked for"
@@ -96,7 +90,7 @@ def test_a_publication_that_is_not_for_us_is_no_answer() -> None:
 def test_thousands_that_wait_are_woken_some_at_a_time() -> None:
     async def run() -> list[int]:
         topic, told, steps = Topic(), [False], list[int]()
-        waiting = [asyncio.create_task(topic.wait_for(lambda: told[0] or None, 60)) for _ in range(3 * notify.AT_ONCE)]
+        waiting = [asyncio.create_task(topic.wait_for(lambda: told[0] or None, 60)) for _ in range(3 * AT_ONCE)]
         await asyncio.sleep(0)
         told[0] = True
         topic.publish()
@@ -106,4 +100,4 @@ def test_thousands_that_wait_are_woken_some_at_a_time() -> None:
         return steps
 
     steps = asyncio.run(run())
-    assert max(b - a for a, b in zip([0, *steps], steps, strict=False)) <= notify.AT_ONCE
+    assert max(b - a for a, b in zip([0, *steps], steps, strict=False)) <= AT_ONCE

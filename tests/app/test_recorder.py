@@ -101,12 +101,10 @@ def test_heartbeats_wait_for_a_database_that_fails(console: ConsoleService, job:
     assert console.recorder.series(job, "W1_0", now - 60, now + 60).beats == (1,)
 
 
-def test_however_many_jobs_have_been_heard_all_of_it_is_written(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_however_many_jobs_have_been_heard_all_of_it_is_written(database: Database) -> None:
     """What is bounded is what a database that fails has refused: of that the newest is kept."""
-    monkeypatch.setattr("openrecycle.app.observing.recorder.WAITING", 2)
     console = ConsoleService(Store(database))
+    console.recorder.most_waiting = 2
     jobs = [console.jobs.find(console.jobs.create(SPEC)[0].job_id) for _ in range(5)]
 
     def hear() -> None:

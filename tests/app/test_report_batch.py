@@ -25,6 +25,7 @@ from openrecycle.app.jobs.live_job import LiveJob, read_processes
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Store
+from tests.databases import sqlite_in
 
 pytestmark = pytest.mark.processes
 
@@ -50,8 +51,7 @@ class Counting(Store):
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Counting]:
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path)
     yield Counting(database)
     database.close()
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from ui_console import until
 
-from openrecycle.app.plans import solving
 from openrecycle.app.plans.solving import MigrationsAsked, PlanAsked, Solve, Solves, answer
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel
@@ -131,11 +130,8 @@ def test_stopping_keeps_the_best_plan_so_far(make: Callable[..., Solves]) -> Non
     assert again is not solve, "what was stopped may be asked for again"
 
 
-def test_more_than_can_run_at_once_wait_their_turn(
-    make: Callable[..., Solves], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(solving, "MAX_WAITING", 2)
-    solves = make(running=1)
+def test_more_than_can_run_at_once_wait_their_turn(make: Callable[..., Solves]) -> None:
+    solves = make(running=1, waiting=2)
     running = solves.start(LONG)
     second, third = (solves.start(PlanAsked(job=SMALL, failed=(name,))) for name in ("W0_0", "W0_1"))
     assert [running.state, second.state, third.state] == ["running", "waiting", "waiting"]
@@ -148,11 +144,8 @@ def test_more_than_can_run_at_once_wait_their_turn(
     assert ended(third).plan is not None and ended(running).plan is not None
 
 
-def test_a_process_that_dies_or_does_not_stop_is_told_of(
-    make: Callable[..., Solves], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(solving, "STOP_GRACE", 0.1)
-    solves = make(work=sleeper)
+def test_a_process_that_dies_or_does_not_stop_is_told_of(make: Callable[..., Solves]) -> None:
+    solves = make(work=sleeper, stop_grace=0.1)
     dies, hangs = solves.start(PlanAsked(job=SMALL)), solves.start(PlanAsked(job=SMALL, failed=("W0_0",)))
     assert dies.child is not None and hangs.child is not None
     dies.child.process.kill()
@@ -217,9 +210,8 @@ def test_absurd_sizes_are_refused_before_memory_is_taken() -> None:
         PlanAsked(job=absurd).problem()
 
 
-def test_old_results_are_let_go(make: Callable[..., Solves], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solving, "MAX_KEPT_OPS", 500)
-    solves = make()
+def test_old_results_are_let_go(make: Callable[..., Solves]) -> None:
+    solves = make(kept_ops=500)
     made = [ended(solves.start(PlanAsked(job=SMALL, failed=(f"W{p}_0",), solver="list"))) for p in range(3)]
     assert solves.all() == made[1:], "216 ops each"
     with pytest.raises(ConsoleError, match=golden("expected-the-id-of-one")):

@@ -27,11 +27,11 @@ from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.jobs.states import sentence
 from openrecycle.app.runtime.runner import EventLoopWatch
 from openrecycle.app.server import create_routes
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import World
+from tests.databases import sqlite_in
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -41,8 +41,7 @@ STOOD_STILL = 3 * LADDER.dead
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    database = FlakyDatabase(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path, FlakyDatabase)
     world = World(database, JobSpec(name="job", pipelines=2, stages=2, micro_batches=2, iterations=9)).begin()
     world.tick(2, world.living)
     yield world
@@ -128,8 +127,7 @@ class DeafConsole:
 
     def __init__(self, folder: Path) -> None:
         self.now = 1_000.0
-        self.database = Database(f"sqlite:///{folder / 'console.db'}")
-        self.database.upgrade()
+        self.database = sqlite_in(folder)
         loop_watch = EventLoopWatch(0.01, lambda: self.now)
         self.console = ConsoleService(
             Store(self.database), failure_timeouts=LADDER, tolerance=0, loop_watch=loop_watch, clock=lambda: self.now

@@ -191,8 +191,8 @@ def test_a_machine_that_has_no_process_left_is_said_in_words(
     def none_left(self: Children, *question: object, **limits: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("openrecycle.app.plans.service.HELD_OPS", 1)  # plans ahead are a catalog's
     console = ConsoleService(Store(database))
+    console.plans.ahead.held_ops = 1  # they are a catalog's
     try:
         asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost/api/v1/")
         job = job_doc(Job.uniform(2, 2, 2)).model_dump(mode="json")

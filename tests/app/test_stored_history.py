@@ -16,13 +16,13 @@ from openrecycle.planner.jobs.words import MIGRATE
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.history_machine import History, durable
 from tests.app.job_world import World
+from tests.databases import sqlite_in
 
 
 @pytest.fixture(scope="module", autouse=True)
 def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlakyDatabase]:
     """One for all examples: each has a job of its own."""
-    database = History.database = FlakyDatabase(f"sqlite:///{tmp_path_factory.mktemp('history') / 'console.db'}")
-    database.upgrade()
+    database = History.database = sqlite_in(tmp_path_factory.mktemp("history"), FlakyDatabase)
     yield database
     database.close()
 

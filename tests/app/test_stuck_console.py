@@ -19,9 +19,9 @@ from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime import runner
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.server import create_routes
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import at_length
+from tests.databases import sqlite_in
 
 pytestmark = pytest.mark.processes
 
@@ -70,8 +70,7 @@ def test_it_ends_in_time_whatever_hangs(tmp_path: Path, what: str, number: int) 
 def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path)
     console = ConsoleService(Store(database), tolerance=0)
     console.start()
     release = threading.Event()
@@ -86,14 +85,14 @@ def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
                 asyncio.ensure_future(threads.run(release.wait))  # noqa: RUF006 (it hangs)
             while len(threads._began) < how_many:
                 await asyncio.sleep(0.01)
-            monkeypatch.setattr(runner, "STUCK_SECONDS", 0.0)
+            threads.stuck_seconds = 0.0
             stuck.append(threads.stuck)
             if how_many == 2:
                 answer = await asyncio.to_thread(asked.get, "/healthz")
                 assert (answer.status_code, answer.json()["code"]) == (503, "stuck")
                 assert answer.headers["retry-after"] == "1"
                 assert "some threads" in answer.json()["detail"]
-            monkeypatch.setattr(runner, "STUCK_SECONDS", 120.0)
+            threads.stuck_seconds = runner.STUCK_SECONDS
             release.set()
             while threads._began:
                 await asyncio.sleep(0.01)

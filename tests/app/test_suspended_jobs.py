@@ -17,6 +17,7 @@ from openrecycle.db.job_rows import JobRows
 from tests.agent.coordinator_run import LADDER, Run
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import World
+from tests.databases import sqlite_in
 from tests.golden import golden
 
 ALL = {WorkerState.RUNNING}
@@ -24,8 +25,7 @@ ALL = {WorkerState.RUNNING}
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    database = FlakyDatabase(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path, FlakyDatabase)
     world = World(database, JobSpec(name="job", pipelines=2, stages=2, micro_batches=2, iterations=9)).begin()
     world.tick(2, world.living)
     yield world

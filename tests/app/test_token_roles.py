@@ -26,13 +26,13 @@ from openrecycle.app.security.access import (
 from openrecycle.db.access import TokenStore
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from tests.databases import sqlite_in
 from tests.golden import golden
 
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path_factory.mktemp('tokens') / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path_factory.mktemp("tokens"))
     row = {"name": "job", "spec": "{}", "state": "running", "created_at": 1.0, "idempotency_key": None}
     Store(database).create_job(JOB, workers=[], **row)
     yield database

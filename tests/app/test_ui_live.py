@@ -31,6 +31,7 @@ from openrecycle.db.access import audit_row
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Technique
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.databases import sqlite_in
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -159,8 +160,7 @@ def test_of_one_that_has_left_is_said_what_was_last() -> None:
 
 @pytest.mark.parametrize("page", ["live", "schedule"])
 def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page: str) -> None:
-    database = FlakyDatabase(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
+    database = sqlite_in(tmp_path, FlakyDatabase)
     console = ConsoleService(Store(database), failure_timeouts=FailureTimeouts(1.0, 80_000.0, 86_000.0))
     console.start()
     set_console(console)

@@ -23,8 +23,8 @@ from openrecycle.agent.messages.protocol import (
     Registration,
 )
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from tests.databases import sqlite_in
 
 DEADLINE = 60.0
 MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
@@ -56,8 +56,7 @@ class ConsoleHere:
     """Console and database below `folder`; `close` ends both."""
 
     def __init__(self, folder: Path, failure_timeouts: FailureTimeouts | None = None) -> None:
-        self.database = Database(f"sqlite:///{folder / 'console.db'}")
-        self.database.upgrade()
+        self.database = sqlite_in(folder)
         self.store = Store(self.database)
         # No silence is ever too long here: tests pause as they like.
         self.console = ConsoleService(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Page
 
 from tests.browser.watching import NEEDS_CHROMIUM
 
@@ -21,13 +20,13 @@ EMPTY, WAITS, WORDS = (
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    page = browser.new_page()
+def page(tab: Page) -> Page:
+    page = tab
+    page.goto("about:blank")
     page.set_content('<div class="stMainBlockContainer"><div class="stVerticalBlock"></div></div>')
     page.add_style_tag(path=ASSETS / "console.css")
     page.add_script_tag(path=ASSETS / "order.js")
-    yield page
-    page.close()
+    return page
 
 
 def draw(page: Page, *rows: str) -> list[bool]:

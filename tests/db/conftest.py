@@ -10,6 +10,7 @@ import pytest
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import new_database
+from tests.databases import on_postgresql, sqlite_in
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -20,11 +21,13 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return new_database(request.getfixturevalue("postgres_url"))
 
 
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    """Opened, its tables up to date."""
-    database = Database(database_url)
-    database.upgrade()
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """Of either kind, with its tables."""
+    if request.param == "sqlite":
+        database = sqlite_in(tmp_path)
+    else:
+        database = on_postgresql(request.getfixturevalue("postgres_url"))
     yield database
     database.close()
 

@@ -156,11 +156,10 @@ def test_unreadable_files_exit_2_without_a_traceback(tmp_path: Path, plan_file: 
     ids=" ".join,
 )
 def test_bad_input_names_field_and_value(
-    args: list[str], field: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    args: list[str], field: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["planner", "plan", *GRID, *args])
     with pytest.raises(SystemExit) as stop:
-        main()
+        main(["plan", *GRID, *args])
     assert stop.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -181,10 +180,9 @@ def test_a_plan_that_breaks_a_rule_is_not_written(tmp_path: Path, monkeypatch: p
     assert not out.exists() and result.stdout == ""
 
 
-def test_missing_sizes_are_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["planner", "plan", "--pipelines", "3"])
+def test_missing_sizes_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main()
+        main(["plan", "--pipelines", "3"])
     assert "--stages" in capsys.readouterr().err
 
 

@@ -169,22 +169,16 @@ def test_an_op_takes_no_more_memory_than_is_counted() -> None:
 
 
 @pytest.mark.parametrize("number", ["1_0", "4.0", " 3", "３", "0x3", ""])
-def test_a_whole_number_on_a_command_line_is_digits(
-    number: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_number_on_a_command_line_is_digits(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command, app in (("plan --pipelines", planner_cli.app), ("launch --iterations", agent_cli.app)):
-        monkeypatch.setattr("sys.argv", ["openrecycle", *command.split(), number])
         with pytest.raises(SystemExit) as ended:
-            run(app)
+            run(app, [*command.split(), number])
         assert ended.value.code == 2
         assert golden("got-expected-a-whole-number", f"{number!r}") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", ["1_0", " 3", "３", "1e"])
-def test_a_number_on_a_command_line_is_ascii(
-    number: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["openrecycle", "plan", "--time-limit", number])
+def test_a_number_on_a_command_line_is_ascii(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run(planner_cli.app)
+        run(planner_cli.app, ["plan", "--time-limit", number])
     assert golden("got-expected-a-number", f"{number!r}") in capsys.readouterr().err

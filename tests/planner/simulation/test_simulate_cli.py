@@ -24,17 +24,16 @@ SIZES = ["--pipelines", "3", "--stages", "4", "--micro-batches", "6"]
 TRACE = ["--trace", str(DATA / "recycle" / "gcp-6h.txt")]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["planner", "simulate", *args])
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli.main(["simulate", *args])
     out, err = capsys.readouterr()
     return int(ended.value.code or 0), out, err
 
 
 @pytest.fixture
-def simulate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    return lambda *args: run(monkeypatch, capsys, *args)
+def simulate(capsys: pytest.CaptureFixture[str]) -> Any:
+    return lambda *args: run(capsys, *args)
 
 
 def test_measured_tables(simulate: Any) -> None:
