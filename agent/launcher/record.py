@@ -140,7 +140,8 @@ class RunRecord:
                 # It takes over what the others will have committed, and holds up nothing until then.
                 self._workers[worker] = _Progress(committed=after + 1)
         # Held for dead while its process still is: the launcher ends it, and `died` follows.
-        self._evicted |= {w: generation for w in previous - self._living if w in self._workers}
+        ended = {f.worker for f in self._failures if not f.generation}
+        self._evicted |= dict.fromkeys(previous - self._living - ended, generation)
         for failure in self._failures:
             if not failure.generation and (failure.worker not in self._living or failure.worker in joining):
                 failure.generation = generation
