@@ -181,14 +181,16 @@ def committed(bad: BadSamples, iterations: int, living: Mapping[str, str]) -> tu
         return bad, ()
     names = {incarnation: worker for worker, incarnation in living.items()}
     # Of those that are gone nobody counts any more.
-    strikes, blamed = {i: count for i, count in bad.strikes.items() if i in names}, []
+    strikes, blamed, left = {i: count for i, count in bad.strikes.items() if i in names}, [], set(living)
     for suspect in done:
         for incarnation in suspect.tried:
             worker = names.get(incarnation)
-            if worker is None or incarnation == suspect.given:
-                continue
+            if worker is None or worker not in left or incarnation == suspect.given:
+                continue  # gone, taken out just now, or the one that succeeded
             strikes[incarnation] = count = strikes.get(incarnation, 0) + 1
-            out = count >= STRIKES and len(_of_stage(worker, living)) > 1
+            out = count >= STRIKES and len(_of_stage(worker, left)) > 1
+            if out:
+                left.discard(worker)
             text = (
                 f"{suspect.first.what}: succeeded elsewhere, so it was the fault of {worker} ({suspect.first.error}), "
                 f"{count} of {STRIKES} times" + ("; it is taken out" if out else "")

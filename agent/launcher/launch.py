@@ -624,7 +624,7 @@ class Launcher:
             entry = self._pool.running.get(Worker.parse(one.worker))
             if one.out and entry is not None:
                 self._pool.fence(entry, one.text)
-                self._lost(entry, time.monotonic_ns(), f"was taken out: {one.text}")
+                self._lost(entry, time.monotonic_ns(), f"was taken out: {one.text}", said=True)
 
     def _ended(self, entry: WorkerProcess) -> None:
         detected = time.monotonic_ns()
@@ -649,18 +649,20 @@ class Launcher:
                 raise JobFailed(why)
             self._stands = why
 
-    def _lost(self, entry: WorkerProcess, at: int, why: str, spare: Sequence[int] = ()) -> None:
-        """A process is gone, or was put out."""
-        self._record.died(entry.worker, at)
+    def _lost(self, entry: WorkerProcess, at: int, why: str, spare: Sequence[int] = (), *, said: bool = False) -> None:
+        """A process is gone, or was put out. Why is said at once: the job may not live to say it with the recovery."""
+        on_purpose = self._record.died(entry.worker, at)
         self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=why, spare=spare))
         if str(entry.worker) in self._leaving:
             # Who decides knows it as one that is to go: it does not count as a member whose end all others feel.
             self._form_anew(f"{entry.worker}, which was to leave, {why}")
-        self._gone(entry, why)
+        said = self._gone(entry, why) or said or on_purpose
+        if not said and self._deployed is not None:
+            self._listener({"warning": f"{entry.worker} {why}"})
 
-    def _gone(self, entry: WorkerProcess, why: str) -> None:
-        """Its place is empty."""
-        self._replace(str(entry.worker), entry.incarnation, self._pool.node_of(entry), why)
+    def _gone(self, entry: WorkerProcess, why: str) -> bool:
+        """Its place is empty. True: this was said, with when it is started again."""
+        return self._replace(str(entry.worker), entry.incarnation, self._pool.node_of(entry), why)
 
     # -- starting again -----------------------------------------------------------------------
 
@@ -682,14 +684,15 @@ class Launcher:
             str(worker) for worker, entry in self._pool.running.items() if not (entry.member or entry.waits)
         ]
 
-    def _replace(self, worker: str, incarnation: str, node: int, why: str) -> None:
-        """A process that is gone is to be replaced, if it may be (agent.launcher.restarts)."""
+    def _replace(self, worker: str, incarnation: str, node: int, why: str) -> bool:
+        """A process that is gone is to be replaced, if it may be (agent.launcher.restarts). Was this said?"""
         asked = self._ends or (self._deployed is not None and worker in self._deployed.deployment.leaving)
         there, committed = self._pool.has_node(node), self._record.committed
         gone = restarts.Gone(worker, incarnation, node, there, committed, asked)
         self._restarts, found = restarts.ended(self._restarts, gone, self._restart_policy, time.monotonic())
         if found is not None:
             self._say_restart(worker, incarnation, found, why)
+        return found is not None
 
     def _say_restart(self, worker: str, incarnation: str, restart: Restart, why: str) -> None:
         self._listener({"restart": {"worker": worker, "reason": why, **restart.model_dump()}})

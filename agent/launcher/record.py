@@ -146,7 +146,8 @@ class RunRecord:
                 # It takes over what the others will have committed, and holds up nothing until then.
                 self._workers[worker] = _Progress(committed=after + 1)
         # Held for dead while its process still is: the launcher ends it, and `died` follows.
-        self._evicted |= {w: generation for w in previous - self._living if w in self._workers}
+        ended = {f.worker for f in self._failures if not f.generation}
+        self._evicted |= dict.fromkeys(previous - self._living - ended, generation)
         for failure in self._failures:
             if not failure.generation and (failure.worker not in self._living or failure.worker in joining):
                 failure.generation = generation
@@ -175,14 +176,16 @@ class RunRecord:
         """The moment of a death that is about to be seen."""
         self._deaths[worker] = at
 
-    def died(self, worker: Worker, detected_at: int) -> None:
-        """A process has ended; of one that never was a member nothing is recorded."""
+    def died(self, worker: Worker, detected_at: int) -> bool:
+        """A process has ended; of one that never was a member nothing is recorded. True: on purpose, as was said
+        before."""
         died_at = self._deaths.pop(worker, None)
         generation = self._evicted.pop(worker, 0)
         self._workers.pop(worker, None)
         if generation or worker in self._living:
             since = detected_at if died_at is None else died_at
             self._failures.append(_Failure(worker, since, detected_at, died_at is not None, generation))
+        return died_at is not None
 
     def moved(self, worker: Worker, to: Worker) -> None:
         """The worker gives up its place and its state; what it does from now on it does as `to`."""
@@ -591,8 +594,9 @@ def _restart(worker: str, reason: str, **about: Any) -> str:
 
 
 def _recovery(recovery: Recovery) -> str:
-    return (
-        f"{recovery.worker} died: seen after {recovery.detected_ms:.0f} ms, survivors free after "
-        f"{recovery.unblocked_ms:.0f} ms, re-formed after {recovery.reformed_ms:.0f} ms, "
-        f"the redone iteration committed after {recovery.resumed_ms:.0f} ms"
-    )
+    free, rest = f"{recovery.unblocked_ms:.0f} ms", f"re-formed after {recovery.reformed_ms:.0f} ms"
+    if recovery.death_known:
+        steps = f"seen after {recovery.detected_ms:.0f} ms, survivors free after {free}, {rest}"
+    else:
+        steps = f"survivors free {free} after that was seen, {rest}"
+    return f"{recovery.worker} died: {steps}, the redone iteration committed after {recovery.resumed_ms:.0f} ms"

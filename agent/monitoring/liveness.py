@@ -336,6 +336,10 @@ def thread_stacks() -> str:
     return "; ".join(sorted(describe_exception))
 
 
+LONGEST_SAID = 700
+"""Characters of what an exception says: it may have a whole tensor in it."""
+
+
 def describe_exception(error: BaseException) -> str:
     """An exception in a line, and where in the user's own code it came about: `, at model.py:12 in forward`."""
     libraries = tuple(
@@ -344,7 +348,14 @@ def describe_exception(error: BaseException) -> str:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
     place = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return encodable(f"{type(error).__name__}: {error}{notes}{place}")
+    try:
+        text = str(error)
+    except Exception as unsaid:
+        text = f"what it says could not be made ({type(unsaid).__name__})"
+    if len(text) > LONGEST_SAID:
+        text = f"{text[:LONGEST_SAID]}…"
+    what = type(error).__name__ + (f": {text}" if text else "")
+    return encodable(f"{what}{notes}{place}")
 
 
 def _place(frame: FrameType | None) -> str:

@@ -922,6 +922,7 @@ class WorkerLoop:
         error = end.__cause__
         assert isinstance(error, Exception)
         samples = getattr(self._workload, "samples", None)
+        traced = "".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:]
         self._channel.say(
             "raised",
             generation=self._generation,
@@ -931,7 +932,7 @@ class WorkerLoop:
             error=describe_exception(error)[:1000],
             samples=list(samples(end.iteration, *end.key)) if samples is not None else [],
             ends=isinstance(error, StreamEndedError),
-            traceback="".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:],
+            traceback=[line[:1000] for line in traced],
         )
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device's context is gone for good

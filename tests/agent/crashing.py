@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from openrecycle.agent.examples.gpt import Gpt
 
@@ -31,3 +34,22 @@ class Unlike(Gpt):
         super().__init__(**settings)
         if Path(other).exists():
             torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+class Stumbling(Gpt):
+    """Whoever takes a step of this number raises outside all ops."""
+
+    def __init__(self, step: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._step = step
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        made = super().optimizer(parameters)
+        taken = itertools.count()
+
+        def stumble(*_: object) -> None:
+            if next(taken) == self._step:
+                raise RuntimeError("no such schedule")
+
+        made.register_step_pre_hook(stumble)
+        return made

@@ -107,6 +107,15 @@ def test_what_succeeds_elsewhere_was_its_workers_fault() -> None:
     assert not committed(bad, 6, {"W0_0": "i0"})[1][0].out
 
 
+def test_of_a_stage_at_fault_as_a_whole_one_stays_and_nobody_is_taken_out_twice() -> None:
+    two, strikes = {"W0_0": "i0", "W1_0": "i1"}, BadSamples(strikes={"i0": STRIKES - 1, "i1": STRIKES - 1})
+    bad = found(strikes, report("W0_0", micro_batch=0), two).bad
+    bad = found(bad, report("W0_0", micro_batch=2), two).bad
+    bad = found(bad, report("W1_0", micro_batch=1), two).bad
+    bad, _ = assign(bad, lambda micro_batch, stage: ("W0_0", "W1_0")[micro_batch % 2], two)
+    assert [(b.worker, b.out) for b in committed(bad, 6, two)[1]] == [("W0_0", True), ("W1_0", False)]
+
+
 def test_what_then_succeeds_on_the_same_worker_is_held_against_nobody() -> None:
     alone = {"W0_0": "i0"}
     bad, _ = assign(found(BadSamples(), report("W0_0"), alone).bad, planned, alone)

@@ -163,6 +163,16 @@ def test_a_worker_that_fails_at_what_others_can_do_is_taken_out(tmp_path: Path) 
     assert any(f"{out} (OSError" in line.get("warning", "") for line in job.lines)
 
 
+def test_why_a_worker_ended_is_said_though_nobody_starts_it_again() -> None:
+    """What raises outside all ops ends the process: of each it is said, also where the job ends with the last one."""
+    workload = NamedWorkload("tests.agent.crashing:Stumbling", {"step": 2, **TINY})
+    job = LocalJob(**GRID, iterations=ITERATIONS, workload=workload)
+    with pytest.raises(JobFailed):
+        job.run()
+    warnings = [line["warning"] for line in job.lines if "warning" in line]
+    assert any("RuntimeError: no such schedule, at " in text and "crashing.py" in text for text in warnings)
+
+
 @pytest.mark.chaos
 def test_with_a_console_it_is_the_same_and_the_console_shows_it(undisturbed: LocalJob, tmp_path: Path) -> None:
     settings = {**TINY, "inputs": [(3, 1, 0)], "targets": [(3, 0, 1), (6, 1, 1)]}

@@ -19,12 +19,14 @@ from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import (
     AT_REST,
     DATA,
+    LONGEST_SAID,
     VALIDATION,
     WAITING,
     LoopLag,
     OpProgress,
     Silences,
     activity,
+    describe_exception,
 )
 from openrecycle.agent.nodes.server import NodeServer
 from openrecycle.planner.jobs.job import Worker as Cell
@@ -301,6 +303,18 @@ def test_what_a_worker_is_at_travels_with_its_heartbeat() -> None:
 
 @pytest.mark.processes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+def test_whatever_an_exception_says_is_a_line() -> None:
+    assert describe_exception(ValueError("bad")) == "ValueError: bad"
+    assert describe_exception(StopIteration()) == "StopIteration"
+    assert describe_exception(Speechless()) == "Speechless: what it says could not be made (KeyError)"
+    assert describe_exception(ValueError("x" * 1_000_000)) == "ValueError: " + "x" * LONGEST_SAID + "…"
+
+
 def test_a_process_that_computes_sleeps_or_is_stopped_is_told_apart() -> None:
     def until(good: object, pid: int) -> bool:
         before = activity(pid)

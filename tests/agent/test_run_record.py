@@ -197,6 +197,28 @@ def test_the_failure_of_a_hung_worker_is_recorded_once() -> None:
     assert recovery.resumed_ms == 29.0
 
 
+def test_the_second_death_of_a_worker_is_recorded_with_the_generation_that_follows_it() -> None:
+    """While a person is waited for, messages of the others come in between a death and the generation without it."""
+    record = _running()
+
+    def train(generation: int, iteration: int, *workers: Worker) -> list[str]:
+        for worker in workers:
+            record.formed(worker, generation, iteration, at=10 * generation * MS)
+        said = [record.committed_by(w, iteration, (2.5).hex(), at=(10 * generation + 5) * MS) for w in workers]
+        return [f"{r.worker} {r.generation}" for some in said for r in some.recoveries]
+
+    record.died(D, detected_at=2 * MS)
+    record.committed_by(A, 0, (2.5).hex(), at=3 * MS)  # on its way when D died
+    record.generation_opened(2, [A, B, C], at=20 * MS)
+    assert train(2, 0, A, B, C) == [f"{D} 2"]
+    record.generation_opened(3, [A, B, C, D], at=30 * MS, after=0, joining={D})
+    assert train(3, 1, A, B, C, D) == []
+    record.died(D, detected_at=36 * MS)
+    assert train(3, 2, A, B, C) == [], "nobody has gone on without it yet"
+    record.generation_opened(4, [A, B, C], at=40 * MS)
+    assert train(4, 3, A, B, C) == [f"{D} 4"]
+
+
 def test_iterations_before_a_boundary_belong_to_the_old_generation_and_wait_for_no_newcomer() -> None:
     record = _running()
     record.died(D, detected_at=2 * MS)
