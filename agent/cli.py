@@ -475,6 +475,7 @@ def callback() -> None:
 
 
 app.command("train")(train)
+app.command("launch", hidden=True)(train)  # as it was called in a clone: `python -m agent launch`
 app.command("profile")(profile_command)
 
 
