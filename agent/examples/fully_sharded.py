@@ -1,6 +1,6 @@
 """The small GPT of agent.examples.gpt, each of whose layers is fully sharded (FSDP2) over the ranks of a worker.
 
-openrecycle train --ranks-per-worker 2 --workload openrecycle.agent.examples.fully_sharded:Gpt
+openrecycle train --ranks-per-worker 2 --workload agent.examples.fully_sharded:Gpt
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The small GPT of agent.examples.gpt, each of whose blocks is split over the ranks of a worker.
 
-openrecycle train --ranks-per-worker 2 --workload openrecycle.agent.examples.tensor_parallel:Gpt
+openrecycle train --ranks-per-worker 2 --workload agent.examples.tensor_parallel:Gpt
 """
 
 from __future__ import annotations

@@ -151,10 +151,18 @@ class WorkloadSource(Protocol):
 
 @dataclass(frozen=True)
 class NamedWorkload:
-    """A workload by name: plain data, so it may go to another host. path: `package.module:factory`."""
+    """A workload by name: plain data, so it may go to another host. path: `package.module:factory`.
+
+    In a clone the examples may be named by their folder, `agent.examples.gpt:Gpt`; the module is
+    `openrecycle.agent.examples.gpt`.
+    """
 
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path.startswith("agent.examples."):
+            object.__setattr__(self, "path", f"openrecycle.{self.path}")
 
     @property
     def modules(self) -> tuple[str, ...]:

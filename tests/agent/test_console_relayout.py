@@ -24,7 +24,7 @@ HOME = [3, 3]
 
 
 RANKS = (
-    *("--ranks-per-worker", "2", "--workload", "openrecycle.agent.examples.fully_sharded:Gpt"),
+    *("--ranks-per-worker", "2", "--workload", "agent.examples.fully_sharded:Gpt"),
     *("--workload-options", json.dumps(GPT | {"batch": 2})),
 )
 

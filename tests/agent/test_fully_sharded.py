@@ -147,8 +147,8 @@ def job(record: Path, *arguments: str, iterations: int = ITERATIONS, batch: int 
             "--iterations",
             str(iterations),
         ),
-        *("--workload", "openrecycle.agent.examples.fully_sharded:Gpt", "--ranks-per-worker", "2"),
-        *("--clip-norm", "0.5", "--workload-options", options, *arguments),
+        *("--workload", "agent.examples.fully_sharded:Gpt", "--ranks-per-worker", "2", "--clip-norm", "0.5"),
+        *("--workload-options", options, *arguments),
     )
 
 

@@ -231,7 +231,7 @@ def test_of_two_nodes_the_console_replaces_a_lead_that_stands_still(reference: R
 def test_spare_ranks_are_known_to_who_leads_next(tmp_path: Path) -> None:
     """One is left on node 1 before the lead is lost, another one after it: they make a worker again."""
     longer = ("--iterations", str(2 * ITERATIONS))  # a worker starts meanwhile
-    ranks = ("--ranks-per-worker", "2", "--workload", "openrecycle.agent.examples.tensor_parallel:Gpt", *longer)
+    ranks = ("--ranks-per-worker", "2", "--workload", "agent.examples.tensor_parallel:Gpt", *longer)
     calm = forked(tmp_path / "calm.jsonl", *GRID, *TINY, *ranks, timeout=300)
     assert calm.status == 0, calm.errors
     kills = ("--kill", "W1_0.1@1:F0", "--kill", f"W1_1.1@{ITERATIONS - 5}:F0")

@@ -49,7 +49,7 @@ ITERATIONS = 6
 JOB = Job.uniform(3, 2, 3)
 GRID = ("--pipelines", "3", "--stages", "2", "--micro-batches", "3")
 TWO_RANKS = (
-    *("--workload", "openrecycle.agent.examples.tensor_parallel:Gpt", "--ranks-per-worker", "2", "--clip-norm", "0.5"),
+    *("--workload", "agent.examples.tensor_parallel:Gpt", "--ranks-per-worker", "2", "--clip-norm", "0.5"),
     *("--workload-options", '{"width": 32, "heads": 2, "sequence": 16, "batch": 2}'),
 )
 

@@ -87,7 +87,7 @@ def test_the_same_bits_as_without_shards(faults: str, reference: Run, tmp_path: 
 @pytest.mark.processes
 def test_two_ranks_each(tmp_path: Path) -> None:
     """Each rank's part of the stage is sharded over the workers' ranks of the same number."""
-    ranks = ("--workload", "openrecycle.agent.examples.tensor_parallel:Gpt", "--ranks-per-worker", "2")
+    ranks = ("--workload", "agent.examples.tensor_parallel:Gpt", "--ranks-per-worker", "2")
     whole = forked(tmp_path / "whole.jsonl", *GRID, *TINY, *LATE, *ranks)
     run = sharded(tmp_path / "run.jsonl", *ranks, "--kill", "W1_1.1@2:F1")
     assert run.status == 0, run.errors
