@@ -119,10 +119,11 @@ class Connections(Ending):
             self._to_abort = nccl
         # It connects with its first operation; and for what goes from each rank to each, with the first of that kind.
         token, to_all = torch.zeros(1, device=device), torch.zeros(self._size, device=device)
-        for begin in (
+        first: tuple[Callable[[], Any], ...] = (
             lambda: nccl.allreduce([token]),
             lambda: nccl.alltoall_base(torch.zeros_like(to_all), to_all, [], []),
-        ):
+        )
+        for begin in first:
             if self.aborted:
                 raise SiblingError(_CANCELLED)
             work = begin()

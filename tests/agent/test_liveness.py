@@ -311,7 +311,8 @@ class Speechless(Exception):
 def test_whatever_an_exception_says_is_a_line() -> None:
     assert describe_exception(ValueError("bad")) == "ValueError: bad"
     assert describe_exception(StopIteration()) == "StopIteration"
-    assert describe_exception(Speechless()) == "Speechless: what it says could not be made (KeyError)"
+    speechless = describe_exception(Speechless())
+    assert speechless.startswith("Speechless: ") and "KeyError" in speechless
     assert describe_exception(ValueError("x" * 1_000_000)) == "ValueError: " + "x" * LONGEST_SAID + "…"
 
 

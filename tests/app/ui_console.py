@@ -23,6 +23,7 @@ from openrecycle.agent.messages.protocol import (
     Registration,
 )
 from openrecycle.app.console.service import ConsoleService
+from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.databases import sqlite_in
 
@@ -56,7 +57,7 @@ class ConsoleHere:
     """Console and database below `folder`; `close` ends both."""
 
     def __init__(self, folder: Path, failure_timeouts: FailureTimeouts | None = None) -> None:
-        self.database = sqlite_in(folder)
+        self.database: Database = sqlite_in(folder)
         self.store = Store(self.database)
         # No silence is ever too long here: tests pause as they like.
         self.console = ConsoleService(
