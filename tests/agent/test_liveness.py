@@ -301,8 +301,6 @@ def test_what_a_worker_is_at_travels_with_its_heartbeat() -> None:
 # -- what the system says ------------------------------------------------------------------------
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 class Speechless(Exception):
     def __str__(self) -> str:
         raise KeyError("no words")
@@ -316,6 +314,8 @@ def test_whatever_an_exception_says_is_a_line() -> None:
     assert describe_exception(ValueError("x" * 1_000_000)) == "ValueError: " + "x" * LONGEST_SAID + "…"
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_a_process_that_computes_sleeps_or_is_stopped_is_told_apart() -> None:
     def until(good: object, pid: int) -> bool:
         before = activity(pid)

@@ -30,6 +30,7 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.app.console.operators import Operators
 from openrecycle.app.console.service import Reports
+from openrecycle.app.jobs.job_plans import INLINE_OPS
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.observing.goodput import Waiting
 from openrecycle.app.runtime.errors import ConsoleError
@@ -68,7 +69,8 @@ class World:
     """wanted: plans that are to be made elsewhere. taken: reports that the console accepted, and that count; unsent:
     those that it has to be sent again. told: the newest generation that the launcher knows. in_doubt: the database has
     failed since the console last read or wrote it. held: layers per stage
-    as the workers have them. stopped: incarnations that wait, since an operator has paused the job."""
+    as the workers have them. stopped: incarnations that wait, since an operator has paused the job. inline_ops: a plan
+    of more is made elsewhere."""
 
     database: FlakyDatabase
     spec: JobSpec
@@ -81,6 +83,7 @@ class World:
     held: tuple[int, ...] = ()
     in_doubt: bool = False
     stopped: set[str] = field(default_factory=set)
+    inline_ops: int = INLINE_OPS
 
     def __post_init__(self) -> None:
         self.store = Store(self.database)
@@ -104,7 +107,7 @@ class World:
         self.pool.running = {}
 
     def _live(self) -> LiveJob:
-        return LiveJob(
+        job = LiveJob(
             self.job_id,
             self.spec,
             0.0,
@@ -114,6 +117,12 @@ class World:
             on_generation=lambda job: None,
             clock=lambda: self.now,
         )
+        job.plans.inline_ops = self.inline_ops
+        return job
+
+    def plans_take_time(self) -> None:
+        """From now on they are made elsewhere."""
+        self.inline_ops = self.job.plans.inline_ops = 0
 
     # -- the console ------------------------------------------------------------------------
 
