@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import (
@@ -55,19 +55,20 @@ class Rate:
         return self.samples / self.seconds
 
 
-P = ParamSpec("P")
+A = TypeVarTuple("A")
+S = TypeVar("S")
 T = TypeVar("T")
 
 
-def kept(method: Callable[P, T]) -> Callable[P, T]:
-    """Its answers are kept by the object, for as long as that lives. Arguments have to be given by their places."""
+def kept(method: Callable[[S, *A], T]) -> Callable[[S, *A], T]:
+    """Its answers are kept by the object, for as long as that lives."""
 
     @wraps(method)
-    def look_up(*args: P.args, **_: P.kwargs) -> T:
-        answers = vars(args[0]).setdefault(f"answers of {method.__name__}", {})
-        if args[1:] not in answers:
-            answers[args[1:]] = method(*args)
-        found: T = answers[args[1:]]
+    def look_up(self: S, *args: *A) -> T:
+        answers = vars(self).setdefault(f"answers of {method.__name__}", {})
+        if args not in answers:
+            answers[args] = method(self, *args)
+        found: T = answers[args]
         return found
 
     return look_up
