@@ -436,7 +436,7 @@ class Schedule:
         return self._of_each(np.diff(self.arrays.bounds))
 
     @cached_property
-    def _away(self) -> NDArray[np.bool_]:
+    def away(self) -> NDArray[np.bool_]:
         """[ops]: does another pipeline's worker run it?"""
         own = np.array([worker.pipeline for worker in self.ops], np.int64)
         away: NDArray[np.bool_] = self.arrays.pipeline != own[self.arrays.row]
@@ -445,14 +445,14 @@ class Schedule:
     @cached_property
     def rerouted_forwards(self) -> dict[Worker, int]:
         """Of each living worker, how many micro-batches of other pipelines it runs."""
-        moved = self.arrays.row[self._away & (self.arrays.kind == F)]
+        moved = self.arrays.row[self.away & (self.arrays.kind == F)]
         return self._of_each(np.bincount(moved, minlength=len(self.ops)))
 
     @cached_property
     def helpers(self) -> frozenset[Worker]:
         """The workers that run micro-batches of other pipelines."""
         workers = list(self.ops)
-        return frozenset(workers[row] for row in np.unique(self.arrays.row[self._away]).tolist())
+        return frozenset(workers[row] for row in np.unique(self.arrays.row[self.away]).tolist())
 
     def worker_bubble_fraction(self, worker: Worker) -> float:
         """1 - busy / period."""
