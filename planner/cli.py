@@ -13,7 +13,7 @@ import math
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -584,7 +584,7 @@ def _shared_domains(host_mtbf: float | None, rack: str | None, switch: str | Non
     return out
 
 
-def _refuse(where: str, options: dict[str, object]) -> None:
+def _refuse(where: str, options: Mapping[str, object]) -> None:
     for option, value in options.items():
         if value:
             raise InputError(option, value if isinstance(value, (int, float, str)) else str(value), f"nothing {where}")
@@ -712,7 +712,8 @@ def plan(
     dead = failed_workers(fail, job)
     layout = None
     if reference is not None:
-        _refuse_beside_reference({"--fail": fail, "--memory": memory, "--migrate": migrate or None})
+        given = {"--fail": fail, "--memory": memory, "--migrate": migrate}
+        _refuse("beside --reference: it is fault-free and holds what it holds", given)
         if technique not in (None, Technique.FAULT_FREE.value):
             raise InputError("--technique", technique, "fault-free beside --reference")
     else:
@@ -780,12 +781,6 @@ def check(
 def schema() -> None:
     """Print the JSON Schema of the plan document."""
     sys.stdout.write(json.dumps(Plan.model_json_schema(), indent=2, sort_keys=True) + "\n")
-
-
-def _refuse_beside_reference(options: dict[str, object]) -> None:
-    for option, value in options.items():
-        if value:
-            raise InputError(option, value, "nothing beside --reference: it is fault-free and holds what it holds")
 
 
 def _laid_out(job: Job, dead: frozenset[Worker], technique: Technique, memory: MemoryLimit, *, migrate: bool) -> Layout:

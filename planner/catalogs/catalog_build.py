@@ -28,7 +28,7 @@ from openrecycle.forking import end_with_parent
 from openrecycle.planner.catalogs.catalog import PlanStore, StoredCatalog, create_folder, headers_of
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.failures import by_stage, canonical_pattern, patterns
+from openrecycle.planner.jobs.failures import by_stage, canonical_pattern, patterns, workers_in
 from openrecycle.planner.jobs.job import Job, Over, Problem, Worker
 from openrecycle.planner.layers.migration import Counts, best_distributions, models
 from openrecycle.planner.layers.partition import Layout, bound_over, lay_out
@@ -78,10 +78,6 @@ class Task:
     nested: bool
 
 
-def workers_of(rows: Rows) -> frozenset[Worker]:
-    return frozenset(Worker(p, s) for s, row in enumerate(rows) for p in row)
-
-
 def work(task: Task) -> Blobs:
     """Plans the targets of one task: (name, stored plan) of each.
 
@@ -94,7 +90,7 @@ def work(task: Task) -> Blobs:
     solved = False
     out: list[tuple[str, bytes]] = []
     for target in sorted(task.targets, key=lambda t: -t.failures):
-        problems = [question.problem(workers_of(rows)) for rows in target.alternatives]
+        problems = [question.problem(workers_in(rows)) for rows in target.alternatives]
         taken = (
             next(filter(None, (reusable.for_fewer(p) for p in problems)), None) if reusable and task.nested else None
         )
@@ -347,7 +343,7 @@ def fill(
 ) -> Filled:
     """Plans those of `wanted` (see `targets`) that `keeper` lacks; see `build_catalog`."""
     there = _there(question, keeper, effort)
-    missing = [t for t in wanted if not any(plan_name(workers_of(a)) in there for a in t.alternatives)]
+    missing = [t for t in wanted if not any(plan_name(workers_in(a)) in there for a in t.alternatives)]
     done = len(wanted) - len(missing)
     planned = 0
     if on_progress:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 from openrecycle.planner.export.picture import to_png, to_svg
 from openrecycle.planner.export.text_formats import to_chrome_trace, to_tidy_csv, to_torch_csv, to_yaml
@@ -13,28 +12,20 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import Plan
 
 
-class Exporter(Protocol):
-    """A pure function of a valid plan (see planner.check). Raises PlannerError when it refuses."""
-
-    def __call__(self, plan: Plan, /) -> str | bytes: ...
-
-
-class PipelineExporter(Protocol):
-    """As Exporter, and can be asked for one pipeline of the plan alone."""
-
-    def __call__(self, plan: Plan, /, pipeline: int | None = None) -> str | bytes: ...
-
-
 @dataclass(frozen=True)
 class ExportFormat:
-    """name: as the user types it. suffix: with its dot. title: for a menu or a button."""
+    """name: as the user types it. suffix: with its dot. title: for a menu or a button.
+
+    exporter: a pure function of a valid plan (see planner.check), which raises PlannerError when it refuses; and, with
+    `of_pipeline`, of one pipeline of it, by its number.
+    """
 
     name: str
     title: str
     media_type: str
     suffix: str
-    exporter: Exporter
-    of_pipeline: PipelineExporter | None = None
+    exporter: Callable[..., str | bytes]
+    of_pipeline: bool = False
 
     def render(self, plan: Plan, *, pipeline: int | None = None) -> bytes:
         """The file's bytes; text is UTF-8.
@@ -44,12 +35,12 @@ class ExportFormat:
         """
         if pipeline is None:
             content = self.exporter(plan)
-        elif self.of_pipeline is None:
+        elif not self.of_pipeline:
             raise InputError("--pipeline", pipeline, f"nothing: {self.name} always holds the whole plan")
         elif not 0 <= pipeline < plan.job.pipelines:
             raise InputError("--pipeline", pipeline, f"a pipeline of the plan, 0 to {plan.job.pipelines - 1}")
         else:
-            content = self.of_pipeline(plan, pipeline)
+            content = self.exporter(plan, pipeline)
         return content if isinstance(content, bytes) else content.encode()
 
     def file_name(self, plan: Plan) -> str:
@@ -68,12 +59,14 @@ EXPORTERS: Mapping[str, ExportFormat] = MappingProxyType(
         entry.name: entry
         for entry in (
             ExportFormat("chrome-trace", "Chrome trace (Perfetto)", "application/json", ".trace.json", to_chrome_trace),
-            ExportFormat("torch-csv", "PyTorch pipelining CSV", "text/csv", ".torch.csv", to_torch_csv, to_torch_csv),
+            ExportFormat(
+                "torch-csv", "PyTorch pipelining CSV", "text/csv", ".torch.csv", to_torch_csv, of_pipeline=True
+            ),
             ExportFormat("csv", "CSV, one line per op", "text/csv", ".csv", to_tidy_csv),
             ExportFormat("json", "JSON plan document", "application/json", ".json", to_json),
             ExportFormat("yaml", "YAML plan document", "application/yaml", ".yaml", to_yaml),
-            ExportFormat("svg", "SVG picture", "image/svg+xml", ".svg", to_svg, to_svg),
-            ExportFormat("png", "PNG picture", "image/png", ".png", to_png, to_png),
+            ExportFormat("svg", "SVG picture", "image/svg+xml", ".svg", to_svg, of_pipeline=True),
+            ExportFormat("png", "PNG picture", "image/png", ".png", to_png, of_pipeline=True),
         )
     }
 )

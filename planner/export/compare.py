@@ -62,7 +62,7 @@ _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
     ("peak_activations", "most activations on a worker", "count", lambda p: _peak(p)),
     ("peak_bytes", "most memory on a worker", "bytes", lambda p: _peak_bytes(p)),
     ("ops", "ops", "count", lambda p: p.op_count),
-    ("rerouted_ops", "re-routed ops", "count", lambda p: int(p.away.sum())),
+    ("rerouted_ops", "re-routed ops", "count", lambda p: int(p.schedule().away.sum())),
     ("solver", "solver", "text", lambda p: _solver(p)),
     ("fingerprint", "fingerprint", "text", lambda p: p.fingerprint[:12]),
 )

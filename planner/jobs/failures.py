@@ -36,12 +36,14 @@ def by_stage(failed: Iterable[Worker], job: Job) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, rows))
 
 
+def workers_in(rows: Sequence[Iterable[int]]) -> frozenset[Worker]:
+    """The other way round: rows as `by_stage` gives them."""
+    return frozenset(Worker(p, s) for s, row in enumerate(rows) for p in row)
+
+
 def inverse(permutation: Sequence[int]) -> list[int]:
     """Of which the place in `permutation` it is."""
-    made = [0] * len(permutation)
-    for old, new in enumerate(permutation):
-        made[new] = old
-    return made
+    return sorted(range(len(permutation)), key=permutation.__getitem__)
 
 
 def canonical_pattern(failed: Iterable[Worker], job: Job) -> tuple[frozenset[Worker], tuple[int, ...]]:

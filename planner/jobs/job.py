@@ -74,7 +74,7 @@ class StageProfile:
         return min(self.activation_bytes, self.weight_backward_bytes) if splits else self.activation_bytes
 
     def check(self, where: str) -> None:
-        for name in ("forward", "input_backward", "weight_backward", "optimizer"):
+        for name in TIMES:
             check_duration(f"{where}.{name}", getattr(self, name))
         if self.forward <= 0:
             raise InputError(f"{where}.forward", self.forward, "a duration above 0")
@@ -82,7 +82,7 @@ class StageProfile:
             raise InputError(f"{where}.input_backward + weight_backward", 0, "a backward above 0")
         for n, reduction in enumerate(self.reductions):
             check_duration(f"{where}.reductions[{n}]", reduction)
-        for name in ("activation_bytes", "weight_backward_bytes", "weight_bytes", "optimizer_bytes"):
+        for name in SIZES:
             check_bytes(f"{where}.{name}", getattr(self, name))
 
 
@@ -411,7 +411,7 @@ class Job:
                 layer.check(f"layers[{k}]")
                 self._check_reductions(f"layers[{k}]", layer)
         whole = joined(self.layers)
-        for name in ("forward", "input_backward", "weight_backward", "optimizer"):
+        for name in TIMES:
             if getattr(whole, name) > 1e9:
                 raise InputError(f"layers, {name} in all", getattr(whole, name), "a duration from 0 to 1e9")
         if not self.partition:
@@ -559,7 +559,7 @@ class Job:
         for layer in set(self.layers):
             values += [layer.transfer, layer.back]
         for p in set(self.layers or self.profiles):
-            values += [p.forward, p.input_backward, p.weight_backward, p.optimizer, *p.reductions]
+            values += [*(getattr(p, name) for name in TIMES), *p.reductions]
         places: int = max((decimals(v) for v in set(values)), default=0)
         return int(10**places)
 
@@ -571,8 +571,7 @@ class Job:
         """
         scale = self.ticks_per_unit
         return tuple(
-            StageTicks(*(round(v * scale) for v in (p.forward, p.input_backward, p.weight_backward, p.optimizer)))
-            for p in self.profiles
+            StageTicks(*(round(getattr(profile, name) * scale) for name in TIMES)) for profile in self.profiles
         )
 
     @cached_property

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.planner.jobs.failures import by_stage
+from openrecycle.planner.jobs.failures import by_stage, workers_in
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import (
     INTEGER,
@@ -121,7 +121,7 @@ class Header(BaseModel):
 
     @property
     def workers(self) -> frozenset[Worker]:
-        return frozenset(Worker(p, s) for s, row in enumerate(self.failed) for p in row)
+        return workers_in(self.failed)
 
 
 @dataclass(frozen=True)

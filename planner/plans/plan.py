@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -58,7 +57,6 @@ from openrecycle.planner.jobs.job import (
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.schedule import (
     KINDS,
-    F,
     Ints,
     Numbers,
     O,
@@ -545,18 +543,9 @@ class Plan(DocumentModel):
     def op_count(self) -> int:
         return len(self.workers.arrays.kind)
 
-    @property
-    def away(self) -> NDArray[np.bool_]:
-        """[ops]: does another pipeline's worker run it?"""
-        own = np.array([int(name[1:].partition("_")[0]) for name in self.workers], np.int64)
-        away: NDArray[np.bool_] = self.workers.arrays.pipeline != own[self.workers.arrays.row]
-        return away
-
     def rerouted(self) -> dict[str, int]:
         """worker -> forwards of other pipelines' micro-batches, per iteration."""
-        arrays, names = self.workers.arrays, list(self.workers)
-        moved = arrays.row[(arrays.kind == F) & self.away]
-        return dict(zip(names, np.bincount(moved, minlength=len(names)).tolist(), strict=True))
+        return {str(worker): count for worker, count in self.schedule().rerouted_forwards.items()}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Whose ops know nothing of what they were made of, or came in."""

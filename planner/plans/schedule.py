@@ -12,10 +12,11 @@ the order still runs, and `steady_period` says how fast.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -435,7 +436,7 @@ class Schedule:
         return self._of_each(np.diff(self.arrays.bounds))
 
     @cached_property
-    def _away(self) -> NDArray[np.bool_]:
+    def away(self) -> NDArray[np.bool_]:
         """[ops]: does another pipeline's worker run it?"""
         own = np.array([worker.pipeline for worker in self.ops], np.int64)
         away: NDArray[np.bool_] = self.arrays.pipeline != own[self.arrays.row]
@@ -444,14 +445,14 @@ class Schedule:
     @cached_property
     def rerouted_forwards(self) -> dict[Worker, int]:
         """Of each living worker, how many micro-batches of other pipelines it runs."""
-        moved = self.arrays.row[self._away & (self.arrays.kind == F)]
+        moved = self.arrays.row[self.away & (self.arrays.kind == F)]
         return self._of_each(np.bincount(moved, minlength=len(self.ops)))
 
     @cached_property
     def helpers(self) -> frozenset[Worker]:
         """The workers that run micro-batches of other pipelines."""
         workers = list(self.ops)
-        return frozenset(workers[row] for row in np.unique(self.arrays.row[self._away]).tolist())
+        return frozenset(workers[row] for row in np.unique(self.arrays.row[self.away]).tolist())
 
     def worker_bubble_fraction(self, worker: Worker) -> float:
         """1 - busy / period."""
@@ -552,8 +553,6 @@ def inputs(kind: str, stage: int, job: Job) -> list[tuple[str, int, int]]:
 
 # -- chains of ops in a schedule ----------------------------------------------------------------
 
-_Key = tuple[int, int, int]  # home pipeline, micro-batch, stage
-
 
 @dataclass(frozen=True)
 class Link:
@@ -576,67 +575,25 @@ def critical_path(schedule: Schedule) -> tuple[Link, ...]:
     forward, or the op before it on its worker. So without waits in it, nothing but shorter ops or
     another order makes the period shorter; a wait is what the order itself, or a memory limit, costs.
     """
-    chain = _Chain(schedule)
-    link = chain.last()
-    links = [link]
-    while (before := chain.cause(link.op)) is not None:
-        cause, ready = before
-        links[-1] = Link(link.op, link.op.start - ready)
-        link = Link(cause, 0)
-        links.append(link)
-    return tuple(reversed(links))
+    staggers = schedule.problem.technique.staggers
+    ops, waits = _graph(schedule, schedule.problem, staggers=staggers)
+    first: dict[int, int] = {}
+    for op in ops:
+        first[op.stage] = min(first.get(op.stage, op.start), op.start)
 
+    def set_period(step: int) -> tuple[int, int, int, Op]:
+        """Of peers that step together, the one that the step waited for comes last."""
+        own, before = ops[step], ops[step - 1]
+        length, stage = (own.end - first[own.stage], -own.stage) if staggers else (own.end, 0)
+        return length, stage, before.end if before.worker == own.worker else 0, own
 
-class _Chain:
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.job = schedule.problem.job
-        self.at: dict[tuple[str, _Key], Op] = {}
-        self.place: dict[Op, int] = {}
-        for ops in schedule.ops.values():
-            for i, op in enumerate(ops):
-                self.place[op] = i
-                if op.kind != "O":
-                    self.at["I" if op.kind == "B" else op.kind, (op.pipeline, op.micro_batch, op.stage)] = op
-
-    def last(self) -> Link:
-        """The step of the stage that sets the period (without staggering: of the whole grid)."""
-        schedule = self.schedule
-        first: dict[int, int] = {}
-        ends: dict[int, tuple[int, int, Op]] = {}
-        for worker, ops in schedule.ops.items():
-            stage = worker.stage
-            first[stage] = min(first.get(stage, ops[0].start), ops[0].start)
-            # Of peers that step together, the one that the step waited for.
-            found = (ops[-1].end, ops[-2].end if len(ops) > 1 else 0, ops[-1])
-            ends[stage] = max(ends.get(stage, found), found)
-        if not schedule.problem.technique.staggers:
-            return Link(max(ends.values())[-1], 0)
-        return Link(ends[max(first, key=lambda s: ends[s][0] - first[s])][-1], 0)
-
-    def cause(self, op: Op) -> tuple[Op, int] | None:
-        """What `op` waited for longest, and the tick at which that let it go; None at the beginning."""
-        return max(self._causes(op), key=lambda found: found[1], default=None)
-
-    def _causes(self, op: Op) -> Iterator[tuple[Op, int]]:
-        if op.kind == "O":
-            yield from self._before_step(op)
-            return
-        place = self.place[op]
-        if place:
-            before = self.schedule.ops[op.worker][place - 1]
-            yield before, before.end
-        for kind, source, lag in inputs(op.kind, op.stage, self.job):
-            given = self.at.get((kind, (op.pipeline, op.micro_batch, source)))
-            if given is not None:
-                yield given, given.end + lag
-
-    def _before_step(self, step: Op) -> Iterator[tuple[Op, int]]:
-        """A step waits for the last op of every peer, without staggering of every worker."""
-        staggers = self.schedule.problem.technique.staggers
-        for worker, ops in self.schedule.ops.items():
-            if (worker.stage == step.stage or not staggers) and len(ops) > 1:
-                yield ops[-2], ops[-2].end
+    node = max((n for n, op in enumerate(ops) if op.kind == "O"), key=set_period)
+    links: list[Link] = []
+    while befores := waits(node):
+        ready, before = max(((ops[given].end + lag, given) for given, lag in befores), key=lambda found: found[0])
+        links.append(Link(ops[node], ops[node].start - ready))
+        node = before
+    return (Link(ops[node], 0), *reversed(links))
 
 
 def waited(path: tuple[Link, ...]) -> int:
@@ -649,8 +606,6 @@ def workers_of(path: tuple[Link, ...]) -> list[Worker]:
 
 
 # -- how long an iteration takes when workers keep to a plan's order ----------------------------
-
-_Node = int
 
 
 def steady_period(schedule: Schedule, job: Job | None = None) -> float:
@@ -666,8 +621,13 @@ def steady_period(schedule: Schedule, job: Job | None = None) -> float:
     """
     problem = schedule.problem
     timed = Problem(job or problem.job, problem.failed, problem.technique, problem.memory)
-    ops, waits, order = _graph(schedule, timed)
-    ticks = [_ticks(timed, op) for op in ops]
+    ops, waits_of = _graph(schedule, timed)
+    waits = [waits_of(node) for node in range(len(ops))]
+    try:
+        order = [*TopologicalSorter({n: {given for given, _ in w} for n, w in enumerate(waits)}).static_order()]
+    except CycleError:
+        raise InputError("plan", "an order in which ops wait for each other", "one that can be run") from None
+    ticks = [timed.worker_ticks(op.worker).by_kind[op.kind] for op in ops]
     free = dict.fromkeys(schedule.ops, 0)
     rounds = 4 * timed.job.stages + 8
     last_ends = []
@@ -675,61 +635,41 @@ def steady_period(schedule: Schedule, job: Job | None = None) -> float:
         ends = [0] * len(ops)
         for node in order:
             op = ops[node]
-            begin = max(free[op.worker], max((ends[before] + delay for before, delay in waits[node]), default=0))
+            begin = max([free[op.worker], *(ends[given] + lag for given, lag in waits[node])])
             free[op.worker] = ends[node] = begin + ticks[node]
         last_ends.append(max(free.values()))
     half = rounds // 2
     return (last_ends[-1] - last_ends[-1 - half]) / half
 
 
-def _ticks(problem: Problem, op: Op) -> int:
-    return problem.worker_ticks(op.worker).by_kind[op.kind]
-
-
-def _graph(schedule: Schedule, problem: Problem) -> tuple[list[Op], list[list[tuple[_Node, int]]], Sequence[_Node]]:
-    """All ops; of each those that it waits for beside the one before it on its worker, with the delay;
-    and an order in which none comes before one that it waits for."""
-    job = problem.job
+def _graph(
+    schedule: Schedule, problem: Problem, *, staggers: bool = True
+) -> tuple[list[Op], Callable[[int], list[tuple[int, int]]]]:
+    """All ops, worker by worker; and what says of one, by its place, the places of those that it waits for, with the
+    ticks from their end: the one before it on its worker first. A step waits for the last op of every peer, without
+    staggering of every worker.
+    """
     ops: list[Op] = []
-    previous: dict[_Node, _Node] = {}
-    found: dict[tuple[str, int, int, int], _Node] = {}
-    last: dict[int, list[_Node]] = {}
+    last: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for worker in problem.living_workers():
-        row = [op for op in schedule.ops.get(worker, ()) if op.kind != "O"]
-        for place, op in enumerate([*row, Op("O", worker.pipeline, -1, worker.stage, worker, 0, 0)]):
-            if place:
-                previous[len(ops)] = len(ops) - 1
-            if op.kind != "O":
-                found["I" if op.kind == "B" else op.kind, op.pipeline, op.micro_batch, op.stage] = len(ops)
-            elif place:
-                last.setdefault(worker.stage, []).append(len(ops) - 1)
-            ops.append(op)
-    waits: list[list[tuple[_Node, int]]] = []
-    for op in ops:
+        own = schedule.ops.get(worker, ())
+        ops += (op for op in own if op.kind != "O")
+        if ops and ops[-1].worker == worker:
+            last[worker.stage if staggers else 0].append((len(ops) - 1, 0))
+        ops.append(next((op for op in own if op.kind == "O"), Op("O", worker.pipeline, -1, worker.stage, worker, 0, 0)))
+    found = {
+        ("I" if op.kind == "B" else op.kind, op.pipeline, op.micro_batch, op.stage): node for node, op in enumerate(ops)
+    }
+
+    def waits(node: int) -> list[tuple[int, int]]:
+        op = ops[node]
         if op.kind == "O":
-            waits.append([(before, 0) for before in last.get(op.stage, ())])
-            continue
-        key = (op.pipeline, op.micro_batch)
-        waits.append([(found[kind, *key, stage], lag) for kind, stage, lag in inputs(op.kind, op.stage, job)])
-    return ops, waits, _sorted(waits, previous)
+            return last[op.stage if staggers else 0]
+        out = [(node - 1, 0)] if node and ops[node - 1].worker == op.worker else []
+        for kind, stage, lag in inputs(op.kind, op.stage, problem.job):
+            given = found.get((kind, op.pipeline, op.micro_batch, stage))
+            if given is not None:
+                out.append((given, lag))
+        return out
 
-
-def _sorted(waits: Sequence[Sequence[tuple[_Node, int]]], previous: dict[_Node, _Node]) -> list[_Node]:
-    """Raises InputError where there is a cycle."""
-    after: list[list[_Node]] = [[] for _ in waits]
-    missing = [0] * len(waits)
-    for node, befores in enumerate(waits):
-        for before in {b for b, _ in befores} | ({previous[node]} if node in previous else set()):
-            after[before].append(node)
-            missing[node] += 1
-    ready, out = deque(node for node, count in enumerate(missing) if not count), list[_Node]()
-    while ready:
-        node = ready.popleft()
-        out.append(node)
-        for later in after[node]:
-            missing[later] -= 1
-            if not missing[later]:
-                ready.append(later)
-    if len(out) < len(waits):
-        raise InputError("plan", "an order in which ops wait for each other", "one that can be run")
-    return out
+    return ops, waits

@@ -6,8 +6,8 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import (
@@ -55,6 +55,25 @@ class Rate:
         return self.samples / self.seconds
 
 
+A = TypeVarTuple("A")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def kept(method: Callable[[S, *A], T]) -> Callable[[S, *A], T]:
+    """Its answers are kept by the object, for as long as that lives."""
+
+    @wraps(method)
+    def look_up(self: S, *args: *A) -> T:
+        answers = vars(self).setdefault(f"answers of {method.__name__}", {})
+        if args not in answers:
+            answers[args] = method(self, *args)
+        found: T = answers[args]
+        return found
+
+    return look_up
+
+
 class PlannedJob:
     """One job's throughput by state. Periods are planned when asked for and kept.
 
@@ -96,16 +115,7 @@ class PlannedJob:
         self.layers = layers
         self.least_stages = least
         self.workers = job.pipelines * job.stages
-        self._periods: dict[int, float | None] = {}
-        self._whole: dict[int, float | None] = {}
-        self._templates: dict[tuple[int, int], float] = {}
-        self._redundant: dict[int, Rate] = {}
-        self._morphed: dict[int, tuple[int, Rate] | None] = {}
-        self._by_templates: dict[int, Rate | None] = {}
-        self._by_depth: dict[tuple[int, int], Rate | None] = {}
-        self._layouts: dict[frozenset[Worker], Layout | None] = {}
-        if catalog is not None:
-            self._take(catalog)
+        self._known = {} if catalog is None else self._periods_of(catalog)
 
     # -- re-routing ------------------------------------------------------------------------------
 
@@ -126,23 +136,24 @@ class PlannedJob:
         """With so many workers dead, wherever they cost least; None where no plan exists."""
         if failures and not self.technique.reroutes:
             return None
-        if failures not in self._periods:
-            # On a large grid one plan serves for all counts up to the next that has as many
-            # failures on each stage: a plan for more failures serves for fewer.
-            step = self.job.stages if self._large else 1
-            planned = min(-(-failures // step) * step, self.workers - self.job.stages)
-            if failures > planned:
-                self._periods[failures] = None
-            elif failures == planned:
-                first = failures == 1
-                self._periods[failures] = (
-                    min(filter(None, self._first), default=None) if first else self._plan(self._best(failures))
-                )
-            else:
-                made = self.rerouted(planned)
-                self._periods[failures] = None if made is None else made.seconds
-        seconds = self._periods[failures]
+        seconds = self._rerouted(failures)
         return None if seconds is None else Rate(seconds, self.samples)
+
+    @kept
+    def _rerouted(self, failures: int) -> float | None:
+        if failures in self._known:
+            return self._known[failures]
+        # On a large grid one plan serves for all counts up to the next that has as many failures on each stage: a plan
+        # for more failures serves for fewer.
+        step = self.job.stages if self._large else 1
+        planned = min(-(-failures // step) * step, self.workers - self.job.stages)
+        if failures > planned:
+            return None
+        if failures < planned:
+            return self._rerouted(planned)
+        if failures == 1:
+            return min(filter(None, self._first), default=None)
+        return self._plan(self._best(failures))
 
     @cached_property
     def _first(self) -> list[float | None]:
@@ -163,27 +174,29 @@ class PlannedJob:
 
     def _plan(self, options: list[Counts]) -> float | None:
         """Seconds of the shortest of the plans for these distributions."""
-        periods = []
-        for counts in options:
-            dead = frozenset(Worker(p, s) for s, n in enumerate(counts) for p in range(n))
-            try:
-                solution = ListScheduler().solve(Problem(self.job, dead, self.technique, self.memory))
-            except InfeasibleError:
-                continue
-            periods.append(solution.schedule.period * self.tick)
-        return min(periods, default=None)
+        return min(filter(None, map(self._planned, options)), default=None)
 
-    def _take(self, catalog: StoredCatalog) -> None:
+    @kept
+    def _planned(self, counts: Counts) -> float | None:
+        dead = frozenset(Worker(p, s) for s, n in enumerate(counts) for p in range(n))
+        try:
+            solution = ListScheduler().solve(Problem(self.job, dead, self.technique, self.memory))
+        except InfeasibleError:
+            return None
+        return solution.schedule.period * self.tick
+
+    def _periods_of(self, catalog: StoredCatalog) -> dict[int, float]:
+        """By number of failures, the shortest in seconds."""
         question = catalog.question
         if question != CatalogQuestion(self.job, self.technique, self.memory):
             what = "a catalog of this job, technique and memory limit, with the layers where they are"
             raise InputError("--catalog", catalog.info.fingerprint, what)
+        found: dict[int, float] = {}
         for header in catalog.headers().values():
-            if not question.fits(header.partition):
-                continue
-            seconds = header.metrics.period * self.unit
-            known = self._periods.get(len(header.workers))
-            self._periods[len(header.workers)] = seconds if known is None else min(known, seconds)
+            if question.fits(header.partition):
+                seconds = header.metrics.period * self.unit
+                found[header.failures] = min(found.get(header.failures, math.inf), seconds)
+        return found
 
     # -- other states ------------------------------------------------------------------------------
 
@@ -218,11 +231,9 @@ class PlannedJob:
         if gone and not self.technique.reroutes:
             return None
         whole = (gone,) * self.job.stages
-        if self._best(sum(whole)) == [whole]:  # which is planned for others, too
+        if self._best(sum(whole)) == [whole]:  # which a catalog may have
             return self.rerouted(sum(whole))
-        if gone not in self._whole:
-            self._whole[gone] = self._plan([whole])
-        seconds = self._whole[gone]
+        seconds = self._planned(whole)
         return None if seconds is None else Rate(seconds, self.samples)
 
     @cached_property
@@ -246,19 +257,15 @@ class PlannedJob:
     def _layout_technique(self) -> Technique:
         return self.technique if self.technique.reroutes else Technique.STAGGERED
 
+    @kept
     def laid_out(self, failed: frozenset[Worker]) -> Layout | None:
         """The best partition of the layers, with workers where they are of most use; None: there is none."""
-        job = self.layered
-        if job is None:
+        if self.layered is None:
             return None
-        if failed not in self._layouts:
-            try:
-                made = lay_out(job, failed, technique=self._layout_technique, memory=self.memory, over="layouts")
-            except (InfeasibleError, InputError):  # none, or too many to choose from
-                self._layouts[failed] = None
-            else:
-                self._layouts[failed] = made
-        return self._layouts[failed]
+        try:
+            return lay_out(self.layered, failed, technique=self._layout_technique, memory=self.memory, over="layouts")
+        except (InfeasibleError, InputError):  # none, or too many to choose from
+            return None
 
     def rate_of(self, layout: Layout) -> Rate:
         return Rate(layout.period * self.unit / layout.problem.job.ticks_per_unit, self.samples)
@@ -279,11 +286,9 @@ class PlannedJob:
             return None
         # On a large grid one layout serves for all counts down to the next that has one worker less on each stage.
         step = self.job.stages if self._large and workers > 2 * self.job.stages else 1
-        key = stages, workers - workers % step
-        if key not in self._by_depth:
-            self._by_depth[key] = self._staffed(*key)
-        return self._by_depth[key]
+        return self._staffed(stages, workers - workers % step)
 
+    @kept
     def _staffed(self, stages: int, workers: int) -> Rate | None:
         assert self.layered is not None
         try:
@@ -295,41 +300,9 @@ class PlannedJob:
             return None
         return None if made is None else self.rate_of(made)
 
+    @kept
     def templates(self, workers: int) -> Rate | None:
         """The layers over all living workers, in pipelines of unlike depth that run 1F1B: Oobleck's templates."""
-        if workers not in self._by_templates:
-            self._by_templates[workers] = self._instantiated(workers)
-        return self._by_templates[workers]
-
-    def morphed(self, workers: int) -> tuple[int, Rate] | None:
-        """The best grid of pipelines of one depth, with 1F1B: (workers that it uses, its rate)."""
-        if workers not in self._morphed:
-            total = self.job.pipelines * self.job.micro_batches
-            best: tuple[float, int] | None = None
-            for depth in range(self.least_stages, min(2 * self.job.stages, workers) + 1):
-                pipelines = min(workers // depth, total)
-                seconds = self._template(depth, -(-total // pipelines))
-                if seconds < math.inf and (best is None or (seconds, pipelines * depth) < best):
-                    best = seconds, pipelines * depth
-            self._morphed[workers] = None if best is None else (best[1], Rate(best[0], self.samples))
-        return self._morphed[workers]
-
-    def redundant(self, pipelines: int) -> Rate:
-        """Whole pipelines whose workers also run their successor's forwards, with 1F1B: Bamboo."""
-        own = self.job.profiles
-        ahead = [round(p.forward + own[(s + 1) % len(own)].forward, MAX_DECIMALS) for s, p in enumerate(own)]
-        doubled = tuple(
-            replace(p, reductions=(), optimizer=_step_of(p), forward=forward)
-            for p, forward in zip(own, ahead, strict=True)
-        )
-        if pipelines in self._redundant:
-            return self._redundant[pipelines]
-        total = self.job.pipelines * self.job.micro_batches
-        job = replace(self.job.as_stages(), pipelines=pipelines, micro_batches=-(-total // pipelines), profiles=doubled)
-        self._redundant[pipelines] = Rate(reference_period(job) * self.unit / job.ticks_per_unit, self.samples)
-        return self._redundant[pipelines]
-
-    def _instantiated(self, workers: int) -> Rate | None:
         if workers < self.least_stages:
             return None
         total = self.job.pipelines * self.job.micro_batches
@@ -342,24 +315,46 @@ class PlannedJob:
                 best, _ = distribute(total, chosen, self._template)
         return None if math.isinf(best) else Rate(best, self.samples)
 
+    @kept
+    def morphed(self, workers: int) -> tuple[int, Rate] | None:
+        """The best grid of pipelines of one depth, with 1F1B: (workers that it uses, its rate)."""
+        total = self.job.pipelines * self.job.micro_batches
+        best: tuple[float, int] | None = None
+        for depth in range(self.least_stages, min(2 * self.job.stages, workers) + 1):
+            pipelines = min(workers // depth, total)
+            seconds = self._template(depth, -(-total // pipelines))
+            if seconds < math.inf and (best is None or (seconds, pipelines * depth) < best):
+                best = seconds, pipelines * depth
+        return None if best is None else (best[1], Rate(best[0], self.samples))
+
+    @kept
+    def redundant(self, pipelines: int) -> Rate:
+        """Whole pipelines whose workers also run their successor's forwards, with 1F1B: Bamboo."""
+        own = self.job.profiles
+        ahead = [round(p.forward + own[(s + 1) % len(own)].forward, MAX_DECIMALS) for s, p in enumerate(own)]
+        doubled = tuple(
+            replace(p, reductions=(), optimizer=_step_of(p), forward=forward)
+            for p, forward in zip(own, ahead, strict=True)
+        )
+        total = self.job.pipelines * self.job.micro_batches
+        job = replace(self.job.as_stages(), pipelines=pipelines, micro_batches=-(-total // pipelines), profiles=doubled)
+        return Rate(reference_period(job) * self.unit / job.ticks_per_unit, self.samples)
+
+    @kept
     def _template(self, stages: int, micro_batches: int) -> float:
         """Seconds that one pipeline of so many stages takes with 1F1B; inf where it doesn't fit.
 
         Beyond 4 micro-batches per stage each further one takes as long as the last did on average:
         the pipeline is in its steady state.
         """
+        steady = 4 * stages
         if not micro_batches:
             return 0.0
-        key = (stages, micro_batches)
-        if key not in self._templates:
-            steady = 4 * stages
-            if micro_batches > steady:
-                at = self._template(stages, steady)
-                each = (at - self._template(stages, steady - stages)) / stages
-                self._templates[key] = at + each * (micro_batches - steady)
-            else:
-                self._templates[key] = self._pipeline(stages, micro_batches)
-        return self._templates[key]
+        if micro_batches <= steady:
+            return self._pipeline(stages, micro_batches)
+        at = self._template(stages, steady)
+        each = (at - self._template(stages, steady - stages)) / stages
+        return at + each * (micro_batches - steady)
 
     def _pipeline(self, stages: int, micro_batches: int) -> float:
         """Its layers are partitioned so that the slowest stage is quickest."""

@@ -378,6 +378,9 @@ class ReCycleTable(MeasuredPolicy):
 
     name = "recycle"
 
+    def __init__(self, throughput: NodeTable, costs: Costs) -> None:
+        super().__init__(throughput, costs, stages=1)
+
     def start(self, nodes: int) -> Reaction:
         return Stop(0)
 
@@ -388,12 +391,6 @@ class ReCycleTable(MeasuredPolicy):
 
     def boundary(self, cluster: Cluster) -> Reaction:
         return KeepTraining(pace=self.pace(cluster))
-
-    def pace(self, cluster: Cluster) -> Pace | None:
-        rate = self.rate(cluster.usable)
-        if not cluster.usable or not rate:
-            return None
-        return Pace(self.cut(self.costs.samples / rate * SECOND), self.costs.samples)
 
 
 class VarunaTable(MeasuredPolicy):

@@ -93,13 +93,12 @@ class Solution:
 
 
 class Solver(Protocol):
-    """Finds a schedule of short period.
+    """Looks for a schedule of shorter period than one that is there, of a problem whose technique leaves a choice.
 
-    `solve` returns when `run` (None: one without a limit) is about over, with the best schedule known, never worse
-    than `warm_start`; tells it whenever incumbent or bound improve. Raises InputError for a problem of a size or kind
-    that it doesn't handle and InfeasibleError when no schedule exists.
+    `solve` returns when `run` is about over, with the best schedule known, never worse than `warm_start`; tells it
+    whenever incumbent or bound improve. Raises InputError for a problem of a size or kind that it doesn't handle.
     """
 
     name: str
 
-    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution: ...
+    def solve(self, problem: Problem, run: Run, *, warm_start: Schedule) -> Solution: ...

@@ -1,6 +1,6 @@
 """The CP-SAT solver: proves small grids optimal, improves windows of large ones.
 
-It starts from the list scheduler's schedule (or the one given) and never returns a worse one.
+It starts from a schedule that is given, and never returns a worse one.
 
 1. The pooled relaxation raises the bound, which holds for all routings. On small grids it often
    meets the schedule there and then.
@@ -29,7 +29,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ortools.sat.python import cp_model
@@ -38,7 +38,6 @@ from openrecycle.planner.jobs.job import Problem, StageRoom, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import MicroBatch, Schedule
 from openrecycle.planner.solvers.base import Cancelled, Run, Solution
-from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.routing import (
     Link,
     OpKey,
@@ -597,14 +596,7 @@ class CpSatSolver:
         self.workers = workers
         self.free_routes = free_routes
 
-    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
-        run = run or Run()
-        if warm_start is None or not problem.technique.reroutes:
-            first = ListScheduler().solve(problem, run.quiet())
-            if not problem.technique.reroutes:
-                # Fault-free names one schedule, 1F1B: there is nothing to choose.
-                return replace(first, solver=self.name, seconds=run.elapsed)
-            warm_start = first.schedule
+    def solve(self, problem: Problem, run: Run, *, warm_start: Schedule) -> Solution:
         if warm_start.period > MOST_TICKS:
             why = "CP-SAT takes no op times of so many digits; this is the plan that it was to improve"
             return Solution(warm_start, period_bound(problem), self.name, run.elapsed, why)

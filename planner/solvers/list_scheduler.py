@@ -440,7 +440,7 @@ SELECTIVE_ITEMS = 30_000
 
 
 class ListScheduler:
-    """The Solver of this module. The limit of a run only cuts the number of rules short.
+    """Makes the schedule that solvers start from. The limit of a run only cuts the number of rules short.
 
     compiled: use machine code or not; by default where it pays and can be had.
     """
@@ -450,13 +450,13 @@ class ListScheduler:
     def __init__(self, *, compiled: bool | None = None) -> None:
         self._compiled = compiled
 
-    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
+    def solve(self, problem: Problem, run: Run | None = None) -> Solution:
+        """Raises InfeasibleError when no schedule exists."""
         run = run or Run()
         bound = period_bound(problem)
         if not problem.technique.reroutes:
             return _fault_free(problem, bound, run)
         table = Table(problem, compiled=self._compiled)
-        target = min(bound, warm_start.period) if warm_start else bound
         best: Result | None = None
         settings: DispatchSettings | None = None
         for rule in rules(problem):
@@ -465,7 +465,7 @@ class ListScheduler:
             if best is None or result.rank < best.rank:
                 best, settings = result, tried
                 run.tell(self.name, best.period, bound)
-            if best.period <= target or run.over:
+            if best.period <= bound or run.over:
                 break
         assert best is not None and settings is not None
         best = _less_split(table, best, settings)
@@ -479,8 +479,6 @@ class ListScheduler:
                 schedule = _of_levelled(schedule, compiled=self._compiled)
             for other in rerouted_references(problem, below=schedule.period, compiled=self._compiled):
                 schedule = min(schedule, other.for_fewer(problem), key=lambda s: s.period)
-        if warm_start is not None and warm_start.period <= schedule.period:
-            schedule = warm_start
         return Solution(schedule, bound, self.name, run.elapsed)
 
 

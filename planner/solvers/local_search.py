@@ -38,7 +38,6 @@ from openrecycle.planner.solvers.list_scheduler import (
     UNLIMITED,
     ArraySchedule,
     DispatchSettings,
-    ListScheduler,
     Result,
     Table,
     fits_machine_code,
@@ -62,11 +61,8 @@ class Tuner:
 
     name = "list+tuning"
 
-    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
-        run = run or Run()
+    def solve(self, problem: Problem, run: Run, *, warm_start: Schedule) -> Solution:
         bound = period_bound(problem)
-        if not problem.technique.reroutes:
-            return ListScheduler().solve(problem, run, warm_start=warm_start)
         table = _table(searched(problem), run.time_limit)
         pool = self._pool(table, bound, run)
         best, chosen = pool[0]
@@ -86,9 +82,7 @@ class Tuner:
             table = Table(problem)
             best = table.run(chosen)
         schedule = table.schedule(best)
-        if warm_start is not None and warm_start.period <= schedule.period:
-            schedule = warm_start
-        return Solution(schedule, bound, self.name, run.elapsed)
+        return Solution(min(warm_start, schedule, key=lambda s: s.period), bound, self.name, run.elapsed)
 
     def _pool(self, table: Table, bound: int, run: Run) -> list[tuple[Result, DispatchSettings]]:
         """The best of the rules, to start from."""
@@ -359,7 +353,7 @@ def rearrangeable(problem: Problem) -> bool:
 
 
 class Rearranger:
-    """The Solver of this module: uses all of its time unless the gap closes. See `rearrangeable`.
+    """The Solver of this module, for problems that are `rearrangeable`: uses all of its time unless the gap closes.
 
     compiled: False for the same loops in plain Python, which is slow.
     """
@@ -369,14 +363,8 @@ class Rearranger:
     def __init__(self, *, compiled: bool = True) -> None:
         self._compiled = compiled
 
-    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
-        run = run or Run()
+    def solve(self, problem: Problem, run: Run, *, warm_start: Schedule) -> Solution:
         bound = period_bound(problem)
-        if warm_start is None or not rearrangeable(problem):
-            first = ListScheduler().solve(problem, run.quiet(), warm_start=warm_start)
-            warm_start = first.schedule
-            if not rearrangeable(problem):
-                return replace(first, solver=self.name)
         best = warm_start.period
         # Loading the compiled loops takes seconds: for less time than that there is nothing to gain.
         if best <= bound or run.over or (self._compiled and run.time_limit < COMPILED_SECONDS):

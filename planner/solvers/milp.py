@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ortools.math_opt.python import mathopt
@@ -25,7 +25,6 @@ from openrecycle.planner.jobs.job import Problem, StageRoom, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Cancelled, Run, Solution
-from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.routing import Routes, proven_for_routing, routes_of, schedule_of
 
 # Above this many 0/1 variables HiGHS takes minutes where CP-SAT takes seconds.
@@ -47,14 +46,7 @@ class MilpSolver:
 
     name = "milp"
 
-    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
-        run = run or Run()
-        if warm_start is None or not problem.technique.reroutes:
-            first = ListScheduler().solve(problem, run.quiet())
-            if not problem.technique.reroutes:
-                # Fault-free names one schedule, 1F1B: there is nothing to choose.
-                return replace(first, solver=self.name, seconds=run.elapsed)
-            warm_start = first.schedule
+    def solve(self, problem: Problem, run: Run, *, warm_start: Schedule) -> Solution:
         best, bound, message = warm_start, period_bound(problem), ""
         model = StepModel(problem, routes_of(best), best.period)
         run.tell(self.name, best.period, bound)

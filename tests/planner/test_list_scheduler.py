@@ -71,14 +71,6 @@ def test_without_failures_never_worse_than_1f1b(problem: Problem) -> None:
     assert ListScheduler().solve(healthy).schedule.period <= reference_period(problem.job)
 
 
-def test_never_worse_than_its_warm_start() -> None:
-    problem = worked("staggered", "uniform")
-    good = ListScheduler().solve(problem).schedule
-    late = Schedule(problem, {w: tuple(op._replace(start=2 * op.start) for op in ops) for w, ops in good.ops.items()})
-    assert ListScheduler().solve(problem, warm_start=late).schedule.period <= late.period
-    assert ListScheduler().solve(problem, warm_start=good).schedule is good
-
-
 def test_progress_falls_and_cancel_keeps_the_first_schedule() -> None:
     seen: list[SolverProgress] = []
     problem = worked("adaptive", "1f1b")

@@ -46,7 +46,8 @@ def test_cancel_is_heeded_soon() -> None:
 def test_reports_progress_and_a_bound_for_all_routings() -> None:
     problem = Problem(Job.uniform(2, 3, 3), frozenset({Worker(0, 1)}), Technique.ADAPTIVE, MemoryLimit("1f1b"))
     seen: list[SolverProgress] = []
-    solution = MilpSolver().solve(problem, Run(60, on_progress=seen.append))
+    warm = ListScheduler().solve(problem).schedule
+    solution = MilpSolver().solve(problem, Run(60, on_progress=seen.append), warm_start=warm)
     assert (solution.schedule.period, seen[-1].incumbent, seen[-1].solver) == (24, 24, "milp")
     assert solution.bound == 23 and solution.message.startswith(golden("no-better-schedule-exists-for"))
 
@@ -85,8 +86,3 @@ def test_bytes_are_counted_in_small_numbers_where_those_say_the_same(room: tuple
     for ahead, kept in itertools.product(range(17), repeat=2) if found else ():
         fits = ahead * room[1] + kept * room[2] <= room[0]
         assert ahead + kept > 16 or fits == (ahead * found.need + kept * found.keep <= found.capacity)
-
-
-def test_fault_free_is_1f1b() -> None:
-    solution = MilpSolver().solve(Problem(Job.uniform(2, 3, 3), technique=Technique.FAULT_FREE), Run())
-    assert solution.optimal and solution.schedule.period == 15

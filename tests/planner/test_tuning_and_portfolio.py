@@ -49,8 +49,9 @@ def test_tuning_improves_on_an_uneven_grid_and_says_so() -> None:
 
 
 def test_tuning_can_be_cancelled() -> None:
-    solution = Tuner().solve(UNEVEN, Run(600, cancelled=lambda: True))
-    assert check(solution.schedule) == []
+    first = ListScheduler().solve(UNEVEN).schedule
+    solution = Tuner().solve(UNEVEN, Run(600, cancelled=lambda: True), warm_start=first)
+    assert check(solution.schedule) == [] and solution.schedule.period <= first.period
 
 
 def test_a_short_time_limit_gives_the_list_plan_and_says_so() -> None:
@@ -114,9 +115,10 @@ def test_without_failures_one_pipeline_is_searched_for_all() -> None:
     for pipelines in (1, 5):
         problem = Problem(Job(pipelines, 6, 12, profiles=profiles))
         polls = iter(range(1000))
-        tuned = Tuner().solve(problem, Run(120, cancelled=lambda polls=polls: next(polls) > 900))
+        first = ListScheduler().solve(problem).schedule
+        tuned = Tuner().solve(problem, Run(120, cancelled=lambda polls=polls: next(polls) > 900), warm_start=first)
         assert check(tuned.schedule) == []
         assert tuned.schedule.problem == problem
         periods.append(tuned.schedule.period)
-        assert tuned.schedule.period < ListScheduler().solve(problem).schedule.period
+        assert tuned.schedule.period < first.period
     assert periods[0] == periods[1]
