@@ -302,7 +302,7 @@ def _parameters(shards: Shards, span: Span) -> list[str]:
 
 
 def _bytes(shards: Shards, numbers: range) -> list[int]:
-    return [shards.parts[k].numel() * shards.parts[k].element_size() for k in numbers]
+    return [shards.parts[k].nbytes for k in numbers]
 
 
 def _cut(tensor: Tensor) -> Sequence[Tensor]:

@@ -227,7 +227,7 @@ class StateServer:
             if span is not None:
                 state = of_layers(state, span)
             large = columns(state, self._optimizer.moving_names(span))
-            size = sum(t.numel() * t.element_size() for t in state.tensors.values())
+            size = sum(t.nbytes for t in state.tensors.values())
             if size <= at_once:
                 large = []
             shards = self._optimizer.shards
