@@ -303,7 +303,7 @@ def _broken_text(state: State) -> str:
     return "" if known == (None, Links()) else _BROKEN.dump_json(known).decode()
 
 
-def _read_broken(text: str) -> tuple[Broken | None, Links]:
+def read_broken(text: str) -> tuple[Broken | None, Links]:
     """What `_broken_text` wrote, at the beginning of another clock."""
     broken, links = _BROKEN.validate_json(text) if text else (None, Links())
     return broken and replace(broken, since=0.0), links
@@ -376,7 +376,7 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
     for row in store.workers(job_id):
         members[row["name"]] = read_member(row, members[row["name"]].stage, acknowledged)
     over = JobState(job_row["state"]) if job_row["state"] in ("finished", "stopped") else None
-    broken, links = _read_broken(job_row["broken"])
+    broken, links = read_broken(job_row["broken"])
     return replace(
         state,
         members=members,
