@@ -647,7 +647,6 @@ def kept_rate(script: Sequence[float | None], kept: Sequence[float | None]) -> s
 
 @dataclass(frozen=True)
 class _Copy:
-    iteration: int
     attempt: int
     layers: int
     share: Share
@@ -694,7 +693,7 @@ class Checkpointer:
         self._copy = None
         if (last or self.due(committed)) and committed > self._origin.resumed_at and writer is not None:
             self._taken = values
-            self._copy = _Copy(committed, attempt, self.layers, optimizer.share(writer))
+            self._copy = _Copy(attempt, self.layers, optimizer.share(writer))
 
     def due(self, committed: int) -> bool:
         """Is there to be a checkpoint of so many iterations?"""
@@ -708,14 +707,14 @@ class Checkpointer:
 
     def _write_if_final(self, committed: float) -> None:
         ready, self._copy = self._copy, None
-        if ready is None or ready.iteration >= committed:
+        if ready is None or ready.share.iteration >= committed:
             return
         # All workers wait alike: were one to leave out this checkpoint and the next worker the next
         # one, none would ever be whole.
         if not self._wait(TIMEOUT_SECONDS):
             if not self._interrupted():
                 self._said(
-                    ready.iteration,
+                    ready.share.iteration,
                     "the one before is still being written; more iterations between checkpoints would help",
                 )
             return
@@ -738,10 +737,10 @@ class Checkpointer:
             identity, attempt = self._origin.identity, copy.attempt
             whole = write_share(folder, copy.share, self._stage, copy.layers, identity, attempt, options.keep)
         except (CheckpointError, OSError) as error:
-            self._said(copy.iteration, str(error))
+            self._said(copy.share.iteration, str(error))
         else:
             if whole:
-                self._said(copy.iteration, None)
+                self._said(copy.share.iteration, None)
 
 
 # -- the trained weights, one file per layer, in the safetensors format -------------------------

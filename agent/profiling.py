@@ -180,7 +180,7 @@ def kept_bytes(work: Callable[[], T]) -> tuple[T, int]:
 
 def size_of(tensors: Tensors) -> int:
     """Bytes."""
-    return sum(t.numel() * t.element_size() for t in (tensors if isinstance(tensors, tuple) else (tensors,)))
+    return sum(t.nbytes for t in (tensors if isinstance(tensors, tuple) else (tensors,)))
 
 
 def _each(change: Callable[[Tensor], Tensor], tensors: Tensors) -> Tensors:

@@ -140,12 +140,13 @@ class Kill:
     rank: int = 0
 
     @classmethod
-    def parse(cls, text: str, job: Job, *, field: str = "--kill", ranks: int = 1) -> Kill:
+    def parse(cls, text: str, job: Job, *, ranks: int = 1) -> Kill:
         """`W1_2@10:F3`; `F3` is the worker's own pipeline's micro-batch 3, `F1.3` that of pipeline 1.
         `W1_2.1@10:F3`: its rank 1, of `ranks`.
 
         Raises InputError naming what is wrong.
         """
+        field = "faults.kill"
         match = _KILL.fullmatch(text.strip())
         if not match:
             of_rank = ", or W1_2.1@10:F3 of its rank 1" if ranks > 1 else ""
@@ -176,7 +177,8 @@ class Rejoin:
     iteration: int
 
     @classmethod
-    def parse(cls, text: str, job: Job, *, field: str = "--rejoin") -> Rejoin:
+    def parse(cls, text: str, job: Job) -> Rejoin:
+        field = "faults.rejoin"
         match = _REJOIN.fullmatch(text.strip())
         if not match:
             raise InputError(field, text, "WORKER@ITERATION such as W1_2@15")
@@ -193,7 +195,8 @@ class Slow:
     factor: float
 
     @classmethod
-    def parse(cls, text: str, job: Job, *, field: str = "--slow") -> Slow:
+    def parse(cls, text: str, job: Job) -> Slow:
+        field = "faults.slow"
         match = _SLOW.fullmatch(text.strip())
         factor = float(match["factor"]) if match else 0.0
         if not match or not 1 / MOST_SLOW <= factor <= MOST_SLOW:

@@ -477,18 +477,15 @@ class TrainingOptions(OptionGroup):
 
     @cached_property
     def kills(self) -> tuple[Kill, ...]:
-        return tuple(
-            Kill.parse(text, self.job, field="faults.kill", ranks=self.platform.ranks_per_worker)
-            for text in self.faults.kill
-        )
+        return tuple(Kill.parse(text, self.job, ranks=self.platform.ranks_per_worker) for text in self.faults.kill)
 
     @cached_property
     def rejoins(self) -> tuple[Rejoin, ...]:
-        return tuple(Rejoin.parse(text, self.job, field="faults.rejoin") for text in self.faults.rejoin)
+        return tuple(Rejoin.parse(text, self.job) for text in self.faults.rejoin)
 
     @cached_property
     def slowdowns(self) -> tuple[Slow, ...]:
-        return tuple(Slow.parse(text, self.job, field="faults.slow") for text in self.faults.slow)
+        return tuple(Slow.parse(text, self.job) for text in self.faults.slow)
 
     @cached_property
     def pace(self) -> Mapping[str, float]:

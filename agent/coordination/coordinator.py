@@ -15,7 +15,7 @@ from typing import Any
 
 from openrecycle.agent.coordination import generations
 from openrecycle.agent.coordination.blame import Complaint, judge
-from openrecycle.agent.coordination.generations import lose, reconsider
+from openrecycle.agent.coordination.generations import lose, re_join, reconsider
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
     LEFT,
@@ -65,7 +65,7 @@ from openrecycle.agent.coordination.membership import (
     returned,
 )
 from openrecycle.agent.messages.protocol import WorkerState
-from openrecycle.planner.jobs.words import names
+from openrecycle.planner.jobs import words
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
@@ -163,7 +163,7 @@ def _acknowledged(
         text = f"generation {state.generation}: all {living:,} workers have committed an iteration"
         notes.append(Note("info", "recovery" if state.generation > 1 else "job", text))
         if not state.frozen_by and (back := returned(state)):
-            return reconsider(state, f"{names(back)} re-join" + ("s" if len(back) == 1 else ""), notes, now)
+            return reconsider(state, re_join(back), notes, now)
     return Transition(state, tuple(notes), f"{member.name} {event.state} generation {event.generation}")
 
 
@@ -186,7 +186,7 @@ def _meanwhile(state: State, event: InterimPlanUsed, now: float, failure_timeout
     if unknown := [name for name in event.interim.failed if name not in state.members]:
         return refuse(state, "invalid", f"failed: got {unknown[0]!r}, expected workers of the job's grid")
     current = replace(state.current, interim=event.interim)
-    text = f"a plan without {names(event.interim.failed)} is run until all have their state"
+    text = f"a plan without {words.names(event.interim.failed)} is run until all have their state"
     return Transition(replace(state, current=current), reason=text)
 
 
@@ -203,7 +203,7 @@ def _layers_moved(state: State, event: LayersMoved, now: float, failure_timeouts
     # Late, of a generation after which layers have moved again: what it says has been true.
     if state.over or event.generation < state.moved[0] or event.partition == state.held:
         return Transition(state, reason="known already")
-    text = f"layers per stage are {', '.join(map(str, event.partition))} from here on"
+    text = f"layers per stage are {words.counts(event.partition)} from here on"
     notes = (Note("info", "recovery", "; ".join(filter(None, (text, event.text)))),)
     return Transition(replace(state, held=event.partition, moved=(event.generation, event.iteration)), notes, text)
 

@@ -50,7 +50,7 @@ from openrecycle.agent.coordination.membership import (
 )
 from openrecycle.agent.messages.protocol import Deployment, WorkerState
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.jobs.words import REROUTE, encodable, names
+from openrecycle.planner.jobs.words import REROUTE, counts, encodable, names
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
@@ -567,7 +567,7 @@ def _unfreeze(state: State, actor: str, now: float) -> Transition:
     notes: list[Decision] = [Note("warning", "operator", text)]
     state = replace(state, frozen_by="")
     if state.settled and (back := returned(state)):
-        return reconsider(state, f"{text}: {names(back)} re-join" + ("s" if len(back) == 1 else ""), notes, now)
+        return reconsider(state, f"{text}: {re_join(back)}", notes, now)
     if state.mode is Mode.AUTOMATIC and state.offer and out(state) == state.offer.failed:
         return take_better(state, state.offer, notes)
     return Transition(state, tuple(notes), text)
@@ -598,7 +598,7 @@ def take_better(state: State, offer: Offer, notes: list[Decision]) -> Transition
         return Transition(state, (*notes, Note("info", "plan", text)), text)
     why = candidate.text
     if candidate.partition:
-        why = f"layers per stage become {', '.join(map(str, candidate.partition))}"
+        why = f"layers per stage become {counts(candidate.partition)}"
     return _take(state, candidate, f"{candidate.name}: {why}", notes)
 
 
@@ -629,7 +629,7 @@ def _is_moving(state: State, candidate: Candidate) -> str:
     force, and others not: which of them the next ones are taken from nobody could say."""
     current = state.current
     if candidate.partition and state.moving and current is not None and candidate.partition != current.partition:
-        return f"layers per stage are about to become {', '.join(map(str, current.partition))}"
+        return f"layers per stage are about to become {counts(current.partition)}"
     return ""
 
 
@@ -659,6 +659,11 @@ def _stood_by_for(member: Member) -> list[str]:
     if not member.detail.startswith(STANDS_BY):
         return []
     return member.detail.removeprefix(STANDS_BY).rpartition(" (")[0].split(", ")
+
+
+def re_join(back: Sequence[str]) -> str:
+    """Those who are back do."""
+    return f"{names(back)} re-join" + ("s" if len(back) == 1 else "")
 
 
 def _is_frozen(state: State) -> Transition:

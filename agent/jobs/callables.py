@@ -127,8 +127,8 @@ class CallableWorkload:
             try:
                 usual = float(weight_of(self, targets)) or 1.0
             except Exception as error:
-                text = in_a_line(error)
-                raise InputError("loading.weight", text[:200], "a function of targets to a number") from error
+                expected = "a function of targets to a number"
+                raise InputError("loading.weight", in_a_line(error)[:200], expected) from error
         found = evaluation and replace(evaluation, input_names=names)
         return replace(self, input_names=names, usual_weight=usual, evaluation=found)
 

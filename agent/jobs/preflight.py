@@ -438,8 +438,7 @@ def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]
         except Exception as error:
             if torch.empty(0).device.type == "meta":
                 raise
-            text = in_a_line(error)
-            raise InputError(f"{kind}s", text[:200], f"a builder that makes {kind} {layer}") from error
+            raise InputError(f"{kind}s", in_a_line(error)[:200], f"a builder that makes {kind} {layer}") from error
         for name, part in module.named_modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
                 got = f"{type(part).__name__}(sparse=True), {name or 'which is the whole'} of {kind} {layer}"
@@ -555,17 +554,16 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     except InputError:
         raise
     except Exception as error:
-        text = in_a_line(error)
         expected = (
             "a function of a stage's parameters, or of (name, parameter) pairs where its argument is called "
             "named_parameters, that returns an optimizer"
         )
-        raise InputError("optimizer", text[:200], expected) from error
+        raise InputError("optimizer", in_a_line(error)[:200], expected) from error
     try:
         made = scheduler(optimizer) if scheduler is not None else None
     except Exception as error:
-        text = in_a_line(error)
-        raise InputError("scheduler", text[:200], "a function of an optimizer that returns an LRScheduler") from error
+        expected = "a function of an optimizer that returns an LRScheduler"
+        raise InputError("scheduler", in_a_line(error)[:200], expected) from error
     StageOptimizer(nn.Module(), optimizer, SUM_OF[optimization.mode]((), terms=1), made)
     return len(optimizer.param_groups)
 
@@ -607,7 +605,7 @@ def _try(
     elements, kept = 0, 0
     for parameter, state in mine.optimizer.state.items():
         elements += parameter.numel()
-        kept += sum(_bytes(t) for t in state.values() if isinstance(t, Tensor) and t.shape == parameter.shape)
+        kept += sum(t.nbytes for t in state.values() if isinstance(t, Tensor) and t.shape == parameter.shape)
     return _Kept(kept / elements if elements else 0.0, mine.steps_apart)
 
 
@@ -694,7 +692,7 @@ def _check_memory(
     if has is not None:
         # Before a micro-batch is tried, which may take the memory that there is not.
         _refuse_above(sum(plain[w.stage].total for w in workers), workers, has, "beside activations", where)
-    size = sum(_bytes(p) for layer in shapes for _, p in layer)
+    size = sum(p.nbytes for layer in shapes for _, p in layer)
     micro_batches = micro_batch_memory(workload, partition, options.seed, optimization.autocast, size)
     each, least, held = list[StageMemory](), list[int](), _held(options)
     for stage, state in enumerate(plain):
@@ -777,10 +775,6 @@ def _said(
 
 
 _WORDS = {"sums": "sums of gradients", "undo": "to undo a step", "hand_over": "hand-over of state"}
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _size(count: int) -> str:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from openrecycle.agent.messages.protocol import LONGEST_MS, Iteration, NamedWorker, Recovery, Restart
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.jobs.words import count
+from openrecycle.planner.jobs.words import count, counts
 
 UNUSUAL, LOOKED_AT = 3, 20
 """Iterations of a run."""
@@ -578,7 +578,7 @@ def _relayout(
     generation: int, iteration: int, partition: list[int], moved_layers: int, stall_ms: float, reason: str
 ) -> str:
     return (
-        f"generation {generation}: layers per stage are {', '.join(map(str, partition))} from iteration {iteration} "
+        f"generation {generation}: layers per stage are {counts(partition)} from iteration {iteration} "
         f"on; {moved_layers} moved in {stall_ms:.0f} ms ({reason})"
     )
 

@@ -174,8 +174,8 @@ def pretrained(model: Any, into: contextlib.ExitStack) -> Pretrained:
         try:
             config = AutoConfig.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:
-            text = in_a_line(error)
-            raise InputError("model", str(model), f"a folder with a config.json ({text[:200]})") from None
+            expected = f"a folder with a config.json ({in_a_line(error)[:200]})"
+            raise InputError("model", str(model), expected) from None
         with contextlib.suppress(OSError):
             generation = GenerationConfig.from_pretrained(folder)
     else:
@@ -209,8 +209,7 @@ def _folder(name: str) -> str:
         try:
             folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
         except Exception as error:  # the hub's own kinds, and those of whatever carries its requests
-            text = in_a_line(error)
-            raise InputError("model", name, f"a folder, or a name on the hub ({text})") from None
+            raise InputError("model", name, f"a folder, or a name on the hub ({in_a_line(error)})") from None
     if not any(folder.glob("*.safetensors")):
         raise InputError("model", name, "a folder with .safetensors files, as save_pretrained writes it")
     return str(folder.resolve())
@@ -417,8 +416,7 @@ class Cut:
         try:
             before, after = _order(base, lists[0], others)
         except Exception as error:
-            text = in_a_line(error)
-            raise _uncuttable(model, text[:200]) from error
+            raise _uncuttable(model, in_a_line(error)[:200]) from error
         tied = dict(model.all_tied_weights_keys)
         names = [name.removeprefix(f"{prefix}.") for name, _ in model.named_parameters(remove_duplicate=False)]
         outside = [name for name in names if "." not in name]

@@ -118,8 +118,7 @@ class Unit:
             rows = mine.new_empty(self._ranks, mine.numel())
             compat.all_gather(rows.view(-1), mine, self._group)
             for shard, (start, _) in zip(some, bounds, strict=True):
-                storage = shard.whole.untyped_storage()
-                storage.resize_(shard.whole.numel() * shard.whole.element_size())
+                shard.whole.untyped_storage().resize_(shard.whole.nbytes)
                 # By way of `data`: what autograd has kept of it counts as unchanged, and has the same values again.
                 flat = shard.whole.data.view(-1)
                 for row, (a, b) in zip(rows, shard.runs(self._ranks), strict=True):
@@ -166,7 +165,7 @@ class Unit:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.gather()
-        return _through(self._leave_backward, args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
+        return _through(self.release, args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._in_backward:  # else it is computed again, under activation checkpointing
@@ -179,9 +178,6 @@ class Unit:
     def _enter_backward(self, gradient: Tensor) -> None:
         self.gather()
         self._in_backward = True
-
-    def _leave_backward(self) -> None:
-        self.release()
 
 
 class Layer:
@@ -534,10 +530,8 @@ def parts_of_a_rank(
             try:
                 made: nn.Module = workload.parallelize(built, mesh)  # type: ignore[attr-defined]
             except Exception as error:
-                text = in_a_line(error)
-                raise InputError(
-                    FIELD, text[:200], f"a function that splits layer {layer} over {ranks} ranks"
-                ) from error
+                expected = f"a function that splits layer {layer} over {ranks} ranks"
+                raise InputError(FIELD, in_a_line(error)[:200], expected) from error
             made = made if made is not None else built
             ways.setdefault(_way(made, layer, ranks), layer)
             held = ((f"{layer}.{name}", p, getattr(p, "to_local", p.detach)()) for name, p in made.named_parameters())
@@ -681,23 +675,7 @@ def split_over_ranks(module: nn.Module) -> Split:
 
 
 def part_of_rank(module: nn.Module, state: StageState) -> StageState:
-    """This rank's part of a state without ranks."""
-    return _each(module, state, lambda split, tensor: split.part_of(tensor))
-
-
-def gathered_tensors(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of a state dict, or averages, without ranks. All ranks must call it, as `gathered`."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-
-    def whole(name: str, value: Any) -> Any:
-        split = getattr(parameters.get(name), "placed", None)
-        return value if split is None else split.of_part(value.detach()).full_tensor()
-
-    return {name: whole(name, value) for name, value in tensors.items()}
-
-
-def _each(module: nn.Module, state: StageState, change: Callable[[_SplitOf, Tensor], Tensor]) -> StageState:
-    """With what is kept of split parameters, each element of its own, changed."""
+    """This rank's part of a state without ranks: of split parameters, and of what is kept of each of their elements."""
     split = {name: p for name, p in module.named_parameters() if hasattr(p, "placed")}
     tensors = dict(state.tensors)
     for key, tensor in state.tensors.items():
@@ -709,8 +687,19 @@ def _each(module: nn.Module, state: StageState, change: Callable[[_SplitOf, Tens
         else:
             continue
         if owner is not None and tensor.shape in (owner.shape, owner.placed.shape):  # type: ignore[attr-defined]
-            tensors[key] = change(owner.placed, tensor)  # type: ignore[attr-defined]
+            tensors[key] = owner.placed.part_of(tensor)  # type: ignore[attr-defined]
     return StageState(state.document, tensors)
+
+
+def gathered_tensors(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors of a state dict, or averages, without ranks. All ranks must call it, as `gathered`."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+
+    def whole(name: str, value: Any) -> Any:
+        split = getattr(parameters.get(name), "placed", None)
+        return value if split is None else split.of_part(value.detach()).full_tensor()
+
+    return {name: whole(name, value) for name, value in tensors.items()}
 
 
 def _reading(kind: type[nn.Module], split: Mapping[str, _SplitOf]) -> type[nn.Module]:

@@ -115,7 +115,7 @@ def zeros(like: Tensor, device: torch.device | None = None) -> Tensor:
     if (device is not None and device.type != "cpu") or not like.numel():
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
     # torch.zeros writes all of it: half a second for a GiB.
-    memory = mmap.mmap(-1, like.numel() * like.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
@@ -276,7 +276,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             dtype=dtype_name(tensor.dtype),
             shape=tuple(tensor.shape),
             data_ptr=tensor.data_ptr(),
-            data_len=tensor.numel() * tensor.element_size(),
+            data_len=tensor.nbytes,
         )
         for name, tensor in held.items()
     }

@@ -96,15 +96,10 @@ def _check(value: Any, argument: str) -> None:
 
 
 def _check_data(module: nn.Module, number: int, argument: str) -> None:
-    empty = next((name for name, t in _tensors(module) if t.is_meta), None)
+    empty = next((name for name, t in _all_tensors(module) if t.is_meta), None)
     if empty is not None:
         expected = "parameters with values: module.to_empty(device='cpu'), then its initialization"
         raise InputError(argument, f"{empty} of number {number}, which is on the meta device", expected)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _submodules(stages: Sequence[Any], argument: str) -> list[nn.Module]:

@@ -44,7 +44,7 @@ from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name
 from openrecycle.agent.workers.worker import main
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.jobs.words import printable
+from openrecycle.planner.jobs.words import count, printable
 
 # -- which node runs which cell of the grid ----------------------------------------------------------
 
@@ -589,8 +589,7 @@ def open_pool(
     try:
         if role.store is not None:
             publish_lead(role.store, hub.port)
-        more = role.nodes - 1
-        say(f"waiting for {more} more node{'s' if more != 1 else ''} at {hub.host}:{hub.port}")
+        say(f"waiting for {count(role.nodes - 1, 'more node')} at {hub.host}:{hub.port}")
         hub.wait_for_all(NODE_SECONDS)
         if fits is not None:
             for node in sorted(set(homes.values()) - {role.rank}):

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
+from pydantic import ValidationError
+
 from openrecycle.agent.config.devices import memory_limit
 from openrecycle.agent.config.options import ALIVE_SECONDS
 from openrecycle.agent.launcher.launch import Takeover
@@ -28,6 +30,7 @@ from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
 from openrecycle.agent.nodes.succession import SEEK_SECONDS, Arbiter, Copy, Follow, Lead, LeadStatus, Search, Spool
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, decode_run, decode_spec
+from openrecycle.planner.jobs.errors import in_a_line
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
 
@@ -306,6 +309,8 @@ class NodeServer:
             if (message := frames.take()) is not None:
                 self._obey(frames, message)
             self._vouch(frames)
+        except ValidationError as error:  # which says it in many lines
+            self._leave(in_a_line(error))
         except (OSError, NotTrusted, ValueError) as error:
             self._leave(error)
 

@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from openrecycle.agent.coordination.membership import LeadTerm
 from openrecycle.agent.messages.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.messages.protocol import LeadAnswer, LeadClaim
@@ -81,27 +83,20 @@ class Copy:
         return self.term, self.number
 
     def to_message(self) -> dict[str, Any]:
-        return {"kind": "copy"} | vars(self) | {"nodes": sorted(self.nodes.items())}
+        return {"kind": "copy"} | vars(self)
 
     @classmethod
     def of(cls, message: Mapping[str, Any], before: Copy | None = None) -> Copy:
         """before: has the job and the plan, where they are the same. Raises ValueError for what is none."""
-        try:
-            return cls(
-                run=str(message["run"]),
-                **{name: int(message[name]) for name in ("term", "number", "lead", "ahead", "lines")},
-                nodes={int(rank): (str(host), int(port)) for rank, (host, port) in message["nodes"]},
-                heard={str(name): int(number) for name, number in message["heard"].items()},
-                packed=str(message["packed"]),
-                plan=str(message.get("plan") or (before.plan if before else "")),
-                job=dict(message.get("job") or (before.job if before else {})),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no copy of a job: {error}") from None
+        known = {} if before is None else {"plan": before.plan, "job": before.job}
+        return _COPY.validate_python(known | dict(message))
 
     def unpacked(self) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(self.packed)))
         return document
+
+
+_COPY = TypeAdapter(Copy)
 
 
 def pack(document: Mapping[str, Any]) -> str:
@@ -368,6 +363,7 @@ class Here:
     granted: bool
 
 
+_HERE = TypeAdapter(Here)
 Reply = Here | Literal["gone", "silent"]
 
 
@@ -390,14 +386,7 @@ def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | No
                 return "gone"  # another job's
             if not answer["run"]:
                 return "silent"  # it is about to be told
-            lead, (term, number) = answer["lead"], answer["age"]
-            return Here(
-                int(answer["term"]),
-                None if lead is None else int(lead),
-                (int(term), int(number)),
-                bool(answer["free"]),
-                bool(answer["granted"]),
-            )
+            return _HERE.validate_python(answer)
         except NotTrusted:
             return "gone"  # another program's
         except (OSError, KeyError, TypeError, ValueError):

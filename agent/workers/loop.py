@@ -67,7 +67,6 @@ from openrecycle.agent.transport.transfers import Script
 from openrecycle.agent.workers.executor import Executor, Interrupted, OpError
 from openrecycle.agent.workers.recovery import (
     Agreement,
-    Environment,
     NoAgreementError,
     Redo,
     UnlikeError,
@@ -75,6 +74,7 @@ from openrecycle.agent.workers.recovery import (
     check_alike,
     decode_finished,
     encode_finished,
+    environment,
     from_words,
     in_turn,
     newest_partition,
@@ -127,7 +127,7 @@ class WorkerLoop:
             layer_io = layer_io_of(workload, sum(partition), options.seed, options.optimization.autocast, device)
         self._cuts = StageCuts(partition, layer_io)
         self._device = device
-        self._makeup = Environment(str(torch.__version__), torch.get_num_threads(), kind_number(device))
+        self._makeup = environment(str(torch.__version__), torch.get_num_threads(), kind_number(device))
         # A worker that comes back is not killed, or slow, a second time by the same wish.
         self._kills, self._slowdowns = ((), ()) if spec.joins else (options.kills, options.slowdowns)
         self._pace = options.pace
@@ -460,7 +460,7 @@ class WorkerLoop:
         the layers that the launcher takes all to have. Raises NoAgreementError; UnlikeError where this newcomer can't
         be in the job, and of all others Interrupted then."""
         committed = self._optimizer.committed if self._state.begun else _JOINING
-        alike = self._makeup.numbers()
+        alike = self._makeup
         has = (self._taken_in, *self._cuts.partition)
         rows = groups.gather_rows(
             (

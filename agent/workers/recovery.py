@@ -236,24 +236,16 @@ def _text(stage: Any) -> str:
     return str(stage[0] if isinstance(stage, tuple) else stage)
 
 
-@dataclass(frozen=True)
-class Environment:
-    """What must be equal on all workers for their numbers to be. threads: of torch, per worker.
-    device: what kind it computes on, as a number."""
-
-    torch_version: str
-    threads: int
-    device: int = 0
-
-    def numbers(self) -> tuple[int, ...]:
-        """(threads, device, major, minor, patch): how it travels. What follows the version's third number
-        names a build (2.13.0+cpu) and shows less."""
-        found = [int(n) for n in re.findall(r"\d+", self.torch_version.partition("+")[0])[:3]]
-        return (self.threads, self.device, *found, *(0,) * (3 - len(found)))
+def environment(torch_version: str, threads: int, device: int = 0) -> tuple[int, ...]:
+    """What must be equal on all workers for their numbers to be: (threads, device, major, minor, patch). threads: of
+    torch, per worker. device: what kind it computes on, as a number. What follows the version's third number names a
+    build (2.13.0+cpu) and shows less."""
+    found = [int(n) for n in re.findall(r"\d+", torch_version.partition("+")[0])[:3]]
+    return (threads, device, *found, *(0,) * (3 - len(found)))
 
 
 def check_alike(rows: Mapping[H, tuple[int, ...]], known: Collection[H] = ()) -> dict[H, str]:
-    """Those that compute otherwise than the job, and in words, how. rows: everybody's `Environment.numbers`. known:
+    """Those that compute otherwise than the job, and in words, how. rows: everybody's `environment`. known:
     those that have been in the job before, by which it goes; none: by all. Raises NoAgreementError where these differ
     among themselves: the others can do without a newcomer, and not without one of them."""
     known = known or rows

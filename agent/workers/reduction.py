@@ -26,6 +26,7 @@ from openrecycle.agent.stages.gradients import TRAILING, GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import PendingTransfer, TransferError
+from openrecycle.agent.workers import tags
 from openrecycle.planner.jobs.job import Worker
 
 # -- the reduction of a stage's gradients, in buckets -------------------------------------------
@@ -107,9 +108,6 @@ class GradientReduction:
 
 # -- parameters that several layers share -------------------------------------------------------
 
-_TAG = 2**27
-_ITERATIONS = 4
-
 
 @dataclass(frozen=True)
 class Route:
@@ -162,7 +160,7 @@ class TiedSums:
             pending.wait()
         sums, own = optimizer.gradients, dict(optimizer.module.named_parameters())
         own = {name: p for name, p in own.items() if p.requires_grad}
-        tag = _TAG + iteration % _ITERATIONS
+        tag = tags.in_iteration(tags.TIED, iteration)
         # Those that are not trained have no sums, and no copy of theirs has.
         shape = {name: own[here] for group in self._tied for name in group for here in group if here in own}
         gives = [(route.to, trained) for route in self._gives if (trained := [n for n in route.names if n in own])]

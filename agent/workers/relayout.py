@@ -25,11 +25,10 @@ from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.stage import sums_of
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import PendingTransfer, TransferError
+from openrecycle.agent.workers import tags
 from openrecycle.agent.workers.state_transfer import Holder, StateReceiver
 from openrecycle.planner.jobs.job import Job, Worker
 
-_TAG = 2**28
-_ITERATIONS = 4
 _MOST_LAYERS = 1 << 16
 
 
@@ -174,7 +173,7 @@ class Exchange:
 
 
 def _tag(iteration: int, move: Move) -> int:
-    return _TAG + (iteration % _ITERATIONS) * _MOST_LAYERS + move.first
+    return tags.in_iteration(tags.LAYERS, iteration, move.first, _MOST_LAYERS)
 
 
 def regrouped(

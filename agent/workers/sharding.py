@@ -27,6 +27,7 @@ from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
 from openrecycle.agent.stages.shards import Ownership
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import Group, PendingTransfer, TransferError
+from openrecycle.agent.workers import tags
 from openrecycle.agent.workers.state_transfer import (
     Holder,
     SegmentReceiver,
@@ -41,7 +42,6 @@ from openrecycle.planner.jobs.job import Worker
 
 MESSAGE_BYTES = 1 << 20
 """Of parameters or state, at most."""
-_STATE = 2**26
 _AT_A_TIME = 4
 """Messages under way."""
 
@@ -220,11 +220,11 @@ class ShardedStage:
             raise TransferError(f"the optimizer's state from {source} can't be used: {error}", source) from None
 
     def _send_packed(self, to: Worker, state: StageState) -> None:
-        send_packed(self._groups, to, pack(state), _STATE)
+        send_packed(self._groups, to, pack(state), tags.SHARDS)
 
     def _receive_packed(self, source: Worker) -> StageState:
         try:
-            return unpack(*receive_packed(self._groups, source, _STATE))
+            return unpack(*receive_packed(self._groups, source, tags.SHARDS))
         except StateError as error:
             raise TransferError(f"the state from {source} can't be used: {error}", source) from None
 
@@ -302,7 +302,7 @@ def _parameters(shards: Shards, span: Span) -> list[str]:
 
 
 def _bytes(shards: Shards, numbers: range) -> list[int]:
-    return [shards.parts[k].numel() * shards.parts[k].element_size() for k in numbers]
+    return [shards.parts[k].nbytes for k in numbers]
 
 
 def _cut(tensor: Tensor) -> Sequence[Tensor]:

@@ -56,10 +56,10 @@ from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
 from openrecycle.agent.stages.post_validation import ValidationResult
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.workers import tags
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import read_json
 
-_TAG = 2**30
 # A header of a model with 100,000 tensors is 10 MB; nothing that calls itself larger is one.
 MAX_HEADER_BYTES = 2**28
 PIECE_ELEMENTS = 1 << 17
@@ -227,7 +227,7 @@ class StateServer:
             if span is not None:
                 state = of_layers(state, span)
             large = columns(state, self._optimizer.moving_names(span))
-            size = sum(t.numel() * t.element_size() for t in state.tensors.values())
+            size = sum(t.nbytes for t in state.tensors.values())
             if size <= at_once:
                 large = []
             shards = self._optimizer.shards
@@ -253,7 +253,7 @@ class StateServer:
                 {n: t for n, t in state.tensors.items() if n not in apart},
             )
             packed = pack(small)
-        send_packed(groups, to, packed, _TAG)
+        send_packed(groups, to, packed, tags.STATE)
 
     def _offer(self) -> dict[str, Any]:
         self._offers += 1  # whoever gets it keeps a connection until the generation ends
@@ -369,12 +369,12 @@ def send_no_offer(groups: Groups, to: Worker) -> None:
 
 def _send_offer(groups: Groups, to: Worker, offer: Mapping[str, Any]) -> None:
     text = json.dumps(offer).encode().ljust(_OFFER_BYTES)
-    groups.send(to, torch.frombuffer(bytearray(text), dtype=torch.uint8), _TAG).wait()
+    groups.send(to, torch.frombuffer(bytearray(text), dtype=torch.uint8), tags.STATE).wait()
 
 
 def receive_offer(groups: Groups, source: Worker) -> Holder | None:
     """What `StateServer.send_offer` of the source sends; None where it offers nothing. Raises TransferError."""
-    offer = groups.receive(source, torch.empty(_OFFER_BYTES, dtype=torch.uint8), _TAG).wait()
+    offer = groups.receive(source, torch.empty(_OFFER_BYTES, dtype=torch.uint8), tags.STATE).wait()
     try:
         return _holder(source, read_json(bytes(memory(offer))))
     except (StateError, KeyError, TypeError, ValueError):
@@ -463,7 +463,7 @@ class StateReceiver:
         """
         source, *others = sources
         try:
-            header, messages = receive_packed(groups, source, _TAG)
+            header, messages = receive_packed(groups, source, tags.STATE)
             offers = [(worker, receive_offer(groups, worker)) for worker in others]
             state = unpack(header, messages)
             description: Mapping[str, Any] = state.document["hand_over"]

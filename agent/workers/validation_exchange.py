@@ -26,11 +26,9 @@ from openrecycle.agent.stages.optimizer import NonFiniteError, StageOptimizer
 from openrecycle.agent.stages.post_validation import MAX_SKIPPED, Slot, ValidationResult, judge
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import PendingTransfer, TransferError, from_bits, to_bits
+from openrecycle.agent.workers import tags
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 
-_TAG = 2**29
-# As in agent.workers.executor: a slot of the iteration before may still be under way.
-_ITERATIONS = 4
 _NONE = math.nan
 """As the coefficient of an update that is skipped, and as a norm that is not known."""
 
@@ -77,7 +75,7 @@ class _Exchange:
         """Workers that take their state from a peer: of this stage, and of all once `wait` has returned."""
         self._slots: dict[int, Slot] = {paths.stage: slot}
         self._mark = float(iteration)
-        tag = _TAG + iteration % _ITERATIONS
+        tag = tags.in_iteration(tags.VALIDATION, iteration)
         self._coming = {
             stage: groups.receive(teller, torch.full((norms[stage] + 3,), -1.0, dtype=torch.float64), tag)
             for stage, teller in paths.tellers.items()

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.workers.recovery import (
     MAX_HOLDERS,
-    Environment,
     NoAgreementError,
     agree,
     check_alike,
+    environment,
     newest_partition,
 )
 from openrecycle.planner.jobs.job import Worker
@@ -111,17 +111,17 @@ def test_the_next_attempt_asks_another_peer_first() -> None:
 
 
 def test_workers_that_compute_differently_are_told_so() -> None:
-    one, other = Environment("2.13.0+cpu", 1).numbers(), Environment("2.13.0", 1).numbers()
+    one, other = environment("2.13.0+cpu", 1), environment("2.13.0", 1)
     assert check_alike({Worker(0, 0): one, Worker(0, 1): other}) == {}
     with pytest.raises(NoAgreementError, match="W0_1 computes with 4 threads and W0_0 with 1"):
-        check_alike({Worker(0, 0): one, Worker(0, 1): Environment("2.13.0", 4).numbers()})
+        check_alike({Worker(0, 0): one, Worker(0, 1): environment("2.13.0", 4)})
     with pytest.raises(NoAgreementError, match=r"W0_1 has torch 2\.12\.1 and W0_0 has 2\.13\.0"):
-        check_alike({Worker(0, 0): one, Worker(0, 1): Environment("2.12.1", 1).numbers()})
+        check_alike({Worker(0, 0): one, Worker(0, 1): environment("2.12.1", 1)})
 
 
 def test_a_newcomer_that_computes_differently_is_the_one_that_goes() -> None:
     """Whatever its place: that of the first worker, too."""
-    like, unlike = Environment("2.13.0", 1).numbers(), Environment("2.13.0", 1, 7).numbers()
+    like, unlike = environment("2.13.0", 1), environment("2.13.0", 1, 7)
     first, second, third = Worker(0, 0), Worker(1, 0), Worker(0, 1)
     for joins in (first, second, third):
         known = {first, second, third} - {joins}
@@ -133,6 +133,6 @@ def test_a_newcomer_that_computes_differently_is_the_one_that_goes() -> None:
 
 
 def test_all_that_are_in_the_job_are_compared_though_all_are_new() -> None:
-    rows = {Worker(0, 0): Environment("2.13.0", 1).numbers(), Worker(0, 1): Environment("2.13.0", 2).numbers()}
+    rows = {Worker(0, 0): environment("2.13.0", 1), Worker(0, 1): environment("2.13.0", 2)}
     with pytest.raises(NoAgreementError):
         check_alike(rows, ())

@@ -30,7 +30,7 @@ def test_reads(text: str, kill: Kill) -> None:
 def test_refuses_with_field_and_value(text: str) -> None:
     with pytest.raises(InputError) as caught:
         Kill.parse(text, JOB)
-    assert caught.value.field == "--kill" and str(caught.value).startswith("--kill: got ")
+    assert caught.value.field == "faults.kill" and str(caught.value).startswith("faults.kill: got ")
 
 
 def test_rejoin() -> None:
@@ -51,5 +51,5 @@ def test_a_worker_is_slow_by_the_newest_wish() -> None:
     me = Worker(1, 2)
     assert [slowness(me, i, wishes) for i in (9, 10, 19, 20, 29, 30, 99)] == [1, 2.5, 2.5, 4, 4, 1, 1]
     for text in ("W1_2@10", "W1_2@10:-1", "W1_2@10:0", "W1_2@10:1000", "W1_9@10:2"):
-        with pytest.raises(InputError, match=r"^--slow: got"):
+        with pytest.raises(InputError, match=r"^faults.slow: got"):
             Slow.parse(text, JOB)

@@ -218,7 +218,7 @@ def test_a_kill_names_a_rank() -> None:
     for text, ranks in (("W1_1.2@2:F1", 2), ("W1_1.0@2:F1", 1), ("W1_1.@2:F1", 2), ("W1_1.-1@2:F1", 2)):
         with pytest.raises(InputError) as refused:
             Kill.parse(text, JOB, ranks=ranks)
-        assert refused.value.field == "--kill"
+        assert refused.value.field == "faults.kill"
 
 
 def test_a_worker_says_what_all_its_ranks_have_said() -> None:

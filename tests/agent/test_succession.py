@@ -233,7 +233,7 @@ def test_a_copy_needs_to_tell_the_plan_once() -> None:
     del message["plan"], message["job"]
     second = Copy.of(message, first)
     assert second.plan == "plan" and second.job == {"a": 1} and second.age == (1, 2) and second.nodes == {0: ("h", 1)}
-    with pytest.raises(ValueError, match="copy"):
+    with pytest.raises(ValueError, match="Copy"):
         Copy.of({"run": "x"})
 
 
