@@ -37,11 +37,15 @@ def test_an_open_page_comes_back_with_a_killed_console(tab: Page, server: Consol
     agents.resume(agents.names, 1)
     commit(agents, 0)
     # Not watched: its console says that the connection is lost.
-    page, broken = tab, list[Error]()
+    page, broken = tab, list[str]()
+
+    def failed(error: Error) -> None:
+        broken.append(str(error))
+
     page.set_default_timeout(WAIT_MS)
     page.set_viewport_size({"width": 1440, "height": 900})
     page.emulate_media(color_scheme="light")
-    page.on("pageerror", broken.append)
+    page.on("pageerror", failed)
     page.goto(f"{server.root}/?events=plan")
     done = page.locator(".or-card", has_text="Iterations done").locator(".or-value")
     expect(done).to_have_text("1 of 100")
@@ -74,7 +78,7 @@ def test_an_open_page_comes_back_with_a_killed_console(tab: Page, server: Consol
     commit(agents, 2)
     expect(done).to_have_text("3 of 100")
     page.goto("about:blank")
-    page.remove_listener("pageerror", broken.append)
+    page.remove_listener("pageerror", failed)
     assert broken == []
 
 
