@@ -278,13 +278,13 @@ rm -rf "$2"/*
 """
 
 
-def new_database(server: str, like: str | None = None) -> str:
-    """Makes an empty database on the PostgreSQL server, or a copy of the one at an address; returns its address."""
+def new_database(server: str) -> str:
+    """Makes an empty database on the PostgreSQL server; returns its address."""
     from sqlalchemy import create_engine, text
 
     name = f"t{secrets.token_hex(8)}"
     engine = create_engine(server.replace("postgresql:", "postgresql+psycopg:") + "/postgres")
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(text(f"create database {name}" + (f" template {like.rpartition('/')[2]}" if like else "")))
+        connection.execute(text(f"create database {name}"))
     engine.dispose()
     return f"{server}/{name}"
