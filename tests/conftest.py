@@ -101,8 +101,8 @@ def _all_slow(file: Path) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # What is there by now stays: 700,000 objects, which every full collection would look through, for a tenth of the
-    # processor time of tests that start no process.
+    # What is there by now stays, the garbage too, which is little: 700,000 objects, which every full collection would
+    # look through, for a tenth of the processor time of tests that start no process.
     if session.items:
         # Whoever distributes the tests needs none of what is imported here, and starts sooner.
         from openrecycle.planner.solvers.loops import compiled_functions
@@ -122,7 +122,6 @@ _imported = 0
 
 def _freeze() -> None:
     global _imported
-    gc.collect()
     gc.freeze()
     _imported = len(sys.modules)
 
@@ -132,6 +131,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """What the tests of a file have imported stays, too."""
     other = nextitem is not None and nextitem.path != item.path
     if other and len(sys.modules) > _imported + 200:
+        gc.collect()
         _freeze()
 
 
@@ -278,13 +278,13 @@ rm -rf "$2"/*
 """
 
 
-def new_database(server: str, like: str | None = None) -> str:
-    """Makes an empty database on the PostgreSQL server, or a copy of the one at an address; returns its address."""
+def new_database(server: str) -> str:
+    """Makes an empty database on the PostgreSQL server; returns its address."""
     from sqlalchemy import create_engine, text
 
     name = f"t{secrets.token_hex(8)}"
     engine = create_engine(server.replace("postgresql:", "postgresql+psycopg:") + "/postgres")
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(text(f"create database {name}" + (f" template {like.rpartition('/')[2]}" if like else "")))
+        connection.execute(text(f"create database {name}"))
     engine.dispose()
     return f"{server}/{name}"

@@ -1,5 +1,6 @@
-"""Databases that have their tables already. A migration costs 26 ms of CPU on SQLite and 60 on PostgreSQL: it is made
-once in a test process, and what it made is copied."""
+"""Databases that have their tables already, made once in a test process. On SQLite a migration costs 26 ms of CPU, and
+a copy of its file 1 ms; on PostgreSQL a new database with its tables costs 0.3 s and 330 files, and one that is used
+again 12 ms."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ import tempfile
 from pathlib import Path
 from typing import TypeVar
 
-from openrecycle.db.session import Database
+from sqlalchemy import select, text
+
+from openrecycle.db.models import Base
+from openrecycle.db.session import Database, Record
 from tests.conftest import new_database
 
 Kind = TypeVar("Kind", bound=Database)
@@ -23,8 +27,17 @@ def sqlite_in(folder: Path, kind: type[Kind] = Database) -> Kind:  # type: ignor
 
 
 def on_postgresql(server: str) -> Database:
-    """Opens a new database there."""
-    return Database(new_database(server, like=_on_postgresql(server)))
+    """Opens the one there that has been used before, as it was when its tables were made, with nobody else connected.
+    Not for a test that changes tables."""
+    url, rows = _on_postgresql(server)
+    database = Database(url)
+    others = "pid <> pg_backend_pid() and datname = current_database()"
+    with database.engine.begin() as connection:
+        connection.execute(text(f"select pg_terminate_backend(pid, 10000) from pg_stat_activity where {others}"))
+        connection.execute(text(f"truncate {', '.join(Base.metadata.tables)} restart identity"))
+        for table, made in rows.items():
+            connection.execute(Base.metadata.tables[table].insert(), made)
+    return database
 
 
 @functools.cache
@@ -36,13 +49,15 @@ def _file() -> bytes:
 
 
 @functools.cache
-def _on_postgresql(server: str) -> str:
+def _on_postgresql(server: str) -> tuple[str, dict[str, list[Record]]]:
+    """Its address, and the rows that its tables begin with."""
     url = new_database(server)
-    _upgrade(url)
-    return url
+    return url, _upgrade(url)
 
 
-def _upgrade(url: str) -> None:
+def _upgrade(url: str) -> dict[str, list[Record]]:
     database = Database(url)
     database.upgrade()
+    rows = {name: database.rows(select(table)) for name, table in Base.metadata.tables.items()}
     database.close()
+    return {name: made for name, made in rows.items() if made}

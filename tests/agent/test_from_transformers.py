@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning, load_weights
@@ -25,12 +24,15 @@ from openrecycle.agent.models.layers import LayerStack, TensorSpec, build_layer,
 from openrecycle.agent.models.torch_pipelining import modules_of
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import language_models, streamed_jobs
-from tests.agent.language_models import BLOCKS, CONFIGS, TOKENS, VOCABULARY, Words, gpt2, llama, trainer
+from tests.agent.language_models import BLOCKS, CONFIGS, TOKENS, VOCABULARY, Words, gpt2, llama, trainer, transformers
 from tests.agent.launches import warm
 from tests.agent.node_runs import lines, two_nodes
 from tests.agent.test_split_architectures import Case, run_split, unsplit
 from tests.conftest import at_length
 from tests.golden import golden
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # The modules of so many families are imported in one test process, not in each.
 pytestmark = pytest.mark.xdist_group("transformers")
@@ -46,12 +48,9 @@ def models_are_there() -> None:
     warm("tests.agent.language_models", *(f"transformers.models.{kind}.modeling_{kind}" for kind in kinds))
 
 
-# transformers is imported by the tests, since it takes 5 s: each process of pytest reads all files.
-
-
-def whole(config: Any) -> transformers.PreTrainedModel:
+def whole(config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     return model.train()
 
 
@@ -489,7 +488,7 @@ def test_layers_outlive_the_files_they_were_read_from(tmp_path: Path) -> None:
 # -- data --------------------------------------------------------------------------------------
 
 
-def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+def _tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 @pytest.fixture
 def ended(server: ConsoleServer) -> Agents:
     """A job that has run and is over."""
-    agents = Agents(server, pipelines=2, stages=3)
+    agents = Agents(server, pipelines=2, stages=3, micro_batches=2)
     agents.register_all()
     agents.resume(agents.names, 1)
     agents.heartbeat("W1_2", op_milliseconds={"F": 12.5}, resident_bytes=2**30)

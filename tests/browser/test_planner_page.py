@@ -11,7 +11,6 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.app.console_server import ConsoleServer, ForkedConsole
 from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
-from tests.conftest import at_length
 
 pytestmark = [*NEEDS_CHROMIUM, pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -88,6 +87,13 @@ def test_what_if_to_a_link_that_shows_the_same(page: Page, server: ConsoleServer
     expect(dead(page, "W1_2")).to_be_visible()
     assert [row["name"] for row in server.get("/plans").json()["plans"]] == ["no slower without W1_2"]
 
+    # All of it fits a telephone, too.
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.emulate_media(color_scheme="dark")
+    page.locator(".js-plotly-plot .main-svg").first.wait_for()
+    settle(page)
+    assert_it_fits(page, ".or-card *", ".or-step *", ".st-key-worker-grid-planner button")
+
 
 @pytest.mark.chaos
 def test_a_profile_is_saved_and_a_link_brings_it(browser: Browser, page: Page, server: ConsoleServer) -> None:
@@ -147,7 +153,8 @@ def test_a_click_on_the_map_of_a_large_grid_kills_and_revives(page: Page, server
     expect(page).to_have_url(re.compile(r"fail=W\d+_\d\.W\d+_\d$"))
 
 
-@pytest.mark.parametrize(("scheme", "width", "height"), [at_length("light", 1440, 900), *SCREENS[1:]])
+@pytest.mark.chaos
+@pytest.mark.parametrize(("scheme", "width", "height"), SCREENS)
 def test_nothing_is_cut_or_pushed_out(tab: Page, server: ConsoleServer, scheme: str, width: int, height: int) -> None:
     with watched(tab, server.root, width=width, height=height, scheme=scheme) as page:
         page.goto(f"{server.root}/planner?fail=W0_2.W1_2&memory=none")

@@ -13,6 +13,7 @@ from sqlalchemy.exc import DBAPIError
 
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderSession, Lease, WriteFenced
 from tests.conftest import new_database
+from tests.databases import on_postgresql
 from tests.golden import golden
 
 INSERT = "insert into audit (at, actor, action, target, detail) values (1, 'me', :action, '', '')"
@@ -20,7 +21,10 @@ INSERT = "insert into audit (at, actor, action, target, detail) values (1, 'me',
 
 @pytest.fixture
 def url(postgres_url: str) -> str:
-    return new_database(postgres_url)
+    """Of a database that nobody leads."""
+    database = on_postgresql(postgres_url)
+    database.close()
+    return database.url.render_as_string(hide_password=False)
 
 
 @pytest.fixture
@@ -64,7 +68,8 @@ def until_free(waiting: LeaderSession) -> None:
         assert time.monotonic() < deadline, "the lock did not fall free"
 
 
-def test_a_database_without_leases_says_so(stack: ExitStack, url: str) -> None:
+def test_a_database_without_leases_says_so(stack: ExitStack, postgres_url: str) -> None:
+    url = new_database(postgres_url)
     first = session(stack, url, "a")
     assert first.lease() is None
     opened(stack, url).upgrade()
@@ -73,7 +78,6 @@ def test_a_database_without_leases_says_so(stack: ExitStack, url: str) -> None:
 
 
 def test_one_leads_and_the_next_after_it_has_resigned(stack: ExitStack, url: str) -> None:
-    opened(stack, url).upgrade()
     first, second = session(stack, url, "a"), session(stack, url, "b")
     assert first.try_lock() and not second.try_lock()
     assert first.claim("http://a:8501") == 1
@@ -88,7 +92,6 @@ def test_one_leads_and_the_next_after_it_has_resigned(stack: ExitStack, url: str
 
 
 def test_a_lease_ages_by_the_databases_clock_until_it_is_renewed(stack: ExitStack, url: str) -> None:
-    opened(stack, url).upgrade()
     first, _ = leading(stack, url, "a")
     with opened(stack, url).write() as transaction:
         transaction.execute(text("update leadership set renewed_at = renewed_at - 1000"))
@@ -100,7 +103,6 @@ def test_a_lease_ages_by_the_databases_clock_until_it_is_renewed(stack: ExitStac
 
 
 def test_a_silent_leader_loses_its_sessions_and_the_lock(stack: ExitStack, url: str) -> None:
-    opened(stack, url).upgrade()
     first, database = leading(stack, url, "a")
     write(database, "before")
     second = session(stack, url, "b")
@@ -113,7 +115,6 @@ def test_a_silent_leader_loses_its_sessions_and_the_lock(stack: ExitStack, url: 
 
 
 def test_what_an_earlier_leader_writes_is_refused(stack: ExitStack, url: str) -> None:
-    opened(stack, url).upgrade()
     first, database = leading(stack, url, "a")
     fenced: list[str] = []
     database._on_fenced = lambda: fenced.append("a")
@@ -130,7 +131,6 @@ def test_what_an_earlier_leader_writes_is_refused(stack: ExitStack, url: str) ->
 
 
 def test_whoever_does_not_lead_writes_nothing(stack: ExitStack, url: str) -> None:
-    opened(stack, url).upgrade()
     standby = opened(stack, url, "b", NOT_LEADING)
     with pytest.raises(WriteFenced):
         write(standby, "nothing")
@@ -139,7 +139,6 @@ def test_whoever_does_not_lead_writes_nothing(stack: ExitStack, url: str) -> Non
 
 def test_a_new_leader_waits_for_the_writes_of_the_one_before(stack: ExitStack, url: str) -> None:
     """A transaction that has begun in the old term ends before the new one begins: never after."""
-    opened(stack, url).upgrade()
     first, database = leading(stack, url, "a")
     second = session(stack, url, "b")
     terms: list[int] = []
@@ -159,7 +158,6 @@ def test_a_new_leader_waits_for_the_writes_of_the_one_before(stack: ExitStack, u
 
 
 def test_a_new_leader_does_not_wait_for_a_transaction_that_does_not_end(stack: ExitStack, url: str) -> None:
-    opened(stack, url).upgrade()
     first, database = leading(stack, url, "a")
     second = session(stack, url, "b")
     with pytest.raises(DBAPIError), database.write() as transaction:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,15 @@ from openrecycle.db.session import Database, DatabaseError, alembic_config
 from openrecycle.db.store import JobUpdate, Store
 from tests.db.test_store import generation, make_job
 from tests.golden import golden
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    """One of its own, as tables are changed."""
+    database = Database(database_url)
+    database.upgrade()
+    yield database
+    database.close()
 
 
 def test_the_migrations_make_the_tables_of_the_models(database: Database) -> None:
