@@ -144,7 +144,8 @@ def state_memory(
     # One that is multiplied before it is summed; that of a step comes into the same memory.
     gradients = max(gradients, largest if optimization.mode == "deterministic" else 0)
     if optimization.clip_norm is not None and not optimization.synchronous:
-        gradients += stepped  # kept until their norm is known
+        # Kept until their norm is known; where there is room, in sums that only others need.
+        gradients += max(0, stepped - max(0, sums - max(stepped + kept, round(share * sums))))
     undo = max(0, stepped + kept - sums)
     return StageMemory(frozen + size, kept, sums, undo, gradients)
 

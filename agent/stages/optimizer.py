@@ -10,7 +10,8 @@ takes 24 bytes a parameter beside activations (parameters 4, optimizer 8, sums 8
 Where the optimizer's state is sharded over the stage's peers (agent.stages.shards), a worker steps the segments of
 which it holds the state, and goes back in those; the other parameters come from who steps them
 (agent.workers.sharding). With N peers that is 12 + 16 / N bytes a parameter: 17.3 with 3, 14 with 8, since what does
-not fit in the memory of a segment's own sum lies in that of sums that only others need.
+not fit in the memory of a segment's own sum lies in that of sums that only others need. So do, with 4 peers or more,
+the gradients that are kept until their norm is known, which take 4 bytes a parameter else.
 
 Also an optimizer that keeps a moving average of the parameters (`ExponentialMovingAverage`).
 """
@@ -332,7 +333,7 @@ class StageOptimizer:
             keep, kept = validation is None and self._clips, list[tuple[nn.Parameter, Tensor | None]]()
             leaves_gradients = self._leaves_gradients
             if keep and not self._kept_memory:
-                self._kept_memory = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self._stepped]
+                self._kept_memory = list(map(self._snapshot.memory_beside, self._stepped))
             for bucket in self._in_buckets():
                 wanted = bucket.parameters
                 memory = self._kept_memory[bucket.place] if keep else self.gradients.scratch_for(wanted)
@@ -425,6 +426,7 @@ class StageOptimizer:
     def _regroup(self) -> None:
         """Other segments are held from here on."""
         self._buckets, self._kept_memory = [], []
+        self._snapshot.regroup()
 
     @_changing
     def hold(self, number: int, state: Mapping[str, Any]) -> None:
@@ -855,7 +857,7 @@ class _Snapshot:
         self.before = PostValidation(), Slot(), CLEAN
         self._before: dict[nn.Parameter, _Saved] = {}
         """Of the step before: as long as tensors are the same, so are their places."""
-        self._held: frozenset[int] | None = None
+        self._grouped = False
         self._spare: list[Tensor] = []
         """Memory, in bytes, of the sums of segments that others step."""
 
@@ -880,8 +882,8 @@ class _Snapshot:
         self._before, self._saved, self._adopted = self._saved or self._before, {}, {}
         self._valid, self._in_sums = True, False
         shards = stage.shards
-        if shards is not None and self._held != frozenset(shards.held):
-            self._held, self._before = frozenset(shards.held), {}
+        if shards is not None and not self._grouped:
+            self._grouped, self._before = True, {}
             others = (part for number, part in enumerate(shards.parts) if number not in shards.held)
             self._spare = [stage.gradients.memory_of(part) for part in others]
 
@@ -921,6 +923,17 @@ class _Snapshot:
                 spare = self._from_spare(size) if tensor.numel() > 1 and tensor.device == memory.device else None
                 out.append(torch.empty_like(tensor) if spare is None else spare.view(tensor.dtype).view(tensor.shape))
         return out
+
+    def memory_beside(self, parameter: Tensor) -> Tensor:
+        """For its gradient, as long as the snapshot is good for anything."""
+        spare = self._from_spare(parameter.nbytes)
+        if spare is None:
+            return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return spare.view(parameter.dtype).view(parameter.shape)
+
+    def regroup(self) -> None:
+        """Other segments are held from the next step on."""
+        self._grouped = False
 
     def _from_spare(self, size: int) -> Tensor | None:
         for place, memory in enumerate(self._spare):

@@ -655,8 +655,8 @@ MESSAGE_CTAS = 2
 """Blocks of a kernel that carries messages between two workers. As long as it waits for the other one, each of them
 takes a multiprocessor from those that compute; left alone, NCCL takes up to 32 of the 132 that an H100 has, for each of
 the two streams to each neighbour."""
-_aborting: list[tuple[threading.Thread, float]] = []
-"""And until when each is waited for."""
+_aborting: list[threading.Thread] = []
+"""That nobody has waited for."""
 _aborts = threading.Lock()
 
 
@@ -672,17 +672,19 @@ def abort_aside(group: Any) -> None:
     thread = threading.Thread(target=abort, name="abort-group", daemon=True)
     with _aborts:
         thread.start()
-        _aborting.append((thread, time.monotonic() + _ABORT_SECONDS))
+        _aborting.append(thread)
 
 
 def await_aborts() -> None:
-    """Returns when those that were begun before have given their memory back, or have had the time for it."""
+    """Returns when those that were begun before have given their memory back, or have had the time for it. One that
+    hangs is waited for once."""
     with _aborts:
         waiting = list(_aborting)
-    for thread, until in waiting:
+    until = time.monotonic() + _ABORT_SECONDS
+    for thread in waiting:
         thread.join(max(0.0, until - time.monotonic()))
     with _aborts:
-        _aborting[:] = [entry for entry in _aborting if entry not in waiting]
+        _aborting[:] = [thread for thread in _aborting if thread not in waiting]
 
 
 def make_nccl(store: Any, rank: int, size: int, most_ctas: int | None = None) -> Any:

@@ -118,12 +118,12 @@ class Connections(Ending):
         with self._aborting:
             self._to_abort = nccl
         # It connects with its first operation; and for what goes from each rank to each, with the first of that kind.
-        token, to_all = torch.zeros(1, device=device), torch.zeros(self._size, device=device)
-        first: tuple[Callable[[], Any], ...] = (
+        token, (to_all, from_all) = torch.zeros(1, device=device), torch.zeros(2, self._size, device=device)
+        operations: list[Callable[[], Any]] = [
             lambda: nccl.allreduce([token]),
-            lambda: nccl.alltoall_base(torch.zeros_like(to_all), to_all, [], []),
-        )
-        for begin in first:
+            lambda: nccl.alltoall_base(from_all, to_all, [], []),
+        ]
+        for begin in operations:
             if self.aborted:
                 raise SiblingError(_CANCELLED)
             work = begin()

@@ -463,7 +463,7 @@ def test_a_thread_that_is_left_behind_connects_no_more(group: Any, monkeypatch: 
 
     monkeypatch.setattr(communicator, "NcclGroup", Made)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("waits for the device"))
-    with pytest.raises(TransferError):
+    with pytest.raises(TransferError, match=golden("nobody-waits-for-these-connections")):
         _alone(begun)
     assert [one._group.aborted for one in made] == [1]
 

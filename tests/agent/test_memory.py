@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -126,19 +126,34 @@ def test_layers_that_can_not_be_run_are_no_reason_to_refuse() -> None:
     assert found.stages[0].activations == 0 and found.told == ()
 
 
-@pytest.mark.parametrize("mode", ["deterministic", at_length("fast")])
-@pytest.mark.parametrize("clips", [False, True])
-def test_what_is_kept_beside_activations_is_what_is_said(mode: Mode, clips: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "clips", "peers"),
+    [
+        ("deterministic", False, 1),
+        ("deterministic", True, 1),
+        at_length("deterministic", False, 8),
+        at_length("deterministic", True, 3),
+        ("deterministic", True, 8),
+        at_length("fast", False, 1),
+        at_length("fast", True, 1),
+        at_length("fast", False, 8),
+    ],
+)
+def test_what_is_kept_beside_activations_is_what_is_said(mode: Mode, clips: bool, peers: int) -> None:
     layers, width = 6, 1024
     with torch.device("meta"):
         shapes = list(_linear(layers, width).named_parameters())
-    optimization = Optimization(mode=mode, clip_norm=1.0 if clips else None)
-    said = state_memory(shapes, 8.0, True, optimization, 1)
+    sharding: Literal["none", "zero1"] = "zero1" if peers > 1 else "none"
+    optimization = Optimization(mode=mode, clip_norm=1.0 if clips else None, sharding=sharding)
+    said = state_memory(shapes, 8.0, True, optimization, peers)
     live = compat.LiveBytes()
     with live:
         module = _linear(layers, width)
         sums = SUM_OF[mode](module.parameters(), terms=2)
-        stage = StageOptimizer(module, torch.optim.AdamW(module.parameters()), sums, clips=clips)
+        made, pipelines = torch.optim.AdamW(module.parameters()), peers if peers > 1 else None
+        stage = StageOptimizer(module, made, sums, clips=clips, pipelines=pipelines)
+        if stage.shards is not None:
+            stage.release([k for k, segment in enumerate(stage.shards.segments) if segment.shard % peers > 1])
         for _ in range(3):
             for parameter in sums.parameters:
                 rows = torch.ones(2, parameter.shape[0])
@@ -147,6 +162,8 @@ def test_what_is_kept_beside_activations_is_what_is_said(mode: Mode, clips: bool
                     sums.add_product(parameter, rows.t(), columns)
                 else:
                     sums.add(parameter, torch.ones_like(parameter))
+            if stage.tells_measures:
+                stage.take_measures(stage.measures())
             stage.step(None)
             stage.settle(CLEAN)
     assert 0.97 * said.total <= live.now <= 1.03 * said.total

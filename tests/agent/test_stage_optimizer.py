@@ -152,6 +152,51 @@ def test_a_late_validation_leaves_what_an_early_one_would_have(optimizer: str, s
         assert not late.gradients.buffer.any(), "nothing is left of what was lent"
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD, nesterov", at_length("Adam, amsgrad")])
+def test_a_late_validation_of_shards_leaves_what_an_early_one_would_have(optimizer: str) -> None:
+    """The gradients until then, and what the step has changed, lie where those of other workers were summed, whichever
+    segments this one holds."""
+    of_nine = ValidationResult(0.25, 4.0)
+    stages = [_sharded(optimizer), _sharded(optimizer)]
+    for iteration, validation in enumerate([CLEAN, of_nine, of_nine, CLEAN, of_nine]):
+        for late, stage in zip((False, True), stages, strict=True):
+            shards = stage.shards
+            assert shards is not None
+            if iteration == 2:
+                first, *_, last = sorted(shards.held)
+                state = stage.optimizer.state.get(shards.parts[first], {})
+                for other in (0, 3, 4):  # as long as the first
+                    stage.hold(other, copy.deepcopy(dict(state)))
+                stage.release([last])
+            _sum(stage, iteration)
+            stage.take_measures(stage.measures())
+            stage.step(None if late else validation)
+            if late:
+                assert stage.settle(validation) is not validation.clean
+        ours, theirs = ([stage.shards.parts[k] for k in sorted(stage.shards.held)] for stage in stages)  # type: ignore[union-attr]
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        kept, others = (
+            [stage.optimizer.state.get(p, {}) for p in of] for stage, of in zip(stages, (ours, theirs), strict=True)
+        )
+        assert _equal(kept, others)
+        # The others' come over the groups.
+        with torch.no_grad():
+            for a, b in zip(stages[0].shards.parts, stages[1].shards.parts, strict=True):  # type: ignore[union-attr]
+                a.copy_(b)
+
+
+def _sharded(optimizer: str) -> StageOptimizer:
+    """What one of eight peers holds: two of its eight shards."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 256))
+    sums = GradientSum(module.parameters(), terms=1)
+    made = OPTIMIZERS[optimizer](module.parameters())
+    stage = StageOptimizer(module, made, sums, clips=True, pipelines=8)
+    assert stage.shards is not None
+    stage.release([k for k, segment in enumerate(stage.shards.segments) if segment.shard % 8 not in (2, 5)])
+    return stage
+
+
 def test_nothing_goes_back_once_the_next_gradient_is_there() -> None:
     """The snapshot is where it is summed, and gone: nothing may come of half of it."""
     stage = _stage()

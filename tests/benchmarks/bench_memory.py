@@ -61,6 +61,8 @@ ROWS: dict[str, tuple[Mode | None, bool, int]] = {
     "deterministic, clipped, sharded over 3": ("deterministic", True, 3),
     "fast, sharded over 3": ("fast", False, 3),
     "deterministic, sharded over 8": ("deterministic", False, 8),
+    "deterministic, clipped, sharded over 8": ("deterministic", True, 8),
+    "fast, sharded over 8": ("fast", False, 8),
 }
 """The mode, whether gradients are clipped, and over how many peers the optimizer's state is sharded."""
 

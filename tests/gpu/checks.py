@@ -175,8 +175,9 @@ def waits(told: Told) -> Said:
     from tests.gpu import ranks
 
     found, _ = ranks.run(ranks.waits, (Worker(0, 0), Worker(1, 0)), told.device, "ordered")
-    wait, go_on = ([name for name, waits in found.items() if bool(waits) == asked] for asked in (True, False))
-    return f"wait for a receive: {', '.join(wait) or 'none'}", f"do not: {', '.join(go_on)}"
+    wait, go_on, failed = ([name for name, said in found.items() if said == asked] for asked in (1.0, 0.0, -1.0))
+    note = f"do not: {', '.join(go_on)}" + (f"; can't be tried: {', '.join(failed)}" if failed else "")
+    return f"wait for a receive: {', '.join(wait) or 'none'}", note
 
 
 # -- jobs -------------------------------------------------------------------------------------------

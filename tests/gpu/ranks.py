@@ -151,7 +151,8 @@ WAITS_SECONDS = 1.5
 
 def waits(rank: Rank) -> dict[str, float]:
     """For each call that a worker may make while it has a receive on its GPU: 1 where it does not return before the
-    message has come, on which it would depend there; else 0. Rank 1 sends each when it is told to."""
+    message has come, on which it would depend there; else 0, and -1 where it fails. Rank 1 sends each when it is told
+    to."""
     device, other = rank.take(), 1 - rank.number
     group, third, spare = (_group(rank, name, device) for name in ("stage", "third", "spare"))
     for one in (group, spare):
@@ -169,10 +170,18 @@ def waits(rank: Rank) -> dict[str, float]:
             group.send(other, message, 0).wait()
             continue
         pending = group.receive(other, message, 0)
-        calling = threading.Thread(target=call, daemon=True)
+        failed = list[Exception]()
+
+        def run(call: Callable[[], object] = call, failed: list[Exception] = failed) -> None:
+            try:
+                call()
+            except Exception as error:  # of what another torch has not, say
+                failed.append(error)
+
+        calling = threading.Thread(target=run, daemon=True)
         calling.start()
         calling.join(WAITS_SECONDS)
-        found[name] = float(calling.is_alive())
+        found[name] = -1.0 if failed else float(calling.is_alive())
         store.set(f"send {name}", b"now")
         pending.wait()
         calling.join(TIMEOUTS.transfer)
