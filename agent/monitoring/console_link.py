@@ -232,6 +232,8 @@ class ReportSender(threading.Thread):
         self._connect, self._path, self._reports = connect, path, reports
         self._ready, self._pause, self._refused = ready, pause, refused
         self._there, self._stopping, self._last_tries = threading.Event(), threading.Event(), True
+        self.refusing: tuple[float, str] | None = None
+        """Since when the console has taken none, and what it said; None: it takes them, or there are none."""
         self.start()
 
     @property
@@ -263,7 +265,8 @@ class ReportSender(threading.Thread):
                 continue
             try:
                 client.post(f"{self._path()}{report.path}", report.body)
-            except ConsoleUnavailable:
+            except ConsoleUnavailable as error:
+                self.refusing = (self.refusing or (time.monotonic(), ""))[0], str(error)
                 if not self._stopping.is_set():
                     self._stopping.wait(backoff.seconds())
                 elif self._last_tries:
@@ -273,6 +276,7 @@ class ReportSender(threading.Thread):
                 continue
             except ConsoleRefused as refusal:
                 self._refused(refusal)  # the console knows better (fenced, finished): the same again would be refused
+            self.refusing = None
             backoff.reset()
             self._reports.sent()
             self._stopping.wait(self._pause())
@@ -327,6 +331,8 @@ class Absence:
         self._broken, self._begun = False, begun
         self._told: str | None = None
         """For what it was last said to stand still; "": it was said that the console is away, no more."""
+        self._answered = False
+        """Did it answer, when that was said?"""
         self._due = self._wait = 0.0
 
     def lost(self, worker: str, how: str) -> None:
@@ -344,28 +350,32 @@ class Absence:
         self._lost = {worker: how for worker, how in self._lost.items() if worker in members}
         self._broken, self._begun = False, True
 
-    def turn(self, now: float, away: tuple[float, str] | None, clock: float) -> str:
+    def turn(
+        self, now: float, away: tuple[float, str] | None, clock: float, refusing: tuple[float, str] | None = None
+    ) -> str:
         """What is to be said now; "": nothing. away: since when the console is, and how that shows; None: it is not.
-        clock: the time of day."""
-        why = self._why(now)
-        if away is None:
+        clock: the time of day. refusing: since when it answers, and takes no reports: its disk is full, say."""
+        why, since_and_how = self._why(now), away or refusing
+        if since_and_how is None:
             back, self._told = self._told is not None, None
-            return "the console answers again" if back else ""
-        since, how = away
+            return f"the console {'takes reports' if self._answered else 'answers'} again" if back else ""
+        since, how = since_and_how
         news = self._told is None or (why and why != self._told)
         if now - since < AWAY_SECONDS or not (news or (why and now >= self._due)):
             return ""
-        self._told = why
+        self._told, self._answered = why, away is None
         shortest, longest = AWAY_AGAIN_SECONDS
         self._wait = shortest if news else min(2 * self._wait, longest)
         self._due = now + self._wait
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(clock - (now - since)))
-        missing = f"has not answered since {at} ({_ago(now - since)} ago: {how})"
+        missing = f"has {'not answered' if away else 'taken no reports'} since {at} ({_ago(now - since)} ago: {how})"
         if not why:
             return (
                 f"the console {missing}; training goes on, but if a worker is lost, all wait until the console is back"
             )
         waits = "It waits" if why == NOT_BEGUN else "The job stands still"
+        if not away:
+            return f"{why}. {waits} until the console takes reports again, which {missing}; the job goes on by itself"
         return (
             f"{why}. {waits} until the console is back, which {missing}. Start the console again with the same "
             "database; the job goes on by itself"
@@ -593,7 +603,7 @@ class ConsoleCoordination(Coordination):
                 self._absence.decided(self._living - {*event.deployment.joining})
             elif isinstance(event, Command):
                 self._command = event.seq
-        if text := self._absence.turn(now, self._away, time.time()):
+        if text := self._absence.turn(now, self._away, time.time(), self._sender.refusing):
             out.append(LauncherWarning(text))
         return out
 

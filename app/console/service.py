@@ -584,6 +584,7 @@ OVER_SECONDS = 86_400.0
 STUCK_SECONDS = 120.0
 # Between two looks whether the database can be written.
 PROBE_SECONDS = 1.0
+SAID_EVERY_SECONDS = 60.0
 # Of one job in one turn: more would keep the event loop waiting for tens of milliseconds.
 FLUSH_AT_ONCE = 512
 
@@ -752,6 +753,7 @@ class ConsoleService:
     def _keep_time(self) -> None:
         last_flush, turns = time.monotonic(), 0
         resting: dict[str, float] = {}  # jobs that are over, of which nothing is left to be done; and since when
+        said = dict[str, float]()  # by what the database refuses a tick with: when that was logged
         while not self._stop.wait(TICK_SECONDS):
             self._got_on = self._clock()
             for job in self.jobs.live():
@@ -771,7 +773,11 @@ class ConsoleService:
                         job.plans.let_go()
                         resting.setdefault(job.job_id, time.monotonic())
                 except ConsoleError as error:
-                    log.warning("a tick could not be stored; it is tried again", job=job.job_id, reason=error.detail)
+                    # Four times a second, and of every job: the log may be on the disk that is full.
+                    if self._got_on - said.get(error.detail, -SAID_EVERY_SECONDS) >= SAID_EVERY_SECONDS:
+                        said[error.detail] = self._got_on
+                        text = "a tick could not be stored; it is tried again"
+                        log.warning(text, job=job.job_id, reason=error.detail)
                 except Exception:
                     log.exception("a tick failed", job=job.job_id)
             if time.monotonic() - last_flush >= FLUSH_SECONDS:

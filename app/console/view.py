@@ -562,7 +562,8 @@ class Queries:
     def sentence(self, job: LiveJob, worker_states: WorkerStates | None = None, share: float | None = None) -> str:
         """worker_states: of `job`, where they are made already. share: as of app.jobs.states.sentence."""
         states, now = worker_states or job.worker_states(), self._clock()
-        return sentence(states, now, self._failure_timeouts, share=share, stood_still=job.stood_still(now))
+        still, unstorable = job.stood_still(now), job.unstorable
+        return sentence(states, now, self._failure_timeouts, share=share, stood_still=still, unstorable=unstorable)
 
     def plan_document(self, job_id: str, fingerprint: str) -> str:
         """The stored JSON, as it is. Raises ConsoleError (404)."""

@@ -604,6 +604,7 @@ class LiveJob:
         self._ticked = clock()
         self._published_generation = 0
         self._doubtful = False  # may the database hold another state than this object?
+        self._refused = ""
 
     def ask_for(self, failed: tuple[str, ...]) -> None:
         """Has the plan made elsewhere."""
@@ -938,7 +939,14 @@ class LiveJob:
             except SQLAlchemyError as error:
                 # The database may have taken it all the same, and only its answer was lost.
                 self._doubtful = True
-                raise unavailable(error) from error
+                refused = unavailable(error)
+                self._refused = refused.detail
+                raise refused from error
+
+    @property
+    def unstorable(self) -> str:
+        """Why nothing of it can be stored at present, in words; empty: it can."""
+        return self._refused.partition("; ")[0] if self._doubtful else ""
 
     # -- reading back -----------------------------------------------------------------------
 
@@ -976,4 +984,7 @@ class LiveJob:
         self.lead.read(job_row["lead_term"], job_row["lead_node"])
         self.version += 1
         self.plans.cut(state.current.partition if state.current else ())
-        self.state = state
+        # As ConsoleRestarted has it, which may not be stored for long.
+        self.state = state.with_heard(
+            {n: m if m.last_heard is None else replace(m, last_heard=self._clock()) for n, m in state.members.items()}
+        )

@@ -471,16 +471,19 @@ def sentence(
     *,
     share: float | None = None,
     stood_still: float = 0.0,
+    unstorable: str = "",
 ) -> str:
     """share: of the fault-free throughput, that it trains at of late; None: not known. stood_still: seconds for which
-    the console has not looked at the job, which are nobody's silence."""
+    the console has not looked at the job, which are nobody's silence. unstorable: why the database takes nothing."""
     said = _sentence(worker_states, now - stood_still, failure_timeouts, share)
-    if stood_still <= failure_timeouts.suspect:
+    if stood_still <= failure_timeouts.suspect and not unstorable:
         return said
     state = worker_states.state
     silence = _silence(state, now - stood_still, failure_timeouts)
     if state.settled and not (state.halted or state.over or state.broken or worker_states.paused or silence):
         said = TRAINING_ALONE  # what else there is to say may have changed
+    if unstorable:
+        return f"The console can decide nothing, and what is shown may be old: {whole_sentence(unstorable)} {said}"
     return (
         f"The console has been stuck for {stood_still:.0f} s: its database does not answer, or the machine is very "
         f"busy. What is shown is as old as that. {said}"

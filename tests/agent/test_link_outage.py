@@ -63,13 +63,14 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
 class Console(ThreadingHTTPServer):
     """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no
     registration, as one of another version, and counts those that it refuses. offers: what it answers, by how the path
-    ends. strange: its database is another one, without the job."""
+    ends. full: what is only asked is answered, with nothing, and 503 is said to reports. strange: its database is
+    another one, without the job."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         self.back = threading.Event()
-        self.strange = False
+        self.strange = self.full = False
         self.refused = 0
         self.taken: list[tuple[str, dict[str, Any]]] = []
         self.offers: dict[str, str] = {}
@@ -80,6 +81,10 @@ class Console(ThreadingHTTPServer):
                 path, _, query = self.path.partition("?")
                 if console.strange:
                     self._refuse(404, "unknown_job", "job: got 'job', expected the id of a job of this console")
+                    return
+                if console.full:
+                    self.send_response(204)
+                    self.end_headers()
                     return
                 offered = console.offers.get(path.rsplit("/", 1)[1])
                 if offered is None or (query and "after=0" not in query.split("&")):
@@ -277,6 +282,36 @@ def test_that_a_job_stands_still_for_its_console_is_said_and_now_and_then_again(
     assert absence.turn(now + 2, None, 1e9) == ""
     absence.decided(["W0_0", "W1_1"])
     assert golden("training-goes-on-but-once") in absence.turn(now + 9, (now, how), 1e9), "nothing stands still"
+
+
+def test_a_console_that_answers_and_takes_no_reports_is_said_to() -> None:
+    """Its disk is full: whoever dies is waited for, and nobody knew why."""
+    absence, full = Absence(begun=True), (0.0, "http://c answered 503 (the disk is full)")
+    absence.lost("W0_1", "was killed by SIGKILL")
+    assert absence.turn(1, None, 1e9, full) == "", "it may be for a moment"
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9 - 6))
+    assert absence.turn(6, None, 1e9, full) == golden("w0-1-is-gone-and-the-console", at)
+    assert absence.turn(7, None, 1e9, full) == ""
+    assert absence.turn(8, None, 1e9) == golden("the-console-takes-reports-again")
+
+
+def test_that_a_console_takes_no_reports_is_found_by_what_is_sent_to_it(console: Console) -> None:
+    console.full = True
+    link = ConsoleCoordination(
+        lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}", known=True), "job", lambda text: None
+    )
+
+    def said(ahead: float = AWAY_SECONDS) -> list[str]:
+        return [e.text for e in link.poll(time.monotonic() + ahead) if isinstance(e, LauncherWarning)]
+
+    try:
+        link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
+        until(lambda: any("W0_1 is gone" in text for text in said()), "it to say so", TIMEOUT)
+        console.back.set()
+        until(lambda: said(0.0) == [golden("the-console-takes-reports-again")], "it to say so", TIMEOUT)
+        assert [body["cause"] for _, body in console.taken] == ["exit"]
+    finally:
+        link.close(lambda: True)
 
 
 def test_who_has_lost_its_peer_is_said_where_none_is_known_to_be_gone() -> None:
