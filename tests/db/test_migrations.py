@@ -4,13 +4,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect
 
 from openrecycle.db.models import Base
-from openrecycle.db.session import Database, DatabaseError, alembic_config
+from openrecycle.db.session import Database, DatabaseError
 from tests.golden import golden
 
 
@@ -47,14 +46,6 @@ def test_processes_that_start_together_take_turns(database_url: str) -> None:
     assert set(Base.metadata.tables) <= set(inspect(databases[0].engine).get_table_names())
     for database in databases:
         database.close()
-
-
-def test_every_migration_can_be_taken_back(database: Database) -> None:
-    with database.write() as session:
-        command.downgrade(alembic_config(session.connection()), "base")
-    assert set(inspect(database.engine).get_table_names()) <= {"alembic_version"}
-    database.upgrade()
-    assert "job" in inspect(database.engine).get_table_names()
 
 
 def test_one_console_at_a_time_has_an_sqlite_file(tmp_path: Path) -> None:
