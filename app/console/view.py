@@ -322,8 +322,6 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
 EVENTS = 20
 # Of the generations that are read at once, so many workers: of thousands, each has what it acknowledged.
 GENERATION_ROWS = 32_768
-# What older versions stored, and how it is called since.
-BEFORE = {"starting": "empty", "re-joining": "joining"}
 _EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
 
 
@@ -541,8 +539,7 @@ class Queries:
         return WorkerDetail(
             worker,
             tuple(
-                StateInterval(BEFORE.get(row["state"]) or row["state"], row["at"], max(end, row["at"]))
-                for row, end in zip(rows, ends, strict=True)
+                StateInterval(row["state"], row["at"], max(end, row["at"])) for row, end in zip(rows, ends, strict=True)
             ),
             _op_times(job, view, worker),
             tuple(_event(row, seen) for row in events),

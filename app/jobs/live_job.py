@@ -27,7 +27,6 @@ from openrecycle.agent.coordination import coordinator, membership
 from openrecycle.agent.coordination.blame import Complaint, Links
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
-    LEFT,
     Broken,
     ConsoleRestarted,
     Decision,
@@ -260,15 +259,13 @@ def member_row(member: Member) -> Record:
 def read_member(row: Record, stage: int, acknowledged: dict[str, str]) -> Member:
     incarnation, state = row["incarnation"], WorkerState(row["state"])
     said = acknowledged.get(incarnation, "")
-    gone = (True, WorkerState.FAILED, 0)
     return Member(
         name=row["name"],
         stage=stage,
         state=state,
         incarnation=incarnation,
         retired=tuple(json.loads(row["retired"])),
-        # As it was written before LEFT stood for it.
-        generation=LEFT if (row["leaving"], state, row["member_generation"]) == gone else row["member_generation"],
+        generation=row["member_generation"],
         acknowledged="" if state is WorkerState.FAILED else said,  # type: ignore[arg-type]
         last_heard=0.0 if incarnation else None,  # ConsoleRestarted sets it to now
         draining=row["draining"],
@@ -304,10 +301,10 @@ def _broken_text(state: State) -> str:
 
 
 def read_broken(text: str) -> tuple[Broken | None, Links]:
-    """What `_broken_text` wrote; or, of a version that knew no links, the transfer alone."""
-    said = json.loads(text) if text else {"broken": None, "complaints": [], "links": Links().to_json()}
-    if isinstance(said, list):
-        said = {"broken": said, "complaints": [], "links": Links().to_json()}
+    """What `_broken_text` wrote."""
+    if not text:
+        return None, Links()
+    said = json.loads(text)
     complaints = tuple(Complaint(*c) for c in said["complaints"])
     links = Links.from_json(said["links"])
     if not said["broken"]:
@@ -443,14 +440,12 @@ def read_processes(rows: Iterable[Record]) -> dict[str, ProcessState]:
     """By incarnation, those that came first first."""
     found = []
     for row in rows:
-        # Those that an older version has stored say nothing of ranks, or of restarts.
-        for incarnation, host, pid, held, ended, detail, *of_ranks in json.loads(row["processes"]):
+        for who, host, pid, held, ended, detail, ranks, spare, made_of, planned in json.loads(row["processes"]):
             roles = tuple((str(role), float(since)) for role, since in held)
-            ranks, spare, made_of, *more = of_ranks or ((), (), ())
-            restart = PlannedRestart(*more[0]) if more and more[0] else None
             made = tuple((str(whose), int(rank)) for whose, rank in made_of)
+            restart = PlannedRestart(*planned) if planned else None
             numbers = tuple(ranks), tuple(spare), made
-            found.append(ProcessState(incarnation, host, pid, roles, ended, detail, *numbers, restart))
+            found.append(ProcessState(who, host, pid, roles, ended, detail, *numbers, restart))
     return {process.incarnation: process for process in sorted(found, key=lambda p: p.since)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,9 +121,7 @@ def test_the_console_remembers_them(job: Job, tmp_path: Path) -> None:
         again.close()
 
 
-def test_what_was_stored_before_there_were_ranks_is_read() -> None:
+def test_what_was_stored_of_a_process_without_ranks_is_read() -> None:
     process = ProcessState("a", "host", 7, (("W0_0", 1.0),), "failed", "killed")
     (row,), _ = process_rows({"a": process}, {"a": process})
     assert read_processes([row]) == {"a": process}
-    old = {**row, "processes": json.dumps([each[:6] for each in json.loads(row["processes"])])}
-    assert read_processes([old]) == {"a": process}
