@@ -5,6 +5,7 @@ file is written out (`alembic revision --autogenerate` on an empty database), an
 from __future__ import annotations
 
 from alembic import op
+from sqlalchemy import insert
 
 from openrecycle.db.models import Base, LeadershipRow
 
@@ -15,4 +16,4 @@ down_revision = None
 def upgrade() -> None:
     Base.metadata.create_all(op.get_bind())
     # The only row there ever is: nobody has led yet.
-    op.bulk_insert(LeadershipRow.__table__, [{"id": 1, "term": 0, "holder": "", "address": "", "renewed_at": 0.0}])
+    op.execute(insert(LeadershipRow).values(id=1, term=0, holder="", address="", renewed_at=0.0))
