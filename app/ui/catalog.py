@@ -321,7 +321,7 @@ def plans_table(line: CountLine, unit: str) -> Table:
     """One row per plan of a count, the longest first."""
     unit = text.plural(unit)
     return {
-        "failed": [", ".join(plan.failed()) or "none" for plan in line.plans],
+        "failed": [", ".join(plan.failed) or "none" for plan in line.plans],
         f"period ({unit})": [plan.period for plan in line.plans],
         f"lower bound ({unit})": [plan.bound for plan in line.plans],
         "gap %": [round(100 * plan.gap, 2) for plan in line.plans],

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from itertools import groupby
@@ -547,7 +547,7 @@ def _tiles(view: JobView) -> None:
 
 
 def _tile(worker: WorkerView) -> components.Tile:
-    worker = worker._replace(host=text.plain_markdown(worker.host))
+    worker = replace(worker, host=text.plain_markdown(worker.host))
     tip = worker_sentence(worker).replace("<br>", "  \n").replace("<b>", "**").replace("</b>", "**")
     return components.Tile(worker.name, worker.state.value, facts.tile_words(worker), tip)
 
