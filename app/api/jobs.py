@@ -58,7 +58,7 @@ from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.observing.recorder import Series
 from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS
-from openrecycle.app.runtime.errors import named, storing
+from openrecycle.app.runtime.errors import named
 from openrecycle.app.runtime.runner import answer_in_thread, in_thread
 from openrecycle.app.security.access import caller_of
 from openrecycle.db.heartbeats import Level
@@ -323,8 +323,7 @@ def _history(
     console: ConsoleService, job: LiveJob, worker: str, since: float, until: float, step: Level | None
 ) -> WorkerHistory:
     series = console.recorder.series(job, worker, since, until, step)
-    with storing():
-        states = console.queries.observations.states(job.job_id, worker)
+    states = console.queries.states(job.job_id, worker)
     return WorkerHistory(
         worker=worker,
         series=series,

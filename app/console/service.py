@@ -66,7 +66,7 @@ from openrecycle.app.runtime.patches import begin_without_pages
 from openrecycle.app.runtime.runner import EventLoopWatch, in_thread
 from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.app.security.access import Security
-from openrecycle.db.job_rows import OVER, JobIndex
+from openrecycle.db.job_rows import OVER
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.check import check
@@ -105,8 +105,7 @@ class JobRegistry:
     def __init__(self, store: Store, failure_timeouts: FailureTimeouts, life: JobLife) -> None:
         self._store, self.failure_timeouts, self._life = store, failure_timeouts, life
         self._jobs: dict[str, LiveJob] = {}
-        self._index = JobIndex(store.database)
-        self.past = PastJobs(self._index)
+        self.past = PastJobs(store)
         self._unreadable: set[str] = set()
         self._lock = threading.RLock()
 
@@ -211,7 +210,7 @@ class JobRegistry:
         Raises SQLAlchemyError."""
         known = dict.fromkeys(self.past.lines(), True)
         known |= {job_id: bool(job.state.over) for job_id, job in list(self._jobs.items())}
-        states = self._index.states()
+        states = self._store.job_states()
         new = [j for j, state in states.items() if state in OVER and j not in known and j not in self._unreadable]
         if new:
             self.past.read(new)
@@ -261,7 +260,7 @@ class JobRegistry:
         """Every job of the database that is not over, and the newest so many others; the rest, of which there may be
         thousands, one by one when somebody asks for them. Raises SQLAlchemyError."""
         self.past.read()
-        states = self._index.states()
+        states = self._store.job_states()
         for job_id in [*list(self.past.lines())[-over:], *(j for j in states if states[j] not in OVER)]:
             job = self.take_up(job_id)
             if job is not None and not job.state.over:
@@ -279,14 +278,14 @@ class JobRegistry:
 class PastJobs:
     """Those that no LiveJob stands for. Thread-safe."""
 
-    def __init__(self, index: JobIndex) -> None:
-        self._index = index
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._lines: dict[str, JobSummary] = {}  # replaced as a whole: readers need no lock
         self._lock = threading.Lock()
 
     def read(self, job_ids: Collection[str] | None = None) -> None:
         """Notes all that there are, or these. Raises SQLAlchemyError."""
-        found = [line for row in self._index.over(job_ids) if (line := _line(row)) is not None]
+        found = [line for row in self._store.jobs_over(job_ids) if (line := _line(row)) is not None]
         with self._lock:
             self._lines = {**self._lines, **{line.job_id: line for line in found}}
 

@@ -47,8 +47,7 @@ from openrecycle.app.jobs.throughput import (
 )
 from openrecycle.app.plans.library import PlanCache
 from openrecycle.app.runtime.errors import plain, storing, unknown_plan, unknown_worker
-from openrecycle.db.plan_rows import PlanColumns
-from openrecycle.db.store import Observations, Record, Store
+from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
@@ -424,7 +423,6 @@ class Queries:
     ) -> None:
         self._store, self._failure_timeouts, self._clock = store, failure_timeouts, clock
         self._find, self._live, self._past = find, live, past
-        self.observations = Observations(store.database)
         self._plans = plans
         self._figures, self._waited, self._advice = figures, waited, advice
         self._seen: WeakKeyDictionary[LiveJob, dict[Hashable, _Kept]] = WeakKeyDictionary()
@@ -511,7 +509,7 @@ class Queries:
 
     def _read(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _History:
         feed = self._store.events(job.job_id, limit=events, newest=True)
-        seen_by = self.observations.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
+        seen_by = self._store.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
         return _History(
             tuple(
                 iteration_view(row, job.spec, waited)
@@ -534,9 +532,9 @@ class Queries:
         role = states.roles[name]
         process = role.process if role.process and role.process.role == name else None
         with storing():
-            rows = self.observations.states(job.job_id, name)
-            events = self.observations.events_of(job.job_id, name, limit=EVENTS)
-            seen = self.observations.seen_events(job.job_id, [e["seq"] for e in events])
+            rows = self._store.worker_states(job.job_id, name)
+            events = self._store.events_of(job.job_id, name, limit=EVENTS)
+            seen = self._store.seen_events(job.job_id, [e["seq"] for e in events])
         # Of a worker that has not registered yet there is no state.
         ends = ([row["at"] for row in rows[1:]] + [now])[: len(rows)]
         return WorkerDetail(
@@ -570,7 +568,7 @@ class Queries:
         """The same as it is stored: a tenth, or less. Raises ConsoleError (404)."""
         self._find(job_id)
         with storing():
-            document = PlanColumns(self._store.database).deflated_document(plain(fingerprint), job_id)
+            document = self._store.deflated_plan(plain(fingerprint), job_id)
         if document is None:
             raise unknown_plan(fingerprint)
         return document
@@ -590,6 +588,11 @@ class Queries:
         self._find(job_id)
         with storing():
             return self._store.iterations(job_id, after=after, limit=limit)
+
+    def states(self, job_id: str, worker: str) -> list[Record]:
+        """The newest changes of a worker's state, oldest first: state, at."""
+        with storing():
+            return self._store.worker_states(job_id, worker)
 
     def past_failures(self, job_id: str, seconds: float | None = None) -> tuple[tuple[Row, ...], float]:
         """((seconds since the first generation, worker, `failed` or `joined`), ...), seconds covered: to now, or the

@@ -33,7 +33,7 @@ from openrecycle.app.console.service import Reports
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.observing.goodput import Waiting
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.db.store import Observations, Record, Store
+from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import layers_moved
 from tests.agent.coordinator_run import LADDER
@@ -96,7 +96,7 @@ class World:
             created_at=time.time(),
             workers=members,
         )
-        waited = Waiting(Observations(self.store.database)).of
+        waited = Waiting(self.store).of
         self.reports = Reports(self.store, lambda job_id: self.job, lambda job: None, lambda job: None, waited)
         self.operators = Operators(lambda job_id: self.job, self.store)
         # The launcher's own book of places, without its processes.

@@ -43,7 +43,6 @@ from openrecycle.app.server import create_routes
 from openrecycle.db.access import AuditStore
 from openrecycle.db.job_rows import MODELS, HiddenJob, JobRows, table
 from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
-from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import at_length, new_database
@@ -133,7 +132,7 @@ def test_large_plans_are_stored_in_columns_too(
     monkeypatch.setattr(histories, "SMALL_OPS", 10)
     import_history(target, path)
     for row in Store(target).job_plans(job_id):
-        assert PlanColumns(target).get(row["fingerprint"]) is not None
+        assert Store(target).plan_columns(row["fingerprint"]) is not None
         assert stored_plan(Store(target), row["fingerprint"]) == stored_plan(Store(source), row["fingerprint"])
 
 
