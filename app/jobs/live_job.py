@@ -538,22 +538,6 @@ def run_together(
     return state, notes, answers
 
 
-def processes_of(reports: Iterable[IncomingReport]) -> dict[str, Arrival]:
-    """Those that registered, by incarnation."""
-    return {report.event.incarnation: report.process for report in reports if report.process}
-
-
-def spares_of(reports: Iterable[IncomingReport]) -> dict[str, tuple[int, ...]]:
-    """Of those that exited, by incarnation, the ranks that are spare."""
-    return {report.event.incarnation: report.spare for report in reports if report.spare}
-
-
-def restarts_of(reports: Iterable[IncomingReport]) -> dict[str, tuple[str, PlannedRestart]]:
-    """Of those that exited, by incarnation, whose place it was, and what their launcher does about it."""
-    restarts = ((report.event, report.restart) for report in reports)
-    return {event.incarnation: (event.worker, restart) for event, restart in restarts if restart}
-
-
 class LiveJob:
     """Thread-safe. want_plan: called with the failed workers when a plan has to be made elsewhere;
     the answer comes back by `plans.plan_made`. on_generation: called after a generation has
@@ -886,10 +870,12 @@ class LiveJob:
             member_row(m) for name, m in new.members.items() if m is not before[name] and differs(m, before[name])
         ]
         # Most reports of a large job change nobody's role, and everybody's is looked at for those that do.
-        spare, restarts = spares_of(reports), restarts_of(reports)
+        spare = {r.event.incarnation: r.spare for r in reports if r.spare}
+        restarts = {r.event.incarnation: (r.event.worker, r.restart) for r in reports if r.restart}
         changed, states = dict[str, ProcessState](), list[Record]()
         if workers or spare or restarts:
-            changed = follow(self.processes, old, new, processes_of(reports), now, spare, restarts)
+            came = {r.event.incarnation: r.process for r in reports if r.process}
+            changed = follow(self.processes, old, new, came, now, spare, restarts)
         known = {**self.processes, **changed} if changed else self.processes
         if workers or changed:
             states = state_rows(WorkerStates(old, self.processes), WorkerStates(new, known), now)
