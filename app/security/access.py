@@ -175,6 +175,7 @@ def _words(roles: frozenset[Role]) -> str:
 # -- how people sign in -------------------------------------------------------------------------
 
 COOKIE = "openrecycle_session"
+# By a token or an account: whoever leaves the company is out by the end of the day.
 SESSION_SECONDS = 12 * 3600
 
 
@@ -238,8 +239,6 @@ SIGN_OUT = "/logout"
 LOGOUT = "/auth/logout"
 GROUP = "group:"
 MIN_SECRET = 32
-# As long as a session by token: whoever leaves the company is out by the end of the day.
-SIGNED_IN_SECONDS = 12 * 3600
 _SHARED = ("redirect_uri", "cookie_secret")
 _OF_PROVIDER = ("client_id", "client_secret", "server_metadata_url")
 
@@ -255,10 +254,10 @@ def role_of(oidc: OidcSettings, claims: Mapping[str, Any]) -> Role | None:
 def signed_in(oidc: OidcSettings, claims: Mapping[str, Any]) -> Caller | None:
     """None: no role, or signed in too long ago. claims: of an ID token that was checked."""
     role, at = role_of(oidc, claims), claims.get("iat")
-    if role is None or not isinstance(at, int | float) or time.time() >= at + SIGNED_IN_SECONDS:
+    if role is None or not isinstance(at, int | float) or time.time() >= at + SESSION_SECONDS:
         return None
     name = account(claims)
-    return Caller(f"oidc:{name}", name, role, until=at + SIGNED_IN_SECONDS)
+    return Caller(f"oidc:{name}", name, role, until=at + SESSION_SECONDS)
 
 
 class Login(Protocol):
