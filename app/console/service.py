@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -48,6 +47,7 @@ from openrecycle.agent.messages.protocol import (
     ValidationReport,
 )
 from openrecycle.app.advice.service import Advising
+from openrecycle.app.catalogs.contents import MAX_WORKERS
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.console.operators import Operators
 from openrecycle.app.console.view import Queries, RollOuts
@@ -63,7 +63,7 @@ from openrecycle.app.plans.service import PlansService
 from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_job, unknown_worker
 from openrecycle.app.runtime.patches import begin_without_pages
-from openrecycle.app.runtime.runner import EventLoopWatch, in_thread
+from openrecycle.app.runtime.runner import STUCK_SECONDS, EventLoopWatch, in_thread
 from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.app.security.access import Security
 from openrecycle.db.job_rows import OVER
@@ -78,32 +78,15 @@ from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
 
-MAX_WORKERS = 16_384
 # Of all jobs that have not ended: the time that the console takes to start, and its memory, go by them.
 MAX_LIVE_WORKERS = 16 * MAX_WORKERS
 
 
-class JobLife(Protocol):
-    """What else a console does when a job of its begins, is read, or ends."""
-
-    def new_job(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
-        """Raises PlannerError for one that can't be planned."""
-
-    def job_begins(self, job: LiveJob) -> None:
-        """It is new, or was taken up, and runs."""
-
-    def job_read(self, job: LiveJob) -> None:
-        """It was read from the database."""
-
-    def job_ended(self, job: LiveJob) -> None:
-        """Nothing more is to be done for it."""
-
-
 class JobRegistry:
-    """Thread-safe."""
+    """Thread-safe. console: does what else there is to do when a job of its begins, is read, or ends."""
 
-    def __init__(self, store: Store, failure_timeouts: FailureTimeouts, life: JobLife) -> None:
-        self._store, self.failure_timeouts, self._life = store, failure_timeouts, life
+    def __init__(self, store: Store, failure_timeouts: FailureTimeouts, console: ConsoleService) -> None:
+        self._store, self.failure_timeouts, self._console = store, failure_timeouts, console
         self._jobs: dict[str, LiveJob] = {}
         self.past = PastJobs(store)
         self._unreadable: set[str] = set()
@@ -133,7 +116,7 @@ class JobRegistry:
         job_id, created_at = secrets.token_hex(6), time.time()
         try:
             self.failure_timeouts.check_above(spec.transfer_timeout, spec.group_timeout)
-            job = self._life.new_job(job_id, spec, created_at)
+            job = self._console.new_job(job_id, spec, created_at)
         except PlannerError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
         members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
@@ -154,7 +137,7 @@ class JobRegistry:
                 self._jobs[job_id] = job
         if not new:
             return self._created_before(row, spec, idempotency_key), False
-        self._life.job_begins(job)
+        self._console.job_begins(job)
         log.info("job created", job=job_id, name=spec.name, workers=len(members))
         return self._created(row, spec, idempotency_key), True
 
@@ -167,7 +150,7 @@ class JobRegistry:
             if row["id"] not in self._jobs and row["id"] not in self.past.lines():
                 job = self.take_up(row["id"])
         if job is not None and not job.state.over:
-            self._life.job_begins(job)
+            self._console.job_begins(job)
         return created
 
     def _created(self, row: Record, spec: JobSpec, idempotency_key: str | None) -> JobCreated:
@@ -222,9 +205,9 @@ class JobRegistry:
         """Reads a stored job, unless it is here already; None: it can't be read. Raises SQLAlchemyError."""
         if job_id not in self._jobs and job_id not in self._unreadable and (row := self._store.job(job_id)) is not None:
             try:
-                job = self._life.new_job(job_id, JobSpec.model_validate_json(row["spec"]), row["created_at"])
+                job = self._console.new_job(job_id, JobSpec.model_validate_json(row["spec"]), row["created_at"])
                 job.restore(row)
-                self._life.job_read(job)
+                self._console.job_read(job)
                 with self._lock:
                     self._jobs.setdefault(job_id, job)
             except (SQLAlchemyError, ConsoleError):  # it may be read when the database answers again
@@ -252,7 +235,7 @@ class JobRegistry:
             job = self._jobs.pop(job_id, None)
         self.past.drop(job_id)
         if job is not None:
-            self._life.job_ended(job)
+            self._console.job_ended(job)
             job.topic.close()
             job.generation_topic.close()
 
@@ -265,7 +248,7 @@ class JobRegistry:
             job = self.take_up(job_id)
             if job is not None and not job.state.over:
                 self._check_ladder(job)
-                self._life.job_begins(job)
+                self._console.job_begins(job)
 
     def _check_ladder(self, job: LiveJob) -> None:
         """Of a job that another console took: it runs, so it is not refused."""
@@ -579,8 +562,6 @@ class Reports:
 FLUSH_SECONDS = 5.0
 # Jobs that are over stay in memory for as long, with what their workers wrote; the newest stay for good.
 OVER_SECONDS = 86_400.0
-# For one job's turn; a database that does not answer takes a tenth of it.
-STUCK_SECONDS = 120.0
 # Between two looks whether the database can be written.
 PROBE_SECONDS = 1.0
 # Of one job in one turn: more would keep the event loop waiting for tens of milliseconds.
@@ -704,6 +685,7 @@ class ConsoleService:
         self._unwatch()
 
     def new_job(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
+        """Raises PlannerError for one that can't be planned."""
         return LiveJob(
             job_id,
             spec,
@@ -717,12 +699,15 @@ class ConsoleService:
         )
 
     def job_begins(self, job: LiveJob) -> None:
+        """It is new, or was taken up, and runs."""
         self.plans.ahead.make_ahead(job)
 
     def job_read(self, job: LiveJob) -> None:
+        """It was read from the database."""
         self._job_metrics.begin(job)
 
     def job_ended(self, job: LiveJob) -> None:
+        """Nothing more is to be done for it."""
         self.plans.ahead.cancel(job)
         self._advising.cancel(job)
         self.security.tokens.end_job(job.job_id)
