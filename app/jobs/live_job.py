@@ -95,25 +95,26 @@ class _FoldedLine(NamedTuple):
     last_at: float
 
 
-class Folding:
-    """The lines of one job that may still be repeated. Immutable."""
+def _key(kind: str, severity: str, worker: str | None, text: str) -> Key | None:
+    """Equal for lines that say the same; None for those that are never folded."""
+    return (kind, severity, worker, _NUMBER.sub("#", text)) if kind in KINDS else None
 
-    def __init__(self, lines: dict[Key, _FoldedLine] | None = None) -> None:
-        self._lines = lines or {}
 
-    @classmethod
-    def read(cls, newest: Iterable[Record]) -> Folding:
-        """newest: rows of the feed, newest first."""
-        lines: dict[Key, _FoldedLine] = {}
-        for row in newest:
-            key = _key(row["kind"], row["severity"], row["worker"], row["text"])
-            if key is None:
-                break
-            lines.setdefault(key, _FoldedLine(row["seq"], row["count"], row["last_at"]))
-        return cls(lines)
+class JobFeed:
+    """What the next lines of one job's feed go by: the number of the newest line, and which may still be repeated.
+    For whoever holds the job's lock; `last` may be read by anybody."""
 
-    def split(self, notes: Iterable[Note], now: float) -> tuple[list[Note], list[Record]]:
-        """Those that are lines of their own; and rows (seq, count, last_at, text) of those that are repeated."""
+    def __init__(self) -> None:
+        self.last = 0
+        self._lines: dict[Key, _FoldedLine] = {}
+
+    def rows(self, notes: Iterable[Note]) -> list[Record]:
+        """Numbered, of now."""
+        now = time.time()
+        return [{"seq": self.last + i, "at": now, **vars(note)} for i, note in enumerate(notes, start=1)]
+
+    def split(self, notes: Iterable[Note], now: float) -> tuple[list[Record], list[Record]]:
+        """Numbered rows of new lines; and rows (seq, count, last_at, text) of those that are repeated."""
         fresh: list[Note] = []
         repeats: dict[int, Record] = {}
         lines = dict(self._lines)
@@ -127,56 +128,23 @@ class Folding:
                 continue
             lines[key] = line._replace(times=line.times + 1, last_at=now)
             repeats[line.seq] = {"seq": line.seq, "count": line.times + 1, "last_at": now, "text": note.text}
-        return fresh, list(repeats.values())
-
-    def after(self, events: Sequence[Record], repeats: Sequence[Record]) -> Folding:
-        """When these rows are stored."""
-        if not (events or repeats):
-            return self
-        counted = {row["seq"]: row for row in repeats}
-        lines = {
-            key: _FoldedLine(line.seq, counted[line.seq]["count"], counted[line.seq]["last_at"])
-            if line.seq in counted
-            else line
-            for key, line in self._lines.items()
-        }
-        for row in events:
-            key = _key(row["kind"], row["severity"], row["worker"], row["text"])
-            if key is None:
-                lines = {}
-            else:
-                lines[key] = _FoldedLine(row["seq"], 1, row["at"])
-        newest = sorted(lines.items(), key=lambda item: item[1].seq)[-LOOK_BACK:]
-        return Folding(dict(newest))
-
-
-def _key(kind: str, severity: str, worker: str | None, text: str) -> Key | None:
-    """Equal for lines that say the same; None for those that are never folded."""
-    return (kind, severity, worker, _NUMBER.sub("#", text)) if kind in KINDS else None
-
-
-class JobFeed:
-    """What the next lines of one job's feed go by: the number of the newest line, and which may still be repeated.
-    For whoever holds the job's lock; `last` may be read by anybody."""
-
-    def __init__(self) -> None:
-        self.last = 0
-        self._folding = Folding()
-
-    def rows(self, notes: Iterable[Note]) -> list[Record]:
-        """Numbered, of now."""
-        now = time.time()
-        return [{"seq": self.last + i, "at": now, **vars(note)} for i, note in enumerate(notes, start=1)]
-
-    def split(self, notes: Iterable[Note], now: float) -> tuple[list[Record], list[Record]]:
-        """Numbered rows of new lines; and rows of those that are repeated."""
-        fresh, repeats = self._folding.split(notes, now)
-        return self.rows(fresh), repeats
+        return self.rows(fresh), list(repeats.values())
 
     def stored(self, events: Sequence[Record], repeats: Sequence[Record]) -> None:
         """Such rows are in the database."""
         self.last += len(events)
-        self._folding = self._folding.after(events, repeats)
+        counted = {row["seq"]: row for row in repeats}
+        for known, line in self._lines.items():
+            if repeat := counted.get(line.seq):
+                self._lines[known] = line._replace(times=repeat["count"], last_at=repeat["last_at"])
+        for row in events:
+            key = _key(row["kind"], row["severity"], row["worker"], row["text"])
+            if key is None:
+                self.unfold()
+            else:
+                self._lines[key] = _FoldedLine(row["seq"], 1, row["at"])
+        newest = sorted(self._lines.items(), key=lambda item: item[1].seq)[-LOOK_BACK:]
+        self._lines = dict(newest)
 
     def added(self, events: int) -> None:
         """So many numbered rows that are not to be repeated are in the database."""
@@ -186,11 +154,16 @@ class JobFeed:
 
     def unfold(self) -> None:
         """What was said so far has been seen, or something else has happened: said again, it is a new line."""
-        self._folding = Folding()
+        self._lines = {}
 
     def read(self, last: int, newest: Iterable[Record]) -> None:
         """As the database has it. newest: the newest LOOK_BACK rows, newest first."""
-        self.last, self._folding = last, Folding.read(newest)
+        self.last, self._lines = last, {}
+        for row in newest:
+            key = _key(row["kind"], row["severity"], row["worker"], row["text"])
+            if key is None:
+                break
+            self._lines.setdefault(key, _FoldedLine(row["seq"], row["count"], row["last_at"]))
 
 
 # -- who leads a job of several nodes -----------------------------------------------------------
