@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import Field
 
-from openrecycle.agent.coordination.membership import FailureTimeouts, Member
+from openrecycle.agent.coordination.membership import ACK_ORDER, FailureTimeouts, Member
 from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, LogLine, OpKind
 from openrecycle.app.jobs.live_job import LiveJob, Row, changes
 from openrecycle.app.jobs.states import (
@@ -54,8 +54,6 @@ from openrecycle.planner.plans.plan import Plan
 
 # -- how the newest generation's plan is taken up -----------------------------------------------
 
-STEPS = ("adopted", "formed", "resumed")
-
 
 @dataclass(frozen=True)
 class Taken:
@@ -68,7 +66,7 @@ class Taken:
 
     @property
     def last(self) -> str:
-        return next((step for step, at in reversed([*zip(STEPS, self.steps, strict=True)]) if at is not None), "")
+        return [step for step, at in zip(ACK_ORDER, (0.0, *self.steps), strict=True) if at is not None][-1]
 
     @property
     def steps(self) -> tuple[float | None, float | None, float | None]:
