@@ -28,7 +28,6 @@ from openrecycle.agent.coordination.membership import FailureTimeouts, Interim, 
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
-    Deployment,
     FailureReport,
     Heartbeat,
     InterimPlan,
@@ -360,8 +359,8 @@ class Reports:
     ) -> None:
         self._store, self._find, self._ended = store, find, ended
         self._measure, self._waited = measure, waited
-        # The newest of each job, and of what it was made.
-        self._deployments: WeakKeyDictionary[LiveJob, tuple[object, Deployment]] = WeakKeyDictionary()
+        # The newest of each job, as JSON, and of what it was made: many ask for it.
+        self._deployments: WeakKeyDictionary[LiveJob, tuple[object, bytes]] = WeakKeyDictionary()
 
     def register(self, job_id: str, said: Sequence[Registration], sender: LeadTerm | None = None) -> BatchReply:
         """Each is taken or refused by itself."""
@@ -543,8 +542,8 @@ class Reports:
         job.apply(happening.Finished(JobState(message.state), plain(message.reason)), sender=sender)
         self._ended(job)
 
-    def deployment(self, job_id: str, after: int) -> Deployment | None:
-        """The newest deployment, if its generation is above `after`. Does not block."""
+    def deployment(self, job_id: str, after: int) -> bytes | None:
+        """The newest deployment as JSON, if its generation is above `after`. Does not block."""
         job = self._find(job_id)
         state = job.state
         generation = state.current
@@ -554,7 +553,7 @@ class Reports:
         key = (generation.number, leaving)
         known = self._deployments.get(job)
         if known is None or known[0] != key:
-            known = self._deployments[job] = key, deployment_of(generation, leaving)
+            known = self._deployments[job] = key, deployment_of(generation, leaving).model_dump_json().encode()
         return known[1]
 
 

@@ -276,9 +276,9 @@ class World:
 
     def poll(self) -> Deployment | None:
         """The launcher takes up the newest generation."""
-        found = self.reports.deployment(self.job_id, self.told)
-        if found is None:
+        if (said := self.reports.deployment(self.job_id, self.told)) is None:
             return None
+        found = Deployment.model_validate_json(said)
         self.told = found.generation
         for source, to in found.moves:
             self.pool.move(Worker.parse(source), Worker.parse(to), found.generation)
