@@ -44,7 +44,6 @@ import structlog
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
@@ -59,6 +58,7 @@ from openrecycle.agent.messages.protocol import (
     RANKS,
     Identifier,
     JobSpec,
+    LossHex,
     Milliseconds,
     Name,
     NodeNumber,
@@ -93,10 +93,6 @@ LEFT_OUT = {
     "heartbeat": ("id",),
     "audit": ("id",),
 }
-# Columns that older versions had, which their files have still.
-GONE = {"worker": ("host", "pid")}
-# Columns that have another name since.
-RENAMED = {"job": {"patience": "choice_timeout"}}
 # The job's id is that of the file, or another one.
 JOB_COLUMN = "job_id"
 MOST_TEXT = 2**20
@@ -108,41 +104,24 @@ def _no_nul(text: str) -> str:
     return text
 
 
-def exact(text: str, loss: float) -> str:
-    """A loss as a hexadecimal float. Consoles of before took any text for one: where it is none, `loss` has to do."""
-    try:
-        return float.fromhex(text).hex()
-    except (ValueError, OverflowError):
-        return loss.hex()
-
-
 Fingerprint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Workers = list[WorkerName]
 # POSIX seconds that a calendar has a day for.
 Moment = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 
 
-def _with_all(line: object) -> object:
-    """Versions before this one said nothing of ranks, or of restarts."""
-    missing: dict[int, tuple[object, ...]] = {6: ([], [], [], None), 9: (None,)}
-    return [*line, *missing.get(len(line), ())] if isinstance(line, list | tuple) else line
-
-
 InARow = Annotated[int, Field(ge=1, le=2**53)]
-ProcessLine = Annotated[
-    tuple[
-        Identifier,
-        Annotated[str, StringConstraints(max_length=255), AfterValidator(_no_nul)],
-        Annotated[int, Field(ge=0, le=2**53)],
-        Annotated[list[tuple[WorkerName, Moment]], Field(min_length=1)],
-        Literal["", "failed", "drained"],
-        Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)],
-        Annotated[list[Annotated[int, Field(ge=0, le=2**53)]], Field(max_length=RANKS)],
-        Annotated[list[RankNumber], Field(max_length=RANKS)],
-        Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)],
-        tuple[InARow, InARow, Moment, NodeNumber | None] | None,
-    ],
-    BeforeValidator(_with_all),
+ProcessLine = tuple[
+    Identifier,
+    Annotated[str, StringConstraints(max_length=255), AfterValidator(_no_nul)],
+    Annotated[int, Field(ge=0, le=2**53)],
+    Annotated[list[tuple[WorkerName, Moment]], Field(min_length=1)],
+    Literal["", "failed", "drained"],
+    Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)],
+    Annotated[list[Annotated[int, Field(ge=0, le=2**53)]], Field(max_length=RANKS)],
+    Annotated[list[RankNumber], Field(max_length=RANKS)],
+    Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)],
+    tuple[InARow, InARow, Moment, NodeNumber | None] | None,
 ]
 """See app.jobs.live_job.process_rows."""
 Place = Annotated[str, StringConstraints(pattern=r"^(W[0-9]{1,6}_[0-9]{1,6})?$")]
@@ -184,11 +163,11 @@ _STRICTER: dict[str, Any] = {
     "iteration.seconds": Annotated[float, Field(ge=0, le=1e9)],
     "iteration.living": Annotated[int, Field(ge=0, le=2**31 - 1)],
     "iteration.skipped": list[Annotated[int, Field(ge=0, le=2**53)]],
-    "iteration.loss_hex": Annotated[str, StringConstraints(max_length=40, strict=True), AfterValidator(_no_nul)],
+    "iteration.loss_hex": LossHex,
     "recovery.worker": WorkerName,
     "measured_iteration.document": IterationAsRun,
     "worker_state.worker": WorkerName,
-    "worker_state.state": RoleState | WorkerState,
+    "worker_state.state": RoleState,
     "command.kind": Literal["kill", "restart", "pause", "resume"],
     "command.worker": Place,
     "heartbeat.level": Literal[1, 60, 3600],
@@ -219,16 +198,11 @@ class TableFormat:
         }
 
     def to_row(self, line: BaseModel) -> RowRecord:
-        """Without the columns that an older file does not have."""
-        row = {
-            name: self._read[name](value) if name in self._read else value
-            for said in line.model_fields_set
-            if said not in GONE.get(self.name, ())
-            for name, value in ((RENAMED.get(self.name, {}).get(said, said), getattr(line, said)),)
+        """Without the columns that the file does not have."""
+        return {
+            name: self._read[name](getattr(line, name)) if name in self._read else getattr(line, name)
+            for name in line.model_fields_set
         }
-        if self.name == "iteration":
-            row["loss_hex"] = exact(row["loss_hex"], row["loss"])
-        return row
 
 
 @cache
@@ -250,8 +224,6 @@ def format_of(name: str) -> TableFormat:
             read[column.name] = _deflated_json if deflate else BaseModel.model_dump_json
         elif isinstance(column.type, Text) and stricter is not None:
             write[column.name], read[column.name] = json.loads, json.dumps
-    fields |= dict.fromkeys(GONE.get(name, ()), (Any, None))
-    fields |= {before: (fields[now][0], None) for before, now in RENAMED.get(name, {}).items()}
     model = create_model(
         name, __config__=ConfigDict(extra="forbid", protected_namespaces=(), use_enum_values=True), **fields
     )
@@ -752,14 +724,9 @@ def abandoned(note: str) -> bool:
         if host != socket.gethostname():
             return time.time() - float(at) > LONGEST
         pid, _, began = process.partition("/")
-        if began:
-            return _began(int(pid)) != began
-        os.kill(int(pid), 0)  # of a version that noted no more
-    except ProcessLookupError:
-        return True
-    except (ValueError, OSError):
+        return _began(int(pid)) != began
+    except ValueError:
         return False
-    return False
 
 
 def _note() -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -560,16 +560,6 @@ _RESTARTS = 1012
 """Of a WebSocket: the service restarts, connect again."""
 
 
-class Host(Protocol):
-    @property
-    def console(self) -> ConsoleService | None: ...
-
-    @property
-    def status(self) -> LeaderStatus: ...
-
-    def on_lost(self, callback: Callable[[], None]) -> None: ...
-
-
 class Gate:
     """host: has the console, while it leads. leading: makes the application of a console. guarded: puts its
     guards around what is answered while there is none. pages: what a browser gets then, also through the
@@ -580,7 +570,7 @@ class Gate:
 
     def __init__(
         self,
-        host: Host,
+        host: ConsoleHost,
         leading: Callable[[ConsoleService], ASGIApp],
         guarded: Callable[[ASGIApp], ASGIApp],
         pages: ASGIApp | None,

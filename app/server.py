@@ -481,7 +481,7 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starle
     if not settings.api_only:
         streamlit = _streamlit(settings)
         quiet = BUSY_SECONDS if _trains(host.console) else CALM_SECONDS
-        preload = Preload(_warm_up, {"simulate": lambda: _prepare_simulations(host.console)}, quiet=quiet)
+        preload = Preload(warm_up, {"simulate": lambda: _prepare_simulations(host.console)}, quiet=quiet)
         static = _static()
         files = StaticFiles(streamlit, static)
         lifespan, pages = streamlit.lifespan(), PageBase(files, static, preload.page_asked_for)
@@ -699,11 +699,6 @@ def _trains(console: ConsoleService | None) -> bool:
     return console is not None and any(not job.state.over for job in console.jobs.live())
 
 
-def _warm_up() -> None:
-
-    warm_up()
-
-
 def _static() -> Path:
     from streamlit.file_util import get_static_dir
 
@@ -711,10 +706,7 @@ def _static() -> Path:
 
 
 def _sign_in(settings: Settings) -> Login | None:
-    if settings.oidc is None:
-        return None
-
-    return StreamlitLogin()
+    return None if settings.oidc is None else StreamlitLogin()
 
 
 def _allowed_hosts(settings: Settings) -> tuple[str, ...]:

@@ -1,5 +1,4 @@
-"""Everything that is stored of one job, table by table: to be exported, imported, and deleted. And what there is of
-jobs, without reading each: their states, and a line of each one that is over.
+"""Everything that is stored of one job, table by table: to be exported, imported, and deleted.
 
 A job that is on its way in or out has a state of its own (HIDDEN), under which no console takes it up;
 what a process left half done when it died is found by it, and deleted.
@@ -10,7 +9,7 @@ transaction.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from sqlalchemy import (
     Connection,
     String,
     Table,
-    and_,
     delete,
     func,
     insert,
@@ -48,7 +46,6 @@ from openrecycle.db.models import (
     SavedPlanRow,
     WorkerRow,
     WorkerStateRow,
-    listed,
 )
 from openrecycle.db.plan_rows import keep_plan, plan_document
 from openrecycle.db.session import Database
@@ -161,43 +158,6 @@ def _deleted(session: Session, statement: Any) -> int:
 # -- everything that is stored of one job, table by table ---------------------------------------
 
 OVER = ("finished", "stopped")
-
-
-class JobIndex:
-    """Thread-safe. Raises SQLAlchemyError."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    def states(self) -> dict[str, str]:
-        """Of every job, oldest first; without those on their way in or out."""
-        query = select(JobRow.id, JobRow.state).where(JobRow.state.not_in(HIDDEN))
-        with self._database.read() as session:
-            return {row.id: row.state for row in session.execute(query.order_by(JobRow.created_at, JobRow.id))}
-
-    def over(self, job_ids: Collection[str] | None = None) -> list[Record]:
-        """Jobs that are over (all of them, or these), oldest first: id, name, spec, state, reason, created_at, and of
-        the newest generation its number and how many are living in it (0: there was none)."""
-        newest = (
-            select(GenerationRow.job_id, func.max(GenerationRow.generation).label("generation"))
-            .group_by(GenerationRow.job_id)
-            .subquery()
-        )
-        living = listed(GenerationRow.living)  # it may be long, and there may be thousands
-        columns = (JobRow.id, JobRow.name, JobRow.spec, JobRow.state, JobRow.reason, JobRow.created_at)
-        query = (
-            select(*columns, func.coalesce(newest.c.generation, 0).label("generation"), living.label("living"))
-            .outerjoin(newest, newest.c.job_id == JobRow.id)
-            .outerjoin(
-                GenerationRow, and_(GenerationRow.job_id == JobRow.id, GenerationRow.generation == newest.c.generation)
-            )
-            .where(JobRow.state.in_(OVER))
-            .order_by(JobRow.created_at, JobRow.id)
-        )
-        if job_ids is not None:
-            query = query.where(JobRow.id.in_(job_ids))
-        return self._database.rows(query)
-
 
 IMPORTING, DELETING = "importing", "deleting"
 HIDDEN = (IMPORTING, DELETING)

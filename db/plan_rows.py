@@ -65,29 +65,6 @@ def plan_document(session: Session | Connection, fingerprint: str) -> str | None
     return None if data is None else zlib.decompress(data).decode()
 
 
-class PlanColumns:
-    """Thread-safe. They go with the plan."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    def get(self, fingerprint: str) -> bytes | None:
-        found: bytes | None = self._database.scalar(
-            select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint)
-        )
-        return found
-
-    def deflated_document(self, fingerprint: str, job_id: str | None = None) -> bytes | None:
-        """The plan's JSON as it is stored, for a process that has more time to read it. job_id: of the job that it
-        must be a plan of."""
-        query = select(PlanRow.document).where(PlanRow.fingerprint == fingerprint)
-        if job_id is not None:
-            of_job = (JobPlanRow.fingerprint == fingerprint) & (JobPlanRow.job_id == job_id)
-            query = query.where(select(JobPlanRow.job_id).where(of_job).exists())
-        found: bytes | None = self._database.scalar(query)
-        return found
-
-
 class SavedPlans:
     """Thread-safe. A plan that a job has too is stored once for both."""
 

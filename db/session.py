@@ -243,7 +243,7 @@ def connect_arguments(url: URL, me: str) -> dict[str, Any]:
     return {key: value for key, value in ours.items() if key not in url.query or key == "application_name"}
 
 
-def alembic_config(connection: Connection | None = None) -> Config:
+def alembic_config(connection: Connection) -> Config:
     """Alembic's configuration; migrations run on `connection`, inside its transaction."""
     from alembic.config import Config
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Table, and_, bindparam, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session
 
-from openrecycle.db.job_rows import HIDDEN
+from openrecycle.db.job_rows import HIDDEN, OVER
 from openrecycle.db.models import (
     AcknowledgementRow,
     CatalogPlanRow,
@@ -32,6 +32,7 @@ from openrecycle.db.models import (
     JobPlanRow,
     JobRow,
     MeasuredIterationRow,
+    PlanColumnsRow,
     PlanRow,
     RecoveryRow,
     WorkerRow,
@@ -144,6 +145,35 @@ class Store:
     def jobs(self) -> list[Record]:
         """Every job, oldest first; without those on their way in or out."""
         query = select(JobRow.__table__).where(JobRow.state.not_in(HIDDEN)).order_by(JobRow.created_at, JobRow.id)
+        return self.database.rows(query)
+
+    def job_states(self) -> dict[str, str]:
+        """Of every job, oldest first; without those on their way in or out."""
+        query = select(JobRow.id, JobRow.state).where(JobRow.state.not_in(HIDDEN))
+        with self.database.read() as session:
+            return {row.id: row.state for row in session.execute(query.order_by(JobRow.created_at, JobRow.id))}
+
+    def jobs_over(self, job_ids: Collection[str] | None = None) -> list[Record]:
+        """Jobs that are over (all of them, or these), oldest first: id, name, spec, state, reason, created_at, and of
+        the newest generation its number and how many are living in it (0: there was none)."""
+        newest = (
+            select(GenerationRow.job_id, func.max(GenerationRow.generation).label("generation"))
+            .group_by(GenerationRow.job_id)
+            .subquery()
+        )
+        living = listed(GenerationRow.living)  # it may be long, and there may be thousands
+        columns = (JobRow.id, JobRow.name, JobRow.spec, JobRow.state, JobRow.reason, JobRow.created_at)
+        query = (
+            select(*columns, func.coalesce(newest.c.generation, 0).label("generation"), living.label("living"))
+            .outerjoin(newest, newest.c.job_id == JobRow.id)
+            .outerjoin(
+                GenerationRow, and_(GenerationRow.job_id == JobRow.id, GenerationRow.generation == newest.c.generation)
+            )
+            .where(JobRow.state.in_(OVER))
+            .order_by(JobRow.created_at, JobRow.id)
+        )
+        if job_ids is not None:
+            query = query.where(JobRow.id.in_(job_ids))
         return self.database.rows(query)
 
     def job(self, job_id: str) -> Record | None:
@@ -293,9 +323,22 @@ class Store:
         with self.database.read() as session:
             return plan_document(session, fingerprint)
 
+    def plan_columns(self, fingerprint: str) -> bytes | None:
+        """A large plan as planner.plans.packed has it; None: it has only the document."""
+        found: bytes | None = self.database.scalar(
+            select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint)
+        )
+        return found
+
+    def deflated_plan(self, fingerprint: str, job_id: str) -> bytes | None:
+        """The JSON of one of the job's plans as it is stored, for a process that has more time to read it."""
+        of_job = (JobPlanRow.fingerprint == fingerprint) & (JobPlanRow.job_id == job_id)
+        query = select(PlanRow.document).where(PlanRow.fingerprint == fingerprint)
+        found: bytes | None = self.database.scalar(query.where(select(JobPlanRow.job_id).where(of_job).exists()))
+        return found
+
     def has_plan(self, fingerprint: str) -> bool:
-        with self.database.read() as session:
-            return session.scalar(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint)) is not None
+        return self.database.scalar(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint)) is not None
 
     def is_plan_of(self, job_id: str, fingerprint: str) -> bool:
         """Has the job this plan, or has it run it?"""
@@ -432,6 +475,130 @@ class Store:
         own = select(CommandRow.__table__).where(CommandRow.job_id == job_id)
         return self.database.rows(own.order_by(CommandRow.seq))
 
+    # -- measured iterations --------------------------------------------------------------------
+
+    def put_measured(
+        self, job_id: str, iteration: int, document: str, at: float, *, keep: Collection[int] = ()
+    ) -> None:
+        """Takes the place of what was measured of the job before, but for the iterations `keep`. document: JSON."""
+        row = {"job_id": job_id, "iteration": iteration, "document": zlib.compress(document.encode()), "at": at}
+        left = MeasuredIterationRow.iteration.notin_(set(keep) - {iteration})
+        with self.database.write() as session:
+            session.execute(delete(MeasuredIterationRow).where(MeasuredIterationRow.job_id == job_id, left))
+            session.execute(insert(MeasuredIterationRow).values(row))
+
+    def measured(self, job_id: str, iteration: int | None = None) -> str | None:
+        """One as JSON, else the newest; None: it is not kept."""
+        query = select(MeasuredIterationRow.document).where(MeasuredIterationRow.job_id == job_id)
+        if iteration is not None:
+            query = query.where(MeasuredIterationRow.iteration == iteration)
+        data = self.database.scalar(query.order_by(MeasuredIterationRow.at.desc()).limit(1))
+        return None if data is None else zlib.decompress(data).decode()
+
+    def measured_iterations(self, job_id: str) -> list[int]:
+        """Those that are kept, in the order in which they were measured."""
+        row = MeasuredIterationRow
+        query = select(row.iteration).where(row.job_id == job_id).order_by(row.at, row.iteration)
+        return self.database.scalars(query)
+
+    # -- what was seen of workers ---------------------------------------------------------------
+
+    def worker_states(self, job_id: str, worker: str, *, limit: int = 200) -> list[Record]:
+        """The newest changes of a worker's state, oldest first: state, at."""
+        query = (
+            select(WorkerStateRow.state, WorkerStateRow.at)
+            .where(WorkerStateRow.job_id == job_id, WorkerStateRow.worker == worker)
+            .order_by(WorkerStateRow.id.desc())
+            .limit(limit)
+        )
+        return self.database.rows(query)[::-1]
+
+    def events_of(self, job_id: str, worker: str, *, limit: int = 20) -> list[Record]:
+        """The newest events that name this worker, newest first."""
+        query = (
+            select(EventRow.__table__)
+            .where(EventRow.job_id == job_id, EventRow.worker == worker)
+            .order_by(EventRow.seq.desc())
+            .limit(limit)
+        )
+        return self.database.rows(query)
+
+    # -- events that somebody has seen ----------------------------------------------------------
+
+    def see_events(self, job_id: str, seqs: Sequence[int], actor: str) -> int:
+        """Marks events as seen; returns how many were not before. Those that the job does not have are left out."""
+        now = time.time()
+        with self.database.write() as session:
+            known = select(EventRow.seq).where(EventRow.job_id == job_id, EventRow.seq.in_(seqs))
+            rows: list[Record] = [
+                {"job_id": job_id, "seq": seq, "actor": actor, "at": now} for seq in session.scalars(known)
+            ]
+            if not rows:
+                return 0
+            seen = select(EventSeenRow.seq).where(EventSeenRow.job_id == job_id, EventSeenRow.seq.in_(seqs))
+            new = {row["seq"] for row in rows} - set(session.scalars(seen))
+            session.execute(self.database.insert_new(EventSeenRow), rows)
+            if new:
+                detail = ", ".join(str(seq) for seq in sorted(new))
+                audit = {"at": now, "actor": actor, "action": "acknowledge", "job_id": job_id, "target": "events"}
+                self.database.write_audit(session, {**audit, "detail": detail})
+            return len(new)
+
+    def seen_events(self, job_id: str, seqs: Sequence[int]) -> dict[int, tuple[str, float]]:
+        """Of these events those that somebody has seen: seq -> (who, when)."""
+        query = select(EventSeenRow.__table__).where(EventSeenRow.job_id == job_id, EventSeenRow.seq.in_(seqs))
+        return {row["seq"]: (row["actor"], row["at"]) for row in self.database.rows(query)}
+
+    # -- iterations, added up -------------------------------------------------------------------
+
+    def iteration_sums(self, job_id: str, through: int) -> list[Record]:
+        """Of each generation's iterations up to `through`: generation, living, count, seconds, how many micro-batches
+        were skipped, and of the first one its number and seconds; oldest generation first."""
+        where = (IterationRow.job_id == job_id, IterationRow.iteration <= through)
+        sums = (
+            select(
+                IterationRow.generation,
+                func.count().label("count"),
+                func.sum(IterationRow.seconds).label("seconds"),
+                func.sum(listed(IterationRow.skipped)).label("skipped"),
+                func.min(IterationRow.iteration).label("first"),
+            )
+            .where(*where)
+            .group_by(IterationRow.generation)
+            .subquery()
+        )
+        query = (
+            select(
+                sums.c.generation,
+                IterationRow.living,
+                sums.c.count,
+                sums.c.seconds,
+                sums.c.skipped,
+                sums.c.first,
+                IterationRow.seconds.label("first_seconds"),
+            )
+            .join(sums, (IterationRow.job_id == job_id) & (IterationRow.iteration == sums.c.first))
+            .order_by(sums.c.first)
+        )
+        return self.database.rows(query)
+
+    def committed_after(self, job_id: str, at: float) -> Record | None:
+        """The first iteration that was committed at this time (POSIX seconds) or later; None: there is none yet."""
+        row = IterationRow
+        query = select(row.iteration, row.generation, row.seconds, row.committed_at).where(
+            row.job_id == job_id, row.committed_at >= at
+        )
+        return self.database.row(query.order_by(row.iteration).limit(1))
+
+    def last_commit(self, job_id: str, before: int | None = None) -> float:
+        """When the newest iteration was committed, of all or of those with a smaller number (POSIX seconds); 0: there
+        is none."""
+        row = IterationRow
+        query = select(row.committed_at).where(row.job_id == job_id)
+        if before is not None:
+            query = query.where(row.iteration < before)
+        return self.database.scalar(query.order_by(row.iteration.desc()).limit(1)) or 0.0
+
     # -- details ----------------------------------------------------------------------------
 
     def _put_plan(
@@ -516,137 +683,3 @@ class CatalogBlobs:
         query = select(CatalogPlanRow.name, CatalogPlanRow.data).where(CatalogPlanRow.fingerprint == self._fingerprint)
         with self._database.read() as session:
             return {row.name: row.data for row in session.execute(query)}
-
-
-# -- what was seen of jobs ----------------------------------------------------------------------
-
-
-class Observations:
-    """Thread-safe."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    # -- measured iterations ------------------------------------------------------------------
-
-    def put_measured(
-        self, job_id: str, iteration: int, document: str, at: float, *, keep: Collection[int] = ()
-    ) -> None:
-        """Takes the place of what was measured of the job before, but for the iterations `keep`. document: JSON."""
-        row = {"job_id": job_id, "iteration": iteration, "document": zlib.compress(document.encode()), "at": at}
-        left = MeasuredIterationRow.iteration.notin_(set(keep) - {iteration})
-        with self._database.write() as session:
-            session.execute(delete(MeasuredIterationRow).where(MeasuredIterationRow.job_id == job_id, left))
-            session.execute(insert(MeasuredIterationRow).values(row))
-
-    def measured(self, job_id: str, iteration: int | None = None) -> str | None:
-        """One as JSON, else the newest; None: it is not kept."""
-        query = select(MeasuredIterationRow.document).where(MeasuredIterationRow.job_id == job_id)
-        if iteration is not None:
-            query = query.where(MeasuredIterationRow.iteration == iteration)
-        data = self._database.scalar(query.order_by(MeasuredIterationRow.at.desc()).limit(1))
-        return None if data is None else zlib.decompress(data).decode()
-
-    def measured_iterations(self, job_id: str) -> list[int]:
-        """Those that are kept, in the order in which they were measured."""
-        row = MeasuredIterationRow
-        query = select(row.iteration).where(row.job_id == job_id).order_by(row.at, row.iteration)
-        return self._database.scalars(query)
-
-    # -- workers ------------------------------------------------------------------------------
-
-    def states(self, job_id: str, worker: str, *, limit: int = 200) -> list[Record]:
-        """The newest changes of a worker's state, oldest first: state, at."""
-        query = (
-            select(WorkerStateRow.state, WorkerStateRow.at)
-            .where(WorkerStateRow.job_id == job_id, WorkerStateRow.worker == worker)
-            .order_by(WorkerStateRow.id.desc())
-            .limit(limit)
-        )
-        return self._database.rows(query)[::-1]
-
-    def events_of(self, job_id: str, worker: str, *, limit: int = 20) -> list[Record]:
-        """The newest events that name this worker, newest first."""
-        query = (
-            select(EventRow.__table__)
-            .where(EventRow.job_id == job_id, EventRow.worker == worker)
-            .order_by(EventRow.seq.desc())
-            .limit(limit)
-        )
-        return self._database.rows(query)
-
-    # -- events -------------------------------------------------------------------------------
-
-    def see_events(self, job_id: str, seqs: Sequence[int], actor: str) -> int:
-        """Marks events as seen; returns how many were not before. Those that the job does not have are left out."""
-        now = time.time()
-        with self._database.write() as session:
-            known = select(EventRow.seq).where(EventRow.job_id == job_id, EventRow.seq.in_(seqs))
-            rows: list[Record] = [
-                {"job_id": job_id, "seq": seq, "actor": actor, "at": now} for seq in session.scalars(known)
-            ]
-            if not rows:
-                return 0
-            seen = select(EventSeenRow.seq).where(EventSeenRow.job_id == job_id, EventSeenRow.seq.in_(seqs))
-            new = {row["seq"] for row in rows} - set(session.scalars(seen))
-            session.execute(self._database.insert_new(EventSeenRow), rows)
-            if new:
-                detail = ", ".join(str(seq) for seq in sorted(new))
-                audit = {"at": now, "actor": actor, "action": "acknowledge", "job_id": job_id, "target": "events"}
-                self._database.write_audit(session, {**audit, "detail": detail})
-            return len(new)
-
-    def seen_events(self, job_id: str, seqs: Sequence[int]) -> dict[int, tuple[str, float]]:
-        """Of these events those that somebody has seen: seq -> (who, when)."""
-        query = select(EventSeenRow.__table__).where(EventSeenRow.job_id == job_id, EventSeenRow.seq.in_(seqs))
-        return {row["seq"]: (row["actor"], row["at"]) for row in self._database.rows(query)}
-
-    # -- iterations ---------------------------------------------------------------------------
-
-    def iteration_sums(self, job_id: str, through: int) -> list[Record]:
-        """Of each generation's iterations up to `through`: generation, living, count, seconds, how many micro-batches
-        were skipped, and of the first one its number and seconds; oldest generation first."""
-        where = (IterationRow.job_id == job_id, IterationRow.iteration <= through)
-        sums = (
-            select(
-                IterationRow.generation,
-                func.count().label("count"),
-                func.sum(IterationRow.seconds).label("seconds"),
-                func.sum(listed(IterationRow.skipped)).label("skipped"),
-                func.min(IterationRow.iteration).label("first"),
-            )
-            .where(*where)
-            .group_by(IterationRow.generation)
-            .subquery()
-        )
-        query = (
-            select(
-                sums.c.generation,
-                IterationRow.living,
-                sums.c.count,
-                sums.c.seconds,
-                sums.c.skipped,
-                sums.c.first,
-                IterationRow.seconds.label("first_seconds"),
-            )
-            .join(sums, (IterationRow.job_id == job_id) & (IterationRow.iteration == sums.c.first))
-            .order_by(sums.c.first)
-        )
-        return self._database.rows(query)
-
-    def committed_after(self, job_id: str, at: float) -> Record | None:
-        """The first iteration that was committed at this time (POSIX seconds) or later; None: there is none yet."""
-        row = IterationRow
-        query = select(row.iteration, row.generation, row.seconds, row.committed_at).where(
-            row.job_id == job_id, row.committed_at >= at
-        )
-        return self._database.row(query.order_by(row.iteration).limit(1))
-
-    def last_commit(self, job_id: str, before: int | None = None) -> float:
-        """When the newest iteration was committed, of all or of those with a smaller number (POSIX seconds); 0: there
-        is none."""
-        row = IterationRow
-        query = select(row.committed_at).where(row.job_id == job_id)
-        if before is not None:
-            query = query.where(row.iteration < before)
-        return self._database.scalar(query.order_by(row.iteration.desc()).limit(1)) or 0.0

@@ -90,6 +90,7 @@ Milliseconds = Annotated[float, Field(strict=True, ge=0, le=LONGEST_MS, allow_in
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Microseconds = Annotated[int, Field(ge=0, le=10**12), INTEGER]
 _HEXADECIMAL = r"^-?(0x[0-9a-f]{1,20}(\.[0-9a-f]{0,20})?(p[+-]?[0-9]{1,5})?|inf|nan)$"
+LossHex = Annotated[str, StringConstraints(max_length=40, pattern=_HEXADECIMAL), AfterValidator(_hexadecimal)]
 OpKind = Literal["F", "I", "W", "B", "O"]
 
 
@@ -508,7 +509,7 @@ class Iteration(Message):
 
     iteration: Count
     loss: Number
-    loss_hex: Annotated[str, StringConstraints(max_length=40, pattern=_HEXADECIMAL), AfterValidator(_hexadecimal)]
+    loss_hex: LossHex
     seconds: Seconds
     generation: Count
     living: Annotated[int, Field(ge=0, le=2**31 - 1), INTEGER]

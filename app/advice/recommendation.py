@@ -5,11 +5,12 @@ Pure: the planner's advisor, and what of its advice the agents can carry out.
 
 from __future__ import annotations
 
-import json
 import math
 from base64 import b64encode
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+
+from pydantic import TypeAdapter
 
 from openrecycle.agent.coordination.generations import MOVE_ITERATIONS, worth_moving
 from openrecycle.agent.coordination.membership import Candidate
@@ -72,6 +73,9 @@ class Recommendation:
         return self.way != self.advised
 
 
+_RECOMMENDATION = TypeAdapter(Recommendation)
+
+
 @dataclass(frozen=True)
 class AdviceRequest:
     """owner: the job's id. samples: of one iteration. unit_seconds: of the job's time unit; None: what
@@ -105,24 +109,15 @@ class AdviceRequest:
     makes: bool = True
 
     def read(self, document: bytes) -> Recommendation:
-        body = json.loads(document)
-        candidates = tuple(
-            Candidate(
-                **c
-                | {"failed": tuple(c["failed"]), "moves": tuple((a, b) for a, b in c["moves"])}
-                | {"partition": tuple(c["partition"])}
-            )
-            for c in body.pop("candidates")
-        )
-        return Recommendation(**body | {"candidates": candidates, "plans": tuple(body["plans"])})
+        return _RECOMMENDATION.validate_json(document)
 
 
 def serve(channel: Channel, request: AdviceRequest) -> None:
     """In a child process."""
-    channel.say(answered(lambda: recommendation_document(request).encode()))
+    channel.say(answered(lambda: recommendation_document(request)))
 
 
-def recommendation_document(asked: AdviceRequest) -> str:
+def recommendation_document(asked: AdviceRequest) -> bytes:
     """The recommendation, as JSON. Takes seconds for a large job. Raises PlannerError."""
     job = asked.job.job()
     planned = PlannedJob(
@@ -149,8 +144,8 @@ def recommendation_document(asked: AdviceRequest) -> str:
         migrate=asked.migrate,
         relayout=asked.relayout,
     )
-    plans = [b64encode(to_bytes(plan)).decode() for _, plan in made if plan is not None]
-    return json.dumps(asdict(recommendation) | {"plans": plans})
+    plans = tuple(b64encode(to_bytes(plan)).decode() for _, plan in made if plan is not None)
+    return _RECOMMENDATION.dump_json(replace(recommendation, plans=plans))
 
 
 def candidates(

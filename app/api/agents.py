@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Annotated, Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import BaseModel
@@ -36,7 +35,6 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.app.api.models import Actor, ProfileName, ReadBeside, ReportOutcome, Wait, beside
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread, in_turn
 from openrecycle.app.security.access import Role, caller_of
@@ -132,7 +130,6 @@ def _split(reply: BatchReply, parts: Sequence[Sequence[Registration | Acknowledg
 
 
 def router(console: ConsoleService) -> APIRouter:
-    deployments = Deployments(console)
     registrations, acknowledgements = Together(console.reports.register), Together(console.reports.acknowledge)
 
     async def of_lead(request: Request, lead: LeadHeader = None) -> None:
@@ -181,8 +178,10 @@ def router(console: ConsoleService) -> APIRouter:
 
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
     async def deployment(job_id: str, after: After = 0, wait: Wait = 0) -> Response:
-        """The newest deployment with a generation above `after`, as soon as there is one; 204: none in time."""
-        found = await deployments.next(job_id, after, wait)
+        """The newest deployment with a generation above `after`, as soon as there is one; 204: none in time, or in
+        less where many wait."""
+        topic = (await console.jobs.find_beside(job_id)).generation_topic
+        found = await topic.wait_for(lambda: console.reports.deployment(job_id, after), wait)
         return Response(status_code=204) if found is None else Response(found, media_type="application/json")
 
     @api.post("/{job_id}/heartbeats", response_model=BatchReply)
@@ -238,26 +237,6 @@ def router(console: ConsoleService) -> APIRouter:
         await in_thread(console.reports.finish, job_id, message, sender)
 
     return api
-
-
-class Deployments:
-    """Of one console. What many ask for is rendered once."""
-
-    def __init__(self, console: ConsoleService) -> None:
-        self._console = console
-        self._rendered: WeakKeyDictionary[LiveJob, tuple[Deployment, bytes]] = WeakKeyDictionary()
-
-    async def next(self, job_id: str, after: int, wait: float) -> bytes | None:
-        """The newest with a generation above `after`, as soon as there is one; None: none in `wait` seconds, or in less
-        where many wait. Raises ConsoleError."""
-        job = await self._console.jobs.find_beside(job_id)
-        found = await job.generation_topic.wait_for(lambda: self._console.reports.deployment(job_id, after), wait)
-        if found is None:
-            return None
-        rendered = self._rendered.get(job)
-        if rendered is None or rendered[0] is not found:
-            rendered = self._rendered[job] = found, found.model_dump_json().encode()
-        return rendered[1]
 
 
 def _json(message: BaseModel) -> Response:

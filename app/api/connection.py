@@ -19,7 +19,7 @@ import struct
 import termios
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -29,8 +29,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from openrecycle.agent.messages.protocol import ProblemDetails
-from openrecycle.app.runtime.problems import MEDIA_TYPE, problem
+from openrecycle.app.runtime.problems import AGAIN, problem
 
 log = structlog.get_logger()
 
@@ -155,18 +154,6 @@ class ConnectionLimit:
     def hopeless(self, connections: int) -> bool:
         """Are there so many that are being refused that even those take the files that are kept?"""
         return connections > self.most + KEPT_FILES // 4
-
-    @property
-    def answer(self) -> bytes:
-        """To whatever is asked over a connection that is refused."""
-        detail = "there is no room for this connection; try again in a second"
-        body = (
-            ProblemDetails(title="Service Unavailable", status=503, code="crowded", detail=detail)
-            .model_dump_json()
-            .encode()
-        )
-        head = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nretry-after: 1\r\nconnection: close"
-        return b"HTTP/1.1 503 Service Unavailable\r\n%b\r\n\r\n%b" % (head.encode(), body)
 
 
 # Of a request's head: bytes, and seconds from its first one, or from the beginning of the connection.
@@ -314,7 +301,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._refused:
             if not self.transport.is_closing():
-                self.transport.write(self.limit.answer)
+                detail = "there is no room for this connection; try again in a second"
+                self.transport.write(_answer(503, "crowded", detail, AGAIN))
                 self.transport.close()
             return
         self._idle_bytes += len(data)
@@ -384,8 +372,8 @@ def connections(
     return type("Connection", (LimitedProtocol,), {"limit": ConnectionLimit.of_process(share, exempt)})
 
 
-def _answer(status: int, code: str, detail: str) -> bytes:
-    refused = problem(status, code, detail)
+def _answer(status: int, code: str, detail: str, headers: Mapping[str, str] | None = None) -> bytes:
+    refused = problem(status, code, detail, headers)
     head = b"".join(b"%b: %b\r\n" % header for header in refused.raw_headers)
     return b"HTTP/1.1 %d %b\r\n%bconnection: close\r\n\r\n%b" % (
         status,

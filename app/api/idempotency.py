@@ -21,6 +21,7 @@ from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.access import ACTOR, CALLER, from_header
+from openrecycle.app.security.guard import replayed
 from openrecycle.db.access import Earlier, IdempotentRequests
 
 HEADER = "Idempotency-Key"
@@ -66,7 +67,7 @@ class Idempotency:
         if earlier is not None:
             await _replay(earlier, given)(scope, receive, send)
             return
-        await self._first(scope, body, send, key)
+        await self._first(scope, body, receive, send, key)
 
     def _begin(self, key: str, scope: Scope, body: bytes) -> Earlier | None:
         request = _digest(scope["query_string"], body)  # of megabytes: not in the event loop
@@ -77,23 +78,15 @@ class Idempotency:
             raise ConsoleError(409, "idempotency_conflict", f"{HEADER}: it was used for another request to this path")
         return earlier
 
-    async def _first(self, scope: Scope, body: bytes, send: Send, key: str) -> None:
+    async def _first(self, scope: Scope, body: bytes, receive: Receive, send: Send, key: str) -> None:
         messages: list[Message] = []
-        given = False
-
-        async def replayed() -> Message:
-            nonlocal given
-            if given:
-                return {"type": "http.disconnect"}
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
 
         async def keep(message: Message) -> None:
             messages.append(message)
 
         kept = False
         try:
-            await self.app(scope, replayed, keep)
+            await self.app(scope, replayed(body, receive), keep)
             answer = b"".join(m.get("body", b"") for m in messages if m["type"] == "http.response.body")
             status = messages[0]["status"]
             if status < 500 and status != 429 and len(answer) <= MOST_BYTES:

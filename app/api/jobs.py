@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Header, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, StrictBool
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
@@ -46,7 +45,6 @@ from openrecycle.app.api.models import (
     ReadBeside,
     ReportOutcome,
     Wait,
-    WorkerInfo,
     Workers,
     page,
 )
@@ -60,7 +58,7 @@ from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.observing.recorder import Series
 from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS
-from openrecycle.app.runtime.errors import named, storing
+from openrecycle.app.runtime.errors import named
 from openrecycle.app.runtime.runner import answer_in_thread, in_thread
 from openrecycle.app.security.access import caller_of
 from openrecycle.db.heartbeats import Level
@@ -169,7 +167,7 @@ def _jobs(console: ConsoleService, after: str | None, limit: int | None) -> byte
 
 
 def _workers(console: ConsoleService, job_id: str) -> Workers:
-    return Workers(workers=[WorkerInfo(**worker._asdict()) for worker in console.queries.view(job_id, 1, 1).workers])
+    return Workers(workers=list(console.queries.view(job_id, 1, 1).workers))
 
 
 def _generations(console: ConsoleService, job_id: str, after: int, limit: int) -> Generations:
@@ -183,9 +181,8 @@ def _place_of_plan(row: Record) -> tuple[float, str, float, str]:
 def _detail(console: ConsoleService, job_id: str) -> JobDetail:
     job = console.jobs.find(job_id)
     view = console.queries.view(job_id, RECENT, 1, workers=False)
-    line = summary(job, view.sentence)
     return JobDetail(
-        **asdict(line),
+        **vars(summary(job, view.sentence)),
         spec=view.spec,
         committed=job.state.committed,
         plan_fingerprint=view.plan.fingerprint if view.plan else None,
@@ -211,11 +208,13 @@ class MeasuredInfo(BaseModel):
     period. over_plan: the first / the second - 1. uncertainty_ms: by how much workers of different
     hosts may be shifted against each other. plan: the ops as they ran, in milliseconds."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     iteration: int
     generation: int
     at: float
     uncertainty_ms: float
-    planned_fingerprint: str
+    planned_fingerprint: Annotated[str, Field(validation_alias=AliasPath("planned", "fingerprint"))]
     period_ms: float | None
     planned_ms: float | None
     over_plan: float | None
@@ -240,27 +239,15 @@ def measured_router(console: ConsoleService) -> APIRouter:
     async def measured(job_id: str, watch: Watch = False) -> Response:
         """The newest measured iteration; 204 while there is none."""
         found = await in_thread(_newest, console, job_id, watch)
-        return Response(status_code=204) if found is None else await answer_in_thread(_info, found)
+        if found is None:
+            return Response(status_code=204)
+        return await answer_in_thread(MeasuredInfo.model_validate, found)
 
     return api
 
 
 def _newest(console: ConsoleService, job_id: str, watch: bool) -> MeasuredIteration | None:
     return console.measuring.iteration(console.jobs.find(job_id), watch=watch)
-
-
-def _info(found: MeasuredIteration) -> MeasuredInfo:
-    return MeasuredInfo(
-        iteration=found.iteration,
-        generation=found.generation,
-        at=found.at,
-        uncertainty_ms=found.uncertainty_ms,
-        planned_fingerprint=found.planned.fingerprint,
-        period_ms=found.period_ms,
-        planned_ms=found.planned_ms,
-        over_plan=found.over_plan,
-        plan=found.plan,
-    )
 
 
 Moment = Annotated[float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="POSIX seconds")]
@@ -336,8 +323,7 @@ def _history(
     console: ConsoleService, job: LiveJob, worker: str, since: float, until: float, step: Level | None
 ) -> WorkerHistory:
     series = console.recorder.series(job, worker, since, until, step)
-    with storing():
-        states = console.queries.observations.states(job.job_id, worker)
+    states = console.queries.states(job.job_id, worker)
     return WorkerHistory(
         worker=worker,
         series=series,

@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from email.message import Message
 from functools import partial
 from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, get_args
@@ -25,8 +26,9 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, Field
 
-from openrecycle.agent.messages.protocol import JobSpec, JobState
-from openrecycle.app.jobs.states import Condition, RoleState
+from openrecycle.agent.messages.protocol import JobSpec
+from openrecycle.app.console.view import WorkerView
+from openrecycle.app.jobs.states import JobSummary
 from openrecycle.app.plans.profiles import NAME
 from openrecycle.app.plans.solving import Migrations, Point, Solve, SolveState
 from openrecycle.app.runtime.errors import ConsoleError, bounded, refuse_repeats, sentence
@@ -197,23 +199,8 @@ Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for some
 ProfileName = Annotated[str, Field(pattern=NAME)]
 
 
-class JobInfo(BaseModel):
-    """created_at: POSIX seconds. living: workers in the generation. workers: size of the grid. condition: how it is, in
-    the word that the pages use: also whether it is degraded, paused, or waits for a person, and whether workers that it
-    needs are silent."""
-
-    job_id: str
-    name: str
-    state: JobState
-    sentence: str
-    created_at: float
-    generation: int
-    living: int
-    workers: int
-    condition: Condition
-
-
-class JobDetail(JobInfo):
+@dataclass(frozen=True, kw_only=True)
+class JobDetail(JobSummary):
     """committed: iterations so far. plan_fingerprint: of the plan that is run, and plan_state whether it is `in force`,
     `interim` (until a newcomer has its state), `last in force` (the job is over), or `in force soon` (an interim one
     is run that was too large to be sent). advice: which option is best with the workers that are out, and why; null
@@ -226,48 +213,17 @@ class JobDetail(JobInfo):
     spec: JobSpec
     committed: int
     plan_fingerprint: str | None
-    plan_state: str = ""
+    plan_state: str
     planned_ahead: int
     plans_to_make: int
     fault_free_samples_per_second: float | None
-    fault_free_source: str | None = None
-    waited_seconds: float = 0.0
-    advice: str | None = None
-    partition: list[int] = []
-    moving_to: list[int] = []
-    ettr: float | None = None
-    goodput: float | None = None
-
-
-class WorkerInfo(BaseModel):
-    """A place of the grid, and the process that holds it. heartbeat_age: seconds. takes_rerouted: micro-batches of
-    other pipelines per iteration. slow: how many times its peers' op times it takes, where that is too long; else 0.
-
-    host, pid, since (POSIX seconds), slot (the place it was started in): of that process, or of the last one where it
-    has ended there; "" and 0 where it holds another place by now, which is moved_to. spare: of that one's ranks, how
-    many run nothing since another one has ended.
-    """
-
-    name: str
-    pipeline: int
-    stage: int
-    state: RoleState
-    takes_rerouted: int
-    heartbeat_age: float | None
-    generation: int
-    iteration: int
-    phase: str
-    op_milliseconds: dict[str, float]
-    resident_bytes: int
-    host: str
-    pid: int
-    acknowledged: str
-    detail: str
-    slow: float = 0.0
-    since: float = 0.0
-    slot: str = ""
-    moved_to: str = ""
-    spare: int = 0
+    fault_free_source: str | None
+    waited_seconds: float
+    advice: str | None
+    partition: list[int]
+    moving_to: list[int]
+    ettr: float | None
+    goodput: float | None
 
 
 class EventInfo(BaseModel):
@@ -345,12 +301,12 @@ class ReportOutcome(BaseModel):
 class JobsPage(BaseModel):
     """next: `after` of the next page; null: there is none."""
 
-    jobs: list[JobInfo]
+    jobs: list[JobSummary]
     next: str | None = None
 
 
 class Workers(BaseModel):
-    workers: list[WorkerInfo]
+    workers: list[WorkerView]
 
 
 class Events(BaseModel):

@@ -26,7 +26,7 @@ from openrecycle.app.api.models import (
     page,
     solve_info,
 )
-from openrecycle.app.catalogs.contents import MAX_TOLERANCE, CatalogReport, CatalogRequest, CatalogSummary, CountLine
+from openrecycle.app.catalogs.contents import MAX_TOLERANCE, CatalogReport, CatalogRequest, CatalogSummary
 from openrecycle.app.catalogs.service import Filling, exported, info_of
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.files import (
@@ -451,6 +451,8 @@ class CatalogLine(BaseModel):
 
 
 class PlanLineInfo(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
     name: str
     failed: list[str]
     period: float
@@ -463,6 +465,8 @@ class PlanLineInfo(BaseModel):
 
 class CountInfo(BaseModel):
     """plans: the longest period first. linear: the period if throughput fell as workers do."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     failures: int
     wanted: int
@@ -639,22 +643,5 @@ def _catalog_detail(found: CatalogReport) -> CatalogDetail:
         there=found.there,
         covered=found.covered,
         reference=found.reference,
-        lines=[_count(line) for line in found.lines],
+        lines=[CountInfo.model_validate(line) for line in found.lines],
     )
-
-
-def _count(line: CountLine) -> CountInfo:
-    plans = [
-        PlanLineInfo(
-            name=plan.name,
-            failed=list(plan.failed()),
-            period=plan.period,
-            bound=plan.bound,
-            gap=plan.gap,
-            optimal=plan.optimal,
-            peak=plan.peak,
-            solver=plan.solver,
-        )
-        for plan in line.plans
-    ]
-    return CountInfo(failures=line.failures, wanted=line.wanted, there=line.there, linear=line.linear, plans=plans)

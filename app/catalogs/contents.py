@@ -78,16 +78,15 @@ class PlanLine:
     solver: str
     peak_bytes: int | None = None
 
-    def failed(self, most: int | None = None) -> tuple[str, ...]:
-        """The failed workers, or the first so many of them."""
-        if most is None:
-            return tuple(map(str, sorted(self._workers())))
-        return tuple(map(str, islice(self._workers(), most)))
+    @property
+    def failed(self) -> tuple[str, ...]:
+        return tuple(map(str, sorted(self._workers())))
 
     def words(self, most: int = 6) -> str:
         """`W0_1, W0_2`, and how many more."""
         count = sum(map(len, self.dead))
-        return ", ".join(self.failed(most)) + (f" and {count - most:,} more" if count > most else "")
+        named = ", ".join(map(str, islice(self._workers(), most)))
+        return named + (f" and {count - most:,} more" if count > most else "")
 
     def _workers(self) -> Iterator[Worker]:
         return (Worker(pipeline, stage) for stage, row in enumerate(self.dead) for pipeline in row)

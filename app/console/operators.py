@@ -29,7 +29,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import Loss, loss_of
 from openrecycle.app.runtime.errors import ConsoleError, named, plain, storing, unknown_worker
 from openrecycle.db.access import audit_row
-from openrecycle.db.store import Observations, Store
+from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Worker
 
 log = structlog.get_logger()
@@ -61,7 +61,7 @@ class Operators:
     """Thread-safe. find: a job by its id; raises ConsoleError. actor: who asks, for the feed and the audit log."""
 
     def __init__(self, find: Callable[[str], LiveJob], store: Store) -> None:
-        self._find, self._store, self._observations = find, store, Observations(store.database)
+        self._find, self._store = find, store
         self._brought_back: WeakKeyDictionary[LiveJob, set[tuple[str, str | None]]] = WeakKeyDictionary()
         """By the coordinator: worker and the incarnation that had left."""
 
@@ -217,7 +217,7 @@ class Operators:
         """`actor` has taken note of these events; returns how many nobody had before. Raises ConsoleError."""
         job = self._find(job_id)
         with storing():
-            new = self._observations.see_events(job_id, seqs, named(actor))
+            new = self._store.see_events(job_id, seqs, named(actor))
         if new:
             with job.lock:
                 job.feed.unfold()

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -29,7 +28,6 @@ from openrecycle.agent.coordination.membership import FailureTimeouts, Interim, 
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
-    Deployment,
     FailureReport,
     Heartbeat,
     InterimPlan,
@@ -48,6 +46,7 @@ from openrecycle.agent.messages.protocol import (
     ValidationReport,
 )
 from openrecycle.app.advice.service import Advising
+from openrecycle.app.catalogs.contents import MAX_WORKERS
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.console.operators import Operators
 from openrecycle.app.console.view import Queries, RollOuts
@@ -63,10 +62,10 @@ from openrecycle.app.plans.service import PlansService
 from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_job, unknown_worker
 from openrecycle.app.runtime.patches import begin_without_pages
-from openrecycle.app.runtime.runner import EventLoopWatch, in_thread
+from openrecycle.app.runtime.runner import STUCK_SECONDS, EventLoopWatch, in_thread
 from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.app.security.access import Security
-from openrecycle.db.job_rows import OVER, JobIndex
+from openrecycle.db.job_rows import OVER
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.check import check
@@ -78,35 +77,17 @@ from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
 
-MAX_WORKERS = 16_384
 # Of all jobs that have not ended: the time that the console takes to start, and its memory, go by them.
 MAX_LIVE_WORKERS = 16 * MAX_WORKERS
 
 
-class JobLife(Protocol):
-    """What else a console does when a job of its begins, is read, or ends."""
-
-    def new_job(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
-        """Raises PlannerError for one that can't be planned."""
-
-    def job_begins(self, job: LiveJob) -> None:
-        """It is new, or was taken up, and runs."""
-
-    def job_read(self, job: LiveJob) -> None:
-        """It was read from the database."""
-
-    def job_ended(self, job: LiveJob) -> None:
-        """Nothing more is to be done for it."""
-
-
 class JobRegistry:
-    """Thread-safe."""
+    """Thread-safe. console: does what else there is to do when a job of its begins, is read, or ends."""
 
-    def __init__(self, store: Store, failure_timeouts: FailureTimeouts, life: JobLife) -> None:
-        self._store, self.failure_timeouts, self._life = store, failure_timeouts, life
+    def __init__(self, store: Store, failure_timeouts: FailureTimeouts, console: ConsoleService) -> None:
+        self._store, self.failure_timeouts, self._console = store, failure_timeouts, console
         self._jobs: dict[str, LiveJob] = {}
-        self._index = JobIndex(store.database)
-        self.past = PastJobs(self._index)
+        self.past = PastJobs(store)
         self._unreadable: set[str] = set()
         self._lock = threading.RLock()
 
@@ -134,7 +115,7 @@ class JobRegistry:
         job_id, created_at = secrets.token_hex(6), time.time()
         try:
             self.failure_timeouts.check_above(spec.transfer_timeout, spec.group_timeout)
-            job = self._life.new_job(job_id, spec, created_at)
+            job = self._console.new_job(job_id, spec, created_at)
         except PlannerError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
         members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
@@ -155,7 +136,7 @@ class JobRegistry:
                 self._jobs[job_id] = job
         if not new:
             return self._created_before(row, spec, idempotency_key), False
-        self._life.job_begins(job)
+        self._console.job_begins(job)
         log.info("job created", job=job_id, name=spec.name, workers=len(members))
         return self._created(row, spec, idempotency_key), True
 
@@ -168,7 +149,7 @@ class JobRegistry:
             if row["id"] not in self._jobs and row["id"] not in self.past.lines():
                 job = self.take_up(row["id"])
         if job is not None and not job.state.over:
-            self._life.job_begins(job)
+            self._console.job_begins(job)
         return created
 
     def _created(self, row: Record, spec: JobSpec, idempotency_key: str | None) -> JobCreated:
@@ -211,7 +192,7 @@ class JobRegistry:
         Raises SQLAlchemyError."""
         known = dict.fromkeys(self.past.lines(), True)
         known |= {job_id: bool(job.state.over) for job_id, job in list(self._jobs.items())}
-        states = self._index.states()
+        states = self._store.job_states()
         new = [j for j, state in states.items() if state in OVER and j not in known and j not in self._unreadable]
         if new:
             self.past.read(new)
@@ -223,9 +204,9 @@ class JobRegistry:
         """Reads a stored job, unless it is here already; None: it can't be read. Raises SQLAlchemyError."""
         if job_id not in self._jobs and job_id not in self._unreadable and (row := self._store.job(job_id)) is not None:
             try:
-                job = self._life.new_job(job_id, JobSpec.model_validate_json(row["spec"]), row["created_at"])
+                job = self._console.new_job(job_id, JobSpec.model_validate_json(row["spec"]), row["created_at"])
                 job.restore(row)
-                self._life.job_read(job)
+                self._console.job_read(job)
                 with self._lock:
                     self._jobs.setdefault(job_id, job)
             except (SQLAlchemyError, ConsoleError):  # it may be read when the database answers again
@@ -253,7 +234,7 @@ class JobRegistry:
             job = self._jobs.pop(job_id, None)
         self.past.drop(job_id)
         if job is not None:
-            self._life.job_ended(job)
+            self._console.job_ended(job)
             job.topic.close()
             job.generation_topic.close()
 
@@ -261,12 +242,12 @@ class JobRegistry:
         """Every job of the database that is not over, and the newest so many others; the rest, of which there may be
         thousands, one by one when somebody asks for them. Raises SQLAlchemyError."""
         self.past.read()
-        states = self._index.states()
+        states = self._store.job_states()
         for job_id in [*list(self.past.lines())[-over:], *(j for j in states if states[j] not in OVER)]:
             job = self.take_up(job_id)
             if job is not None and not job.state.over:
                 self._check_ladder(job)
-                self._life.job_begins(job)
+                self._console.job_begins(job)
 
     def _check_ladder(self, job: LiveJob) -> None:
         """Of a job that another console took: it runs, so it is not refused."""
@@ -279,14 +260,14 @@ class JobRegistry:
 class PastJobs:
     """Those that no LiveJob stands for. Thread-safe."""
 
-    def __init__(self, index: JobIndex) -> None:
-        self._index = index
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._lines: dict[str, JobSummary] = {}  # replaced as a whole: readers need no lock
         self._lock = threading.Lock()
 
     def read(self, job_ids: Collection[str] | None = None) -> None:
         """Notes all that there are, or these. Raises SQLAlchemyError."""
-        found = [line for row in self._index.over(job_ids) if (line := _line(row)) is not None]
+        found = [line for row in self._store.jobs_over(job_ids) if (line := _line(row)) is not None]
         with self._lock:
             self._lines = {**self._lines, **{line.job_id: line for line in found}}
 
@@ -378,8 +359,8 @@ class Reports:
     ) -> None:
         self._store, self._find, self._ended = store, find, ended
         self._measure, self._waited = measure, waited
-        # The newest of each job, and of what it was made.
-        self._deployments: WeakKeyDictionary[LiveJob, tuple[object, Deployment]] = WeakKeyDictionary()
+        # The newest of each job, as JSON, and of what it was made: many ask for it.
+        self._deployments: WeakKeyDictionary[LiveJob, tuple[object, bytes]] = WeakKeyDictionary()
 
     def register(self, job_id: str, said: Sequence[Registration], sender: LeadTerm | None = None) -> BatchReply:
         """Each is taken or refused by itself."""
@@ -561,8 +542,8 @@ class Reports:
         job.apply(happening.Finished(JobState(message.state), plain(message.reason)), sender=sender)
         self._ended(job)
 
-    def deployment(self, job_id: str, after: int) -> Deployment | None:
-        """The newest deployment, if its generation is above `after`. Does not block."""
+    def deployment(self, job_id: str, after: int) -> bytes | None:
+        """The newest deployment as JSON, if its generation is above `after`. Does not block."""
         job = self._find(job_id)
         state = job.state
         generation = state.current
@@ -572,7 +553,7 @@ class Reports:
         key = (generation.number, leaving)
         known = self._deployments.get(job)
         if known is None or known[0] != key:
-            known = self._deployments[job] = key, deployment_of(generation, leaving)
+            known = self._deployments[job] = key, deployment_of(generation, leaving).model_dump_json().encode()
         return known[1]
 
 
@@ -580,8 +561,6 @@ class Reports:
 FLUSH_SECONDS = 5.0
 # Jobs that are over stay in memory for as long, with what their workers wrote; the newest stay for good.
 OVER_SECONDS = 86_400.0
-# For one job's turn; a database that does not answer takes a tenth of it.
-STUCK_SECONDS = 120.0
 # Between two looks whether the database can be written.
 PROBE_SECONDS = 1.0
 SAID_EVERY_SECONDS = 60.0
@@ -706,6 +685,7 @@ class ConsoleService:
         self._unwatch()
 
     def new_job(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
+        """Raises PlannerError for one that can't be planned."""
         return LiveJob(
             job_id,
             spec,
@@ -719,12 +699,15 @@ class ConsoleService:
         )
 
     def job_begins(self, job: LiveJob) -> None:
+        """It is new, or was taken up, and runs."""
         self.plans.ahead.make_ahead(job)
 
     def job_read(self, job: LiveJob) -> None:
+        """It was read from the database."""
         self._job_metrics.begin(job)
 
     def job_ended(self, job: LiveJob) -> None:
+        """Nothing more is to be done for it."""
         self.plans.ahead.cancel(job)
         self._advising.cancel(job)
         self.security.tokens.end_job(job.job_id)

@@ -14,13 +14,14 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from openrecycle.agent.coordination.membership import FailureTimeouts, Member
+from pydantic import Field
+
+from openrecycle.agent.coordination.membership import ACK_ORDER, FailureTimeouts, Member
 from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, LogLine, OpKind
 from openrecycle.app.jobs.live_job import LiveJob, Row, changes
 from openrecycle.app.jobs.states import (
@@ -46,15 +47,12 @@ from openrecycle.app.jobs.throughput import (
 )
 from openrecycle.app.plans.library import PlanCache
 from openrecycle.app.runtime.errors import plain, storing, unknown_plan, unknown_worker
-from openrecycle.db.plan_rows import PlanColumns
-from openrecycle.db.store import Observations, Record, Store
+from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
 
 # -- how the newest generation's plan is taken up -----------------------------------------------
-
-STEPS = ("adopted", "formed", "resumed")
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Taken:
 
     @property
     def last(self) -> str:
-        return next((step for step, at in reversed([*zip(STEPS, self.steps, strict=True)]) if at is not None), "")
+        return [step for step, at in zip(ACK_ORDER, (0.0, *self.steps), strict=True) if at is not None][-1]
 
     @property
     def steps(self) -> tuple[float | None, float | None, float | None]:
@@ -144,16 +142,18 @@ class RollOuts:
 # -- what people, pages and dashboards see of jobs ----------------------------------------------
 
 
-class WorkerView(NamedTuple):
-    """One cell of the grid, now: a role, and the process that holds it. takes_rerouted: micro-batches of other
-    pipelines per iteration. slow: how many times its peers' op times it takes, where that is too long; else 0.
+@dataclass(slots=True)
+class WorkerView:
+    """A place of the grid, now: a role, and the process that holds it. heartbeat_age: seconds. takes_rerouted:
+    micro-batches of other pipelines per iteration. slow: how many times its peers' op times it takes, where that is too
+    long; else 0.
 
     host, pid, since (POSIX seconds), slot (the place it was started in): of the process that holds the role, or of
     the last one where that has ended in it; "" and 0 where it holds another role by now, which is moved_to. spare: of
     that one's ranks, how many run nothing since another one has ended.
+    """
 
-    A tuple: of 8,192 workers as many are made at each refresh, in a fifth of the time that a frozen dataclass takes."""
-
+    # Nobody changes one. Of 8,192 workers as many are made at each refresh, in a quarter of the time of frozen ones.
     name: str
     pipeline: int
     stage: int
@@ -163,14 +163,14 @@ class WorkerView(NamedTuple):
     generation: int = 0
     iteration: int = 0
     phase: str = ""
-    op_milliseconds: Mapping[OpKind, float] = MappingProxyType({})
+    op_milliseconds: Mapping[OpKind, float] = field(default_factory=dict)
     resident_bytes: int = 0
     host: str = ""
     pid: int = 0
     acknowledged: str = ""
     detail: str = ""
     slow: float = 0.0
-    doing: Doing | None = None
+    doing: Annotated[Doing | None, Field(exclude=True)] = None  # for the pages alone
     since: float = 0.0
     slot: str = ""
     moved_to: str = ""
@@ -322,8 +322,6 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
 EVENTS = 20
 # Of the generations that are read at once, so many workers: of thousands, each has what it acknowledged.
 GENERATION_ROWS = 32_768
-# What older versions stored, and how it is called since.
-BEFORE = {"starting": "empty", "re-joining": "joining"}
 _EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
 
 
@@ -425,7 +423,6 @@ class Queries:
         self.shared, self.shared_seconds = SHARED, SHARED_SECONDS
         """From so many workers on, and for so long."""
         self._find, self._live, self._past = find, live, past
-        self.observations = Observations(store.database)
         self._plans = plans
         self._figures, self._waited, self._advice = figures, waited, advice
         self._seen: WeakKeyDictionary[LiveJob, dict[Hashable, _Kept]] = WeakKeyDictionary()
@@ -512,7 +509,7 @@ class Queries:
 
     def _read(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _History:
         feed = self._store.events(job.job_id, limit=events, newest=True)
-        seen_by = self.observations.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
+        seen_by = self._store.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
         return _History(
             tuple(
                 iteration_view(row, job.spec, waited)
@@ -535,16 +532,15 @@ class Queries:
         role = states.roles[name]
         process = role.process if role.process and role.process.role == name else None
         with storing():
-            rows = self.observations.states(job.job_id, name)
-            events = self.observations.events_of(job.job_id, name, limit=EVENTS)
-            seen = self.observations.seen_events(job.job_id, [e["seq"] for e in events])
+            rows = self._store.worker_states(job.job_id, name)
+            events = self._store.events_of(job.job_id, name, limit=EVENTS)
+            seen = self._store.seen_events(job.job_id, [e["seq"] for e in events])
         # Of a worker that has not registered yet there is no state.
         ends = ([row["at"] for row in rows[1:]] + [now])[: len(rows)]
         return WorkerDetail(
             worker,
             tuple(
-                StateInterval(BEFORE.get(row["state"]) or row["state"], row["at"], max(end, row["at"]))
-                for row, end in zip(rows, ends, strict=True)
+                StateInterval(row["state"], row["at"], max(end, row["at"])) for row, end in zip(rows, ends, strict=True)
             ),
             _op_times(job, view, worker),
             tuple(_event(row, seen) for row in events),
@@ -573,7 +569,7 @@ class Queries:
         """The same as it is stored: a tenth, or less. Raises ConsoleError (404)."""
         self._find(job_id)
         with storing():
-            document = PlanColumns(self._store.database).deflated_document(plain(fingerprint), job_id)
+            document = self._store.deflated_plan(plain(fingerprint), job_id)
         if document is None:
             raise unknown_plan(fingerprint)
         return document
@@ -593,6 +589,11 @@ class Queries:
         self._find(job_id)
         with storing():
             return self._store.iterations(job_id, after=after, limit=limit)
+
+    def states(self, job_id: str, worker: str) -> list[Record]:
+        """The newest changes of a worker's state, oldest first: state, at."""
+        with storing():
+            return self._store.worker_states(job_id, worker)
 
     def past_failures(self, job_id: str, seconds: float | None = None) -> tuple[tuple[Row, ...], float]:
         """((seconds since the first generation, worker, `failed` or `joined`), ...), seconds covered: to now, or the

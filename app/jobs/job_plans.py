@@ -12,7 +12,6 @@ import structlog
 from openrecycle.agent.coordination.membership import PlanReady, PlanRefused
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.runtime.patches import LARGE_OPS, OP_BYTES, building
-from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import checked
@@ -31,7 +30,7 @@ LookUp = Callable[[CatalogQuestion, frozenset[Worker]], tuple[Plan, str] | None]
 
 def stored_plan(store: Store, fingerprint: str) -> Plan | None:
     """Out of its columns where it has any. Raises PlanError for a document that can't be read, SQLAlchemyError."""
-    data = PlanColumns(store.database).get(fingerprint)
+    data = store.plan_columns(fingerprint)
     if data is not None:
         try:
             return unpack(data, source=f"plan {fingerprint}")

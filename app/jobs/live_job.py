@@ -28,7 +28,6 @@ from openrecycle.agent.coordination import coordinator, membership
 from openrecycle.agent.coordination.blame import Links
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
-    LEFT,
     Broken,
     ConsoleRestarted,
     Decision,
@@ -97,25 +96,26 @@ class _FoldedLine(NamedTuple):
     last_at: float
 
 
-class Folding:
-    """The lines of one job that may still be repeated. Immutable."""
+def _key(kind: str, severity: str, worker: str | None, text: str) -> Key | None:
+    """Equal for lines that say the same; None for those that are never folded."""
+    return (kind, severity, worker, _NUMBER.sub("#", text)) if kind in KINDS else None
 
-    def __init__(self, lines: dict[Key, _FoldedLine] | None = None) -> None:
-        self._lines = lines or {}
 
-    @classmethod
-    def read(cls, newest: Iterable[Record]) -> Folding:
-        """newest: rows of the feed, newest first."""
-        lines: dict[Key, _FoldedLine] = {}
-        for row in newest:
-            key = _key(row["kind"], row["severity"], row["worker"], row["text"])
-            if key is None:
-                break
-            lines.setdefault(key, _FoldedLine(row["seq"], row["count"], row["last_at"]))
-        return cls(lines)
+class JobFeed:
+    """What the next lines of one job's feed go by: the number of the newest line, and which may still be repeated.
+    For whoever holds the job's lock; `last` may be read by anybody."""
 
-    def split(self, notes: Iterable[Note], now: float) -> tuple[list[Note], list[Record]]:
-        """Those that are lines of their own; and rows (seq, count, last_at, text) of those that are repeated."""
+    def __init__(self) -> None:
+        self.last = 0
+        self._lines: dict[Key, _FoldedLine] = {}
+
+    def rows(self, notes: Iterable[Note]) -> list[Record]:
+        """Numbered, of now."""
+        now = time.time()
+        return [{"seq": self.last + i, "at": now, **vars(note)} for i, note in enumerate(notes, start=1)]
+
+    def split(self, notes: Iterable[Note], now: float) -> tuple[list[Record], list[Record]]:
+        """Numbered rows of new lines; and rows (seq, count, last_at, text) of those that are repeated."""
         fresh: list[Note] = []
         repeats: dict[int, Record] = {}
         lines = dict(self._lines)
@@ -129,56 +129,23 @@ class Folding:
                 continue
             lines[key] = line._replace(times=line.times + 1, last_at=now)
             repeats[line.seq] = {"seq": line.seq, "count": line.times + 1, "last_at": now, "text": note.text}
-        return fresh, list(repeats.values())
-
-    def after(self, events: Sequence[Record], repeats: Sequence[Record]) -> Folding:
-        """When these rows are stored."""
-        if not (events or repeats):
-            return self
-        counted = {row["seq"]: row for row in repeats}
-        lines = {
-            key: _FoldedLine(line.seq, counted[line.seq]["count"], counted[line.seq]["last_at"])
-            if line.seq in counted
-            else line
-            for key, line in self._lines.items()
-        }
-        for row in events:
-            key = _key(row["kind"], row["severity"], row["worker"], row["text"])
-            if key is None:
-                lines = {}
-            else:
-                lines[key] = _FoldedLine(row["seq"], 1, row["at"])
-        newest = sorted(lines.items(), key=lambda item: item[1].seq)[-LOOK_BACK:]
-        return Folding(dict(newest))
-
-
-def _key(kind: str, severity: str, worker: str | None, text: str) -> Key | None:
-    """Equal for lines that say the same; None for those that are never folded."""
-    return (kind, severity, worker, _NUMBER.sub("#", text)) if kind in KINDS else None
-
-
-class JobFeed:
-    """What the next lines of one job's feed go by: the number of the newest line, and which may still be repeated.
-    For whoever holds the job's lock; `last` may be read by anybody."""
-
-    def __init__(self) -> None:
-        self.last = 0
-        self._folding = Folding()
-
-    def rows(self, notes: Iterable[Note]) -> list[Record]:
-        """Numbered, of now."""
-        now = time.time()
-        return [{"seq": self.last + i, "at": now, **vars(note)} for i, note in enumerate(notes, start=1)]
-
-    def split(self, notes: Iterable[Note], now: float) -> tuple[list[Record], list[Record]]:
-        """Numbered rows of new lines; and rows of those that are repeated."""
-        fresh, repeats = self._folding.split(notes, now)
-        return self.rows(fresh), repeats
+        return self.rows(fresh), list(repeats.values())
 
     def stored(self, events: Sequence[Record], repeats: Sequence[Record]) -> None:
         """Such rows are in the database."""
         self.last += len(events)
-        self._folding = self._folding.after(events, repeats)
+        counted = {row["seq"]: row for row in repeats}
+        for known, line in self._lines.items():
+            if repeat := counted.get(line.seq):
+                self._lines[known] = line._replace(times=repeat["count"], last_at=repeat["last_at"])
+        for row in events:
+            key = _key(row["kind"], row["severity"], row["worker"], row["text"])
+            if key is None:
+                self.unfold()
+            else:
+                self._lines[key] = _FoldedLine(row["seq"], 1, row["at"])
+        newest = sorted(self._lines.items(), key=lambda item: item[1].seq)[-LOOK_BACK:]
+        self._lines = dict(newest)
 
     def added(self, events: int) -> None:
         """So many numbered rows that are not to be repeated are in the database."""
@@ -188,11 +155,16 @@ class JobFeed:
 
     def unfold(self) -> None:
         """What was said so far has been seen, or something else has happened: said again, it is a new line."""
-        self._folding = Folding()
+        self._lines = {}
 
     def read(self, last: int, newest: Iterable[Record]) -> None:
         """As the database has it. newest: the newest LOOK_BACK rows, newest first."""
-        self.last, self._folding = last, Folding.read(newest)
+        self.last, self._lines = last, {}
+        for row in newest:
+            key = _key(row["kind"], row["severity"], row["worker"], row["text"])
+            if key is None:
+                break
+            self._lines.setdefault(key, _FoldedLine(row["seq"], row["count"], row["last_at"]))
 
 
 # -- who leads a job of several nodes -----------------------------------------------------------
@@ -261,15 +233,13 @@ def member_row(member: Member) -> Record:
 def read_member(row: Record, stage: int, acknowledged: dict[str, str]) -> Member:
     incarnation, state = row["incarnation"], WorkerState(row["state"])
     said = acknowledged.get(incarnation, "")
-    gone = (True, WorkerState.FAILED, 0)
     return Member(
         name=row["name"],
         stage=stage,
         state=state,
         incarnation=incarnation,
         retired=tuple(json.loads(row["retired"])),
-        # As it was written before LEFT stood for it.
-        generation=LEFT if (row["leaving"], state, row["member_generation"]) == gone else row["member_generation"],
+        generation=row["member_generation"],
         acknowledged="" if state is WorkerState.FAILED else said,  # type: ignore[arg-type]
         last_heard=0.0 if incarnation else None,  # ConsoleRestarted sets it to now
         draining=row["draining"],
@@ -436,14 +406,12 @@ def read_processes(rows: Iterable[Record]) -> dict[str, ProcessState]:
     """By incarnation, those that came first first."""
     found = []
     for row in rows:
-        # Those that an older version has stored say nothing of ranks, or of restarts.
-        for incarnation, host, pid, held, ended, detail, *of_ranks in json.loads(row["processes"]):
+        for who, host, pid, held, ended, detail, ranks, spare, made_of, planned in json.loads(row["processes"]):
             roles = tuple((str(role), float(since)) for role, since in held)
-            ranks, spare, made_of, *more = of_ranks or ((), (), ())
-            restart = PlannedRestart(*more[0]) if more and more[0] else None
             made = tuple((str(whose), int(rank)) for whose, rank in made_of)
+            restart = PlannedRestart(*planned) if planned else None
             numbers = tuple(ranks), tuple(spare), made
-            found.append(ProcessState(incarnation, host, pid, roles, ended, detail, *numbers, restart))
+            found.append(ProcessState(who, host, pid, roles, ended, detail, *numbers, restart))
     return {process.incarnation: process for process in sorted(found, key=lambda p: p.since)}
 
 
@@ -534,22 +502,6 @@ def run_together(
         answers.append(after.refusal or after.reason)
         state = after.state
     return state, notes, answers
-
-
-def processes_of(reports: Iterable[IncomingReport]) -> dict[str, Arrival]:
-    """Those that registered, by incarnation."""
-    return {report.event.incarnation: report.process for report in reports if report.process}
-
-
-def spares_of(reports: Iterable[IncomingReport]) -> dict[str, tuple[int, ...]]:
-    """Of those that exited, by incarnation, the ranks that are spare."""
-    return {report.event.incarnation: report.spare for report in reports if report.spare}
-
-
-def restarts_of(reports: Iterable[IncomingReport]) -> dict[str, tuple[str, PlannedRestart]]:
-    """Of those that exited, by incarnation, whose place it was, and what their launcher does about it."""
-    restarts = ((report.event, report.restart) for report in reports)
-    return {event.incarnation: (event.worker, restart) for event, restart in restarts if restart}
 
 
 class LiveJob:
@@ -885,10 +837,12 @@ class LiveJob:
             member_row(m) for name, m in new.members.items() if m is not before[name] and differs(m, before[name])
         ]
         # Most reports of a large job change nobody's role, and everybody's is looked at for those that do.
-        spare, restarts = spares_of(reports), restarts_of(reports)
+        spare = {r.event.incarnation: r.spare for r in reports if r.spare}
+        restarts = {r.event.incarnation: (r.event.worker, r.restart) for r in reports if r.restart}
         changed, states = dict[str, ProcessState](), list[Record]()
         if workers or spare or restarts:
-            changed = follow(self.processes, old, new, processes_of(reports), now, spare, restarts)
+            came = {r.event.incarnation: r.process for r in reports if r.process}
+            changed = follow(self.processes, old, new, came, now, spare, restarts)
         known = {**self.processes, **changed} if changed else self.processes
         if workers or changed:
             states = state_rows(WorkerStates(old, self.processes), WorkerStates(new, known), now)

@@ -25,7 +25,7 @@ from openrecycle.app.jobs.throughput import (
     trained,
     without_waits,
 )
-from openrecycle.db.store import Observations, Record, Store
+from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import Plan
 
@@ -44,9 +44,9 @@ class Accounts:
         batch: int = BATCH,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store, self._observations, self._plan = store, Observations(store.database), plan
+        self._store, self._plan = store, plan
         self._batch, self._clock = batch, clock
-        self.waiting = Waiting(self._observations)
+        self.waiting = Waiting(store)
         self._of: WeakKeyDictionary[LiveJob, tuple[Account, float]] = WeakKeyDictionary()
         self._compared: WeakKeyDictionary[LiveJob, tuple[str, str, bool]] = WeakKeyDictionary()
         self._windows: WeakKeyDictionary[LiveJob, Window] = WeakKeyDictionary()
@@ -75,7 +75,7 @@ class Accounts:
             return account
         if missing > self._batch:
             account = Account()
-            for row in self._observations.iteration_sums(job.job_id, committed - 1):
+            for row in self._store.iteration_sums(job.job_id, committed - 1):
                 account.add_sum(without_waits(row, waited))
             rows = self._store.iterations(job.job_id, after=committed - 2, limit=1)
         else:
@@ -193,8 +193,8 @@ def _rate(value: float) -> str:
 class Waiting:
     """Of all jobs of a console. Thread-safe."""
 
-    def __init__(self, observations: Observations) -> None:
-        self._observations = observations
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._found: WeakKeyDictionary[LiveJob, dict[float, tuple[Record, float]]] = WeakKeyDictionary()
 
     def of(self, job: LiveJob) -> Waited:
@@ -232,9 +232,9 @@ class Waiting:
         it was (0: there is none). end: None while it lasts."""
         found = self._found.setdefault(job, {})
         if end is not None and end not in found:
-            row = self._observations.committed_after(job.job_id, end)
+            row = self._store.committed_after(job.job_id, end)
             if row is not None:
-                found[end] = row, self._observations.last_commit(job.job_id, row["iteration"])
+                found[end] = row, self._store.last_commit(job.job_id, row["iteration"])
         if end is None or end not in found:
-            return None, self._observations.last_commit(job.job_id)
+            return None, self._store.last_commit(job.job_id)
         return found[end]

@@ -23,7 +23,7 @@ from openrecycle.agent.messages.protocol import Heartbeat, MeasuredOps
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.as_run import IterationAsRun, MeasuredIteration, as_plan, as_schedule, assemble
 from openrecycle.app.runtime.errors import ConsoleError, storing
-from openrecycle.db.store import Observations, Store
+from openrecycle.db.store import Store
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
@@ -114,7 +114,7 @@ class Measuring:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._observations, self._plan = store, Observations(store.database), plan
+        self._store, self._plan = store, plan
         self._heartbeat, self._clock = heartbeat, clock
         self._made: LRUCache[tuple[str, int, int, float], tuple[Schedule, Plan]] = LRUCache(DRAWN)
         self._of: WeakKeyDictionary[LiveJob, Measurement] = WeakKeyDictionary()
@@ -245,9 +245,7 @@ class Measuring:
             found.read.pop(measured.iteration, None)
             keep = tuple(found.kept)
         try:
-            self._observations.put_measured(
-                job.job_id, measured.iteration, measured.model_dump_json(), measured.at, keep=keep
-            )
+            self._store.put_measured(job.job_id, measured.iteration, measured.model_dump_json(), measured.at, keep=keep)
         except SQLAlchemyError as error:
             log.warning("a measured iteration could not be stored", job=job.job_id, reason=type(error).__name__)
         job.topic.publish()
@@ -304,7 +302,7 @@ class Measuring:
 
     def _stored_kept(self, job: LiveJob) -> list[int]:
         try:
-            return self._observations.measured_iterations(job.job_id)[-_most_kept(job) :]
+            return self._store.measured_iterations(job.job_id)[-_most_kept(job) :]
         except SQLAlchemyError as error:
             log.warning(
                 "which measured iterations are stored is not known", job=job.job_id, reason=type(error).__name__
@@ -313,7 +311,7 @@ class Measuring:
 
     def _stored(self, job_id: str, iteration: int | None = None) -> IterationAsRun | None:
         try:
-            text = self._observations.measured(job_id, iteration)
+            text = self._store.measured(job_id, iteration)
             return None if text is None else IterationAsRun.model_validate_json(text)
         except (SQLAlchemyError, ValueError) as error:
             log.warning("a stored measured iteration is not used", job=job_id, reason=type(error).__name__)

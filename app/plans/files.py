@@ -20,7 +20,8 @@ import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from functools import partial
+from typing import Annotated, Any, NamedTuple
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -358,32 +359,21 @@ MAX_OPS = 2_000_000
 # Above this a file takes so long that the console's own work would wait for it: a child makes it.
 OPS_HERE = 20_000
 CHILD_SECONDS = 120.0
-
-Code = Literal["too_large", "not_in_this_format"]
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """reason: a sentence that says what would do."""
-
-    code: Code
-    reason: str
-
-    @property
-    def error(self) -> ConsoleError:
-        return ConsoleError(413 if self.code == "too_large" else 422, self.code, self.reason)
+# The code of a plan that can't be written in a format.
+_NOT_IN_THIS = "not_in_this_format"
 
 
 @dataclass(frozen=True)
 class ExportOffer:
-    """One format of one plan. pipeline: the one that the file holds, where it can't hold all."""
+    """One format of one plan. pipeline: the one that the file holds, where it can't hold all. refusal: why there is no
+    file, and what would do."""
 
     name: str
     title: str
     media_type: str
     file_name: str
     pipeline: int | None = None
-    refusal: Refusal | None = None
+    refusal: ConsoleError | None = None
 
 
 @dataclass(frozen=True)
@@ -428,7 +418,7 @@ def render(export: Export, offer: ExportOffer, pipeline: int | None = None) -> b
     Blocks; a large plan's file is made in a child process.
     """
     if offer.refusal is not None:
-        raise offer.refusal.error
+        raise offer.refusal
     pipeline = offer.pipeline if pipeline is None else pipeline
     if export.plan.op_count <= OPS_HERE:
         return _made(export.plan, export.name, export.spec, _part(export, offer.name), offer.name, pipeline)
@@ -452,23 +442,23 @@ def file_stem(plan: Plan, name: str, job_id: str | None = None, at: float | None
     return "-".join(parts)
 
 
-def _refusal(plan: Plan, name: str) -> Refusal | None:
-    ops = plan.op_count
+def _refusal(plan: Plan, name: str) -> ConsoleError | None:
+    ops, large, unfit = plan.op_count, partial(ConsoleError, 413, "too_large"), partial(ConsoleError, 422, _NOT_IN_THIS)
     if ops > MAX_OPS:
-        return Refusal("too_large", f"the plan has {ops:,} ops and the console exports at most {MAX_OPS:,}")
+        return large(f"the plan has {ops:,} ops and the console exports at most {MAX_OPS:,}")
     if name == "yaml" and ops > text_formats.MAX_OPS:
         most = text_formats.MAX_OPS
-        return Refusal("too_large", f"the plan has {ops:,} ops and YAML is written for at most {most:,}; use JSON")
+        return large(f"the plan has {ops:,} ops and YAML is written for at most {most:,}; use JSON")
     if name in ("svg", "png") and _rows(plan) > MAX_ROWS and plan.job.stages > MAX_STAGES:
-        return Refusal("too_large", f"the plan has {plan.job.stages:,} stages and a picture at most {MAX_STAGES}")
+        return large(f"the plan has {plan.job.stages:,} stages and a picture at most {MAX_STAGES}")
     if name == BUNDLE and plan.solver.name == MEASURED:
         why = "this is an iteration as it ran, which no job can be started with; take the plan that it ran"
-        return Refusal("not_in_this_format", why)
+        return unfit(why)
     if name == "torch-csv" and (plan.failed or _reroutes(plan)):
         why = (
             "torch.distributed.pipelining runs each stage on one rank, so a plan that re-routes can't be written in it"
         )
-        return Refusal("not_in_this_format", why)
+        return unfit(why)
     return None
 
 
@@ -494,7 +484,7 @@ def _made(
             return make_bundle(plan, called, spec, catalog)
         return EXPORTERS[name].render(plan, pipeline=pipeline)
     except PlannerError as error:
-        raise ConsoleError(422, "not_in_this_format", str(error).replace("--", "")) from None
+        raise ConsoleError(422, _NOT_IN_THIS, str(error).replace("--", "")) from None
 
 
 def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
@@ -514,7 +504,7 @@ def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
         raise ConsoleError(503, "unavailable", "the export was ended before it was done") from None
     file, why = read_answer(said)
     if file is None:
-        raise ConsoleError(422, "not_in_this_format", why)
+        raise ConsoleError(422, _NOT_IN_THIS, why)
     return file
 
 

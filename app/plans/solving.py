@@ -58,6 +58,12 @@ class PlanRequest:
     timeout: None = None
     makes: bool = True
 
+    @property
+    def is_reference(self) -> bool:
+        """Is it for fault-free 1F1B of a grid small enough to be laid out at once?"""
+        plain = self.technique == Technique.FAULT_FREE and self.memory == "1f1b" and not self.failed
+        return plain and self.job.ops <= SEARCHED_OPS
+
     def read(self, document: bytes) -> Plan:
         return from_bytes(document, source="the planning process")
 
@@ -124,22 +130,6 @@ FAILED_SECONDS = 30.0
 SEARCHED_OPS = 20_000
 
 
-@dataclass(frozen=True)
-class PlanQuestion:
-    """What is to be planned. Equal questions have one answer."""
-
-    job: JobDoc
-    failed: tuple[str, ...]
-    technique: str
-    memory: str
-
-    @property
-    def is_reference(self) -> bool:
-        """Is it fault-free 1F1B of a grid small enough to be laid out at once?"""
-        plain = self.technique == Technique.FAULT_FREE and self.memory == "1f1b" and not self.failed
-        return plain and self.job.ops <= SEARCHED_OPS
-
-
 @dataclass
 class Answer:
     """plan or why, once `done`. asked, ended: monotonic seconds."""
@@ -168,13 +158,15 @@ class Making:
         self._maker = plan_maker("plans on the spot")
         self._started = False
 
-    def get(self, question: PlanQuestion) -> Answer:
-        """The answer, as far as it is there; it is begun now if nobody has asked before."""
-        key = repr(question)
+    def get(self, job: JobDoc, failed: tuple[str, ...], technique: str, memory: str) -> Answer:
+        """The answer, as far as it is there; it is begun now if nobody has asked the same before."""
+        solver = "auto" if job.ops <= SEARCHED_OPS else "list"
+        request = PlanRequest("a page", job, failed, technique, memory, solver, TIME_LIMIT)
+        key = repr(request)
         with self._lock:
             known = self._answers.get(key)
             if known is None or known.stale:
-                known = self._answers[key] = self._begin(question)
+                known = self._answers[key] = self._begin(request)
             return known
 
     def close(self) -> None:
@@ -182,22 +174,18 @@ class Making:
             if self._started:
                 self._maker.close()
 
-    def _begin(self, question: PlanQuestion) -> Answer:
+    def _begin(self, request: PlanRequest) -> Answer:
         answer = Answer()
-        if question.is_reference:
+        if request.is_reference:
             # A fixed order of ops: nothing is searched for, so nobody need wait for a process to begin.
             try:
-                answer.end(checked(reference_plan(question.job.job(), "1f1b")), "")
+                answer.end(checked(reference_plan(request.job.job(), "1f1b")), "")
             except PlannerError as error:
                 answer.end(None, str(error))
             return answer
         if not self._started:
             self._started = True
             self._maker.start(child=False)
-        solver = "auto" if question.job.ops <= SEARCHED_OPS else "list"
-        request = PlanRequest(
-            "a page", question.job, question.failed, question.technique, question.memory, solver, TIME_LIMIT
-        )
         self._maker.submit(request, answer.end)
         return answer
 

@@ -25,7 +25,7 @@ from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.library import Library, PlanCache
-from openrecycle.app.plans.solving import TIME_LIMIT, Making, PlanQuestion
+from openrecycle.app.plans.solving import TIME_LIMIT, Making
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -379,7 +379,7 @@ class PlanSources:
     def _made(self, made: Made) -> Source | PendingPlan:
         try:
             job = made.of_slots or self._find(made.grid).plans.job
-            answer = self._making.get(PlanQuestion(job_doc(job), made.failed, made.technique, made.memory))
+            answer = self._making.get(job_doc(job), made.failed, made.technique, made.memory)
         except PlannerError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
         job_id = None if made.of_slots else made.grid

@@ -17,7 +17,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# The database gives up long before.
+# Seconds after which a call, or a job's turn, counts as stuck: a database that does not answer takes a tenth of it.
 STUCK_SECONDS = 120.0
 
 

@@ -182,12 +182,17 @@ def read_token(token_file: Path | None) -> str | None:
     """
     if token_file is None:
         return os.environ.get("OPENRECYCLE_TOKEN") or None
+    return read_secret(token_file, "--token-file").strip()
+
+
+def read_secret(file: Path, option: str) -> str:
+    """Raises SettingsError for a file that others can read."""
     try:
-        mode = stat.S_IMODE(token_file.stat().st_mode)
-        text = read_whole(token_file).decode().strip()
+        mode = stat.S_IMODE(file.stat().st_mode)
+        text = read_whole(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise SettingsError(f"--token-file {token_file} can't be read: {why}") from None
+        raise SettingsError(f"{option} {file} can't be read: {why}") from None
     if mode & 0o077:
-        raise SettingsError(f"--token-file {token_file} has mode {mode:04o}, expected 0600: others must not read it")
+        raise SettingsError(f"{option} {file} has mode {mode:04o}, expected 0600: others must not read it")
     return text

@@ -21,7 +21,6 @@ import json
 import math
 import re
 import secrets
-import stat
 import threading
 import time
 import tomllib
@@ -46,7 +45,7 @@ from starlette.responses import HTMLResponse, Response
 from openrecycle.agent.messages.protocol import API
 from openrecycle.app.runtime.errors import ConsoleError, SettingsError, named, storing
 from openrecycle.app.runtime.runner import in_thread
-from openrecycle.app.runtime.settings import OidcSettings
+from openrecycle.app.runtime.settings import OidcSettings, read_secret
 from openrecycle.db.access import AuditStore, TokenStore, audit_row
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record
@@ -175,6 +174,7 @@ def _words(roles: frozenset[Role]) -> str:
 # -- how people sign in -------------------------------------------------------------------------
 
 COOKIE = "openrecycle_session"
+# By a token or an account: whoever leaves the company is out by the end of the day.
 SESSION_SECONDS = 12 * 3600
 
 
@@ -238,8 +238,6 @@ SIGN_OUT = "/logout"
 LOGOUT = "/auth/logout"
 GROUP = "group:"
 MIN_SECRET = 32
-# As long as a session by token: whoever leaves the company is out by the end of the day.
-SIGNED_IN_SECONDS = 12 * 3600
 _SHARED = ("redirect_uri", "cookie_secret")
 _OF_PROVIDER = ("client_id", "client_secret", "server_metadata_url")
 
@@ -255,10 +253,10 @@ def role_of(oidc: OidcSettings, claims: Mapping[str, Any]) -> Role | None:
 def signed_in(oidc: OidcSettings, claims: Mapping[str, Any]) -> Caller | None:
     """None: no role, or signed in too long ago. claims: of an ID token that was checked."""
     role, at = role_of(oidc, claims), claims.get("iat")
-    if role is None or not isinstance(at, int | float) or time.time() >= at + SIGNED_IN_SECONDS:
+    if role is None or not isinstance(at, int | float) or time.time() >= at + SESSION_SECONDS:
         return None
     name = account(claims)
-    return Caller(f"oidc:{name}", name, role, until=at + SIGNED_IN_SECONDS)
+    return Caller(f"oidc:{name}", name, role, until=at + SESSION_SECONDS)
 
 
 class Login(Protocol):
@@ -294,16 +292,9 @@ def read_oidc(file: Path, operators: Sequence[str], viewers: Sequence[str]) -> O
     if not operators and not viewers:
         raise SettingsError("--oidc: nobody could sign in; expected --oidc-operators, --oidc-viewers or both beside it")
     try:
-        mode = stat.S_IMODE(file.stat().st_mode)
-        document = tomllib.loads(file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise SettingsError(f"--oidc {file} can't be read: {why}") from None
+        auth = tomllib.loads(read_secret(file, "--oidc")).get("auth")
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"--oidc {file} is not TOML: {error}") from None
-    if mode & 0o077:
-        raise SettingsError(f"--oidc {file} has mode {mode:04o}, expected 0600: others must not read it")
-    auth = document.get("auth")
     if not isinstance(auth, dict):
         raise SettingsError(f"--oidc {file}: [auth] is missing, expected a section")
     named = {name: section for name, section in auth.items() if isinstance(section, dict)}

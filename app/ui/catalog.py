@@ -321,7 +321,7 @@ def plans_table(line: CountLine, unit: str) -> Table:
     """One row per plan of a count, the longest first."""
     unit = text.plural(unit)
     return {
-        "failed": [", ".join(plan.failed()) or "none" for plan in line.plans],
+        "failed": [", ".join(plan.failed) or "none" for plan in line.plans],
         f"period ({unit})": [plan.period for plan in line.plans],
         f"lower bound ({unit})": [plan.bound for plan in line.plans],
         "gap %": [round(100 * plan.gap, 2) for plan in line.plans],
@@ -514,16 +514,7 @@ def ask(console: ConsoleService) -> CatalogRequest:
 
 
 def _own_question() -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, label, value, most in (
-        ("pipelines", "Pipelines", 3, 1024),
-        ("stages", "Stages", 4, 512),
-        ("micro_batches", "Micro-batches", 6, 1024),
-    ):
-        values[name] = address.number_input(
-            label, 1, most, value, key=f"cat_{name}", width=105, help="Per pipeline."
-            if name == "micro_batches" else None,
-        )  # fmt: skip
+    values: dict[str, Any] = {**components.choose_grid("cat", (3, 4, 6), width=105)}
     values["technique"] = address.selectbox(
         "Technique",
         [t.value for t in Technique if t.reroutes],

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from html import escape, unescape
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -608,6 +609,20 @@ def _left() -> None:
         left += ["plans", "baseline"]
     for name in left:
         st.query_params.pop(name, None)
+
+
+def choose_grid(prefix: str, usual: tuple[int, int, int], *, width: int) -> dict[str, int]:
+    """Draws the fields of a grid of one's own. usual: pipelines, stages and micro-batches. prefix: of the names in the
+    address."""
+    pipelines, stages, micro_batches = usual
+    field = partial(address.number_input, width=width)
+    return {
+        "pipelines": field("Pipelines", 1, 1024, pipelines, key=f"{prefix}_pipelines"),
+        "stages": field("Stages", 1, 512, stages, key=f"{prefix}_stages"),
+        "micro_batches": field(
+            "Micro-batches", 1, 1024, micro_batches, key=f"{prefix}_micro_batches", help="Per pipeline."
+        ),
+    }
 
 
 def unknown_job(job_id: str) -> None:

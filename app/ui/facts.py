@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from openrecycle.agent.coordination.membership import START, back_to
+from openrecycle.agent.coordination.membership import ACK_ORDER, START, back_to
 from openrecycle.agent.messages.protocol import JobSpec, JobState
 from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.jobs.live_job import INTERIM, LAST, SOON
@@ -23,8 +23,7 @@ from openrecycle.planner.plans.schedule import Schedule, critical_path, waited, 
 OVER = (JobState.FINISHED, JobState.STOPPED)
 # Seconds after which data is old: several heartbeats are missing.
 STALE = 5.0
-# How far a worker has come in taking up a generation, and what that is called.
-STEPS = ("", "adopted", "formed", "resumed")
+# What it is called how far a worker has come in taking up a generation, in the order of ACK_ORDER.
 STEP_WORDS = ("waiting", "with the plan", "in groups", "training")
 # What a cell says while its worker takes up a new generation.
 ROLLING = {"adopted": "has the plan", "formed": "in its groups"}
@@ -205,11 +204,11 @@ def roll_out(view: JobView) -> str:
     steps = [w.acknowledged for w in view.workers if w.generation == view.generation and w.state in ALIVE]
     if view.state is not JobState.RECOVERING or not any(steps) or all(s == "resumed" for s in steps):
         return ""
-    return f"of {text.count(len(steps), 'worker')} {roll_out_words([steps.count(step) for step in STEPS])}"
+    return f"of {text.count(len(steps), 'worker')} {roll_out_words([steps.count(step) for step in ACK_ORDER])}"
 
 
 def roll_out_words(at: Sequence[int]) -> str:
-    """at: how many have come to each of STEPS, and no further. Each worker is counted once."""
+    """at: how many have come to each of ACK_ORDER, and no further. Each worker is counted once."""
     found = [f"{count:,} {words}" for count, words in zip(at, STEP_WORDS, strict=True) if count]
     return ", ".join(found)
 

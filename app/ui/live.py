@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from itertools import groupby
@@ -19,7 +19,13 @@ from typing import Any, TypeVar
 
 import streamlit as st
 
-from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Candidate, Mode
+from openrecycle.agent.coordination.membership import (
+    ACK_ORDER,
+    LEAST_CHOICE_TIMEOUT,
+    MOST_CHOICE_TIMEOUT,
+    Candidate,
+    Mode,
+)
 from openrecycle.agent.messages.protocol import API
 from openrecycle.app.console.operators import Choice
 from openrecycle.app.console.service import ConsoleService, get_console
@@ -44,7 +50,7 @@ from openrecycle.app.ui.charts.progress import (
 )
 from openrecycle.app.ui.charts.vega import ZOOM
 from openrecycle.app.ui.components import open_job
-from openrecycle.app.ui.facts import OVER, SOLVER_WORDS, STEPS, ready_words, roll_out_words
+from openrecycle.app.ui.facts import OVER, SOLVER_WORDS, ready_words, roll_out_words
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.worker_dialog import open_worker, page_wanted, say_later, show_opened
 from openrecycle.planner.jobs.words import names
@@ -416,7 +422,7 @@ def roll_out_html(found: RollOut | None) -> str:
         last = max((w.resumed or 0.0 for w in found.workers), default=0.0)
         summary = f"all {text.count(total, 'worker')} train by it, the last after {text.milliseconds(last)}"
     else:
-        summary = f"of {text.count(total, 'worker')} {roll_out_words([found.now_at(step) for step in STEPS])}"
+        summary = f"of {text.count(total, 'worker')} {roll_out_words([found.now_at(step) for step in ACK_ORDER])}"
     ordered = found.slowest_first()
     rows = (
         [escape(w.worker), *("waits" if at is None else f"+{text.milliseconds(at)}" for at in w.steps)]
@@ -547,7 +553,7 @@ def _tiles(view: JobView) -> None:
 
 
 def _tile(worker: WorkerView) -> components.Tile:
-    worker = worker._replace(host=text.plain_markdown(worker.host))
+    worker = replace(worker, host=text.plain_markdown(worker.host))
     tip = worker_sentence(worker).replace("<br>", "  \n").replace("<b>", "**").replace("</b>", "**")
     return components.Tile(worker.name, worker.state.value, facts.tile_words(worker), tip)
 

@@ -234,7 +234,7 @@ def export_button(export: Export, *, key: str = "export") -> None:
                 disabled=offer.refusal is not None,
             )
             if offer.refusal is not None:
-                st.caption(f"Not for this plan: {offer.refusal.reason}.")
+                st.caption(f"Not for this plan: {offer.refusal.detail}.")
 
 
 TURN, READING = "plan-upload-turn", "plan-upload-reading"

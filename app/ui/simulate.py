@@ -75,15 +75,7 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
         )
         if source == SHAPE:
             values["model"] = address.selectbox("Model", shapes(), default="gpt-3-6.7b", key="model", width=160)
-            for name, label, value, most in (
-                ("pipelines", "Pipelines", 6, 1024),
-                ("stages", "Stages", 4, 512),
-                ("micro_batches", "Micro-batches", 16, 1024),
-            ):
-                values[name] = address.number_input(
-                    label, 1, most, value, key=f"sim_{name}", width=110, help="Per pipeline."
-                    if name == "micro_batches" else None,
-                )  # fmt: skip
+            values |= components.choose_grid("sim", (6, 4, 16), width=110)
         else:
             job = console.jobs.find(source)
             values["job"] = job_doc(job.plans.job)

@@ -321,7 +321,7 @@ def stays_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
     )
     rows = "".join(
         f'<li><time>{text.moment(s.begin, zone, now)}</time><i class="or-shape or-look-{escape(s.state)}"></i>'
-        f"<span>{escape(_words(s.state))}</span><span>{_lasted(s)}</span></li>"
+        f"<span>{escape(LOOKS[RoleState(s.state)][0])}</span><span>{_lasted(s)}</span></li>"
         for s in reversed(stays[-NEWEST:])
     )
     words = f"States from {text.moment(begin, zone, now)} until now"
@@ -330,10 +330,6 @@ def stays_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
 
 def _runs(stays: list[StateInterval]) -> list[tuple[str, list[StateInterval]]]:
     return [(state, list(group)) for state, group in groupby(stays, lambda s: s.state)]
-
-
-def _words(state: str) -> str:
-    return LOOKS[RoleState(state)][0] if state in LOOKS else state
 
 
 def _lasted(stay: StateInterval) -> str:

@@ -23,6 +23,7 @@ from openrecycle.app.history import LEFT_OUT
 from openrecycle.app.observing.as_run import IterationAsRun, WorkerOps
 from openrecycle.db.job_rows import MODELS, table
 from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 
 SPEC = JobSpec(name="job", pipelines=2, stages=2, micro_batches=2, iterations=50, demo=True)
 NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
@@ -80,7 +81,7 @@ def lived_job(console: ConsoleService, *, finished: bool = True) -> str:
         uncertainty_us=4,
         workers=dict.fromkeys(generation.living, ops),
     )
-    console.queries.observations.put_measured(job_id, 3, measured.model_dump_json(), measured.at)
+    Store(console.database).put_measured(job_id, 3, measured.model_dump_json(), measured.at)
     if finished:
         console.reports.finish(job_id, JobFinished(state="finished", reason="all iterations are committed"))
     return job_id

@@ -34,7 +34,7 @@ from openrecycle.app.jobs.job_plans import INLINE_OPS
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.observing.goodput import Waiting
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.db.store import Observations, Record, Store
+from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import layers_moved
 from tests.agent.coordinator_run import LADDER
@@ -99,7 +99,7 @@ class World:
             created_at=time.time(),
             workers=members,
         )
-        waited = Waiting(Observations(self.store.database)).of
+        waited = Waiting(self.store).of
         self.reports = Reports(self.store, lambda job_id: self.job, lambda job: None, lambda job: None, waited)
         self.operators = Operators(lambda job_id: self.job, self.store)
         # The launcher's own book of places, without its processes.
@@ -285,9 +285,9 @@ class World:
 
     def poll(self) -> Deployment | None:
         """The launcher takes up the newest generation."""
-        found = self.reports.deployment(self.job_id, self.told)
-        if found is None:
+        if (said := self.reports.deployment(self.job_id, self.told)) is None:
             return None
+        found = Deployment.model_validate_json(said)
         self.told = found.generation
         for source, to in found.moves:
             self.pool.move(Worker.parse(source), Worker.parse(to), found.generation)

@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
+    Deployment,
     FailureReport,
     Heartbeat,
     JobFinished,
@@ -116,8 +117,7 @@ def test_what_can_not_be_stored_has_not_happened(console: ConsoleService, store:
     # The launcher sends its report again, and now there is room.
     store.refuse = None
     console.reports.failure(created.job_id, exited("W1_1"))
-    deployment = console.reports.deployment(created.job_id, 1)
-    assert deployment is not None
+    deployment = Deployment.model_validate_json(console.reports.deployment(created.job_id, 1) or "")
     assert deployment.failed == ("W1_1",)
     assert golden("the-console-can-decide-nothing") not in console.queries.sentence(console.jobs.find(created.job_id))
 
@@ -136,8 +136,7 @@ def test_a_commit_whose_answer_was_lost_is_found_again(console: ConsoleService, 
     assert error.value.status == 503
     store.lose = None
     assert console.reports.failure(created.job_id, exited("W1_1")) == golden("w1-1-was-out-already")
-    deployment = console.reports.deployment(created.job_id, 1)
-    assert deployment is not None
+    deployment = Deployment.model_validate_json(console.reports.deployment(created.job_id, 1) or "")
     assert (deployment.generation, deployment.failed) == (2, ("W1_1",))
     resume(console, created.job_id, 2, [name for name in NAMES if name != "W1_1"])
     assert console.queries.view(created.job_id).state is JobState.RUNNING
@@ -155,8 +154,7 @@ def test_a_plan_for_a_large_grid_comes_from_the_child(
     until(lambda: console.jobs.find(created.job_id).state.generation == 1)
     console.reports.failure(created.job_id, exited("W2_0"))
     until(lambda: console.jobs.find(created.job_id).state.generation == 2)
-    deployment = console.reports.deployment(created.job_id, 1)
-    assert deployment is not None
+    deployment = Deployment.model_validate_json(console.reports.deployment(created.job_id, 1) or "")
     assert console.plans.cache.plan(deployment.plan_fingerprint).failed == ("W2_0",)
 
 

@@ -18,7 +18,7 @@ from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import Account, Baseline, Wait, Waited, iteration_view, read_baseline, segments
 from openrecycle.app.observing.goodput import BATCH, Accounts, Waiting, figures
-from openrecycle.db.store import Observations, Record, Store
+from openrecycle.db.store import Record, Store
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -307,8 +307,8 @@ def test_a_pause_begins_when_what_was_begun_before_it_is_done(here: ConsoleHere,
 class Overtaken(Waiting):
     """The iteration with the pause in it is committed when the waits have been read, and before anything else is."""
 
-    def __init__(self, observations: Observations, commit: Callable[[], None]) -> None:
-        super().__init__(observations)
+    def __init__(self, store: Store, commit: Callable[[], None]) -> None:
+        super().__init__(store)
         self._commit = commit
 
     def of(self, job: LiveJob) -> Waited:
@@ -328,7 +328,7 @@ def test_an_iteration_that_is_committed_meanwhile_is_counted_with_its_pause(here
     job.commands.held = [("pause", made[4]["committed_at"]), ("resume", made[4]["committed_at"] + 60)]
     accounts = Accounts(here.store, batch=batch, clock=late)
     plain = accounts.waiting
-    accounts.waiting = Overtaken(Observations(here.database), lambda: commit(here, driven, made[5:]))
+    accounts.waiting = Overtaken(here.store, lambda: commit(here, driven, made[5:]))
     before = accounts.of(job)
     accounts.waiting = plain
     assert job.state.committed == 6

@@ -24,9 +24,9 @@ def test_a_quiet_grid_is_not_sent_again() -> None:
     def grid(iteration: int, *, age: float = 0.4, late: int = 0) -> bytes:
         view = factory.large()
         workers = [
-            w._replace(iteration=iteration, heartbeat_age=age + (i % 7) / 10) for i, w in enumerate(view.workers)
+            replace(w, iteration=iteration, heartbeat_age=age + (i % 7) / 10) for i, w in enumerate(view.workers)
         ]
-        workers[5] = workers[5]._replace(iteration=iteration - late)
+        workers[5] = replace(workers[5], iteration=iteration - late)
         return arrow(worker_grid(replace(view, workers=tuple(workers)), LIGHT).rows)
 
     quiet = grid(30)

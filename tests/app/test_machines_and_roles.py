@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, Offered
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.api.models import WorkerInfo
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.console.view import JobView, Queries, RollOuts, WorkerDetail
 from openrecycle.app.jobs.states import OUT, Condition, RoleState, words_of
@@ -229,7 +228,6 @@ class Lives(RuleBasedStateMachine):
                 assert ended not in alive, "the process that it names is gone"
                 assert (worker.state is RoleState.DRAINED) == (ended in self.drained)
             assert facts.tile_words(worker)
-            assert WorkerInfo(**worker._asdict()).state is worker.state
         looks = worker_grid(view, LIGHT).rows["look"]
         assert list(looks) == [w.state.value for w in view.workers]
         # The card and the sentence name the processes that are gone, and only those.

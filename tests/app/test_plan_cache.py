@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.app.plans.library import PlanCache
-from openrecycle.db.plan_rows import PlanColumns, SavedPlans
+from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, Problem, Worker
@@ -30,7 +30,7 @@ def read(database: Database, plan: Plan) -> Plan | None:
 def test_small_plans_are_stored_as_documents(database: Database, plan: Plan) -> None:
     found = read(database, plan)
     assert found == plan
-    assert PlanColumns(database).get(plan.fingerprint) is None
+    assert Store(database).plan_columns(plan.fingerprint) is None
 
 
 def test_a_plan_in_columns_is_read_from_them_and_they_go_with_it(database: Database, plan: Plan) -> None:
@@ -38,7 +38,7 @@ def test_a_plan_in_columns_is_read_from_them_and_they_go_with_it(database: Datab
     SavedPlans(database).save(plan.fingerprint, packed(plan)._replace(document=b"nonsense"), "a plan", {})
     assert read(database, plan) == plan
     SavedPlans(database).forget(plan.fingerprint)
-    assert PlanColumns(database).get(plan.fingerprint) is None
+    assert Store(database).plan_columns(plan.fingerprint) is None
 
 
 def test_damaged_columns_do_no_harm(database: Database, plan: Plan) -> None:

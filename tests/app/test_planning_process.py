@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from openrecycle.app.plans import solving
-from openrecycle.app.plans.solving import Making, PlanQuestion, PlanRequest, plan_maker
+from openrecycle.app.plans.solving import Making, PlanRequest, plan_maker
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, TaskQueue
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job
@@ -147,10 +147,10 @@ def test_an_answer_without_a_plan_does_not_stand_for_ever(monkeypatch: pytest.Mo
     job = job_doc(Job.uniform(1, 1, 1))
     none = job.model_copy(update={"profiles": (job.profiles[0].model_copy(update={"forward": 0}),)})
     pages = Making()
-    good, bad = (PlanQuestion(document, (), "fault-free", "1f1b") for document in (job, none))
-    made, failed = pages.get(good), pages.get(bad)
+    good, bad = ((document, (), "fault-free", "1f1b") for document in (job, none))
+    made, failed = pages.get(*good), pages.get(*bad)
     assert made.plan is not None and failed.plan is None and failed.why
-    assert pages.get(bad) is failed
+    assert pages.get(*bad) is failed
     monkeypatch.setattr(solving, "FAILED_SECONDS", -1.0)
-    assert pages.get(good) is made and pages.get(bad) is not failed
+    assert pages.get(*good) is made and pages.get(*bad) is not failed
     pages.close()

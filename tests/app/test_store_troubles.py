@@ -18,10 +18,9 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere
 
-from openrecycle.agent.messages.protocol import Iteration, JobSpec
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.api.plans import LARGE
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.history import exact
 from openrecycle.app.runtime.processes import Children
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database, DatabaseError
@@ -156,14 +155,6 @@ def test_a_plan_of_another_job_is_none_of_this_ones(database: Database) -> None:
         assert asked.get(path.format(made[1])).status_code == 404
     finally:
         console.close()
-
-
-@pytest.mark.parametrize("said", ["", "a loss", "0x1p99999", "inf ", "1,5"])
-def test_a_history_with_a_wrong_loss_can_be_read(said: str) -> None:
-    repaired = exact(said, 2.5)
-    assert float.fromhex(repaired) in (2.5, float("inf"))
-    assert exact((0.1).hex(), 7.0) == (0.1).hex()
-    assert Iteration(iteration=0, loss=2.5, loss_hex=repaired, seconds=1, generation=1, living=1)
 
 
 def test_a_database_that_fails_within_an_answer_is_said_in_words(here: ConsoleHere) -> None:

@@ -100,7 +100,7 @@ def test_data_age_warns_when_it_is_old() -> None:
 def test_roll_out_is_counted_while_it_lasts() -> None:
     base = factory.failed()
     steps = {"W0_0": "adopted", "W0_1": "formed", "W0_2": "resumed"}
-    workers = tuple(w._replace(acknowledged=steps.get(w.name, ""), generation=2) for w in base.workers)
+    workers = tuple(replace(w, acknowledged=steps.get(w.name, ""), generation=2) for w in base.workers)
     rolling = replace(base, state=JobState.RECOVERING, workers=workers)
     assert facts.roll_out(rolling) == golden("of-11-workers-8-waiting")
     assert card(rolling, golden("plan-in-force")).tone == "warn"
@@ -114,9 +114,9 @@ def test_roll_out_is_counted_while_it_lasts() -> None:
 
 
 def test_a_slow_worker_is_shown_as_slow() -> None:
-    slow = factory.running().workers[0]._replace(slow=1.62, state=RoleState.SLOW)
+    slow = replace(factory.running().workers[0], slow=1.62, state=RoleState.SLOW)
     assert facts.tile_words(slow) == "slow, 1.6 ×"
-    assert facts.tile_words(slow._replace(state=RoleState.FAILED)) == "failed"
+    assert facts.tile_words(replace(slow, state=RoleState.FAILED)) == "failed"
 
 
 def test_workers_card_names_the_failed() -> None:
@@ -142,7 +142,7 @@ def test_kill_tells_who_takes_over_and_when_nobody_can() -> None:
     sentence, warning = facts.consequence_of_kill(view, by_name["W0_2"], Loss())
     assert not warning and "9 micro-batches" in sentence and "W2_2" in sentence and "W1_2" not in sentence
     halted = factory.halted()
-    last = next(w for w in halted.workers if w.name == "W1_2")._replace(state=RoleState.RUNNING)
+    last = replace(next(w for w in halted.workers if w.name == "W1_2"), state=RoleState.RUNNING)
     sentence, warning = facts.consequence_of_kill(halted, last, Loss(halts=True))
     assert warning == facts.STOPS and "halts" in sentence
 
@@ -170,7 +170,7 @@ def test_a_kill_comes_to_what_is_said_of_it(
         run.resume()
     base = factory.running()
     workers = tuple(
-        w._replace(state=RoleState.FAILED) if w.name in gone else w for w in base.workers if w.name in run.names
+        replace(w, state=RoleState.FAILED) if w.name in gone else w for w in base.workers if w.name in run.names
     )
     view = replace(base, spec=factory.spec(pipelines=2, stages=2, **spec), workers=workers)
     loss = loss_of(run.state, "W1_1", run.now, LADDER)
@@ -188,7 +188,7 @@ def told(run: Run, worker: str, **states: RoleState) -> tuple[str, str, Loss]:
     """What the dialog of `worker` says of its kill, and warns of. states: of the others, all else run."""
     pipelines, stages = (1 + max(int(name[at]) for name in run.names) for at in (1, 3))
     workers = tuple(
-        w._replace(state=states.get(w.name, RoleState.RUNNING))
+        replace(w, state=states.get(w.name, RoleState.RUNNING))
         for w in factory.running().workers
         if w.name in run.names
     )
@@ -265,7 +265,7 @@ def test_the_kill_of_one_that_joins_while_all_go_back_is_told_as_the_coordinator
 def test_the_last_worker_of_a_stage_can_be_replaced_where_there_are_checkpoints_or_the_job_has_not_begun() -> None:
     view = factory.halted()
     dead = next(w for w in view.workers if w.name == "W1_2")
-    last, kept = dead._replace(state=RoleState.RUNNING), replace(view, spec=factory.spec(checkpoints=True))
+    last, kept = replace(dead, state=RoleState.RUNNING), replace(view, spec=factory.spec(checkpoints=True))
     assert not facts.consequence_of_restart(view, dead)[1]
     comes_back = replace(view, spec=factory.spec(max_restarts=3))
     for job, where in ((kept, "checkpoint"), (comes_back, golden("to-the-start"))):

@@ -151,7 +151,7 @@ def test_of_one_that_has_left_is_said_what_was_last() -> None:
     """In no generation: not in generation 0, and neither training nor holding memory."""
     worker = factory.running().workers[0]
     for state, there in ((RoleState.RUNNING, True), (RoleState.DRAINED, False)):
-        left = worker._replace(state=state, generation=int(there))
+        left = replace(worker, state=state, generation=int(there))
         shown = facts_html(WorkerDetail(left, (), (), (), (), None))
         assert ("training" in shown) is there
         assert ("in use" in shown) is there

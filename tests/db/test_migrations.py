@@ -5,15 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import inspect, text
+from sqlalchemy import inspect
 
 from openrecycle.db.models import Base
-from openrecycle.db.session import Database, DatabaseError, alembic_config
-from openrecycle.db.store import JobUpdate, Store
-from tests.db.test_store import generation, make_job
+from openrecycle.db.session import Database, DatabaseError
 from tests.golden import golden
 
 
@@ -59,34 +56,6 @@ def test_processes_that_start_together_take_turns(database_url: str) -> None:
     assert set(Base.metadata.tables) <= set(inspect(databases[0].engine).get_table_names())
     for database in databases:
         database.close()
-
-
-def test_every_migration_can_be_taken_back(database: Database) -> None:
-    with database.write() as session:
-        command.downgrade(alembic_config(session.connection()), "base")
-    assert set(inspect(database.engine).get_table_names()) <= {"alembic_version"}
-    database.upgrade()
-    assert "job" in inspect(database.engine).get_table_names()
-
-
-@pytest.mark.parametrize("revision", ["release_1", "release_2"])
-def test_a_database_of_before_the_first_release_is_taken_over_with_its_jobs(revision: str, database: Database) -> None:
-    store = Store(database)
-    make_job(store)
-    store.apply("job", JobUpdate(job={"choice_timeout": 7.5}, plan=("f", "{}", [], False), generation=generation(1)))
-    with database.write() as session:
-        session.execute(text("alter table job rename column choice_timeout to patience"))
-        lacks = ["job.lead_term", "job.lead_node"]
-        lacks += ["generation.partition", "generation.moved_at"] if revision == "release_1" else []
-        for table, _, column in (name.partition(".") for name in lacks):
-            session.execute(text(f"alter table {table} drop column {column}"))
-        session.execute(text(f"update alembic_version set version_num = '{revision}'"))
-    for _ in range(2):
-        database.upgrade()
-        job = store.job("job")
-        assert job is not None and job["choice_timeout"] == 7.5
-        assert [kept["living"] for kept in store.generations("job")] == [["W0_0", "W1_0"]]
-    test_the_migrations_make_the_tables_of_the_models(database)
 
 
 def test_one_console_at_a_time_has_an_sqlite_file(tmp_path: Path) -> None:

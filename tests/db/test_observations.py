@@ -5,49 +5,47 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.db.access import AuditStore
-from openrecycle.db.session import Database
-from openrecycle.db.store import JobUpdate, Observations, Store
+from openrecycle.db.store import JobUpdate, Store
 
 JOB = {"name": "job", "spec": "{}", "state": "running", "created_at": 1.0, "workers": []}
 
 
-@pytest.fixture
-def seen(database: Database, store: Store) -> Observations:
+@pytest.fixture(autouse=True)
+def _two_jobs(store: Store) -> None:
     for job_id in ("a", "b"):
         store.create_job(job_id, **JOB)  # type: ignore[arg-type]
-    return Observations(database)
 
 
-def test_the_newest_measured_iteration_of_each_job_is_kept(seen: Observations) -> None:
-    assert seen.measured("a") is None
-    seen.put_measured("a", 3, '{"iteration": 3}', 10.0)
-    seen.put_measured("b", 9, '{"iteration": 9}', 11.0)
-    seen.put_measured("a", 4, '{"iteration": 4}', 12.0)
-    assert (seen.measured("a"), seen.measured("b")) == ('{"iteration": 4}', '{"iteration": 9}')
-    assert seen.measured("a", 3) is None
+def test_the_newest_measured_iteration_of_each_job_is_kept(store: Store) -> None:
+    assert store.measured("a") is None
+    store.put_measured("a", 3, '{"iteration": 3}', 10.0)
+    store.put_measured("b", 9, '{"iteration": 9}', 11.0)
+    store.put_measured("a", 4, '{"iteration": 4}', 12.0)
+    assert (store.measured("a"), store.measured("b")) == ('{"iteration": 4}', '{"iteration": 9}')
+    assert store.measured("a", 3) is None
 
 
-def test_measured_iterations_that_links_name_stay(seen: Observations) -> None:
+def test_measured_iterations_that_links_name_stay(store: Store) -> None:
     for iteration, keep in ((3, ()), (5, (3,)), (8, (3,)), (5, (3, 8)), (9, (3, 5))):
-        seen.put_measured("a", iteration, f'{{"iteration": {iteration}}}', float(iteration), keep=keep)
-    assert seen.measured_iterations("a") == [3, 5, 9]
-    assert seen.measured("a", 3) == '{"iteration": 3}' and seen.measured("a", 8) is None
-    assert seen.measured("a") == '{"iteration": 9}'
-    assert seen.measured_iterations("b") == []
+        store.put_measured("a", iteration, f'{{"iteration": {iteration}}}', float(iteration), keep=keep)
+    assert store.measured_iterations("a") == [3, 5, 9]
+    assert store.measured("a", 3) == '{"iteration": 3}' and store.measured("a", 8) is None
+    assert store.measured("a") == '{"iteration": 9}'
+    assert store.measured_iterations("b") == []
 
 
-def test_states_of_a_worker_in_their_order(seen: Observations, store: Store) -> None:
+def test_states_of_a_worker_in_their_order(store: Store) -> None:
     for at, state in enumerate(("starting", "running", "suspect", "failed")):
         rows = [{"worker": worker, "state": state, "at": float(at)} for worker in ("W0_0", "W0_1")]
         store.apply("a", JobUpdate(job={"state": "running"}, states=rows))
-    assert [(row["state"], row["at"]) for row in seen.states("a", "W0_1")] == [
+    assert [(row["state"], row["at"]) for row in store.worker_states("a", "W0_1")] == [
         ("starting", 0.0),
         ("running", 1.0),
         ("suspect", 2.0),
         ("failed", 3.0),
     ]
-    assert [row["state"] for row in seen.states("a", "W0_1", limit=2)] == ["suspect", "failed"]
-    assert seen.states("b", "W0_1") == []
+    assert [row["state"] for row in store.worker_states("a", "W0_1", limit=2)] == ["suspect", "failed"]
+    assert store.worker_states("b", "W0_1") == []
 
 
 def event(seq: int, worker: str | None = None) -> dict[str, object]:
@@ -61,23 +59,23 @@ def event(seq: int, worker: str | None = None) -> dict[str, object]:
     }
 
 
-def test_events_are_seen_once_and_by_whoever_saw_them_first(seen: Observations, store: Store) -> None:
+def test_events_are_seen_once_and_by_whoever_saw_them_first(store: Store) -> None:
     store.apply("a", JobUpdate(events=[event(1), event(2, "W0_1"), event(3)]))
-    assert seen.see_events("a", [1, 2, 77], "Ann") == 2, "the job has no event 77"
-    assert seen.see_events("a", [2, 3], "Bob") == 1
-    assert seen.see_events("a", [], "Bob") == 0
-    found = seen.seen_events("a", [1, 2, 3, 77])
+    assert store.see_events("a", [1, 2, 77], "Ann") == 2, "the job has no event 77"
+    assert store.see_events("a", [2, 3], "Bob") == 1
+    assert store.see_events("a", [], "Bob") == 0
+    found = store.seen_events("a", [1, 2, 3, 77])
     assert {seq: actor for seq, (actor, _) in found.items()} == {1: "Ann", 2: "Ann", 3: "Bob"}
-    assert seen.seen_events("b", [1]) == {}
+    assert store.seen_events("b", [1]) == {}
     audit = AuditStore(store.database).read(job_id="a")
     assert [(row["actor"], row["action"], row["detail"]) for row in audit] == [
         ("Ann", "acknowledge", "1, 2"),
         ("Bob", "acknowledge", "3"),
     ]
-    assert [row["seq"] for row in seen.events_of("a", "W0_1")] == [2]
+    assert [row["seq"] for row in store.events_of("a", "W0_1")] == [2]
 
 
-def test_sums_of_iterations_by_generation(seen: Observations, store: Store) -> None:
+def test_sums_of_iterations_by_generation(store: Store) -> None:
     def row(iteration: int, seconds: float, generation: int, living: int, *skipped: int) -> dict[str, object]:
         return {
             "skipped": skipped,
@@ -92,7 +90,7 @@ def test_sums_of_iterations_by_generation(seen: Observations, store: Store) -> N
 
     store.add_iterations("a", [row(0, 9.0, 1, 4), row(1, 1.0, 1, 4), row(2, 1.5, 1, 4), row(3, 5.0, 2, 3)])
     store.add_iterations("a", [row(4, 2.0, 2, 3, 17, 3), row(5, 7.0, 3, 4, 0), row(6, 1.25, 3, 4)])
-    sums = seen.iteration_sums("a", 5)
+    sums = store.iteration_sums("a", 5)
     assert [
         tuple(s[k] for k in ("generation", "living", "count", "seconds", "first", "first_seconds")) for s in sums
     ] == [
@@ -101,9 +99,9 @@ def test_sums_of_iterations_by_generation(seen: Observations, store: Store) -> N
         (3, 4, 1, 7.0, 5, 7.0),
     ]
     assert [s["skipped"] for s in sums] == [0, 2, 1]
-    assert seen.committed_after("a", 2.0) is None
-    assert seen.committed_after("a", 1.0) == {"iteration": 0, "generation": 1, "seconds": 9.0, "committed_at": 1.0}
-    assert seen.iteration_sums("b", 5) == []
-    assert seen.last_commit("b") == 0
+    assert store.committed_after("a", 2.0) is None
+    assert store.committed_after("a", 1.0) == {"iteration": 0, "generation": 1, "seconds": 9.0, "committed_at": 1.0}
+    assert store.iteration_sums("b", 5) == []
+    assert store.last_commit("b") == 0
     store.add_iterations("b", [row(n, 1.0, 1, 4) | {"committed_at": 10.0 + n} for n in range(3)])
-    assert seen.last_commit("b") == 12.0 and seen.last_commit("b", 2) == 11.0 and seen.last_commit("b", 0) == 0
+    assert store.last_commit("b") == 12.0 and store.last_commit("b", 2) == 11.0 and store.last_commit("b", 0) == 0

@@ -13,7 +13,7 @@ from openrecycle.db.job_rows import Retention
 from openrecycle.db.models import AcknowledgementRow, EventSeenRow, JobPlanRow, PlanRow
 from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.session import Database
-from openrecycle.db.store import JobUpdate, Observations, Store
+from openrecycle.db.store import JobUpdate, Store
 
 MANY = {"events": 10**6, "states": 10**6, "generations": 10**6, "plans": 10**6}
 
@@ -37,7 +37,7 @@ def test_the_newest_events_stay(trim: Retention, store: Store, database: Databas
     make_job(store, "b")
     for job in ("a", "b"):
         store.apply(job, JobUpdate(events=[event(i) for i in range(1, 12)]))
-    Observations(database).see_events("a", [1, 2, 11], "Ann")
+    store.see_events("a", [1, 2, 11], "Ann")
     assert all_of(trim, "a", events=4) == [3, 3, 1], "a bounded number of rows at a time"
     assert [row["seq"] for row in store.events("a")] == [8, 9, 10, 11]
     assert store.last_event("a") == 11 and len(store.events("b")) == 11
@@ -50,9 +50,8 @@ def test_each_worker_keeps_its_last_state(trim: Retention, store: Store, databas
     rows = [("W0_0", "running"), *[("W1_1", s) for s in ("running", "suspect") * 4]]
     store.apply("job", JobUpdate(events=[event(1)], states=[{"worker": w, "state": s, "at": 1.0} for w, s in rows]))
     assert sum(all_of(trim, "job", states=2)) == 6
-    seen = Observations(database)
-    assert [row["state"] for row in seen.states("job", "W0_0")] == ["running"]
-    assert [row["state"] for row in seen.states("job", "W1_1")] == ["running", "suspect"]
+    assert [row["state"] for row in store.worker_states("job", "W0_0")] == ["running"]
+    assert [row["state"] for row in store.worker_states("job", "W1_1")] == ["running", "suspect"]
 
 
 def test_acknowledgements_of_old_generations_go(trim: Retention, store: Store, database: Database) -> None:

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select
 
 from openrecycle.db.models import PlanRow
-from openrecycle.db.plan_rows import PlanColumns, SavedPlans
+from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Worker
@@ -64,10 +64,10 @@ def proofs() -> tuple[Plan, Plan]:
 
 @pytest.mark.parametrize("form", [Plan.to_json, packed])
 def test_the_better_proof_of_the_same_plan_is_kept(
-    form: Callable[[Plan], str | Packed], proofs: tuple[Plan, Plan], plans: SavedPlans, store: Store, database: Database
+    form: Callable[[Plan], str | Packed], proofs: tuple[Plan, Plan], plans: SavedPlans, store: Store
 ) -> None:
     open_, closed = proofs
-    name, columns = open_.fingerprint, PlanColumns(database)
+    name = open_.fingerprint
     store.create_job("job", **SPEC)  # type: ignore[arg-type]
     store.put_plan("job", name, form(open_), [], False)
     assert plans.save(name, form(open_), "open", {"lower_bound": 26})
@@ -75,7 +75,7 @@ def test_the_better_proof_of_the_same_plan_is_kept(
     for _ in range(2):
         assert Plan.from_json(plans.document(name) or "") == closed == Plan.from_json(store.plan(name) or "")
         assert [(row["name"], row["lower_bound"]) for row in plans.saved()] == [("closed", 27)]
-        if data := columns.get(name):
+        if data := store.plan_columns(name):
             assert unpack(data) == closed
         # Nothing worse takes its place.
         assert not plans.save(name, form(open_), "closed", {"lower_bound": 26})

@@ -10,7 +10,6 @@ from sqlalchemy.exc import IntegrityError
 
 from openrecycle.db.access import AuditStore
 from openrecycle.db.job_rows import JobRows
-from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import JobUpdate, Store
 from openrecycle.planner.plans.packed import Packed
 
@@ -133,9 +132,8 @@ def test_what_another_process_has_packed_is_stored_as_it_is(store: Store) -> Non
     for _ in range(2):
         store.put_plan("job", "p", packed, [], True)
     assert store.plan("p") == "{}"
-    columns = PlanColumns(store.database)
-    assert columns.get("p") == b"columns"
-    assert columns.deflated_document("p") == packed.document
+    assert store.plan_columns("p") == b"columns"
+    assert store.deflated_plan("p", "job") == packed.document and store.deflated_plan("p", "another") is None
 
 
 def test_a_change_that_fails_leaves_nothing(store: Store) -> None:
