@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -26,9 +27,9 @@ from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.console.service import ConsoleService, get_console
-from openrecycle.app.console.view import JobView, RecoveryView
+from openrecycle.app.console.view import JobView, RecoveryView, WorkerView
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.states import Condition, JobSummary, RoleState
+from openrecycle.app.jobs.states import Condition, JobSummary
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import access, address, text
 from openrecycle.app.ui.address import BEGAN_WITH, FOLLOWED_CONFIG, ITERATIONS, TimeRange, follow
@@ -326,13 +327,14 @@ def sentence(view: JobView) -> None:
     )
 
 
-def legend(counts: dict[RoleState, int]) -> None:
+def legend(workers: Iterable[WorkerView]) -> None:
     """One entry per state that occurs, with its shape, colour and count."""
+    counts = Counter(worker.state for worker in workers)
     entries = "".join(
         f'<span class="or-key"><i class="or-shape or-look-{state.value}"></i>{escape(words)} '
         f"<b>{counts[state]:,}</b></span>"
         for state, (words, _, _) in LOOKS.items()
-        if counts.get(state)
+        if counts[state]
     )
     st.html(f'<div class="or-legend or-states">{entries}</div>')
 
@@ -356,6 +358,10 @@ def recovery(latest: RecoveryView | None, zone: str | None) -> None:
         f"{text.moment(latest.at, zone, time.time())} · <b>{text.milliseconds(whole)}</b> from {begin} to training "
         f'again</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div><ol>{items}</ol></div>'
     )
+
+
+# Up to here each worker is a button; larger grids are drawn as a heat-map.
+MAX_TILES = 64
 
 
 class Tile(NamedTuple):

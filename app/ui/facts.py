@@ -357,14 +357,6 @@ def consequence_of_restart(view: JobView, worker: WorkerView) -> tuple[str, bool
     )
 
 
-def legend_counts(view: JobView) -> dict[RoleState, int]:
-    """How many roles are in each state."""
-    counts: dict[RoleState, int] = {}
-    for worker in view.workers:
-        counts[worker.state] = counts.get(worker.state, 0) + 1
-    return counts
-
-
 def op_time_words(spec: JobSpec) -> str:
     """`F 40 ms, I 12 ms to 40 ms`: what plans take ops for; empty where that is in slots.
 

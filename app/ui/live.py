@@ -453,8 +453,6 @@ def _say_sentence(words: str) -> None:
 
 # -- live ---------------------------------------------------------------------------------------
 
-# Up to here each worker is a button; larger grids are drawn as a heat-map.
-MAX_TILES = 64
 # What one refresh carries; about 80 bytes an iteration and chart.
 ITERATIONS = 400
 EVENTS = 100
@@ -483,7 +481,7 @@ def page() -> None:
         moving = address.toggle(
             "Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely."
         )
-    every = (1.0 if len(job.state.members) <= MAX_TILES else 2.0) if moving else None
+    every = (1.0 if len(job.state.members) <= components.MAX_TILES else 2.0) if moving else None
     show_opened(console, job.job_id)  # first, since somebody has just clicked
     said = said_by_controls(console, job.job_id, offered)
     st.fragment(_live, run_every=every)(console, job.job_id, colours, over=over, moving=moving, said=said)
@@ -527,7 +525,7 @@ def _live(
     left, right = st.columns(2, gap="medium")
     with left, st.container(gap="xsmall"):
         components.heading("Workers", "select one for details and actions")
-        if len(view.workers) <= MAX_TILES:
+        if len(view.workers) <= components.MAX_TILES:
             _tiles(view)
         else:
             _heat_map(view, colours)
@@ -546,7 +544,7 @@ def _live(
 
 
 def _tiles(view: JobView) -> None:
-    components.legend(facts.legend_counts(view))
+    components.legend(view.workers)
     workers = sorted(view.workers, key=lambda w: (w.pipeline, w.stage))
     rows = [list(map(_tile, row)) for _, row in groupby(workers, lambda w: w.pipeline)]
     components.tiles(rows, "worker-grid", open_worker, view.held, view.coming)
@@ -567,7 +565,7 @@ def _heat_map(view: JobView, colours: Palette) -> None:
             "Worker", names, index=None, placeholder="Type or choose, such as W1_2", key="worker-name"
         )
         st.button("Open", disabled=chosen is None, key="worker-open", on_click=open_worker, args=(chosen,))
-    components.legend(facts.legend_counts(view))
+    components.legend(view.workers)
     components.live_chart(
         worker_grid(view, colours),
         "worker-map",

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import streamlit as st
+from streamlit.runtime.uploaded_file_manager import UploadedFile
 
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.profiles import HELP, ProfileInfo, edited, measured_profile, row_name, table
@@ -49,13 +50,12 @@ from openrecycle.app.plans.whatif import (
     to_keep,
     uploaded,
 )
-from openrecycle.app.runtime.errors import PLAN_MIB
 from openrecycle.app.ui import address, components, text
 from openrecycle.app.ui.access import acting, actor, told, why_not
 from openrecycle.app.ui.address import control, field_error
 from openrecycle.app.ui.charts.progress import PICKED, dead_grid
 from openrecycle.app.ui.facts import SOLVER_WORDS
-from openrecycle.app.ui.plans import read_file, show_reading
+from openrecycle.app.ui.plans import file_uploader, read_file, show_reading
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import AUTO, MOST_ACTIVATIONS, Job, MemoryLimit, StageProfile, Technique, Worker
@@ -337,8 +337,7 @@ def question_words(question: WhatIf) -> str:
 
 # -- the grid of workers ------------------------------------------------------------------------
 
-# Up to here each worker is a button; larger grids are drawn as a heat-map, still larger ones not at all.
-MAX_TILES = 64
+# Larger grids are not drawn at all.
 MAX_CELLS = 4_096
 SEEN = "planner-seen-clicks"
 
@@ -349,7 +348,7 @@ def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) 
     components.heading("Workers", "select one to mark it dead, or alive again")
     takes = plan.rerouted() if plan is not None else {}
     _legend(question, takes)
-    if cells <= MAX_TILES:
+    if cells <= components.MAX_TILES:
         rows = [
             [_tile(f"W{pipeline}_{stage}", question, takes) for stage in range(question.stages)]
             for pipeline in range(question.pipelines)
@@ -359,7 +358,7 @@ def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) 
         _heat_map(question, takes, colours)
     else:
         components.quiet(f"{cells:,} workers are too many to draw; name the dead ones below.")
-    _by_hand(question, buttons=cells <= MAX_TILES)
+    _by_hand(question, buttons=cells <= components.MAX_TILES)
     if found.infeasible:
         field_error(text.whole_sentence(found.infeasible), "stretch")
 
@@ -589,7 +588,6 @@ NAMES = {
     ENDS: "Embedding first, longer head last",
     OWN: "Your own",
 }
-UPLOAD = "planner-upload"
 # Bytes. A larger plan is read elsewhere; no profile or job is as large as that.
 LARGE_FILE, MOST_PROFILE = 1 << 20, 8 << 20
 MEASURED = "measured"
@@ -617,13 +615,10 @@ def profile(console: ConsoleService, question: WhatIf, found: Checked) -> None:
             width=260,
         )
         with st.popover("File", icon=":material/upload_file:", key="planner-upload-box"):
-            st.file_uploader(
+            file_uploader(
                 "A profile, a job document or a plan (JSON)",
-                type="json",
-                key=f"{UPLOAD}-{st.session_state.get(UPLOAD, 0)}",
-                on_change=_upload,
-                args=(console,),
-                max_upload_size=PLAN_MIB,
+                key="planner-upload",
+                take=partial(_upload, console),
                 help="`openrecycle profile --out FILE.json` writes profiles.",
             )
             if found.job is not None:
@@ -752,12 +747,7 @@ def _show_plan(console: ConsoleService, reference: str) -> None:
     change(WhatIf.of_plan(console.plans.library.saved_plan(fingerprint)), saved=fingerprint)
 
 
-def _upload(console: ConsoleService) -> None:
-    turn = st.session_state.get(UPLOAD, 0)
-    file = st.session_state[f"{UPLOAD}-{turn}"]
-    if file is None:
-        return
-    st.session_state[UPLOAD] = turn + 1  # an empty uploader: the file is in the question now
+def _upload(console: ConsoleService, file: UploadedFile) -> None:
     document = file.getvalue()
     with told(lambda why: say(PROFILE, f"{file.name}: {why}")):
         if len(document) > LARGE_FILE and b'"workers"' in document:

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
+from streamlit.runtime.uploaded_file_manager import UploadedFile
 
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.files import Export, Reading, ReadPlan, offers, render
@@ -237,8 +239,21 @@ def export_button(export: Export, *, key: str = "export") -> None:
                 st.caption(f"Not for this plan: {offer.refusal.detail}.")
 
 
-TURN, READING = "plan-upload-turn", "plan-upload-reading"
+READING = "plan-upload-reading"
 LOOK_SECONDS = 0.5
+
+
+def file_uploader(label: str, *, key: str, take: Callable[[UploadedFile], object], **look: Any) -> None:
+    """For a JSON file. Empty again once there is one: what it holds is elsewhere by then, and it may have megabytes.
+    take: a callback, with the file. look: passed on to Streamlit."""
+    turn = st.session_state.get(key, 0)
+
+    def taken() -> None:
+        if (file := st.session_state[f"{key}-{turn}"]) is not None:
+            st.session_state[key] = turn + 1
+            take(file)
+
+    st.file_uploader(label, "json", key=f"{key}-{turn}", on_change=taken, max_upload_size=PLAN_MIB, **look)
 
 
 def open_file(console: ConsoleService, show: Callable[[str], None]) -> None:
@@ -248,14 +263,10 @@ def open_file(console: ConsoleService, show: Callable[[str], None]) -> None:
     """
     refused = why_not(console)
     with st.popover("Open a file", icon=":material/upload_file:", key="plan-upload"):
-        turn = st.session_state.get(TURN, 0)
-        st.file_uploader(
+        file_uploader(
             "A plan (JSON), as `openrecycle plan --out` writes it",
-            type="json",
-            key=f"{TURN}-{turn}",
-            on_change=_begin,
-            args=(console,),
-            max_upload_size=PLAN_MIB,
+            key="plan-upload-turn",
+            take=partial(_begin, console),
             disabled=bool(refused),
             help=refused or "It is kept in the library under the file's name.",
         )
@@ -283,12 +294,7 @@ def show_reading(show: Callable[[str], None]) -> None:
         st.rerun()
 
 
-def _begin(console: ConsoleService) -> None:
-    turn = st.session_state.get(TURN, 0)
-    file = st.session_state[f"{TURN}-{turn}"]
-    if file is None:
-        return
-    st.session_state[TURN] = turn + 1  # an empty uploader, which holds no megabytes
+def _begin(console: ConsoleService, file: UploadedFile) -> None:
     try:
         read_file(console, file.name, file.getvalue())
     except ConsoleError as error:

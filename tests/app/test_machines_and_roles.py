@@ -15,7 +15,7 @@ from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, Offered
+from openrecycle.agent.coordination.membership import ACK_ORDER, Candidate, Mode, Offer, Offered
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.console.view import JobView, Queries, RollOuts, WorkerDetail
@@ -422,5 +422,5 @@ def test_a_roll_out_counts_each_worker_once_also_one_that_has_moved(database: Fl
         world.acknowledge(process, "adopted", generation)
     found = RollOuts(world.store).of(world.job)
     assert found is not None and len(found.workers) == 5
-    assert [found.now_at(step) for step in facts.STEPS] == [0, 5, 0, 0]
+    assert [found.now_at(step) for step in ACK_ORDER] == [0, 5, 0, 0]
     assert sum(taken.adopted is not None for taken in found.workers) == 5, "those that are listed"
