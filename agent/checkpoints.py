@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -42,6 +43,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,6 +79,7 @@ from openrecycle.agent.models.state import (
 )
 from openrecycle.agent.models.workload import Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
+from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.plan import read_json
 
 if TYPE_CHECKING:
@@ -552,6 +555,51 @@ def _identity(document: Any, stages: int) -> Identity:
 
 TIMEOUT_SECONDS = 30.0
 """How long training waits for the checkpoint before to be written, when the next is to begin."""
+
+
+class Claim:
+    """Of a folder of checkpoints, for the launcher of the one job that writes there, until `close`, or its end. Shares
+    of two jobs would be put together, and each job would take the other's for its own.
+
+    Raises BlockingIOError, which names who has it. Where the file system knows no locks, everybody gets one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        if self._file is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._file, 300, 0).decode(errors="replace")
+            self.close()
+            raise BlockingIOError(printable(holder) or "another process") from None
+        except OSError:
+            self.close()
+            return
+        with contextlib.suppress(OSError):  # a full disk
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # whoever was forked meanwhile has it, too
+            os.close(self._file)
+            self._file = None
+
+
+def claim(options: Checkpoints) -> Claim | None:
+    """Raises InputError where another job writes checkpoints there."""
+    if options.folder is None:
+        return None
+    try:
+        return Claim(options.folder)
+    except BlockingIOError as held:
+        raise options.refuse("directory", f"a folder that no other job writes checkpoints to ({held} does)") from None
+
 
 IF_ANY = "if-any"
 """What to resume from where the same command begins a job and goes on with it, as schedulers of clusters repeat it."""

@@ -6,6 +6,7 @@ torch is imported only by `make_launcher`: bad input should not have to wait for
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -76,7 +77,7 @@ def make_launcher(
     here = _workers_on(options.job, role)
     if shared := options.platform.check(len(here) * options.platform.ranks_per_worker):
         say(shared)
-    from openrecycle.agent.checkpoints import IF_ANY
+    from openrecycle.agent.checkpoints import IF_ANY, claim
     from openrecycle.agent.jobs.preflight import check_workload, partition_at_start
     from openrecycle.agent.launcher import launch
     from openrecycle.agent.models.layers import kind_of, layer_count, layer_io_of
@@ -115,6 +116,7 @@ def make_launcher(
         options = _with_step(options, source, say)
     # Before the checkpoints are looked at: they are another's while the job is led from elsewhere.
     pool = open_pool(role, options.job, source, options.console.token, say, fits) if role else None
+    claimed = claim(options.checkpoints)
     origin = _origin(options, source, sum(partition), say)
     heartbeat_seconds: float | None = None
     technique, memory = options.planning.limits
@@ -155,11 +157,12 @@ def make_launcher(
         say(f"job {created.job_id} at {url}")
     options = replace(options, console=replace(options.console, token=None))
     run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds, bool(shared), divided)
-    return launch.Launcher(run, coordination, listener, catalog, pool)
+    return launch.Launcher(run, coordination, listener, catalog, pool, claim=claimed)
 
 
 def take_over(succession: Succession, listener: Callable[[dict[str, Any]], None], say: Say) -> Launcher:
     """A launcher that goes on where another node led, which is gone. listener, say: as of `make_launcher`."""
+    from openrecycle.agent.checkpoints import claim
     from openrecycle.agent.launcher import launch
     from openrecycle.agent.launcher.record import iteration_of
     from openrecycle.agent.monitoring.console_link import ConsoleCoordination
@@ -185,7 +188,10 @@ def take_over(succession: Succession, listener: Callable[[dict[str, Any]], None]
             saved=saved,
             recorded=lambda first, last: map(iteration_of, succession.record.iterations(first, last)),
         )
-    return launch.Launcher(run, coordination, listener, catalog, pool, takeover)
+    claimed = None
+    with contextlib.suppress(InputError):  # of whoever comes later it is to be known that this job is there
+        claimed = claim(options.checkpoints)
+    return launch.Launcher(run, coordination, listener, catalog, pool, takeover, claimed)
 
 
 def _connect(url: str, token: str | None, pool: SpreadPool | None) -> Callable[[], ConsoleClient]:

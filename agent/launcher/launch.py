@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from openrecycle.agent.checkpoints import Claim
 from openrecycle.agent.config.faults import Rejoin
 from openrecycle.agent.config.options import TIMES_LONGEST
 from openrecycle.agent.coordination.launcher import (
@@ -182,7 +183,7 @@ class Launcher:
 
     catalog: asked for the plans that are run while workers take their state from a peer. pool: where worker
     processes are started; on this node only, unless given (see agent.nodes.pool). takeover: where it goes on with a job
-    that another launcher has led.
+    that another launcher has led. claim: of its folder of checkpoints, which is given up at the end.
     """
 
     def __init__(
@@ -193,10 +194,11 @@ class Launcher:
         catalog: Catalog,
         pool: ProcessPool | None = None,
         takeover: Takeover | None = None,
+        claim: Claim | None = None,
     ) -> None:
         options = spec.options
         self._spec, self._options, self._coordination = spec, options, coordination
-        self._catalog, self._takeover = catalog, takeover
+        self._catalog, self._takeover, self._claim = catalog, takeover, claim
         self._pool = pool or ProcessPool(worker.main, preload(spec.workload))
         recorded = self._pool.recorded
 
@@ -323,6 +325,8 @@ class Launcher:
             raise JobFailed(reason) from None
         finally:
             with contextlib.ExitStack() as ending:  # from the last to the first, whatever fails on the way
+                if self._claim is not None:
+                    ending.callback(self._claim.close)
                 # Who has it stopped waits for it; otherwise it matters more that the console learns why it is over.
                 ending.callback(self._coordination.close, lambda: bool(self._stop))
                 ending.callback(self._coordination.finished, state, reason)

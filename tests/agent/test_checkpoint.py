@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from openrecycle.agent.checkpoints import (
     Identity,
     OldCheckpointError,
     Origin,
+    claim,
     find,
     kept_rate,
     learning_rates,
@@ -484,6 +486,21 @@ def test_a_manifest_that_finds_no_room_is_left_to_the_next_writer(
         write_share(tmp_path, _whole(_stage(2, 2, 1)), 1, 1, JOB, 1, 9)
     monkeypatch.setattr(Path, "rename", rename)
     assert write_share(tmp_path, _whole(_stage(2, 2, 1)), 1, 1, JOB, 1, 9)
+
+
+def test_two_jobs_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    """Shares of both would be put together, and each would go back to what the other has written."""
+    options = Checkpoints(directory=tmp_path)
+    first = claim(options)
+    assert first is not None
+    with pytest.raises(InputError) as error:
+        claim(options)
+    assert golden("a-folder-that-no-other-job", os.getpid(), socket.gethostname()) in str(error.value)
+    first.close()
+    after = claim(options)
+    assert after is not None, "as where the command is repeated"
+    after.close()
+    assert claim(Checkpoints()) is None
 
 
 def test_one_command_begins_a_job_and_goes_on_with_it(tmp_path: Path) -> None:
