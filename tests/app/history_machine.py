@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from unittest import mock
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, Offered, State
 from openrecycle.agent.messages.protocol import JobSpec, JobState, Message, WorkerState
-from openrecycle.app.jobs import job_plans as planned
 from openrecycle.app.jobs.live_job import read_state
 from openrecycle.app.plans.library import stored_plan
 from openrecycle.db.access import AuditStore
@@ -38,8 +36,6 @@ class History(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.database.heal()
-        self.inline = mock.patch.object(planned, "INLINE_OPS", planned.INLINE_OPS)
-        self.inline.start()
         layered = job_doc(Job.uniform(PIPELINES, STAGES, 3, layers=6))
         spec = JobSpec(
             name="job",
@@ -67,8 +63,7 @@ class History(RuleBasedStateMachine):
 
     @rule()
     def plans_take_time(self) -> None:
-        """From now on they are made elsewhere."""
-        planned.INLINE_OPS = 0
+        self.world.plan_elsewhere()
 
     @rule()
     def everyone_is_started(self) -> None:
@@ -267,10 +262,7 @@ class History(RuleBasedStateMachine):
                 assert here.incarnation == member.incarnation
 
     def teardown(self) -> None:
-        try:
-            self.heals()
-        finally:
-            self.inline.stop()
+        self.heals()
 
     def heals(self) -> None:
         """When nothing fails any more, all that was accepted is there, and the job goes on."""

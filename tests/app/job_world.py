@@ -68,7 +68,8 @@ class World:
     """wanted: plans that are to be made elsewhere. taken: reports that the console accepted, and that count; unsent:
     those that it has to be sent again. told: the newest generation that the launcher knows. in_doubt: the database has
     failed since the console last read or wrote it. held: layers per stage
-    as the workers have them. stopped: incarnations that wait, since an operator has paused the job."""
+    as the workers have them. stopped: incarnations that wait, since an operator has paused the job. elsewhere: all
+    plans are made there, none by a console at once."""
 
     database: FlakyDatabase
     spec: JobSpec
@@ -81,6 +82,7 @@ class World:
     held: tuple[int, ...] = ()
     in_doubt: bool = False
     stopped: set[str] = field(default_factory=set)
+    elsewhere: bool = False
 
     def __post_init__(self) -> None:
         self.store = Store(self.database)
@@ -104,7 +106,7 @@ class World:
         self.pool.running = {}
 
     def _live(self) -> LiveJob:
-        return LiveJob(
+        job = LiveJob(
             self.job_id,
             self.spec,
             0.0,
@@ -114,6 +116,9 @@ class World:
             on_generation=lambda job: None,
             clock=lambda: self.now,
         )
+        if self.elsewhere:
+            job.plans.inline_ops = 0
+        return job
 
     # -- the console ------------------------------------------------------------------------
 
@@ -128,6 +133,10 @@ class World:
             return True
         self.in_doubt = False
         return True
+
+    def plan_elsewhere(self) -> None:
+        """From now on, whichever console there is."""
+        self.elsewhere, self.job.plans.inline_ops = True, 0
 
     def restart_console(self) -> None:
         """It was killed, and started again on what the database has."""

@@ -9,7 +9,6 @@ from hypothesis import Phase, settings
 
 from openrecycle.agent.coordination.membership import MOST_RETIRED, Candidate, Offer, Offered
 from openrecycle.agent.messages.protocol import FailureReport, JobSpec, Registration
-from openrecycle.app.jobs import job_plans as planned
 from openrecycle.app.jobs.live_job import KEPT, read_state
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.words import MIGRATE
@@ -60,12 +59,12 @@ def test_a_broken_connection_outlives_the_console_that_was_told_of_it(world: Wor
     assert world.job.state.generation == 2 and not world.job.state.current.failed  # type: ignore[union-attr]
 
 
-def test_moves_outlive_the_console_that_decided_on_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moves_outlive_the_console_that_decided_on_them(world: World) -> None:
     """The process has its new place already, and the launcher learns of it with the generation that is still to
     open."""
     world.begin().die(world.processes["i0"])
     world.take_up()
-    monkeypatch.setattr(planned, "INLINE_OPS", 0)
+    world.plan_elsewhere()
     candidate = Candidate(MIGRATE, ("W2_1",), (("W2_1", "W0_0"),))
     world.job.apply(Offered(("W0_0",), Offer(("W0_0",), (candidate,), MIGRATE)))
     assert world.wanted == [("W2_1",)] and world.job.state.generation == 2
@@ -97,12 +96,10 @@ def test_of_a_worker_that_died_before_it_could_leave_its_launcher_hears_that_it_
     world.operators.restart(world.job_id, "W1_0", "ada")
 
 
-def test_who_is_started_in_the_place_of_one_that_was_to_leave_stays(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_started_in_the_place_of_one_that_was_to_leave_stays(world: World) -> None:
     """The generation without that one is still planned when a person asks for a new process."""
     world.begin()
-    monkeypatch.setattr(planned, "INLINE_OPS", 0)
+    world.plan_elsewhere()
     world.operators.drain(world.job_id, "W1_0", "ada")
     world.die(world.processes["i2"])
     assert world.wanted and world.job.state.generation == 1
