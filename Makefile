@@ -3,8 +3,9 @@ PYTHON ?= python3
 PORT ?= 8501
 # FAST=1: without the tests that start processes, or need a browser or PostgreSQL.
 FAST ?=
-# Test processes, on two cores: with four, the whole takes a tenth longer than with three; FAST has nothing that waits.
-JOBS ?= $(if $(FAST),2,3)
+# Test processes, on two cores: with four, the whole takes a tenth longer. A fifth of its time one of two would wait, with
+# FAST too: for the disk, and in tests of those who wait.
+JOBS ?= 3
 BIN := .venv/bin
 export PYTHON
 # Each test process would compile all tests, and what they import, anew.

@@ -185,8 +185,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         scopes = {name: definitions[-1].scope for name, definitions in found.items()}
         shared = sorted(name for name, scope in scopes.items() if scope == "module")
         wide = sorted(name for name, scope in scopes.items() if scope == "session" and name in values)
-        if item.get_closest_marker("postgresql") and not shared:
-            # One server of PostgreSQL for all.
+        if item.get_closest_marker("postgresql"):
+            # One server of PostgreSQL for all: it takes longer to start than what modules share.
             item.add_marker(pytest.mark.xdist_group("server-postgresql"))
         elif wide:
             item.add_marker(pytest.mark.xdist_group("-".join(f"{name}-{values[name]}" for name in wide)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, overload
 
 from sqlalchemy import select, text
 
@@ -18,7 +18,11 @@ from tests.conftest import new_database
 Kind = TypeVar("Kind", bound=Database)
 
 
-def sqlite_in(folder: Path, kind: type[Kind] = Database) -> Kind:  # type: ignore[assignment]
+@overload
+def sqlite_in(folder: Path) -> Database: ...
+@overload
+def sqlite_in(folder: Path, kind: type[Kind]) -> Kind: ...
+def sqlite_in(folder: Path, kind: type[Database] = Database) -> Database:
     """Opens a new file there."""
     file = folder / "console.db"
     with file.open("xb") as new:
