@@ -60,6 +60,7 @@ def test_it_has_room_for_all_workers() -> None:
         clients = [StoreClient().borrow(store.address, 20) for _ in range(200)]
         for number, client in enumerate(clients):
             client.set(str(number), b"here")
+            assert client.get(str(number)) == b"here", "of what is set by others nobody knows when it has come"
         assert clients[0].num_keys() >= 200
         store.close()
     finally:
