@@ -343,7 +343,7 @@ class StoredCatalog:
         dead = frozenset(job.check_worker(w, field="failed") for w in failed)
         pattern, permutation = canonical_pattern(dead, job)
         own = plan_name(pattern)
-        if own in self.blobs.names() and self._is_of(own, dead, inverse(permutation)):
+        if own in self.blobs.names() and self._reads(own) and self._is_of(own, dead, inverse(permutation)):
             return own, _FOR_THESE
         same = [] if job.speeds else self._with_same_counts(dead)
         return (same[0], _FOR_AS_MANY) if same else None
@@ -377,9 +377,16 @@ class StoredCatalog:
         return frozenset(Worker(names[w.pipeline], w.stage) for w in self.header(name).workers) == dead
 
     def _for_as_many(self, failures: int) -> list[str]:
-        """The plans for so many failures."""
+        """The plans for so many failures, but those that are damaged: they count as not there."""
         prefix = name_prefix(failures)
-        return [name for name in self.blobs.names() if name.startswith(prefix)]
+        return [name for name in self.blobs.names() if name.startswith(prefix) and self._reads(name)]
+
+    def _reads(self, name: str) -> bool:
+        try:
+            self.header(name)
+        except PlanError:
+            return False
+        return True
 
     def _with_same_counts(self, dead: frozenset[Worker]) -> list[str]:
         """Those of them with as many failures on each stage as `dead`, the shortest first."""

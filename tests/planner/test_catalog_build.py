@@ -167,6 +167,17 @@ def test_what_is_no_plan_is_passed_over(tmp_path: Path) -> None:
     assert found.exit_code == 0 and json.loads(found.stdout)["plans"] == 6
 
 
+def test_a_damaged_plan_hides_no_other(tmp_path: Path) -> None:
+    """Of as many failures on each stage, in one pipeline and in two: either plan serves both."""
+    folder = build(SMALL, 2, tmp_path).catalog.blobs
+    assert isinstance(folder, FolderBlobs)
+    failed = frozenset({Worker(0, 0), Worker(0, 1)})
+    (folder.path / f"{plan_name(failed)}.plan").write_bytes(b"half")
+    for lost in (failed, frozenset({Worker(0, 0), Worker(1, 1)})):
+        found = open_folder(folder.path).find(lost)
+        assert found is not None and found.plan.failed == tuple(map(str, sorted(lost)))
+
+
 def test_by_count_no_plan_is_beaten_by_its_neighbour(by_count: StoredCatalog) -> None:
     headers = [by_count.header(name) for name in by_count.blobs.names()]
     assert [h.failures for h in headers] == list(range(9))
