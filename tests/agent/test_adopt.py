@@ -225,7 +225,7 @@ def test_slurm(calm: Run, tmp_path: Path) -> None:
         assert job.wait(150) == 0, (tmp_path / "slurm-17.out").read_text()
     (tmp_path / "run-17-0.jsonl").rename(tmp_path / "run.jsonl")
     same(whole(tmp_path), calm)
-    assert sorted(path.name for path in (tmp_path / "saved-17").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "saved-17").glob("[!.]*")) == [
         f"iteration-{n:010}" for n in (25, 50, 60)
     ]
 

@@ -116,7 +116,7 @@ def test_an_exception_ends_the_job_in_order_and_is_raised(tmp_path: Path, caplog
         "layer1.safetensors",
     ]
     own_jobs.build_stage(0, 2).load_state_dict(result.state_dict(0))
-    assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"iteration-{done:010d}"]
+    assert [p.name for p in (tmp_path / "saved").glob("[!.]*")] == [f"iteration-{done:010d}"]
     more = own_jobs.trainer(checkpoints=Checkpoints(directory=tmp_path / "saved", resume="newest")).fit(
         iterations=done + 2
     )
