@@ -724,9 +724,14 @@ def abandoned(note: str) -> bool:
         if host != socket.gethostname():
             return time.time() - float(at) > LONGEST
         pid, _, began = process.partition("/")
-        return _began(int(pid)) != began
-    except ValueError:
+        if began:
+            return _began(int(pid)) != began
+        os.kill(int(pid), 0)  # this machine does not say when it was started
+    except ProcessLookupError:
+        return True
+    except (ValueError, OSError):
         return False
+    return False
 
 
 def _note() -> str:

@@ -587,7 +587,8 @@ def _shared_domains(host_mtbf: float | None, rack: str | None, switch: str | Non
 def _refuse(where: str, options: Mapping[str, object]) -> None:
     for option, value in options.items():
         if value:
-            raise InputError(option, value if isinstance(value, (int, float, str)) else str(value), f"nothing {where}")
+            got = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            raise InputError(option, got, f"nothing {where}")
 
 
 # -- what is printed ------------------------------------------------------------------------------------

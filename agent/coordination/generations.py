@@ -167,8 +167,13 @@ def _let_choose(
 
 
 def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
-    """Those that a launcher may not have been told yet: it is only ever told of the newest generation."""
-    opened = state.current.moves if state.current and state.tally.unsettled else ()
+    """Those that a launcher may not have been told yet: it is only ever told of the newest generation. Whoever has
+    acknowledged something in that has it from the launcher, which had made the moves by then."""
+    current = state.current
+    told = current is not None and any(
+        state.members[name].generation == current.number and state.members[name].acknowledged for name in current.living
+    )
+    opened = current.moves if current is not None and not told else ()
     return (*opened, *(state.pending.moves if state.pending else ()))
 
 

@@ -800,7 +800,7 @@ class Launcher:
                     "reason": deployment.reason,
                 }
                 self._listener({"move": why})
-            self._record.moved(source, to)
+                self._record.moved(source, to)
         self._restarts = restarts.without(self._restarts, deployment.leaving)
         joining = {Worker.parse(name) for name in deployment.joining}
         self._certain(self._record.generation_opened(deployment.generation, living, now, after, joining))

@@ -347,15 +347,14 @@ def describe_exception(error: BaseException) -> str:
     )
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
     place = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     try:
-        text = str(error)
+        text = str(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     except Exception as unsaid:
         text = f"what it says could not be made ({type(unsaid).__name__})"
     if len(text) > LONGEST_SAID:
         text = f"{text[:LONGEST_SAID]}…"
     what = type(error).__name__ + (f": {text}" if text else "")
-    return encodable(f"{what}{notes}{place}")
+    return encodable(f"{what}{place}")
 
 
 def _place(frame: FrameType | None) -> str:

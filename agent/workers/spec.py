@@ -4,13 +4,14 @@ nothing has to be unpickled.
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from openrecycle.agent.checkpoints import Origin
 from openrecycle.agent.config.options import LOOPBACK, TrainingOptions
@@ -19,6 +20,9 @@ from openrecycle.agent.models.data import own_numbers
 from openrecycle.agent.models.layers import Partition, StageIO
 from openrecycle.agent.models.workload import NamedWorkload, Workload, WorkloadSource
 from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.plans.plan import read_json
+
+T = TypeVar("T")
 
 # -- what the processes of a job are started with; plain data -----------------------------------
 
@@ -30,8 +34,20 @@ def by_name(workload: WorkloadSource) -> NamedWorkload:
     return workload
 
 
-_NAMED = TypeAdapter(NamedWorkload)
-_Source = Annotated[WorkloadSource, PlainSerializer(by_name), PlainValidator(_NAMED.validate_python)]
+def _told(workload: WorkloadSource) -> dict[str, str]:
+    # As one text: pydantic would make null of a number that is not finite, and a list of a set.
+    named = by_name(workload)
+    return {"path": named.path, "options": json.dumps(dict(named.options))}
+
+
+def _named(document: Any) -> NamedWorkload:
+    try:
+        return NamedWorkload(document["path"], read_json(document["options"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no workload: {error!r}") from None
+
+
+_Source = Annotated[WorkloadSource, PlainValidator(_named), PlainSerializer(_told)]
 """Another node is told of one with a name alone."""
 
 
@@ -96,11 +112,12 @@ MACHINE = {
 }
 
 _RUN, _WORKER = TypeAdapter(RunSpec), TypeAdapter(WorkerSpec)
+_OF_A_NODE = {"slot", "rank", "meeting"}
 
 
 def encode_spec(spec: WorkerSpec) -> dict[str, Any]:
     """Without what the node that starts the process adds."""
-    document: dict[str, Any] = _WORKER.dump_python(spec, mode="json", exclude={"slot", "rank", "meeting"})
+    document: dict[str, Any] = _WORKER.dump_python(spec, mode="json", exclude=_OF_A_NODE)
     return document
 
 
@@ -111,9 +128,26 @@ def encode_run(run: RunSpec) -> dict[str, Any]:
 
 def decode_spec(document: Mapping[str, Any]) -> WorkerSpec:
     """Raises ValueError when it is no such document."""
-    return _WORKER.validate_python(document)
+    decode_run(document.get("run", {}))
+    return _read(_WORKER, document, _fields(WorkerSpec) - _OF_A_NODE)
 
 
 def decode_run(document: Mapping[str, Any]) -> RunSpec:
     """Raises ValueError when it is no such document."""
-    return _RUN.validate_python(document)
+    return _read(_RUN, document, _fields(RunSpec))
+
+
+def _fields(kind: type[RunSpec] | type[WorkerSpec]) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def _read(form: TypeAdapter[T], document: Any, told: set[str]) -> T:
+    # A default in the place of what is missing would be another job.
+    if missing := told - set(document):
+        raise ValueError(f"no worker can be started from this: it lacks {', '.join(sorted(missing))}")
+    try:
+        return form.validate_python(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"no worker can be started from this: {place}: {first['msg']}") from None

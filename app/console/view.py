@@ -19,7 +19,7 @@ from statistics import median
 from typing import Annotated, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from openrecycle.agent.coordination.membership import ACK_ORDER, FailureTimeouts, Member
 from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, LogLine, OpKind
@@ -152,6 +152,9 @@ class WorkerView:
     the last one where that has ended in it; "" and 0 where it holds another role by now, which is moved_to. spare: of
     that one's ranks, how many run nothing since another one has ended.
     """
+
+    # All fields are always there in an answer.
+    __pydantic_config__ = ConfigDict(json_schema_serialization_defaults_required=True)
 
     # Nobody changes one. Of 8,192 workers as many are made at each refresh, in a quarter of the time of frozen ones.
     name: str

@@ -894,7 +894,7 @@ class LiveJob:
                 # The database may have taken it all the same, and only its answer was lost.
                 self._doubtful = True
                 refused = unavailable(error)
-                self._refused = refused.detail
+                self._refused = refused.detail if refused.status == 503 else ""
                 raise refused from error
 
     @property

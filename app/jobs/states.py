@@ -476,11 +476,11 @@ def sentence(
     """share: of the fault-free throughput, that it trains at of late; None: not known. stood_still: seconds for which
     the console has not looked at the job, which are nobody's silence. unstorable: why the database takes nothing."""
     said = _sentence(worker_states, now - stood_still, failure_timeouts, share)
-    if stood_still <= failure_timeouts.suspect and not unstorable:
-        return said
     state = worker_states.state
+    if state.over or (stood_still <= failure_timeouts.suspect and not unstorable):
+        return said
     silence = _silence(state, now - stood_still, failure_timeouts)
-    if state.settled and not (state.halted or state.over or state.broken or worker_states.paused or silence):
+    if state.settled and not (state.halted or state.broken or worker_states.paused or silence):
         said = TRAINING_ALONE  # what else there is to say may have changed
     if unstorable:
         return f"The console can decide nothing, and what is shown may be old: {whole_sentence(unstorable)} {said}"
@@ -684,4 +684,4 @@ class JobSummary:
     generation: int
     living: int
     workers: int
-    condition: Condition = Condition.RUNNING
+    condition: Condition

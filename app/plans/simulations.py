@@ -87,7 +87,8 @@ class Simulation:
     """One run, filled from its child process. rows: one document per policy, as the command prints it.
 
     curves: by policy, (hours, samples per second from then on). living: (hours, workers from then
-    on). rates: by policy, samples per second at each MTBF of `mtbf`; crossings: sentences.
+    on). rates: by policy, samples per second at each MTBF of `mtbf`; crossings: sentences. refused: policies that this
+    job can't have, and what it could have in their place.
     watched: by page that shows it, when that looked last, monotonic seconds. first: set once there is a row, or will
     be none.
     """
@@ -99,6 +100,7 @@ class Simulation:
     mtbf: list[float] = field(default_factory=list)
     rates: dict[str, list[float]] = field(default_factory=dict)
     crossings: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
     error: str = ""
     done: bool = False
     asked: PendingAnswer | None = None
@@ -120,7 +122,7 @@ class Simulation:
             return
         said = json.loads(message)
         if "living" in said:
-            self.living = said["living"]
+            self.living, self.refused = said["living"], said["refused"]
         if "row" in said:
             self.curves[said["row"]["policy"]] = said["curve"]
             self.rows.append(said["row"])
@@ -136,7 +138,7 @@ class Simulation:
     def steps(self) -> tuple[int, int]:
         """(finished, all) of the parts that a progress bar counts."""
         swept = self.request.trace == DRAWN
-        return len(self.rows) + bool(self.mtbf), len(self.request.policies) + swept
+        return len(self.rows) + bool(self.mtbf), len(self.request.policies) - len(self.refused) + swept
 
 
 class Simulations:
@@ -314,8 +316,18 @@ def run(
     planned = plan(job, samples)
     costs = RecoveryCosts(dollars=request.dollars)
     trace = _trace(request, planned.workers)
-    yield {"living": [(at / 3_600_000, n) for at, n in trace.counts] + [(trace.hours, trace.counts[-1][1])]}
-    policies = dict.fromkeys(request.policies)
+    policies, refused = [], {}
+    for name in dict.fromkeys(request.policies):
+        try:
+            planned_policy(name, planned, costs)
+        except InputError as error:
+            refused[name] = error.expected
+        else:
+            policies.append(name)
+    if not policies:
+        raise InputError("policies", ", ".join(refused), next(iter(refused.values())))
+    living = [(at / 3_600_000, n) for at, n in trace.counts] + [(trace.hours, trace.counts[-1][1])]
+    yield {"living": living, "refused": refused}
     for name in policies:
         outcome = simulate(trace, planned_policy(name, planned, costs))
         yield {"row": outcome.document(label, price=request.dollars), "curve": curve(outcome)}

@@ -163,6 +163,8 @@ def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
             components.quiet(f"Planned and simulated: all {steps} parts are there.")
         else:
             st.progress(done / steps, text=f"Planning and simulating: {done} of {steps} parts are there")
+    for policy, expected in simulation.refused.items():
+        st.warning(f"{policy_words(policy)} is left out. Choose {expected}.")
     if not simulation.rows:
         return
     components.cards(_cards(simulation))

@@ -251,7 +251,12 @@ class PlannedJob:
             why = f"the {self.job.stages} stages of this one, with their times, can't be cut into so few"
             raise InputError("--policy", policy, f"one that moves no layers: a job has {MAX_LAYERS} at most, and {why}")
         if policy == "repartition":
-            layer_bounds(self.layered, self._layout_technique, self.memory)
+            try:
+                layer_bounds(self.layered, self._layout_technique, self.memory)
+            except InputError:  # of the layers that it has been given here
+                layers, stages = len(self.layered.layers), self.layered.stages
+                expected = f"another one: {layers:,} layers in {stages:,} stages are too many to choose a partition of"
+                raise InputError("--policy", policy, expected) from None
 
     @property
     def _layout_technique(self) -> Technique:

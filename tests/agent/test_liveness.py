@@ -311,7 +311,12 @@ def test_whatever_an_exception_says_is_a_line() -> None:
     assert describe_exception(ValueError("bad")) == "ValueError: bad"
     assert describe_exception(StopIteration()) == "StopIteration"
     assert describe_exception(Speechless()) == golden("speechless-what-it-says-could")
-    assert describe_exception(ValueError("x" * 1_000_000)) == "ValueError: " + "x" * LONGEST_SAID + "…"
+    long, noted = ValueError("x" * 1_000_000), ValueError("bad")
+    noted.add_note("y" * 1_000_000)
+    assert describe_exception(long) == "ValueError: " + "x" * LONGEST_SAID + "…"
+    assert describe_exception(noted).startswith("ValueError: bad (yyy") and len(describe_exception(noted)) < 1000
+    noted.__notes__ = None  # type: ignore[assignment]
+    assert "\n" not in describe_exception(noted)
 
 
 @pytest.mark.processes

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import cast
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrecycle.agent.coordination.launcher import Deploy, Failure
+from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.coordination.membership import PRESENT
 from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess
 from openrecycle.agent.messages.protocol import WorkerState
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.coordinator_run import Run
 from tests.conftest import examples
+
+T = TypeVar("T")
 
 
 class _Process:
@@ -71,3 +80,43 @@ def test_a_launcher_that_is_told_ends_with_the_same_places(data: st.DataObject) 
             run.resume(*([data.draw(st.sampled_from(living))] if what == "some" else ()))
         elif what == "tell":
             tell()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_who_moved_and_moves_again_is_moved_from_where_it_stands(seed: int) -> None:
+    """As a launcher without a console has it, whose planner chooses who goes where: after hours of training it knows
+    of all moves but the newest."""
+    draw = random.Random(seed)
+    catalog = Catalog(Job(4, 3, 2), Technique.STAGGERED, MemoryLimit("uniform"))
+    coordination = LocalCoordination(catalog, grace=1.0, migrate=True, beside=_at_once)
+    pool = ProcessPool.__new__(ProcessPool)
+    pool.running = {}
+    for worker in catalog.job.workers():
+        pool.running[worker] = cast(WorkerProcess, _Process(worker, f"i{worker}", member=True))
+        coordination.ready(worker, f"i{worker}")
+    now, moves, generation = 0.0, 0, 0
+    while True:
+        deployed = [event for event in coordination.poll(now) if isinstance(event, Deploy)]
+        for event in deployed:
+            for source, to in event.moves:
+                moves += 1
+                assert pool.move(source, to, event.deployment.generation)
+            assert set(map(Worker.parse, event.deployment.living)) == set(pool.running)
+            for process in pool.running.values():
+                process.member = True
+        generation = deployed[-1].deployment.generation if deployed else generation
+        for state in ("formed", "resumed"):
+            for worker, process in pool.running.items():
+                coordination.acknowledged(state, worker, process.incarnation, generation)
+        if len(pool.running) <= 3:
+            break
+        dead = draw.choice(sorted(pool.running))
+        now += 5.0
+        coordination.failed(Failure("exit", dead, pool.running.pop(dead).incarnation, now=now, detail="killed"))
+    assert moves
+
+
+def _at_once(find: Callable[[], T]) -> Future[T]:
+    found: Future[T] = Future()
+    found.set_result(find())
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import multiprocessing
 import socket
 import ssl
@@ -386,13 +387,21 @@ def test_a_workload_is_the_same_each_time_it_is_loaded() -> None:
 
 
 def test_a_worker_is_described_in_json() -> None:
-    spec = spec_of(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 32}))
+    options = {"width": 32, "big": 2**80, "one": 1.0, "most": math.inf, "deep": [[None, -0.0], {"on": True}]}
+    spec = spec_of(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", options))
     document = encode_spec(spec)
     text = json.dumps(document)
     # Slot, rank and where ranks meet are the affair of the node that starts the processes.
     told = {field.name for field in dataclasses.fields(WorkerSpec)} - {"slot", "rank", "meeting"}
     assert document.keys() == told
-    assert decode_spec(json.loads(text)) == spec
+    again = decode_spec(json.loads(text))
+    assert again == spec and repr(again.run.workload) == repr(spec.run.workload)
+    for name in told - {"run"}:
+        with pytest.raises(ValueError, match=name):
+            decode_spec({key: value for key, value in document.items() if key != name})
+    for name in document["run"]:
+        with pytest.raises(ValueError, match=name):
+            decode_spec(document | {"run": {key: value for key, value in document["run"].items() if key != name}})
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,12 @@ class Page(HTMLParser):
         self.text += data
 
 
+def test_what_is_always_sent_is_said_to_be(server: TestClient) -> None:
+    schemas = server.get("/openapi.json").json()["components"]["schemas"]
+    for name in ("WorkerView", "JobSummary"):
+        assert set(schemas[name]["required"]) == set(schemas[name]["properties"]), name
+
+
 def test_the_reference_has_every_operation_and_message(server: ConsoleServer) -> None:
     answer = requests.get(f"{server.base}/docs", timeout=30)
     assert (answer.status_code, answer.headers["Content-Type"]) == (200, "text/html; charset=utf-8")

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from openrecycle.agent.coordination.membership import FailureTimeouts
+from openrecycle.agent.coordination.membership import FailureTimeouts, Note
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     Deployment,
@@ -119,7 +119,13 @@ def test_what_can_not_be_stored_has_not_happened(console: ConsoleService, store:
     console.reports.failure(created.job_id, exited("W1_1"))
     deployment = Deployment.model_validate_json(console.reports.deployment(created.job_id, 1) or "")
     assert deployment.failed == ("W1_1",)
-    assert golden("the-console-can-decide-nothing") not in console.queries.sentence(console.jobs.find(created.job_id))
+    job = console.jobs.find(created.job_id)
+    assert golden("the-console-can-decide-nothing") not in console.queries.sentence(job)
+    console.reports.finish(created.job_id, JobFinished(state="finished"))
+    store.refuse = disk_is_full
+    with pytest.raises(ConsoleError):
+        job.record(Note("info", "plan", "made too late"))
+    assert job.state.over and golden("the-console-can-decide-nothing") not in console.queries.sentence(job)
 
 
 def test_a_commit_whose_answer_was_lost_is_found_again(console: ConsoleService, store: Troubled) -> None:

@@ -20,7 +20,7 @@ from openrecycle.app.plans.simulations import (
 )
 from openrecycle.app.ui.simulate import policy_words, sensitivity, thinned, throughput_over_time
 from openrecycle.app.ui.theme import DARK, LIGHT
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.profiles import analytic_job, model_shape
@@ -100,6 +100,17 @@ def test_of_a_sweep_what_has_too_many_failures_is_left_out(monkeypatch: pytest.M
     messages = list(run(parse_request(**SMALL, policies=("fault-free",))))
     (swept,) = (m for m in messages if "mtbf" in m)
     assert swept["mtbf"] == [30.0 * factor for factor in SWEEP[2:]]
+
+
+def test_a_policy_that_the_job_can_not_have_leaves_the_others() -> None:
+    """A job of 40 stages has too many layers to choose a partition of."""
+    asked = SimulationRequest(job=job_doc(Job.uniform(2, 40, 2)), hours=1.0, policies=("repartition", "drop-replica"))
+    messages = list(run(asked))
+    assert [m["row"]["policy"] for m in messages if "row" in m] == ["drop-replica"]
+    assert [list(m["refused"]) for m in messages if "refused" in m] == [["repartition"]]
+    with pytest.raises(InputError) as refused:
+        list(run(asked.model_copy(update={"policies": ("repartition",)})))
+    assert refused.value.field == "policies"
 
 
 def test_one_that_is_not_wanted_any_more_leaves_its_process_to_the_next() -> None:

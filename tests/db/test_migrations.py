@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import inspect
+from sqlalchemy import inspect, text
 
 from openrecycle.db.models import Base
 from openrecycle.db.session import Database, DatabaseError
@@ -33,6 +33,17 @@ def test_an_upgrade_of_an_up_to_date_database_changes_nothing(database: Database
     before = inspect(database.engine).get_table_names()
     database.upgrade()
     assert inspect(database.engine).get_table_names() == before
+
+
+def test_a_table_of_somebody_else_is_left_to_them(database_url: str) -> None:
+    database = Database(database_url)
+    with database.engine.begin() as connection:
+        connection.execute(text("create table job (id integer primary key, title varchar(9))"))
+    with pytest.raises(DatabaseError):
+        database.upgrade()
+    with database.engine.connect() as connection:
+        connection.execute(text("select title from job"))
+    database.close()
 
 
 def test_processes_that_start_together_take_turns(database_url: str) -> None:

@@ -14,6 +14,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    Base.metadata.create_all(op.get_bind())
+    # A table of that name that is there already is somebody else's.
+    Base.metadata.create_all(op.get_bind(), checkfirst=False)
     # The only row there ever is: nobody has led yet.
     op.execute(insert(LeadershipRow).values(id=1, term=0, holder="", address="", renewed_at=0.0))
