@@ -88,7 +88,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_what_is_always_sent_is_said_to_be(server: TestClient) -> None:
+def test_what_is_always_sent_is_said_to_be(server: ConsoleServer) -> None:
     schemas = server.get("/openapi.json").json()["components"]["schemas"]
     for name in ("WorkerView", "JobSummary"):
         assert set(schemas[name]["required"]) == set(schemas[name]["properties"]), name
