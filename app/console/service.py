@@ -191,7 +191,7 @@ class JobRegistry:
         """Notes jobs that are over and have come into the database beside us; lets go of those that were deleted.
         Raises SQLAlchemyError."""
         known = dict.fromkeys(self.past.lines(), True)
-        known |= {job_id: bool(job.state.over) for job_id, job in list(self._jobs.items())}
+        known |= {job_id: bool(job.state.over) for job_id, job in self._jobs.copy().items()}
         states = self._store.job_states()
         new = [j for j, state in states.items() if state in OVER and j not in known and j not in self._unreadable]
         if new:

@@ -78,7 +78,8 @@ class JobMeasurements:
         """Who has said since then (monotonic seconds) that it waits before an iteration."""
         return frozenset(
             name
-            for name, known in list(self.contacts.items())  # another thread adds those that come
+            # Another thread adds those that come; to make a list of pairs may be to collect garbage, and so to let it.
+            for name, known in self.contacts.copy().items()
             if known.beat.phase == "paused"
             and known.heard >= since
             and known.beat.incarnation == members[name].incarnation
