@@ -23,10 +23,10 @@ def sqlite_in(folder: Path) -> Database: ...
 @overload
 def sqlite_in(folder: Path, kind: type[Kind]) -> Kind: ...
 def sqlite_in(folder: Path, kind: type[Database] = Database) -> Database:
-    """Opens a new file there."""
+    """Opens the file there, as a console that starts again does; where there is none, a new one."""
     file = folder / "console.db"
-    with file.open("xb") as new:
-        new.write(_file())
+    if not file.exists():
+        file.write_bytes(_file())
     return kind(f"sqlite:///{file}")
 
 

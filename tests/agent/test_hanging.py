@@ -55,9 +55,9 @@ def test_a_worker_that_hangs_is_ended_and_says_where_it_stood(
     (dead,) = job.dead
     assert dead.endswith(f"_{stage}")
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
-    said = [line["warning"] for line in job.lines if "warning" in line and " is at " in line["warning"]]
-    assert len(said) == 1
-    assert said[0].startswith(f"{dead} is at ") and "hanging.py:" in said[0] and "MainThread at " in said[0]
+    stands, why = [line["warning"] for line in job.lines if "warning" in line and " is at " in line["warning"]]
+    assert stands.startswith(f"{dead} is at ") and "hanging.py:" in stands and "MainThread at " in stands
+    assert why.startswith(f"{dead} {golden('hangs-it-is-at')}")
     assert noticed[0] - begun[0] < SHORT.transfer, "no wait for it had run out"
 
 

@@ -105,7 +105,7 @@ def test_a_restart_forgets_no_key(tmp_path_factory: pytest.TempPathFactory) -> N
     assert IdempotentRequests(one).begin("k", "r", stale=60) is None
     IdempotentRequests(one).answered("k", 202, "application/json", "there", b"{}")
     one.close()
-    two = Database(f"sqlite:///{folder / 'console.db'}")
+    two = sqlite_in(folder)
     earlier = IdempotentRequests(two).begin("k", "r", stale=60)
     assert earlier is not None
     assert (earlier.status, earlier.media_type, earlier.location, earlier.body) == (
