@@ -50,7 +50,6 @@ from openrecycle.planner.jobs.words import layers_move, number_of, plural
 from openrecycle.planner.layers.migration import (
     COPY_BANDWIDTH,
     SECONDS,
-    MigrationPlan,
     best_migrations,
     check_copy_cost,
 )
@@ -192,7 +191,6 @@ def migrations_command(
     as_json: AsJson = False,
 ) -> None:
     """Say whether failures should move to other stages, which workers to migrate, and why."""
-
     job = job_of_options(pipelines, stages, micro_batches, durations, profile)
     result = best_migrations(
         job,
@@ -203,7 +201,6 @@ def migrations_command(
         heals_in=heals_in,
         unit_seconds=unit_seconds,
     )
-    units = {"period_now": None if result.period_now is None else job.units(result.period_now)}
     if as_json:
         document = {
             "failures_per_stage": {"now": result.present, "after": result.counts},
@@ -212,7 +209,7 @@ def migrations_command(
                 for m in result.migrations
             ],
             "failed": [str(w) for w in sorted(result.failed)],
-            **units,
+            "period_now": None if result.period_now is None else job.units(result.period_now),
             "period": job.units(result.period),
             "pause_seconds": result.pause,
             "iterations_gained": result.iterations_gained,
@@ -220,21 +217,13 @@ def migrations_command(
         }
         sys.stdout.write(json.dumps(document) + "\n")
         return
-    print("\n".join(_lines(result)))
+    print(result.reason)
+    for migration in result.migrations:
+        print(f"  {migration}")
+    now, afterwards = ("/".join(map(str, counts)) for counts in (result.present, result.counts))
+    print(f"failures per stage: {now} now, {afterwards} afterwards")
     if heals_in is not None and unit_seconds is None and job.time_unit not in SECONDS:
         print(f"one {job.time_unit} is taken to last 1 s; --unit-seconds says otherwise")
-
-
-def _lines(result: MigrationPlan) -> list[str]:
-    return [
-        result.reason,
-        *(f"  {migration}" for migration in result.migrations),
-        f"failures per stage: {_numbers(result.present)} now, {_numbers(result.counts)} afterwards",
-    ]
-
-
-def _numbers(counts: tuple[int, ...]) -> str:
-    return "/".join(map(str, counts))
 
 
 def _byte_counts(text: str) -> list[int]:

@@ -7,8 +7,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -39,7 +39,7 @@ def is_stdout(path: Path) -> bool:
     return str(path) in _STDOUT
 
 
-def destination(path: Path, *, field: str = "--out") -> Path:
+def destination(path: Path) -> Path:
     """The file that is to be written: `path`, or what it points at if it is a link. Nothing is written yet.
 
     Raises InputError for a device, a pipe or a folder, and where the folder is missing or can't be written.
@@ -48,41 +48,24 @@ def destination(path: Path, *, field: str = "--out") -> Path:
         target = path.resolve()
         there = target.stat() if target.exists() else None
     except (OSError, RuntimeError) as error:  # a link to itself
-        raise InputError(field, str(path), f"a file that can be written ({error})") from None
+        raise InputError("--out", str(path), f"a file that can be written ({error})") from None
     if there is not None and not stat.S_ISREG(there.st_mode):
-        raise InputError(field, str(path), "a regular file, or - for standard output; this is a device, pipe or folder")
+        expected = "a regular file, or - for standard output; this is a device, pipe or folder"
+        raise InputError("--out", str(path), expected)
     if not target.parent.is_dir():
-        raise InputError(field, str(path), "a file in a folder that exists")
+        raise InputError("--out", str(path), "a file in a folder that exists")
     if not os.access(target.parent, os.W_OK):
-        raise InputError(field, str(path), f"a file that can be written ({target.parent} can't)")
+        raise InputError("--out", str(path), f"a file that can be written ({target.parent} can't)")
     return target
 
 
-def check_out(path: Path | None, *, field: str = "--out") -> None:
+def check_out(path: Path | None) -> None:
     """What can be said before time is spent on making what is to be written. Raises InputError."""
     if path is not None and not is_stdout(path):
-        destination(path, field=field)
+        destination(path)
 
 
-@contextmanager
-def part_of(path: Path, *, field: str = "--out") -> Iterator[Path]:
-    """A new file beside `path` to write to, which takes its place when the block ends, and is gone when it
-    fails. Raises InputError."""
-    target = destination(path, field=field)
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        try:
-            yield part
-            if target.exists():
-                part.chmod(stat.S_IMODE(target.stat().st_mode))
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(field, str(path), f"a file that can be written ({error.strerror or error})") from None
-
-
-def write_out(path: Path | None, content: bytes, *, field: str = "--out") -> None:
+def write_out(path: Path | None, content: bytes) -> None:
     """All of it or nothing, to standard output where `path` is None or names it. Raises InputError."""
     if path is None or is_stdout(path):
         try:
@@ -92,8 +75,18 @@ def write_out(path: Path | None, content: bytes, *, field: str = "--out") -> Non
         except BrokenPipeError:  # its reader (head, a pager) has seen enough
             _no_more()
         return
-    with part_of(path, field=field) as part:
-        part.write_bytes(content)
+    target = destination(path)
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")  # takes its place once it is whole
+    try:
+        try:
+            part.write_bytes(content)
+            if target.exists():
+                part.chmod(stat.S_IMODE(target.stat().st_mode))
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError("--out", str(path), f"a file that can be written ({error.strerror or error})") from None
 
 
 def console() -> Console:

@@ -320,7 +320,7 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
             _check_evaluation(workload, options.seed)
         stages = options.job.stages
         partition = partition_at_start(options, layer_count(workload, stages))
-        shapes = _check_layers(workload, sum(partition), options.seed)
+        shapes = without_memory(functools.partial(_shapes, workload, sum(partition), options.seed))
         by_stage = [[named for layer in span for named in shapes[layer]] for span in spans(partition)]
         kept = _check_optimizer(workload, by_stage, options.optimization)
         if options.platform.ranks_per_worker > 1:
@@ -419,12 +419,8 @@ def _specs(parts: tuple[Any, ...]) -> str:
 # -- layers -----------------------------------------------------------------------------------
 
 
-def _check_layers(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
-    """Per layer its parameters' names and stand-ins, without memory; of all layers that could be built."""
-    return without_memory(functools.partial(_shapes, workload, layers, seed))
-
-
 def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
+    """Per layer its parameters' names and stand-ins; of all layers that could be built."""
     # Of what is still alive when its layer is gone, a later layer may hold the same.
     seen: list[tuple[weakref.ref[Tensor], int, str]] = []
     kind, shapes = kind_of(workload), list[NamedParameters]()

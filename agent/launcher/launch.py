@@ -507,16 +507,11 @@ class Launcher:
                 about = {"peer": message.get("peer", ""), "detail": message.get("detail", "")}
                 generation, now = message["generation"], time.monotonic()
                 self._coordination.failed(Failure("transfer", cell, entry.incarnation, generation, **about, now=now))
-                if (
-                    self._after is not None
-                    and self._deployed
-                    and message["generation"] < self._deployed.deployment.generation
-                ):
-                    self._send_deployments(after=None)  # the boundary is out of reach: all leave now
+                self._leave_now(generation)
             case "raised":
                 self._raised(entry, message)
             case "shared":
-                if self._deployed is not None and message["generation"] == self._deployed.deployment.generation:
+                if self._in_force(message["generation"]):
                     self._shared.add(cell)
                     self._let_go()
             case "state_lost":
@@ -570,13 +565,22 @@ class Launcher:
                 raise JobFailed(found.halt)  # not even the iterations before that end can be had
         text = found.halt or found.text
         self._coordination.failed(Failure("exception", cell, entry.incarnation, message["generation"], text))
-        if self._after is not None and self._deployed and message["generation"] < self._deployed.deployment.generation:
-            self._send_deployments(after=None)  # as for a transfer that broke
+        self._leave_now(message["generation"])
+
+    def _leave_now(self, broken: int) -> None:
+        """A generation that broke can't reach the boundary up to which it was to go on: all leave it at once."""
+        if self._after is not None and self._deployed and broken < self._deployed.deployment.generation:
+            self._send_deployments(after=None)
+
+    def _in_force(self, generation: int) -> Deploy | None:
+        """What was deployed with it, where that is the newest."""
+        deployed = self._deployed
+        return deployed if deployed and deployed.deployment.generation == generation else None
 
     def _rearranged(self, entry: WorkerProcess, message: channel.Message) -> None:
         """A worker has taken the layers of the newest generation's plan into use; all do, before the same iteration."""
-        deployed = self._deployed
-        if deployed is None or message["generation"] != deployed.deployment.generation:
+        deployed = self._in_force(message["generation"])
+        if deployed is None:
             return
         if self._rearranges(deployed):
             about = {key: message[key] for key in ("iteration", "generation")}
@@ -590,12 +594,8 @@ class Launcher:
 
     def _unmoved(self, message: channel.Message) -> None:
         """A worker can't build the layers that were to come to it: all keep those that they have."""
-        deployed = self._deployed
-        if (
-            deployed is None
-            or message["generation"] != deployed.deployment.generation
-            or not self._rearranges(deployed)
-        ):
+        deployed = self._in_force(message["generation"])
+        if deployed is None or not self._rearranges(deployed):
             return
         if self._unmovable != deployed.partition:
             self._unmovable = deployed.partition
@@ -789,17 +789,12 @@ class Launcher:
         self._shared = set()
         self._record_relayout()
         now = time.monotonic_ns()
+        why = {"generation": deployment.generation, "reason": deployment.reason}
         for source, to in event.moves:
             if self._pool.move(source, to, deployment.generation):
                 self._restarts = restarts.moved(self._restarts, str(source), str(to))
                 self._pool.running[to].whole = False
-                why = {
-                    "worker": str(source),
-                    "to": str(to),
-                    "generation": deployment.generation,
-                    "reason": deployment.reason,
-                }
-                self._listener({"move": why})
+                self._listener({"move": {"worker": str(source), "to": str(to), **why}})
                 self._record.moved(source, to)
         self._restarts = restarts.without(self._restarts, deployment.leaving)
         joining = {Worker.parse(name) for name in deployment.joining}
@@ -808,9 +803,7 @@ class Launcher:
         for cell, entry in list(self._pool.running.items()):
             if cell in leaving:
                 self._record.released(cell)
-                self._listener(
-                    {"left": {"worker": str(cell), "generation": deployment.generation, "reason": deployment.reason}}
-                )
+                self._listener({"left": {"worker": str(cell), **why}})
             elif entry.member and cell not in living:
                 self._pool.fence(entry, "put out of the job", silent=self._silent(entry, time.monotonic()))
                 self._record.died(cell, now)
@@ -1006,7 +999,7 @@ class Launcher:
     def _all_live(self, generation: int, iteration: int) -> None:
         """Nobody commits two iterations of a generation without all of its members, heard or not: the launcher of
         their node may stand still."""
-        if self._deployed is None or generation != self._deployed.deployment.generation:
+        if self._in_force(generation) is None:
             return
         before, self._committed_in = self._committed_in, max(self._committed_in, (generation, iteration))
         if before[0] == generation and before[1] < iteration:

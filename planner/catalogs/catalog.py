@@ -33,7 +33,6 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, inverse, parse_workers, patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import percent
-from openrecycle.planner.layers.migration import Counts, Migration, migrations_to
 from openrecycle.planner.plans.packed import (
     CatalogQuestion,
     Header,
@@ -295,10 +294,9 @@ class MappedBlobs:
 
 @dataclass(frozen=True)
 class Found:
-    """A plan for the failures asked for, once `migrations` are done; and in words where it comes from."""
+    """A plan for the failures asked for, and in words where it comes from."""
 
     plan: Plan
-    migrations: tuple[Migration, ...]
     reason: str
 
 
@@ -338,7 +336,9 @@ class StoredCatalog:
         return blob
 
     def fitting(self, failed: Iterable[Worker]) -> tuple[str, str] | None:
-        """The name of the plan that `find` would take without migrations, and why it fits; none is read for it."""
+        """The name of the plan that `find` would take, and why it fits; none is read for it: first that of the same
+        failures up to the names of pipelines; then one with as many failures on each stage. Raises InputError for a
+        worker that is not of the grid."""
         job = self.question.job
         dead = frozenset(job.check_worker(w, field="failed") for w in failed)
         pattern, permutation = canonical_pattern(dead, job)
@@ -348,29 +348,17 @@ class StoredCatalog:
         same = [] if job.speeds else self._with_same_counts(dead)
         return (same[0], _FOR_AS_MANY) if same else None
 
-    def find(self, failed: Iterable[Worker], *, migrate: bool = False) -> Found | None:
-        """A stored plan, renamed to fit exactly `failed`; None when no stored plan can.
-
-        First that of the same failures up to the names of pipelines; then one with as many
-        failures on each stage; then, with `migrate`, one with as many in all, and the migrations
-        that lead to it, as few as possible. Raises InputError for a worker that is not of the grid.
-        """
-        job = self.question.job
+    def find(self, failed: Iterable[Worker]) -> Found | None:
+        """The plan of `fitting`, renamed to fit exactly `failed`; None when no stored plan can. Raises InputError."""
         dead = frozenset(failed)
-        if fitting := self.fitting(dead):
-            own, reason = fitting
-            if reason == _FOR_AS_MANY:
-                return Found(self._with_counts(own, dead), (), reason)
-            names = inverse(canonical_pattern(dead, job)[1])
-            plan = unpack(self._blob(own), self.question, source=own, hashed=False)
-            return Found(plan.renamed(names), (), reason)
-        counts, same = failures_per_stage(dead, job), self._for_as_many(len(dead))
-        if not migrate or not same or job.speeds:  # with speeds no worker takes the part of another
+        if (fitting := self.fitting(dead)) is None:
             return None
-        name = min(same, key=lambda n: (_moves(counts, self.header(n).counts), self.header(n).metrics.period, n))
-        migrations, after = migrations_to(job, dead, self.header(name).counts)
-        reason = f"planned ahead for {len(dead)} failures, after {len(migrations)} migration"
-        return Found(self._with_counts(name, after), migrations, reason + "s" * (len(migrations) != 1))
+        name, reason = fitting
+        if reason == _FOR_AS_MANY:
+            return Found(self._with_counts(name, dead), reason)
+        names = inverse(canonical_pattern(dead, self.question.job)[1])
+        plan = unpack(self._blob(name), self.question, source=name, hashed=False)
+        return Found(plan.renamed(names), reason)
 
     def _is_of(self, name: str, dead: frozenset[Worker], names: Sequence[int]) -> bool:
         """Is it a plan for the pattern of `dead`?"""
@@ -450,10 +438,6 @@ def _writable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError("--out", str(path), f"a folder that can be written ({error.strerror or error})") from None
-
-
-def _moves(now: Counts, after: Counts) -> int:
-    return sum(max(0, a - b) for a, b in zip(now, after, strict=True))
 
 
 def _swap(job: Job, stage: int, planned: set[Worker], dead: frozenset[Worker]) -> list[int]:

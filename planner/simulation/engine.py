@@ -62,13 +62,13 @@ class MembershipChange:
 class Cluster:
     """The workers as a policy sees them, in the order in which they came. now: microseconds.
 
-    ready: those that can train.
+    ready: those that can train; usable: how many.
     """
 
     def __init__(self) -> None:
         self.now = 0
         self._living: dict[str, bool] = {}
-        self._usable = 0
+        self.usable = 0
 
     @property
     def ready(self) -> list[str]:
@@ -79,25 +79,20 @@ class Cluster:
         """Workers that are there and paid for, ready or not yet."""
         return len(self._living)
 
-    @property
-    def usable(self) -> int:
-        """How many are ready."""
-        return self._usable
-
     def add(self, name: str) -> None:
         self._living[name] = False
 
     def remove(self, name: str) -> bool:
         """Was it ready?"""
         was_ready = self._living.pop(name)
-        self._usable -= was_ready
+        self.usable -= was_ready
         return was_ready
 
     def set_ready(self, name: str) -> bool:
         """Is it still there?"""
         if name not in self._living:
             return False
-        self._usable += not self._living[name]
+        self.usable += not self._living[name]
         self._living[name] = True
         return True
 
@@ -433,7 +428,7 @@ class _Run:
                 break
             change = self._pop(now)
             if change.lost or change.ready:
-                training, paused = self._in_flight(), self.paused is not None
+                training, paused = self.pace is not None, self.paused is not None
                 self._apply(self.policy.changed(self.cluster, change, training=training, paused=paused), now)
         self.worker_time += self.cluster.living * (self.end - self.seen)
         self.worker_time += self.policy.extra_workers * self.end
@@ -552,19 +547,16 @@ class _Run:
         assert self.pace is not None
         return self.at + self.pace.iteration if self.in_flight_end is None else self.in_flight_end
 
-    def _in_flight(self) -> bool:
-        return self.pace is not None
-
     # -- reactions -----------------------------------------------------------------------------
 
     def _apply(self, reaction: Reaction, now: int) -> None:
         if isinstance(reaction, Stop):
             self._stop(reaction, now)
-        elif self._in_flight():
+        elif self.pace is not None:
             self._keep(reaction, now)
 
     def _stop(self, stop: Stop, now: int) -> None:
-        if self._in_flight() and self.saving is None:
+        if self.pace is not None and self.saving is None:
             ends = self._flight_end()
             if ends <= now or (stop.grace and ends < now + stop.pause):
                 if ends < self.end:

@@ -281,7 +281,7 @@ class OpOrders:
             self._free,
             *self._queues,
             self._zeros(5 * self.items),
-            self._zeros(loops.WINDOW_STATE * self.table.workers),
+            self._zeros(loops.STATE * self.table.workers),
             self._zeros(self.table.workers),
             made,
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 # -- the event loop of the list scheduler: one pass over all ops, in time order ----------------------
 
-STATE = 12  # numbers that `dispatch` keeps per worker
+STATE = 12  # numbers that `dispatch` and `redispatch` keep per worker
 
 Ints = Sequence[int]
 Buffer = MutableSequence[int]
@@ -53,6 +53,28 @@ def pop(heap: Buffer, base: int, size: int) -> int:
         child = 2 * at + 1
     heap[base + at] = last
     return top
+
+
+def mark(state: Buffer, marked: int, w: int, dirty: Buffer, n_dirty: int) -> int:
+    """Puts a worker on the list of those that may have something to do, unless it is there; returns its length."""
+    if state[marked + w] != 0:
+        return n_dirty
+    state[marked + w] = 1
+    dirty[n_dirty] = w
+    return n_dirty + 1
+
+
+def expect(state: Buffer, due: int, now: int, arrival: int) -> None:
+    """Keeps when the next op that is under way arrives, as far as known."""
+    if state[due] <= now or arrival < state[due]:
+        state[due] = arrival
+
+
+def worth_a_wait(due: int, now: int, length: int, most: int, latest: int) -> bool:
+    """Is an op that arrives at `due` run before one of so many ticks that is there? most: in % of the delay that the
+    former is spared. latest: the tick at which the worker must go on."""
+    wait = due - now
+    return 0 < wait < length and wait * 100 < most * (length - wait) and due <= latest
 
 
 def dispatch(
@@ -142,10 +164,7 @@ def dispatch(
         w = route[m]
         push(ready_f, base[w], state[size_f + w], key[m] * n + m)
         state[size_f + w] += 1
-        if state[marked + w] == 0:
-            state[marked + w] = 1
-            dirty[n_dirty] = w
-            n_dirty += 1
+        n_dirty = mark(state, marked, w, dirty, n_dirty)
     now = 0
     while True:
         for k in range(n_dirty):
@@ -178,16 +197,9 @@ def dispatch(
                 continue
             if waits and choice != 2:
                 length = forward[w] if choice == 1 else weight_backward[w]
-                wait = state[due_i + w] - now
-                if 0 < wait < length and wait * 100 < max_wait[s] * (length - wait) and now + wait <= slack[w]:
+                if worth_a_wait(state[due_i + w], now, length, max_wait[s], slack[w]):
                     continue
-                wait = state[due_f + w] - now
-                if (
-                    choice == 3
-                    and 0 < wait < length
-                    and wait * 100 < max_wait_w[s] * (length - wait)
-                    and now + wait <= slack[w]
-                ):
+                if choice == 3 and worth_a_wait(state[due_f + w], now, length, max_wait_w[s], slack[w]):
                     continue
             if choice == 1:
                 m = pop(ready_f, base[w], state[size_f + w]) % n
@@ -199,9 +211,7 @@ def dispatch(
                 length = forward[w]
                 if s < stages - 1:
                     lower = route[(s + 1) * n + m]
-                    arrival = now + length + transfer[s]
-                    if state[due_f + lower] <= now or arrival < state[due_f + lower]:
-                        state[due_f + lower] = arrival
+                    expect(state, due_f + lower, now, now + length + transfer[s])
             elif choice == 2:
                 m = pop(ready_i, base[w], state[size_i + w]) % n
                 state[size_i + w] -= 1
@@ -212,9 +222,7 @@ def dispatch(
                     length += weight_backward[w]
                 if s > 0:
                     upper = route[(s - 1) * n + m]
-                    arrival = now + length + transfer_back[s - 1]
-                    if state[due_i + upper] <= now or arrival < state[due_i + upper]:
-                        state[due_i + upper] = arrival
+                    expect(state, due_i + upper, now, now + length + transfer_back[s - 1])
             else:
                 m = pending_w[base[w] + state[head_w + w]]
                 state[head_w + w] += 1
@@ -238,10 +246,7 @@ def dispatch(
                 m = state[current + w]
                 done = state[kind + w]
                 state[kind + w] = 0
-                if state[marked + w] == 0:
-                    state[marked + w] = 1
-                    dirty[n_dirty] = w
-                    n_dirty += 1
+                n_dirty = mark(state, marked, w, dirty, n_dirty)
                 if done == 3:
                     state[held + w] -= keep[s]
                     continue
@@ -275,10 +280,7 @@ def dispatch(
                 w = route[item]
                 push(ready_i, base[w], state[size_i + w], key[item] * n + item % n)
                 state[size_i + w] += 1
-            if state[marked + w] == 0:
-                state[marked + w] = 1
-                dirty[n_dirty] = w
-                n_dirty += 1
+            n_dirty = mark(state, marked, w, dirty, n_dirty)
 
 
 def retime(
@@ -457,8 +459,6 @@ def weight_starts(
 # What a dispatcher sees ahead of it, it packs well; towards the end it must live with what is left.
 # Going forwards it packs the warm-up, going backwards the cool-down.
 
-WINDOW_STATE = 14  # numbers that `redispatch` keeps per worker
-
 
 def redispatch(
     pipelines: int,
@@ -500,8 +500,7 @@ def redispatch(
     open_limit does not count.
 
     start_down, start_up, free: of the ops before the window, as `earliest` gives them. slack: the latest
-    tick at which each worker may begin all its work. part: 5 items zeros; state: WINDOW_STATE zeros per
-    worker.
+    tick at which each worker may begin all its work. part: 5 items zeros; state: STATE zeros per worker.
     """
     items = len(route)
     stages = items // n
@@ -596,10 +595,7 @@ def redispatch(
                 done = state[kind + w]
                 item = s * n + state[current + w]
                 state[kind + w] = 0
-                if state[marked + w] == 0:
-                    state[marked + w] = 1
-                    dirty[n_dirty] = w
-                    n_dirty += 1
+                n_dirty = mark(state, marked, w, dirty, n_dirty)
                 if done == 3 and not backwards:
                     state[held + w] -= 1
                 if done == 1:
@@ -637,10 +633,7 @@ def redispatch(
                 w = route[item]
                 push(ready_up, base[w], state[size_up + w], key_up[item] * n + item % n)
                 state[size_up + w] += 1
-            if state[marked + w] == 0:
-                state[marked + w] = 1
-                dirty[n_dirty] = w
-                n_dirty += 1
+            n_dirty = mark(state, marked, w, dirty, n_dirty)
         for k in range(n_dirty):
             w = dirty[k]
             state[marked + w] = 0
@@ -674,16 +667,13 @@ def redispatch(
                 choice = 3
             if waits and choice != 2:
                 length = down[w] if choice == 1 else weight[w]
-                wait = state[due_up + w] - now
-                if 0 < wait < length and wait * 100 < max_wait[s] * (length - wait) and now + wait <= slack[w]:
+                if worth_a_wait(state[due_up + w], now, length, max_wait[s], slack[w]):
                     continue
-                wait = state[due_down + w] - now
+                for_stock = backwards and state[stock + w] == 0
                 if (
                     choice == 3
-                    and 0 < wait < length
-                    and wait * 100 < max_wait_w[s] * (length - wait)
-                    and now + wait <= slack[w]
-                    and not (backwards and state[stock + w] == 0)
+                    and not for_stock
+                    and worth_a_wait(state[due_down + w], now, length, max_wait_w[s], slack[w])
                 ):
                     continue
             if choice == 1:
@@ -701,9 +691,7 @@ def redispatch(
                 code = item
                 if s < stages - 1 and part[item + n] == 1:
                     other = route[item + n]
-                    arrival = now + length + transfer_down[s]
-                    if state[due_down + other] <= now or arrival < state[due_down + other]:
-                        state[due_down + other] = arrival
+                    expect(state, due_down + other, now, now + length + transfer_down[s])
             elif choice == 2:
                 m = pop(ready_up, base[w], state[size_up + w]) % n
                 state[size_up + w] -= 1
@@ -713,9 +701,7 @@ def redispatch(
                 code = items + item
                 if s > 0 and part[code - n] == 1:
                     other = route[item - n]
-                    arrival = now + length + transfer_up[s - 1]
-                    if state[due_up + other] <= now or arrival < state[due_up + other]:
-                        state[due_up + other] = arrival
+                    expect(state, due_up + other, now, now + length + transfer_up[s - 1])
             else:
                 m = 0
                 state[left_w + w] -= 1
@@ -760,20 +746,20 @@ def compiled_functions() -> tuple[Callable[..., int], Callable[..., None]]:
 
     Raises ImportError without numba.
     """
-    return _build(dispatch, **_heap()), _build(retime)
+    return _build(dispatch, **_helpers()), _build(retime)
 
 
 @lru_cache(maxsize=1)
 def compiled_windows() -> dict[str, Callable[..., Any]]:
     """The functions of the window search in the same way, by name."""
     times = {f.__name__: _build(f) for f in (mirror, earliest, weight_starts)}
-    return {**times, "redispatch": _build(redispatch, **_heap())}
+    return {**times, "redispatch": _build(redispatch, **_helpers())}
 
 
 @lru_cache(maxsize=1)
-def _heap() -> dict[str, Any]:
-    """The loops must call the compiled heap functions, which they find among their globals."""
-    return {"push": _build(push), "pop": _build(pop)}
+def _helpers() -> dict[str, Any]:
+    """The loops must call compiled functions, which they find among their globals."""
+    return {f.__name__: _build(f) for f in (push, pop, mark, expect, worth_a_wait)}
 
 
 def _build(function: Callable[..., Any], **names: Any) -> Any:

@@ -19,7 +19,7 @@ from openrecycle.planner.catalogs.catalog import StoredCatalog
 from openrecycle.planner.catalogs.catalog_build import build_catalog, make_engine
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.layers.migration import best_migrations
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, name_prefix
 from tests.benchmarks.machine import describe
 
 PROCESSES = 2
@@ -55,18 +55,26 @@ def catalog(job: Job, tolerance: int) -> None:
 
 
 def lookups(stored: StoredCatalog, counts: Sequence[int]) -> None:
-    """Of random failures, from an opened catalog: read, renamed, migrated where need be, as a Plan."""
+    """From an opened catalog: read, and renamed to random pipelines of as many failures on each stage, as a Plan."""
     noise = random.Random(0)
-    workers = list(stored.question.job.workers())
-    stored.find(noise.sample(workers, counts[-1]), migrate=True)
+    names = stored.blobs.names()
+    stored.find(like(stored, noise, noise.choice(names)))
     times = []
     for count in counts:
-        failed = survivable(stored.question.job, noise, workers, count)
+        failed = like(stored, noise, noise.choice([n for n in names if n.startswith(name_prefix(count))]))
         begin = time.perf_counter()
-        found = stored.find(failed, migrate=True)
+        found = stored.find(failed)
         times.append(1000 * (time.perf_counter() - begin))
         assert found is not None
     print(f"  look-up of a plan: median {statistics.median(times):.1f} ms, longest {max(times):.1f} ms")
+
+
+def like(stored: StoredCatalog, noise: random.Random, name: str) -> list[Worker]:
+    """Failures that a stored plan is for but for the names of pipelines, on each stage other ones."""
+    pipelines = range(stored.question.job.pipelines)
+    return [
+        Worker(p, s) for s, dead in enumerate(stored.header(name).failed) for p in noise.sample(pipelines, len(dead))
+    ]
 
 
 def survivable(job: Job, noise: random.Random, workers: list[Worker], count: int) -> list[Worker]:
