@@ -22,6 +22,8 @@ from openrecycle.planner.jobs.words import NUMBER, printable
 # -- where a command's result goes --------------------------------------------------------------
 
 _STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+# A file without content is had on a full disk, too.
+_PAGE = 4096
 # Wider than any line: what is no terminal has no edge at which to cut a table.
 _WIDE = 10_000
 # The base of what typer says of the words of a command line; it has no public name.
@@ -59,9 +61,10 @@ def destination(path: Path, *, field: str = "--out") -> Path:
 
 
 def check_out(path: Path | None, *, field: str = "--out") -> None:
-    """What can be said before time is spent on making what is to be written. Raises InputError."""
+    """What can be said before time is spent on making what is to be written: of a full disk, too. Raises InputError."""
     if path is not None and not is_stdout(path):
-        destination(path, field=field)
+        with _part_of(destination(path, field=field), path, field) as part:
+            part.write_bytes(bytes(_PAGE))
 
 
 @contextmanager
@@ -69,13 +72,19 @@ def part_of(path: Path, *, field: str = "--out") -> Iterator[Path]:
     """A new file beside `path` to write to, which takes its place when the block ends, and is gone when it
     fails. Raises InputError."""
     target = destination(path, field=field)
+    with _part_of(target, path, field) as part:
+        yield part
+        if target.exists():
+            part.chmod(stat.S_IMODE(target.stat().st_mode))
+        part.replace(target)
+
+
+@contextmanager
+def _part_of(target: Path, path: Path, field: str) -> Iterator[Path]:
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         try:
             yield part
-            if target.exists():
-                part.chmod(stat.S_IMODE(target.stat().st_mode))
-            part.replace(target)
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
