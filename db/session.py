@@ -22,9 +22,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, Engine, Executable, Table, create_engine, event, insert, make_url, text
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    Executable,
+    RootTransaction,
+    Table,
+    create_engine,
+    event,
+    insert,
+    make_url,
+    text,
+)
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
@@ -43,6 +55,10 @@ NOT_LEADING = -1
 
 # Seconds until a PostgreSQL server that has become unreachable without a word counts as lost.
 _CONNECT_SECONDS, _UNANSWERED_SECONDS = 4, 5
+
+# Of an SQLite file that another process writes: how long a transaction waits; and once one has waited in vain, each of
+# those behind it, until one gets its turn. There may be dozens, and the last would wait for all before it.
+PATIENCE_SECONDS, _HELD_SECONDS = 5.0, 0.05
 
 HERE = Path(__file__).parent
 
@@ -67,7 +83,8 @@ class Database:
 
     url: `sqlite:///path/to/file.db` or `postgresql://user:password@host/name`. me: the console whose
     connections these are. term: the one in which it leads (db.session); its writes raise Fenced, and
-    call `on_fenced`, as soon as there is a later one. None: written to whoever leads.
+    call `on_fenced`, as soon as there is a later one. None: written to whoever leads. patience: seconds that a write
+    waits for another process that writes the same SQLite file.
     Raises DatabaseError when it can't be opened.
     """
 
@@ -79,10 +96,12 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         # SQLite has one writer; waiting here is fairer and quicker than its own polling.
         self._writer = threading.Lock()
+        self.patience = PATIENCE_SECONDS
+        self._held = False  # has the last one found that another process writes, and goes on to?
         self._lead: IO[str] | None = None
         if self.is_sqlite:
             self._path = _sqlite_path(self.url)
-            self.engine = create_engine(self.url, connect_args={"timeout": 5.0}, pool_size=16, max_overflow=16)
+            self.engine = create_engine(self.url, pool_size=16, max_overflow=16)
             _prepare_sqlite(self.engine)
         else:
             arguments = connect_arguments(self.url, me)
@@ -197,10 +216,24 @@ class Database:
                 self._check_term(connection)
                 yield connection
             return
-        with self._writer, self.engine.connect() as connection:
-            connection = connection.execution_options(immediate=True, lasting=lasting)
-            with connection.begin():
+        with self._writer, self.engine.connect() as made:
+            connection = made.execution_options(immediate=True, lasting=lasting)
+            with self._turn(connection):
                 yield connection
+
+    def _turn(self, connection: Connection) -> RootTransaction:
+        """Begins a transaction that writes an SQLite file, once no other process does."""
+        driver: Any = connection.connection.driver_connection
+        driver.execute(_busy(_HELD_SECONDS if self._held else self.patience))
+        try:
+            transaction = connection.begin()
+        except OperationalError:
+            self._held = True
+            raise
+        finally:
+            driver.execute(_busy(PATIENCE_SECONDS))
+        self._held = False
+        return transaction
 
     def _check_term(self, connection: Connection) -> None:
         """Holds the row of the lead until the transaction ends: a new leader waits for it before it leads."""
@@ -309,7 +342,7 @@ def _prepare_sqlite(engine: Engine) -> None:
     def _connect(connection: Any, _record: object) -> None:
         connection.isolation_level = None  # the driver's own BEGIN comes too late: ours is below
         cursor = connection.cursor()
-        cursor.execute("PRAGMA busy_timeout=5000")
+        cursor.execute(_busy(PATIENCE_SECONDS))
         cursor.execute("PRAGMA journal_mode=WAL")
         cursor.execute("PRAGMA foreign_keys=ON")
         cursor.close()
@@ -321,6 +354,10 @@ def _prepare_sqlite(engine: Engine) -> None:
             # With WAL, FULL is one more wait for the disk in each transaction: 8 ms where it is slow.
             connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if options['lasting'] else 'NORMAL'}")
         connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("immediate") else "BEGIN")
+
+
+def _busy(seconds: float) -> str:
+    return f"PRAGMA busy_timeout={round(1000 * seconds)}"
 
 
 # -- which of the consoles on one PostgreSQL database leads -------------------------------------
