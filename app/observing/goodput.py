@@ -168,7 +168,8 @@ def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Wa
     samples = account.count * spec.samples - account.skipped * spec.samples_per_micro_batch
     end = account.last_at if job.state.over else now
     out = waited.within(begin, end)
-    wall = end - begin - out if begin and account.through >= 0 else 0.0
+    # Iterations are timed by a clock that nobody sets; the time of day may have been put back since the job began.
+    wall = max(end - begin - out, account.took) if begin and account.through >= 0 else 0.0
     if wall <= 0:
         return Figures(baseline, None, None, 0.0, 0.0, out)
     productive = min(account.productive, wall)

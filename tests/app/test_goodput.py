@@ -56,6 +56,14 @@ def test_what_a_failure_cost_is_not_productive(here: ConsoleHere) -> None:
     assert made.goodput == pytest.approx(7 / 15), "7 iterations in 15 s, where 15 would have been"
 
 
+def test_a_clock_that_was_put_back_makes_no_job_better_than_it_is(here: ConsoleHere) -> None:
+    job = here.console.jobs.find(JobHere(here.console, "put back", iterations=400).register().job_id)
+    job.pin(PINNED)
+    for now in (-3_500.0, 102.0):
+        made = figures(account_of([1.0] * 10), job, begin=100.0, now=now)
+        assert (made.ettr, made.goodput, made.wall, made.productive) == (1.0, 1.0, 10.0, 10.0)
+
+
 def test_standing_still_counts_against_it(here: ConsoleHere) -> None:
     job = here.console.jobs.find(JobHere(here.console, "waits", iterations=400).register().job_id)
     account = account_of([1.0] * 5)
