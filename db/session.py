@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from sqlalchemy import (
     URL,
@@ -78,6 +79,10 @@ class WriteFenced(SQLAlchemyError):
     """A write of a console that does not lead, or leads no more. Nothing of it has been stored."""
 
 
+class FileGone(SQLAlchemyError):
+    """The SQLite file is not there any more, or another one is. Nothing has been stored. `str(error)` says which."""
+
+
 class Database:
     """One database. Thread-safe.
 
@@ -101,7 +106,11 @@ class Database:
         self._lead: IO[str] | None = None
         if self.is_sqlite:
             self._path = _sqlite_path(self.url)
-            self.engine = create_engine(self.url, pool_size=16, max_overflow=16)
+            self._file = _identity(self._path)
+            # Nothing makes another one in the place of a file that is gone.
+            there = self.url.set(database=f"file:{quote(str(self._path))}")
+            there = there.update_query_dict({"mode": "rw", "uri": "true"})
+            self.engine = create_engine(there, pool_size=16, max_overflow=16)
             _prepare_sqlite(self.engine)
         else:
             arguments = connect_arguments(self.url, me)
@@ -222,7 +231,12 @@ class Database:
                 yield connection
 
     def _turn(self, connection: Connection) -> RootTransaction:
-        """Begins a transaction that writes an SQLite file, once no other process does."""
+        """Begins a transaction that writes an SQLite file, once no other process does.
+
+        Raises FileGone where the file is not the one that was opened: what is written to that is in no folder any more,
+        and goes with this process."""
+        if _identity(self._path) != self._file:
+            raise FileGone(f"{self._path} was moved, deleted or replaced")
         driver: Any = connection.connection.driver_connection
         driver.execute(_busy(_HELD_SECONDS if self._held else self.patience))
         try:
@@ -319,6 +333,15 @@ def _sqlite_path(url: URL) -> Path:
             "name a file on a local disk, or a PostgreSQL database"
         )
     return path
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of the file that has this name; None: there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:

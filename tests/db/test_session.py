@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.db.session import Database, DatabaseError, file_system
+from openrecycle.db.session import Database, DatabaseError, FileGone, file_system
 from tests.databases import sqlite_in
 from tests.golden import golden
 
@@ -93,6 +93,36 @@ def test_a_file_that_another_process_holds_is_waited_for_once(tmp_path: Path) ->
         pass
     let_go.join()
     other.close()
+    database.close()
+
+
+def test_nothing_is_written_to_a_file_that_is_not_there_any_more(tmp_path: Path) -> None:
+    """It would be gone with this process, and nobody would have been told."""
+    file, elsewhere = tmp_path / "console.db", tmp_path / "moved.db"
+    database = sqlite_in(tmp_path)
+    query = text("select name from job")
+
+    def refused() -> None:
+        with pytest.raises(FileGone, match="was moved, deleted or replaced"), database.write():
+            pass
+
+    with database.write():
+        pass
+    file.rename(elsewhere)
+    refused()
+    assert database.rows(query) == [], "what was stored can be read"
+    assert not file.exists()
+    file.write_bytes(b"")
+    refused()
+    file.unlink()
+    elsewhere.rename(file)
+    with database.write():
+        pass
+    file.rename(elsewhere)
+    database.engine.dispose()
+    with pytest.raises(OperationalError, match="unable to open"):
+        database.rows(query)
+    assert not file.exists(), "a new one would have no tables"
     database.close()
 
 
