@@ -31,6 +31,7 @@ from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.app.runtime.problems import problem
+from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.settings import Settings, default_database_url
 from openrecycle.app.security.access import Tokens
 from openrecycle.db.access import TokenStore
@@ -173,6 +174,7 @@ class Leadership:
         self._confirmed = 0.0  # when the lease was renewed last, at the latest
         self._led = False  # was it this console that led last, as far as is known?
         self._status = LeaderStatus(None, "", "this console is starting")
+        self._seldom = Seldom()
         self._changed = threading.Condition()
         self._wake, self._stop, self._unfit = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="leadership", daemon=True)
@@ -248,7 +250,7 @@ class Leadership:
             decision = decide(self._me, term, seen, self.times)
             self._act(decision, seen.lease, asked)
         except (SQLAlchemyError, DatabaseError) as error:
-            log.warning("the database could not be asked about the lead", reason=_first_line(error))
+            self._seldom.warn("the database could not be asked about the lead", reason=_first_line(error))
             self._drop()
             self._act(decide(self._me, term, Seen(False), self.times), None, asked)
 

@@ -64,6 +64,28 @@ def configure_logging() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
+SAID_AGAIN_SECONDS = 60.0
+_MOST_SAID = 100
+
+
+class Seldom:
+    """Warnings of what may fail many times a second: each is logged at once, and the same again a minute later. The log
+    may be on the disk that is full."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said: dict[tuple[str, str], float] = {}
+
+    def warn(self, event: str, *, reason: str, **about: object) -> None:
+        """One that differs in what it is `about` alone is the same."""
+        now, key = self._clock(), (event, reason)
+        if now - self._said.get(key, -math.inf) >= SAID_AGAIN_SECONDS:
+            if len(self._said) >= _MOST_SAID:
+                self._said.clear()
+            self._said[key] = now
+            log.warning(event, reason=reason, **about)
+
+
 _SLICE = 0.2
 _PRELOAD = (
     "openrecycle.app.runtime.processes",
