@@ -147,6 +147,8 @@ class LeaderStatus:
         """What is told to whoever asks while no console is up here; without a full stop."""
         if self.doubt:
             return f"this console may no longer lead: {self.reason}; it tries again every {self.again:g} s"
+        if self.term is not None:
+            return f"{self.reason}; try again"
         return f"this console is a standby: {self.reason}; " + (f"ask {self.leader}" if self.leader else "try again")
 
 
