@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,6 +63,12 @@ def configure_logging() -> None:
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").addFilter(worth_saying)
+
+
+def worth_saying(record: logging.LogRecord) -> bool:
+    """Not the traceback of each request that was given up since the console ends: how many there are is one line."""
+    return not (record.exc_info and isinstance(record.exc_info[1], CancelledError))
 
 
 SAID_AGAIN_SECONDS = 60.0
