@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -176,6 +176,7 @@ class Leadership:
         self._confirmed = 0.0  # when the lease was renewed last, at the latest
         self._led = False  # was it this console that led last, as far as is known?
         self._status = LeaderStatus(None, "", "this console is starting")
+        self._renewal = (0, 0.0), 0.0  # the newest that was seen, by its term and time; and when that was first
         self._seldom = Seldom()
         self._changed = threading.Condition()
         self._wake, self._stop, self._unfit = threading.Event(), threading.Event(), threading.Event()
@@ -263,7 +264,16 @@ class Leadership:
             self._session.renew(term)
         elif not self._locked:
             self._locked = self._session.try_lock()
-        return Seen(True, self._locked, self._session.lease())
+        return Seen(True, self._locked, self._watched(self._session.lease()))
+
+    def _watched(self, lease: Lease | None) -> Lease | None:
+        """With its age, as this console has watched it."""
+        if lease is None:
+            return None
+        now, renewal = self._clock(), (lease.term, lease.renewed)
+        if renewal != self._renewal[0]:
+            self._renewal = renewal, now
+        return replace(lease, age=now - self._renewal[1])
 
     def _act(self, decision: Decision, lease: Lease | None, asked: float) -> None:
         action, reason = decision.action, decision.reason
@@ -279,7 +289,7 @@ class Leadership:
             self._stand(None, lease, reason)
             if action is Action.EVICT:
                 assert self._session is not None and lease is not None
-                ended = self._session.evict(lease.holder, 0.0 if lease.holder == self._me else self.times.lease)
+                ended = self._session.evict(lease.holder, None if lease.holder == self._me else lease.renewed)
                 log.warning("sessions that held the lead were ended", reason=reason, ended=ended)
                 if ended:
                     self._wake.set()
@@ -290,7 +300,7 @@ class Leadership:
             self._prepare()
         elif lease.holder not in ("", self._me):
             # What it left behind may hold locks, where its machine is gone and its connections are not.
-            self._session.evict(lease.holder, 0.0)
+            self._session.evict(lease.holder, None)
         asked = self._clock()
         term = self._session.claim(self._address)
         self._confirmed, self._led = asked, True

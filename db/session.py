@@ -9,7 +9,8 @@ Who leads is two things together. A *lock* (an advisory lock of one session) fal
 process dies. A *lease* (a row with a term, renewed every second) runs out when the process is there
 and does not run, or its machine is gone and the database has not noticed. Each new leader has a
 higher term, and a transaction that writes checks its own: one of an earlier leader fails.
-Times are the database's: no clock of a console is compared with another's.
+When it was renewed is the database's time, and for how long it was not is measured by whoever watches: no clock is
+compared with another, and each may be set.
 """
 
 from __future__ import annotations
@@ -401,13 +402,15 @@ class Lease:
     """What the database holds of the lead.
 
     term: how many leads there were. holder: the console that leads, "" after it has resigned; address:
-    where it is reached. age: seconds since it renewed its lease.
+    where it is reached. age: for how long whoever reads has seen it not renewed, in seconds. renewed: when it was, by
+    the database's clock, which may be set: to be compared with itself alone.
     """
 
     term: int
     holder: str
     address: str
-    age: float
+    age: float = 0.0
+    renewed: float = 0.0
 
 
 class LeaderSession:
@@ -439,9 +442,9 @@ class LeaderSession:
             if self._connection.scalar(text("select to_regclass('leadership')")) is None:
                 return None
             row = self._connection.execute(
-                text(f"select term, holder, address, {_NOW} - renewed_at from leadership where id = 1")
+                text("select term, holder, address, renewed_at from leadership where id = 1")
             ).one()
-        return Lease(row[0], row[1], row[2], float(row[3]))
+        return Lease(row[0], row[1], row[2], renewed=float(row[3]))
 
     def claim(self, address: str) -> int:
         """The new term, in which this console leads. Call with the lock held.
@@ -479,17 +482,17 @@ class LeaderSession:
                 {"term": term, "me": self._me},
             )
 
-    def evict(self, holder: str, silent: float) -> int:
-        """Ends every session of the console `holder`, if it still holds the lead and has not renewed its lease
-        for `silent` seconds; returns how many. Its transactions are rolled back, its lock falls free."""
+    def evict(self, holder: str, renewed: float | None) -> int:
+        """Ends every session of the console `holder`, if it still holds the lead and has not renewed its lease since
+        `renewed` (None: also if it has); returns how many. Its transactions are rolled back, its lock falls free."""
         with self._connection.begin():
             ended = self._connection.execute(
                 text(
                     "select pg_terminate_backend(a.pid) from pg_stat_activity a, leadership l "
                     "where a.datname = current_database() and a.application_name = :name and a.pid <> pg_backend_pid() "
-                    f"and l.id = 1 and l.holder = :holder and {_NOW} - l.renewed_at >= :silent"
+                    "and l.id = 1 and l.holder = :holder and l.renewed_at = coalesce(:renewed, l.renewed_at)"
                 ),
-                {"name": application_name(holder), "holder": holder, "silent": silent},
+                {"name": application_name(holder), "holder": holder, "renewed": renewed},
             )
             return len(ended.all())
 
