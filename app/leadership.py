@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -31,6 +31,7 @@ from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.app.runtime.problems import problem
+from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.settings import Settings, default_database_url
 from openrecycle.app.security.access import Tokens
 from openrecycle.db.access import TokenStore
@@ -146,6 +147,8 @@ class LeaderStatus:
         """What is told to whoever asks while no console is up here; without a full stop."""
         if self.doubt:
             return f"this console may no longer lead: {self.reason}; it tries again every {self.again:g} s"
+        if self.term is not None:
+            return f"{self.reason}; try again"
         return f"this console is a standby: {self.reason}; " + (f"ask {self.leader}" if self.leader else "try again")
 
 
@@ -173,6 +176,8 @@ class Leadership:
         self._confirmed = 0.0  # when the lease was renewed last, at the latest
         self._led = False  # was it this console that led last, as far as is known?
         self._status = LeaderStatus(None, "", "this console is starting")
+        self._renewal = (0, 0.0), 0.0  # the newest that was seen, by its term and time; and when that was first
+        self._seldom = Seldom()
         self._changed = threading.Condition()
         self._wake, self._stop, self._unfit = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="leadership", daemon=True)
@@ -248,7 +253,7 @@ class Leadership:
             decision = decide(self._me, term, seen, self.times)
             self._act(decision, seen.lease, asked)
         except (SQLAlchemyError, DatabaseError) as error:
-            log.warning("the database could not be asked about the lead", reason=_first_line(error))
+            self._seldom.warn("the database could not be asked about the lead", reason=_first_line(error))
             self._drop()
             self._act(decide(self._me, term, Seen(False), self.times), None, asked)
 
@@ -259,7 +264,16 @@ class Leadership:
             self._session.renew(term)
         elif not self._locked:
             self._locked = self._session.try_lock()
-        return Seen(True, self._locked, self._session.lease())
+        return Seen(True, self._locked, self._watched(self._session.lease()))
+
+    def _watched(self, lease: Lease | None) -> Lease | None:
+        """With its age, as this console has watched it."""
+        if lease is None:
+            return None
+        now, renewal = self._clock(), (lease.term, lease.renewed)
+        if renewal != self._renewal[0]:
+            self._renewal = renewal, now
+        return replace(lease, age=now - self._renewal[1])
 
     def _act(self, decision: Decision, lease: Lease | None, asked: float) -> None:
         action, reason = decision.action, decision.reason
@@ -275,7 +289,7 @@ class Leadership:
             self._stand(None, lease, reason)
             if action is Action.EVICT:
                 assert self._session is not None and lease is not None
-                ended = self._session.evict(lease.holder, 0.0 if lease.holder == self._me else self.times.lease)
+                ended = self._session.evict(lease.holder, None if lease.holder == self._me else lease.renewed)
                 log.warning("sessions that held the lead were ended", reason=reason, ended=ended)
                 if ended:
                     self._wake.set()
@@ -286,7 +300,7 @@ class Leadership:
             self._prepare()
         elif lease.holder not in ("", self._me):
             # What it left behind may hold locks, where its machine is gone and its connections are not.
-            self._session.evict(lease.holder, 0.0)
+            self._session.evict(lease.holder, None)
         asked = self._clock()
         term = self._session.claim(self._address)
         self._confirmed, self._led = asked, True

@@ -9,7 +9,8 @@ Who leads is two things together. A *lock* (an advisory lock of one session) fal
 process dies. A *lease* (a row with a term, renewed every second) runs out when the process is there
 and does not run, or its machine is gone and the database has not noticed. Each new leader has a
 higher term, and a transaction that writes checks its own: one of an earlier leader fails.
-Times are the database's: no clock of a console is compared with another's.
+When it was renewed is the database's time, and for how long it was not is measured by whoever watches: no clock is
+compared with another, and each may be set.
 """
 
 from __future__ import annotations
@@ -21,10 +22,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from sqlalchemy import URL, Connection, Engine, Executable, Table, create_engine, event, insert, make_url, text
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    Executable,
+    RootTransaction,
+    Table,
+    create_engine,
+    event,
+    insert,
+    make_url,
+    text,
+)
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
@@ -44,6 +58,10 @@ NOT_LEADING = -1
 # Seconds until a PostgreSQL server that has become unreachable without a word counts as lost.
 _CONNECT_SECONDS, _UNANSWERED_SECONDS = 4, 5
 
+# Of an SQLite file that another process writes: how long a transaction waits; and once one has waited in vain, each of
+# those behind it, until one gets its turn. There may be dozens, and the last would wait for all before it.
+PATIENCE_SECONDS, _HELD_SECONDS = 5.0, 0.05
+
 HERE = Path(__file__).parent
 
 # SQLite's write-ahead log needs memory shared between processes, which these do not have.
@@ -62,12 +80,17 @@ class WriteFenced(SQLAlchemyError):
     """A write of a console that does not lead, or leads no more. Nothing of it has been stored."""
 
 
+class FileGone(SQLAlchemyError):
+    """The SQLite file is not there any more, or another one is. Nothing has been stored. `str(error)` says which."""
+
+
 class Database:
     """One database. Thread-safe.
 
     url: `sqlite:///path/to/file.db` or `postgresql://user:password@host/name`. me: the console whose
     connections these are. term: the one in which it leads (db.session); its writes raise Fenced, and
-    call `on_fenced`, as soon as there is a later one. None: written to whoever leads.
+    call `on_fenced`, as soon as there is a later one. None: written to whoever leads. patience: seconds that a write
+    waits for another process that writes the same SQLite file.
     Raises DatabaseError when it can't be opened.
     """
 
@@ -79,10 +102,16 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         # SQLite has one writer; waiting here is fairer and quicker than its own polling.
         self._writer = threading.Lock()
+        self.patience = PATIENCE_SECONDS
+        self._held = False  # has the last one found that another process writes, and goes on to?
         self._lead: IO[str] | None = None
         if self.is_sqlite:
             self._path = _sqlite_path(self.url)
-            self.engine = create_engine(self.url, connect_args={"timeout": 5.0}, pool_size=16, max_overflow=16)
+            self._file = _identity(self._path)
+            # Nothing makes another one in the place of a file that is gone.
+            there = self.url.set(database=f"file:{quote(str(self._path))}")
+            there = there.update_query_dict({"mode": "rw", "uri": "true"})
+            self.engine = create_engine(there, pool_size=16, max_overflow=16)
             _prepare_sqlite(self.engine)
         else:
             arguments = connect_arguments(self.url, me)
@@ -197,10 +226,29 @@ class Database:
                 self._check_term(connection)
                 yield connection
             return
-        with self._writer, self.engine.connect() as connection:
-            connection = connection.execution_options(immediate=True, lasting=lasting)
-            with connection.begin():
+        with self._writer, self.engine.connect() as made:
+            connection = made.execution_options(immediate=True, lasting=lasting)
+            with self._turn(connection):
                 yield connection
+
+    def _turn(self, connection: Connection) -> RootTransaction:
+        """Begins a transaction that writes an SQLite file, once no other process does.
+
+        Raises FileGone where the file is not the one that was opened: what is written to that is in no folder any more,
+        and goes with this process."""
+        if _identity(self._path) != self._file:
+            raise FileGone(f"{self._path} was moved, deleted or replaced")
+        driver: Any = connection.connection.driver_connection
+        driver.execute(_busy(_HELD_SECONDS if self._held else self.patience))
+        try:
+            transaction = connection.begin()
+        except OperationalError:
+            self._held = True
+            raise
+        finally:
+            driver.execute(_busy(PATIENCE_SECONDS))
+        self._held = False
+        return transaction
 
     def _check_term(self, connection: Connection) -> None:
         """Holds the row of the lead until the transaction ends: a new leader waits for it before it leads."""
@@ -288,6 +336,15 @@ def _sqlite_path(url: URL) -> Path:
     return path
 
 
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of the file that has this name; None: there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
     """The type of the file system that `path` is on; empty where that can't be told."""
     try:
@@ -309,7 +366,7 @@ def _prepare_sqlite(engine: Engine) -> None:
     def _connect(connection: Any, _record: object) -> None:
         connection.isolation_level = None  # the driver's own BEGIN comes too late: ours is below
         cursor = connection.cursor()
-        cursor.execute("PRAGMA busy_timeout=5000")
+        cursor.execute(_busy(PATIENCE_SECONDS))
         cursor.execute("PRAGMA journal_mode=WAL")
         cursor.execute("PRAGMA foreign_keys=ON")
         cursor.close()
@@ -321,6 +378,10 @@ def _prepare_sqlite(engine: Engine) -> None:
             # With WAL, FULL is one more wait for the disk in each transaction: 8 ms where it is slow.
             connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if options['lasting'] else 'NORMAL'}")
         connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("immediate") else "BEGIN")
+
+
+def _busy(seconds: float) -> str:
+    return f"PRAGMA busy_timeout={round(1000 * seconds)}"
 
 
 # -- which of the consoles on one PostgreSQL database leads -------------------------------------
@@ -341,13 +402,15 @@ class Lease:
     """What the database holds of the lead.
 
     term: how many leads there were. holder: the console that leads, "" after it has resigned; address:
-    where it is reached. age: seconds since it renewed its lease.
+    where it is reached. age: for how long whoever reads has seen it not renewed, in seconds. renewed: when it was, by
+    the database's clock, which may be set: to be compared with itself alone.
     """
 
     term: int
     holder: str
     address: str
-    age: float
+    age: float = 0.0
+    renewed: float = 0.0
 
 
 class LeaderSession:
@@ -379,9 +442,9 @@ class LeaderSession:
             if self._connection.scalar(text("select to_regclass('leadership')")) is None:
                 return None
             row = self._connection.execute(
-                text(f"select term, holder, address, {_NOW} - renewed_at from leadership where id = 1")
+                text("select term, holder, address, renewed_at from leadership where id = 1")
             ).one()
-        return Lease(row[0], row[1], row[2], float(row[3]))
+        return Lease(row[0], row[1], row[2], renewed=float(row[3]))
 
     def claim(self, address: str) -> int:
         """The new term, in which this console leads. Call with the lock held.
@@ -419,17 +482,17 @@ class LeaderSession:
                 {"term": term, "me": self._me},
             )
 
-    def evict(self, holder: str, silent: float) -> int:
-        """Ends every session of the console `holder`, if it still holds the lead and has not renewed its lease
-        for `silent` seconds; returns how many. Its transactions are rolled back, its lock falls free."""
+    def evict(self, holder: str, renewed: float | None) -> int:
+        """Ends every session of the console `holder`, if it still holds the lead and has not renewed its lease since
+        `renewed` (None: also if it has); returns how many. Its transactions are rolled back, its lock falls free."""
         with self._connection.begin():
             ended = self._connection.execute(
                 text(
                     "select pg_terminate_backend(a.pid) from pg_stat_activity a, leadership l "
                     "where a.datname = current_database() and a.application_name = :name and a.pid <> pg_backend_pid() "
-                    f"and l.id = 1 and l.holder = :holder and {_NOW} - l.renewed_at >= :silent"
+                    "and l.id = 1 and l.holder = :holder and l.renewed_at = coalesce(:renewed, l.renewed_at)"
                 ),
-                {"name": application_name(holder), "holder": holder, "silent": silent},
+                {"name": application_name(holder), "holder": holder, "renewed": renewed},
             )
             return len(ended.all())
 

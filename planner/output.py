@@ -7,8 +7,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -22,6 +22,8 @@ from openrecycle.planner.jobs.words import NUMBER, printable
 # -- where a command's result goes --------------------------------------------------------------
 
 _STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+# A file without content is had on a full disk, too.
+_PAGE = 4096
 # Wider than any line: what is no terminal has no edge at which to cut a table.
 _WIDE = 10_000
 # The base of what typer says of the words of a command line; it has no public name.
@@ -60,9 +62,24 @@ def destination(path: Path) -> Path:
 
 
 def check_out(path: Path | None) -> None:
-    """What can be said before time is spent on making what is to be written. Raises InputError."""
+    """What can be said before time is spent on making what is to be written: of a full disk, too. Raises InputError."""
     if path is not None and not is_stdout(path):
-        destination(path)
+        with _part_of(destination(path), path) as part:
+            part.write_bytes(bytes(_PAGE))
+
+
+@contextmanager
+def _part_of(target: Path, path: Path) -> Iterator[Path]:
+    """A new file beside `target` to write to, which is gone when the block ends, unless that has moved it. path: as it
+    was given. Raises InputError."""
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        try:
+            yield part
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError("--out", str(path), f"a file that can be written ({error.strerror or error})") from None
 
 
 def write_out(path: Path | None, content: bytes) -> None:
@@ -76,17 +93,11 @@ def write_out(path: Path | None, content: bytes) -> None:
             _no_more()
         return
     target = destination(path)
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")  # takes its place once it is whole
-    try:
-        try:
-            part.write_bytes(content)
-            if target.exists():
-                part.chmod(stat.S_IMODE(target.stat().st_mode))
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError("--out", str(path), f"a file that can be written ({error.strerror or error})") from None
+    with _part_of(target, path) as part:  # takes its place once it is whole
+        part.write_bytes(content)
+        if target.exists():
+            part.chmod(stat.S_IMODE(target.stat().st_mode))
+        part.replace(target)
 
 
 def console() -> Console:

@@ -423,6 +423,11 @@ class JobUnknown(ConsoleUnavailable):
     training; it is for people to know."""
 
 
+class ConsoleWaits(ConsoleUnavailable):
+    """The console is there, and says that it can do nothing now: its database is away, say. To start it again would not
+    help."""
+
+
 class ConsoleRefused(Exception):
     """A 4xx: the same request will be refused again. `problem.code` is for programs."""
 
@@ -518,7 +523,8 @@ class ConsoleClient:
 
     def _ask(self, method: str, path: str, extra_time: float, body: dict[str, Any]) -> requests.Response:
         """Of the first address that takes the request. Raises ConsoleUnavailable where none does."""
-        reasons, first, kind = [], self._at, ConsoleUnavailable
+        reasons, first = [], self._at
+        kind: type[ConsoleUnavailable] = ConsoleUnavailable
         for turn in range(len(self._urls)):
             at = (first + turn) % len(self._urls)
             url = self._urls[at]
@@ -530,12 +536,14 @@ class ConsoleClient:
                 continue
             self._at = at  # also one that is a standby: the other may hang, and would be waited for again
             # Of a 4xx the console says why. One without that is a proxy's, while there is no console behind it.
-            code = _problem(answer).code if 400 <= answer.status_code < 500 else "unknown"
-            refused = code != "unknown"
+            code = _problem(answer).code if answer.status_code >= 400 else "unknown"
+            refused = code != "unknown" and answer.status_code < 500
             # Too slow (this process was suspended), too many; and a token that was good is no reason to end a job.
             later = answer.status_code in (408, 429) or (answer.status_code == 401 and self._known)
             if code == "unknown_job" and self._known:
                 later, kind = True, JobUnknown
+            elif code != "unknown" and answer.status_code >= 500 and kind is ConsoleUnavailable:
+                kind = ConsoleWaits
             if answer.status_code < 400 or (refused and not later):
                 self._current_timeout = self._first_timeout()
                 return answer

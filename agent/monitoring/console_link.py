@@ -38,6 +38,7 @@ from openrecycle.agent.messages.client import (
     ConsoleClient,
     ConsoleRefused,
     ConsoleUnavailable,
+    ConsoleWaits,
     Offset,
     Outbox,
     Say,
@@ -443,6 +444,8 @@ class ConsoleCoordination(Coordination):
         self._absence = Absence(begun=newest[0] > 0)
         self._away: tuple[float, str] | None = None
         """Since when the console has not answered, and how; as the thread sees it that asks for generations."""
+        self._there = False
+        """Does one that is away answer, and say that it can do nothing?"""
         self._living: frozenset[str] | None = None
         """Members of the newest generation; None: nobody knows, of one that another launcher was told."""
         self._refusal = ""
@@ -603,7 +606,10 @@ class ConsoleCoordination(Coordination):
                 self._absence.decided(self._living - {*event.deployment.joining})
             elif isinstance(event, Command):
                 self._command = event.seq
-        if text := self._absence.turn(now, self._away, time.time(), self._sender.refusing):
+        away, refusing = self._away, self._sender.refusing
+        if self._there:
+            away, refusing = None, away or refusing
+        if text := self._absence.turn(now, away, time.time(), refusing):
             out.append(LauncherWarning(text))
         return out
 
@@ -668,6 +674,7 @@ class ConsoleCoordination(Coordination):
                 generation = found[0].generation
                 self._put(self._event(*found))
             except ConsoleUnavailable as error:
+                self._there = isinstance(error, ConsoleWaits)
                 self._away = (self._away or (time.monotonic(), ""))[0], str(error)
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:

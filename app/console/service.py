@@ -60,8 +60,9 @@ from openrecycle.app.observing.metrics import OVER_SHOWN, JobMetrics, Metrics
 from openrecycle.app.observing.recorder import Recorder
 from openrecycle.app.plans.service import PlansService
 from openrecycle.app.plans.sources import PlanSources
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_job, unknown_worker
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unavailable, unknown_job, unknown_worker
 from openrecycle.app.runtime.patches import begin_without_pages
+from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.runner import STUCK_SECONDS, EventLoopWatch, in_thread
 from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.app.security.access import Security
@@ -563,7 +564,6 @@ FLUSH_SECONDS = 5.0
 OVER_SECONDS = 86_400.0
 # Between two looks whether the database can be written.
 PROBE_SECONDS = 1.0
-SAID_EVERY_SECONDS = 60.0
 # Of one job in one turn: more would keep the event loop waiting for tens of milliseconds.
 FLUSH_AT_ONCE = 512
 
@@ -641,6 +641,7 @@ class ConsoleService:
         )
         self.histories = Histories(self.jobs, store.database)
         self._stop = threading.Event()
+        self._seldom = Seldom()
         self._got_on = self._clock()
         self._probing, self._stored_at = threading.Lock(), -math.inf
         self._ticker = threading.Thread(target=self._keep_time, name="console-ticks", daemon=True)
@@ -736,7 +737,6 @@ class ConsoleService:
     def _keep_time(self) -> None:
         last_flush, turns = time.monotonic(), 0
         resting: dict[str, float] = {}  # jobs that are over, of which nothing is left to be done; and since when
-        said = dict[str, float]()  # by what the database refuses a tick with: when that was logged
         while not self._stop.wait(TICK_SECONDS):
             self._got_on = self._clock()
             for job in self.jobs.live():
@@ -755,12 +755,10 @@ class ConsoleService:
                     if job.state.over:
                         job.plans.let_go()
                         resting.setdefault(job.job_id, time.monotonic())
-                except ConsoleError as error:
-                    # Four times a second, and of every job: the log may be on the disk that is full.
-                    if self._got_on - said.get(error.detail, -SAID_EVERY_SECONDS) >= SAID_EVERY_SECONDS:
-                        said[error.detail] = self._got_on
-                        text = "a tick could not be stored; it is tried again"
-                        log.warning(text, job=job.job_id, reason=error.detail)
+                except (ConsoleError, SQLAlchemyError) as error:  # four times a second, and of every job
+                    refused = error if isinstance(error, ConsoleError) else unavailable(error)
+                    text = "a tick could not be stored; it is tried again"
+                    self._seldom.warn(text, reason=refused.detail, job=job.job_id)
                 except Exception:
                     log.exception("a tick failed", job=job.job_id)
             if time.monotonic() - last_flush >= FLUSH_SECONDS:
@@ -803,7 +801,7 @@ class ConsoleService:
                 self._store.heartbeats(beats)
             except SQLAlchemyError as error:
                 # Only the latest heartbeat counts, and another one is on its way.
-                log.warning("heartbeats could not be stored", reason=type(error).__name__)
+                self._seldom.warn("heartbeats could not be stored", reason=unavailable(error).detail)
 
 
 _console: ConsoleService | None = None

@@ -614,7 +614,8 @@ class Queries:
         iterations = self.iterations(job_id, after=max(-1, job.state.committed - 2), limit=1)
         last = iterations[-1]["committed_at"] if iterations else time.time()
         # Whole ten seconds: a page that is opened again soon asks the same question.
-        covered = 10.0 * ((max(last, generations[-1]["opened_at"]) - begin) // 10 + 1)
+        ends = max(last - begin, generations[-1]["opened_at"] - begin, *(row[0] for row in rows[-1:]), 0.0)
+        covered = 10.0 * (ends // 10 + 1)
         if seconds is not None:
             covered = min(covered, seconds)
         return tuple(row for row in rows if row[0] <= covered), covered

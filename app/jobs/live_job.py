@@ -12,6 +12,7 @@ happens in the job: the feed stays in order.
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -421,16 +422,18 @@ Row = tuple[float, str, str]
 
 
 def changes(generations: Iterable[Record], begin: float = 0.0) -> list[Row]:
-    """(seconds since `begin`, worker, `failed` or `joined`) of a job's generations, oldest first.
+    """(seconds since `begin`, worker, `failed` or `joined`) of a job's generations, oldest first. None is earlier than
+    the one before, also where the clock was put back meanwhile.
 
     A worker that changes its stage is neither: the failure goes on at the place that it gave up, under
     the name that it began with.
     """
     rows: list[Row] = []
+    at = -math.inf
     failed: set[str] = set()
     began_as: dict[str, str] = {}  # place that is out -> where that failure began
     for generation in generations:
-        at, now = generation["opened_at"] - begin, set(generation["failed"])
+        at, now = max(at, generation["opened_at"] - begin), set(generation["failed"])
         for source, to in generation["moves"]:
             if to in failed and to not in now and source in now and source not in failed:
                 failed = failed - {to} | {source}

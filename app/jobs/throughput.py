@@ -313,6 +313,8 @@ class Account:
         self.skipped = 0
         """Micro-batches that are in no sum of them."""
         self.last_at = 0.0
+        self.took = 0.0
+        """Seconds of all of them, whatever they were for."""
         self._closed = 0.0
         """Productive seconds of generations that are done."""
         self._generation = 0
@@ -328,6 +330,7 @@ class Account:
             self._sum.rest += seconds
             self._sum.others += 1
         self.through = iteration
+        self.took += seconds
         self.count += 1
         self.skipped += skipped
 
@@ -337,6 +340,7 @@ class Account:
         first, others = row["first_seconds"], row["count"] - 1
         self._generation, self._sum = row["generation"], GenerationSum(first, max(0.0, row["seconds"] - first), others)
         self.through = row["first"] + others
+        self.took += row["seconds"]
         self.count += row["count"]
         self.skipped += row["skipped"]
 

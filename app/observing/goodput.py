@@ -168,7 +168,16 @@ def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Wa
     samples = account.count * spec.samples - account.skipped * spec.samples_per_micro_batch
     end = account.last_at if job.state.over else now
     out = waited.within(begin, end)
-    wall = end - begin - out if begin and account.through >= 0 else 0.0
+    # The time of day may have been set since the job began. A launcher times its iterations from commit to commit, by a
+    # clock that nobody sets; those of a loop of its own have gaps between them.
+    since = begin if spec.own_loop or not account.last_at else account.last_at
+    left = end - since - waited.within(since, end)
+    if not begin or account.through < 0:
+        wall = 0.0
+    elif since == begin:
+        wall = max(left, account.took)
+    else:
+        wall = account.took + max(0.0, left)
     if wall <= 0:
         return Figures(baseline, None, None, 0.0, 0.0, out)
     productive = min(account.productive, wall)

@@ -41,8 +41,9 @@ from openrecycle.app.plans.solving import (
     Solves,
     plan_maker,
 )
-from openrecycle.app.runtime.errors import ConsoleError, named, storing
+from openrecycle.app.runtime.errors import ConsoleError, named, storing, unavailable
 from openrecycle.app.runtime.patches import LARGE_OPS, building
+from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
 from openrecycle.db.access import audit_row
 from openrecycle.db.store import Store
@@ -139,6 +140,7 @@ class JobPlanner:
         self.held_ops = HELD_OPS
         self._catalogs = catalogs
         self._maker = plan_maker(on_made=on_made)
+        self._seldom = Seldom()
         self._filling: dict[str, tuple[str, frozenset[str]]] = {}  # job -> its catalog, the names made ahead
 
     def start(self) -> None:
@@ -184,10 +186,14 @@ class JobPlanner:
         asked = job.plans.job
 
         def done(plan: Plan | None, why: str) -> None:
-            if job.plans.job is asked:
-                job.plans.plan_made(failed, plan, why)
-            else:
+            if job.plans.job is not asked:
                 job.plans.give_up()  # its workers' speeds have changed since; it is asked for again
+                return
+            try:
+                job.plans.plan_made(failed, plan, why)
+            except ConsoleError as error:
+                text = "a plan could not be put in force; it is tried again"
+                self._seldom.warn(text, reason=error.detail, job=job.job_id)
 
         def take_fitted(origin: str, plan: Plan | None, why: str) -> None:
             if plan is not None:
@@ -214,10 +220,7 @@ class JobPlanner:
             if found is None:
                 self._maker.submit(_request(job, failed), done, priority=URGENT)
                 return
-            try:
-                job.plans.plan_made(failed, *found)
-            except ConsoleError as error:
-                log.warning("a plan could not be put in force; it is tried again", job=job.job_id, reason=error.detail)
+            done(*found)
 
         threading.Thread(target=look_up, name="planning-look-up", daemon=True).start()
 
@@ -281,6 +284,8 @@ class JobPlanner:
                     job.plans.file_plan(plan)
                     if _lasts(job):
                         self._catalogs.keep(job.plans.question, plan)
+            except (ConsoleError, SQLAlchemyError) as error:
+                self._unfiled(job, error)
             finally:
                 if job.plans.job is asked:
                     job.plans.ahead.made += 1  # whoever sees that finds the plan
@@ -318,8 +323,14 @@ class JobPlanner:
             try:
                 job.plans.file_plan(found[0])
             except SQLAlchemyError as error:
-                log.warning("a plan ahead could not be filed", job=job.job_id, reason=type(error).__name__)
+                self._unfiled(job, error)
             job.plans.ahead.made += 1
+
+    def _unfiled(self, job: LiveJob, error: ConsoleError | SQLAlchemyError) -> None:
+        """There may be hundreds."""
+        refused = error if isinstance(error, ConsoleError) else unavailable(error)
+        text = "plans made ahead could not be stored; they are used until the console ends"
+        self._seldom.warn(text, reason=refused.detail, job=job.job_id)
 
 
 def _lasts(job: LiveJob) -> bool:

@@ -58,8 +58,13 @@ def unavailable(error: SQLAlchemyError) -> ConsoleError:
     """In words, where the database has said what it is. What it can never store is not to be tried again."""
     from sqlalchemy.exc import DataError
 
+    from openrecycle.db.session import FileGone
+
     if isinstance(error, DataError):
         return ConsoleError(422, "invalid", "a text has a NUL character, or a number is larger than what can be stored")
+    if isinstance(error, FileGone):
+        detail = "the file of the database was moved, deleted or replaced: nothing can be stored until it is back; "
+        return ConsoleError(503, "database_gone", detail + "what was stored can still be read")
     said = str(getattr(error, "orig", None) or "").strip().splitlines()
     text = said[0].lower() if said else ""
     if getattr(getattr(error, "orig", None), "sqlstate", None) == "53100" or "disk is full" in text:

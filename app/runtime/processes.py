@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,6 +63,34 @@ def configure_logging() -> None:
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").addFilter(worth_saying)
+
+
+def worth_saying(record: logging.LogRecord) -> bool:
+    """Not the traceback of each request that was given up since the console ends: how many there are is one line."""
+    return not (record.exc_info and isinstance(record.exc_info[1], CancelledError))
+
+
+SAID_AGAIN_SECONDS = 60.0
+_MOST_SAID = 100
+
+
+class Seldom:
+    """Warnings of what may fail many times a second: each is logged at once, and the same again a minute later. The log
+    may be on the disk that is full."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said: dict[tuple[str, str], float] = {}
+
+    def warn(self, event: str, *, reason: str, **about: object) -> None:
+        """One that differs in what it is `about` alone is the same."""
+        now, key = self._clock(), (event, reason)
+        if now - self._said.get(key, -math.inf) >= SAID_AGAIN_SECONDS:
+            if len(self._said) >= _MOST_SAID:
+                self._said.clear()
+            self._said[key] = now
+            log.warning(event, reason=reason, **about)
 
 
 _SLICE = 0.2

@@ -64,13 +64,13 @@ class Console(ThreadingHTTPServer):
     """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no
     registration, as one of another version, and counts those that it refuses. offers: what it answers, by how the path
     ends. full: what is only asked is answered, with nothing, and 503 is said to reports. strange: its database is
-    another one, without the job."""
+    another one, without the job. standby: it answers all that is asked with 503, and why."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         self.back = threading.Event()
-        self.strange = self.full = False
+        self.strange = self.full = self.standby = False
         self.refused = 0
         self.taken: list[tuple[str, dict[str, Any]]] = []
         self.offers: dict[str, str] = {}
@@ -79,6 +79,9 @@ class Console(ThreadingHTTPServer):
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 path, _, query = self.path.partition("?")
+                if console.standby:
+                    self._refuse(503, "standby", "this console may no longer lead: the database does not answer")
+                    return
                 if console.strange:
                     self._refuse(404, "unknown_job", "job: got 'job', expected the id of a job of this console")
                     return
@@ -295,8 +298,10 @@ def test_a_console_that_answers_and_takes_no_reports_is_said_to() -> None:
     assert absence.turn(8, None, 1e9) == golden("the-console-takes-reports-again")
 
 
-def test_that_a_console_takes_no_reports_is_found_by_what_is_sent_to_it(console: Console) -> None:
-    console.full = True
+@pytest.mark.parametrize("what", ["full", "standby"])
+def test_that_a_console_takes_no_reports_is_found_by_what_it_says(console: Console, what: str) -> None:
+    """To what is sent to it, or to all: then its database is away, and to start it again would not help."""
+    setattr(console, what, True)
     link = ConsoleCoordination(
         lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}", known=True), "job", lambda text: None
     )
@@ -306,7 +311,10 @@ def test_that_a_console_takes_no_reports_is_found_by_what_is_sent_to_it(console:
 
     try:
         link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
-        until(lambda: any("W0_1 is gone" in text for text in said()), "it to say so", TIMEOUT)
+        told: list[str] = []
+        until(lambda: bool(told.extend(said()) or told), "it to say so", TIMEOUT)
+        assert golden("the-job-stands-still-until-it-takes") in told[0]
+        console.full, console.standby = True, False
         console.back.set()
         until(lambda: said(0.0) == [golden("the-console-takes-reports-again")], "it to say so", TIMEOUT)
         assert [body["cause"] for _, body in console.taken] == ["exit"]

@@ -216,6 +216,8 @@ def test_repairs_are_what_came_back_between_generations() -> None:
         (50.0, "W0_1", "joined"),
     ]
     assert repair_times(changes(generations)) == [40.0]
+    generations[3]["opened_at"] = 105.0  # the clock was put back
+    assert changes(generations, 100.0)[-1] == (30.0, "W0_1", "joined")
 
 
 def test_a_worker_that_moves_is_no_repair() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -23,6 +24,7 @@ from openrecycle.agent.messages.protocol import (
     Deployment,
     FailureReport,
     Heartbeat,
+    Iteration,
     JobFinished,
     JobSpec,
     JobState,
@@ -31,6 +33,7 @@ from openrecycle.agent.messages.protocol import (
 from openrecycle.app.console.service import ConsoleService, get_console, set_console
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Record, Store
@@ -44,11 +47,30 @@ SPEC = JobSpec(name="job", pipelines=3, stages=2, micro_batches=3, iterations=50
 NAMES = [f"W{p}_{s}" for p in range(3) for s in range(2)]
 
 
+def disk_is_full() -> OperationalError:
+    return OperationalError("insert", {}, Exception("database or disk is full"))
+
+
 class Troubled(Store):
-    """refuse: what is called with each change before it is stored; lose: once it is, before whoever stores it knows."""
+    """refuse: what is called with each change before it is stored; lose: once it is, before whoever stores it knows.
+    plans_fit: there is room for plans made ahead. readable: iterations can be read."""
 
     refuse: Callable[[JobUpdate], object] | None = None
     lose: Callable[[], object] | None = None
+    plans_fit = True
+    asked_for_iterations = 0
+    readable = True
+
+    def put_plan(self, *plan: Any) -> None:
+        if not self.plans_fit:
+            raise disk_is_full()
+        super().put_plan(*plan)
+
+    def iterations(self, *which: Any, **how: Any) -> list[Record]:
+        if not self.readable:
+            self.asked_for_iterations += 1
+            raise disk_is_full()
+        return super().iterations(*which, **how)
 
     def apply(self, job_id: str, change: JobUpdate) -> bool:
         if self.refuse:
@@ -102,10 +124,10 @@ def test_what_can_not_be_stored_has_not_happened(console: ConsoleService, store:
     resume(console, created.job_id, 1, NAMES)
     before = console.jobs.find(created.job_id).state
 
-    def disk_is_full(*_: object) -> None:
-        raise OperationalError("insert", {}, Exception("database or disk is full"))
+    def refuse(*_: object) -> None:
+        raise disk_is_full()
 
-    store.refuse = disk_is_full
+    store.refuse = refuse
     for _ in range(2):  # before it has read the job back, and after that
         with pytest.raises(ConsoleError) as error:
             console.reports.failure(created.job_id, exited("W1_1"))
@@ -122,10 +144,38 @@ def test_what_can_not_be_stored_has_not_happened(console: ConsoleService, store:
     job = console.jobs.find(created.job_id)
     assert golden("the-console-can-decide-nothing") not in console.queries.sentence(job)
     console.reports.finish(created.job_id, JobFinished(state="finished"))
-    store.refuse = disk_is_full
+    store.refuse = refuse
     with pytest.raises(ConsoleError):
         job.record(Note("info", "plan", "made too late"))
     assert job.state.over and golden("the-console-can-decide-nothing") not in console.queries.sentence(job)
+
+
+def test_a_disk_that_is_full_is_said_in_a_line(
+    console: ConsoleService, store: Troubled, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each plan made ahead, and of each tick, which there are four of in a second."""
+    store.plans_fit = False
+    job = console.jobs.find(console.jobs.create(SPEC)[0].job_id)
+    until(lambda: 3 < job.plans.ahead.wanted == job.plans.ahead.made)
+    register_all(console, job.job_id)
+    store.readable = False
+    done = Iteration(iteration=0, loss=1.0, loss_hex=(1.0).hex(), seconds=1.0, generation=1, living=6)
+    console.reports.committed(job.job_id, [done])
+    until(lambda: store.asked_for_iterations > 2)
+    said = "".join(capsys.readouterr())
+    assert said.count(golden("plans-made-ahead-could-not")) == 1
+    assert said.count(golden("a-tick-could-not-be")) == 1
+    assert "Traceback" not in said
+
+
+def test_the_same_warning_comes_again_after_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    seldom = Seldom(lambda: now[0])
+    for now[0] in (0.0, 1.0, 59.0, 61.0):
+        seldom.warn("it fails", reason="full", job="a")
+        seldom.warn("it fails", reason="away", job="a")
+    said = "".join(capsys.readouterr())
+    assert (said.count("full"), said.count("away")) == (2, 2)
 
 
 def test_a_commit_whose_answer_was_lost_is_found_again(console: ConsoleService, store: Troubled) -> None:

@@ -56,6 +56,26 @@ def test_what_a_failure_cost_is_not_productive(here: ConsoleHere) -> None:
     assert made.goodput == pytest.approx(7 / 15), "7 iterations in 15 s, where 15 would have been"
 
 
+@pytest.mark.parametrize("step", [3600.0, -3600.0])
+def test_a_clock_that_was_set_makes_no_job_better_or_worse_than_it_is(here: ConsoleHere, step: float) -> None:
+    job = here.console.jobs.find(JobHere(here.console, "the clock was set", iterations=400).register().job_id)
+    job.pin(PINNED)
+    account = account_of([1.0] * 10)
+    account.last_at = 110.0 + step
+    made = figures(account, job, begin=100.0, now=112.0 + step)
+    assert (made.ettr, made.goodput, made.wall, made.productive) == (10 / 12, 10 / 12, 12.0, 10.0)
+
+
+def test_a_clock_that_was_put_back_makes_no_loop_of_its_own_better_than_it_is(here: ConsoleHere) -> None:
+    """Its iterations have gaps between them, so what they took is the least that it can have been."""
+    job = here.console.jobs.find(JobHere(here.console, "put back", iterations=400, own_loop=True).register().job_id)
+    job.pin(PINNED)
+    account = account_of([1.0] * 10)
+    for account.last_at in (-3_500.0, 105.0):
+        made = figures(account, job, begin=100.0, now=account.last_at)
+        assert (made.ettr, made.goodput, made.wall, made.productive) == (1.0, 1.0, 10.0, 10.0)
+
+
 def test_standing_still_counts_against_it(here: ConsoleHere) -> None:
     job = here.console.jobs.find(JobHere(here.console, "waits", iterations=400).register().job_id)
     account = account_of([1.0] * 5)
@@ -235,11 +255,11 @@ def test_a_wait_after_the_last_commit_is_none_of_its_time(here: ConsoleHere, hel
     job.pin(PINNED)
     account = account_of([1.0] * 10)
     account.last_at = 110.0
+    commit(here, driven, rows(0, 9, 1.0, at=100.0))
     job.commands.held = held
     here.console.reports.finish(job.job_id, JobFinished(state="stopped"))
     made = figures(account, job, 100.0, 9000.0, here.console.accounts.waiting.of(job))
-    out = max(0.0, 110.0 - held[0][1])
-    assert (made.waited, made.wall) == (out, 10.0 - out)
+    assert (made.waited, made.wall) == (0, 10), "workers end what they are at before they stop"
     assert made.ettr is not None and made.ettr <= 1
 
 

@@ -91,6 +91,11 @@ def test_one_whose_lead_is_in_doubt_names_nobody_else(client: TestClient, seat: 
     assert said == (golden("this-consoles-lead-is-in"))
 
 
+def test_one_that_takes_the_jobs_up_is_no_standby(client: TestClient, seat: Seat) -> None:
+    seat.status = LeaderStatus(1, "", "this console leads (term 1) and is taking up the jobs")
+    assert client.get("/api/v1/jobs").json()["detail"] == golden("this-console-leads-term-1")
+
+
 def test_each_console_has_its_own_application(client: TestClient, seat: Seat) -> None:
     seat.console = "first"
     assert client.get("/api/v1/jobs").text == "first"

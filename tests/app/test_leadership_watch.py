@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -109,8 +110,9 @@ def test_one_whose_session_is_ended_steps_down_and_may_lead_again(stack: ExitSta
 def test_one_that_stands_still_is_replaced_and_knows_it_at_once(stack: ExitStack, url: str) -> None:
     clock = Clock()
     still = watch(stack, url, "a", LeaseTimes(renew=LONG, lease=1.0, poll=0.05), clock)  # does not renew
-    second = watch(stack, url, "b", LeaseTimes(renew=0.05, lease=1.0, poll=0.05))
+    second = watch(stack, url, "b", LeaseTimes(renew=0.05, lease=1.0, poll=0.05), time.monotonic)
     still.start()
+    set_back(url)
     second.start()
     assert until_leading(second) == 2
     assert still.status.term == 1, "it has not looked yet"
@@ -119,6 +121,14 @@ def test_one_that_stands_still_is_replaced_and_knows_it_at_once(stack: ExitStack
     still.look()
     until_lost(still, 1)
     assert "leads" in still.status.reason or "lost" in still.status.reason
+
+
+def set_back(url: str) -> None:
+    """The database's clock, by an hour, since the lease was renewed."""
+    database = Database(url)
+    with database.write() as session:
+        session.execute(text("update leadership set renewed_at = renewed_at + 3600"))
+    database.close()
 
 
 def test_one_that_can_not_take_the_jobs_up_leaves_the_lead_to_the_other(stack: ExitStack, url: str) -> None:

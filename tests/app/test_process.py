@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from asyncio import CancelledError
 
 import pytest
 
 from openrecycle.app.runtime.patches import SWITCH_SECONDS
+from openrecycle.app.runtime.processes import worth_saying
 
 pytestmark = pytest.mark.processes
 
@@ -24,3 +27,12 @@ def test_a_console_takes_all_the_files_it_may_have_and_hands_the_interpreter_on_
     whole, interval = done.stdout.split()
     assert whole == "True"
     assert abs(float(interval) - SWITCH_SECONDS) < 1e-6
+
+
+def test_requests_that_are_given_up_as_the_console_ends_have_no_traceback_each() -> None:
+    def logged(error: BaseException) -> logging.LogRecord:
+        text = "Exception in ASGI application"
+        return logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, text, (), (type(error), error, None))
+
+    assert not worth_saying(logged(CancelledError())) and worth_saying(logged(ValueError()))
+    assert worth_saying(logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "Cancel 2 tasks", (), None))

@@ -28,6 +28,7 @@ from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
 from tests.conftest import NO_BYTECODE, new_database, postgres_cluster
+from tests.databases import sqlite_in
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -66,6 +67,23 @@ def test_on_a_full_disk_it_is_not_ready_and_says_why(database: Database, monkeyp
         assert asked.get("/healthz").status_code == 200, "starting it again would not help"
     finally:
         console.close()
+
+
+def test_a_file_that_was_deleted_is_said_and_takes_nothing_more(tmp_path: Path) -> None:
+    """Else all would go on as if nothing were wrong, and everything since would be lost with the console's end."""
+    database = sqlite_in(tmp_path)
+    console = ConsoleService(Store(database), tolerance=0)
+    try:
+        asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
+        assert asked.post("/api/v1/jobs", json=SPEC).status_code == 201
+        (tmp_path / "console.db").unlink()
+        for answer in (asked.get("/readyz"), asked.post("/api/v1/jobs", json=SPEC)):
+            assert (answer.status_code, answer.json()["code"]) == (503, "database_gone")
+            assert golden("the-file-of-the-database") in answer.json()["detail"]
+        assert len(asked.get("/api/v1/jobs").json()["jobs"]) == 1
+    finally:
+        console.close()
+        database.close()
 
 
 @pytest.mark.xdist_group("full disk")

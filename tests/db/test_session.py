@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
 
-from openrecycle.db.session import Database, DatabaseError, file_system
+from openrecycle.db.session import Database, DatabaseError, FileGone, file_system
+from tests.databases import sqlite_in
 from tests.golden import golden
 
 
@@ -60,6 +64,65 @@ def test_sqlite_waits_for_the_disk_where_something_has_to_last(tmp_path: Path) -
             assert session.scalar(text("pragma synchronous")) == (2 if lasting else 1)
     with database.write() as session:
         assert session.scalar(text("pragma synchronous")) == 2
+    database.close()
+
+
+def test_a_file_that_another_process_holds_is_waited_for_once(tmp_path: Path) -> None:
+    """Dozens may want to write: the last would wait for all before it, each as long as the first."""
+    database = sqlite_in(tmp_path)
+    other = sqlite3.connect(tmp_path / "console.db", isolation_level=None, check_same_thread=False)
+    other.execute("begin immediate")
+    database.patience = 0.1
+    with pytest.raises(OperationalError, match="locked"), database.write():
+        pass
+    database.patience = 1000.0
+    let_go = threading.Timer(60, other.execute, ("rollback",))
+    let_go.start()
+    with pytest.raises(OperationalError, match="locked"), database.write():
+        pass
+    let_go.cancel()
+    other.execute("rollback")
+    with database.write() as session:
+        assert session.scalar(text("pragma busy_timeout")) == 5000, "as what reads has it, too"
+
+    # It is waited for again: the other ends while the write waits for it.
+    other.execute("begin immediate")
+    let_go = threading.Timer(0.2, other.execute, ("rollback",))
+    let_go.start()
+    with database.write():
+        pass
+    let_go.join()
+    other.close()
+    database.close()
+
+
+def test_nothing_is_written_to_a_file_that_is_not_there_any_more(tmp_path: Path) -> None:
+    """It would be gone with this process, and nobody would have been told."""
+    file, elsewhere = tmp_path / "console.db", tmp_path / "moved.db"
+    database = sqlite_in(tmp_path)
+    query = text("select name from job")
+
+    def refused() -> None:
+        with pytest.raises(FileGone, match="was moved, deleted or replaced"), database.write():
+            pass
+
+    with database.write():
+        pass
+    file.rename(elsewhere)
+    refused()
+    assert database.rows(query) == [], "what was stored can be read"
+    assert not file.exists()
+    file.write_bytes(b"")
+    refused()
+    file.unlink()
+    elsewhere.rename(file)
+    with database.write():
+        pass
+    file.rename(elsewhere)
+    database.engine.dispose()
+    with pytest.raises(OperationalError, match="unable to open"):
+        database.rows(query)
+    assert not file.exists(), "a new one would have no tables"
     database.close()
 
 

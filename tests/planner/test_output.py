@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -83,6 +84,19 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(InputError, match="No space left on device"):
         write_out(out, b"after")
     assert out.read_bytes() == b"before" and list(tmp_path.iterdir()) == [out]
+
+
+def test_a_disk_that_is_full_is_said_before_time_is_spent(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    out = tmp_path / "out"
+    check_out(out)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(InputError, match="File too large"):
+            check_out(out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.processes
