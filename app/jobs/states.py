@@ -26,7 +26,7 @@ class RoleState(StrEnum):
     """Of a role and of a process.
 
     RUNNING: its process trains. REROUTED: and runs other pipelines' micro-batches beside its own. SLOW: and takes
-    longer than its peers. WAITING: for a person to choose how the job goes on. PAUSED: it waits, since an operator has
+    longer than its peers. WAITING: for a person to choose how the job goes on, or in a job that is halted. PAUSED: it waits, since an operator has
     stopped the job. SUSPECT: heartbeats overdue.
     JOINING: registered, does not train yet. LEAVING: asked to go, and has not gone yet. FINISHED: left after the last
     iteration. ENDED: with its job, which was stopped before that.
@@ -391,7 +391,7 @@ class WorkerStates:
                 return RoleState.FAILED
         if self.paused and member.name in self.stopped and not self.state.over:
             return RoleState.PAUSED
-        if self.waiting:
+        if self.waiting or (self.state.halted and not self.state.unheard):
             return RoleState.WAITING
         if self.slow.get(member.name):
             return RoleState.SLOW

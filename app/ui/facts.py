@@ -25,8 +25,9 @@ OVER = (JobState.FINISHED, JobState.STOPPED)
 STALE = 5.0
 # What it is called how far a worker has come in taking up a generation, in the order of ACK_ORDER.
 STEP_WORDS = ("waiting", "with the plan", "in groups", "training")
-# What a cell says while its worker takes up a new generation.
-ROLLING = {"adopted": "has the plan", "formed": "in its groups"}
+# What a cell says while its worker takes up a new generation: who is last must not look as if all were well.
+TRAINS = (RoleState.RUNNING, RoleState.REROUTED, RoleState.SLOW)
+ROLLING = {"": "waits", "adopted": "has the plan", "formed": "in its groups"}
 DRAG_WORDS = "Drag over a part of a chart to see it large; double-click for all."
 
 SOLVER_WORDS = {
@@ -154,12 +155,14 @@ def _workers(view: JobView) -> Card:
     if view.state in OVER:
         return Card("Living workers", "–", f"{living:,} of {total:,} before the end")
     held = {w.name for w in view.workers if w.state not in OUT}
-    lost = {p: lost_name(p, p.slot in held) for p in view.missing}
-    failed, drained = ([name for p, name in lost.items() if p.ended == how] for how in ("failed", "drained"))
+    going = {w.name for w in view.workers if w.state is RoleState.LEAVING}
+    lost = [(lost_name(p, p.slot in held), "leaving" if p.role in going else p.ended) for p in view.missing]
+    failed, drained, leaving = ([n for n, how in lost if how == end] for end in ("failed", "drained", "leaving"))
     suspect = [w.name for w in view.workers if w.state is RoleState.SUSPECT]
     joining = [w.name for w in view.workers if w.state is RoleState.JOINING]
     unregistered = sum(w.state is RoleState.EMPTY for w in view.workers) if not view.generation else 0
-    parts = [f"{words}: {names(out, 3, ' and ')}" for words, out in (("failed", failed), ("drained", drained)) if out]
+    gone = ("failed", failed), ("drained", drained), ("leaving", leaving)
+    parts = [f"{words}: {names(out, 3, ' and ')}" for words, out in gone if out]
     if view.moved:
         parts.append(f"moved: {names([f'{p.slot} to {p.role}' for p in view.moved], 2, ' and ')}")
     if suspect:
@@ -168,7 +171,8 @@ def _workers(view: JobView) -> Card:
         parts.append(f"joining: {names(joining, 3, ' and ')}")
     if unregistered:
         parts.append(f"{unregistered:,} still to register")
-    tone = "bad" if failed else "warn" if drained or suspect or (joining and view.generation) else ""
+    warn = drained or leaving or suspect or (joining and view.generation)
+    tone = "bad" if failed else "warn" if warn else ""
     if not parts and living < total:
         parts = [f"{total - living:,} empty"]
     note, tone = ("; ".join(parts), tone) if parts else ("none lost", "good")
@@ -196,13 +200,15 @@ def _plan(view: JobView) -> Card:
     head = title.get(view.plan_words, "Plan in force")
     if view.condition is Condition.WAITING:
         head, note = "Plan until now", "nothing trains until somebody chooses"
+    elif view.state is JobState.HALTED:
+        head, note = "Plan until now", "the job is halted"
     return Card(f"{head} · generation {view.generation}", period, note, "warn" if rolled else "", of="period")
 
 
 def roll_out(view: JobView) -> str:
     """How far the workers have come in taking up the newest generation; empty when all train in it."""
     steps = [w.acknowledged for w in view.workers if w.generation == view.generation and w.state in ALIVE]
-    if view.state is not JobState.RECOVERING or not any(steps) or all(s == "resumed" for s in steps):
+    if view.state is not JobState.RECOVERING or all(s == "resumed" for s in steps):
         return ""
     return f"of {text.count(len(steps), 'worker')} {roll_out_words([steps.count(step) for step in ACK_ORDER])}"
 
@@ -375,13 +381,13 @@ def op_time_words(spec: JobSpec) -> str:
 
 def tile_words(worker: WorkerView) -> str:
     """The second line of a cell: quiet when all is well."""
+    if worker.state in TRAINS and worker.acknowledged in ROLLING:
+        return ROLLING[worker.acknowledged]
     match worker.state:
         case RoleState.REROUTED:
             return f"+{worker.takes_rerouted} re-routed"
         case RoleState.SLOW:
             return f"slow, {worker.slow:.1f} ×"
-    if worker.state in HOLDING and worker.acknowledged in ROLLING:
-        return ROLLING[worker.acknowledged]
     if worker.state is RoleState.SUSPECT and worker.heartbeat_age is not None:
         return f"suspect, {text.seconds(worker.heartbeat_age)}"
     spare = f", {worker.spare} spare" if worker.spare else ""

@@ -217,8 +217,8 @@ class Lives(RuleBasedStateMachine):
                     stands = self.paused and holder in world.stopped
                     assert (worker.state is RoleState.PAUSED) == stands, worker
                     if not stands and worker.state is not RoleState.SUSPECT:
-                        waits = world.job.state.choosing
-                        assert (worker.state is RoleState.WAITING) == waits, "nothing trains while a person chooses"
+                        waits = world.job.state.choosing or world.job.state.halted
+                        assert (worker.state is RoleState.WAITING) == bool(waits), "nothing trains meanwhile"
             elif worker.state is RoleState.MOVED:
                 assert worker.moved_to in holds.values() and worker.pid == 0
                 moved = world.job.worker_states().role(world.job.state.members[worker.name]).process

@@ -12,6 +12,7 @@ from openrecycle.agent.coordination.membership import TransferBroken, WorkerRegi
 from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.view import JobView
 from openrecycle.app.jobs.states import (
+    OUT,
     TRAINING_ALONE,
     Condition,
     Loss,
@@ -111,6 +112,9 @@ def test_roll_out_is_counted_while_it_lasts() -> None:
         golden("in-its-groups"),
         "+3 re-routed",
     )
+    assert words["W1_0"] == words["W2_2"] == "waits", "whoever is last does not look as if it trained"
+    nobody = replace(rolling, workers=tuple(replace(w, acknowledged="") for w in workers))
+    assert facts.roll_out(nobody) == "of 11 workers 11 waiting"
 
 
 def test_a_slow_worker_is_shown_as_slow() -> None:
@@ -125,6 +129,20 @@ def test_workers_card_names_the_failed() -> None:
     assert "W1_2" in living.note
     assert card(factory.starting(), "Living").value == "1"
     assert card(factory.suspect_and_joining(), "Living").note.startswith("suspect: W2_0")
+
+
+def test_a_worker_that_was_asked_to_go_is_drained_once_it_has_gone() -> None:
+    base = factory.failed()
+    asked = replace(factory.lost("W1_2"), ended="drained")
+    workers = {state: tuple(replace(w, state=state) if w.name == "W1_2" else w for w in base.workers) for state in OUT}
+    for state, words in ((RoleState.LEAVING, "leaving: W1_2"), (RoleState.DRAINED, "drained: W1_2")):
+        living = card(replace(base, missing=(asked,), workers=workers[state]), "Living")
+        assert (living.note, living.tone) == (words, "warn")
+
+
+def test_no_plan_is_in_force_while_the_job_is_halted() -> None:
+    plan = card(factory.halted(), "Plan")
+    assert "in force" not in plan.label and "halted" in plan.note
 
 
 def test_plan_card_has_generation_period_and_gap() -> None:

@@ -40,7 +40,7 @@ LOOKS: dict[RoleState, tuple[str, str, str]] = {
     RoleState.RUNNING: ("Running", "square", "healthy"),
     RoleState.REROUTED: ("Takes re-routed work", "square", "rerouted"),
     RoleState.SLOW: ("Slow beside its peers", "triangle-up", "slow"),
-    RoleState.WAITING: ("Waits for your choice", _BARS, "suspect"),
+    RoleState.WAITING: ("Waiting (nothing trains)", _BARS, "suspect"),
     RoleState.PAUSED: ("Paused", _BARS, "muted"),
     RoleState.SUSPECT: ("Suspect (heartbeat overdue)", "diamond", "suspect"),
     RoleState.FAILED: ("Failed", _CROSS, "failed"),
