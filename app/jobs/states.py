@@ -26,8 +26,8 @@ class RoleState(StrEnum):
     """Of a role and of a process.
 
     RUNNING: its process trains. REROUTED: and runs other pipelines' micro-batches beside its own. SLOW: and takes
-    longer than its peers. WAITING: for a person to choose how the job goes on, or in a job that is halted. PAUSED: it waits, since an operator has
-    stopped the job. SUSPECT: heartbeats overdue.
+    longer than its peers. WAITING: for a person to choose how the job goes on, or in a job that is halted. PAUSED: it
+    waits, since an operator has stopped the job. SUSPECT: heartbeats overdue.
     JOINING: registered, does not train yet. LEAVING: asked to go, and has not gone yet. FINISHED: left after the last
     iteration. ENDED: with its job, which was stopped before that.
     Of a role that nobody holds: DRAINED, FAILED: as its last process ended. MOVED: that process holds another role.

@@ -108,11 +108,22 @@ def _goodput(view: JobView) -> Card:
     return Card("Goodput so far", text.percent(figures.goodput), note, of="of fault-free")
 
 
+def is_old(view: JobView) -> bool:
+    """Has nobody been heard for longer than should be, of those who should speak? A console that is stuck does not
+    know how the job is, and takes no silence for a worker's."""
+    return view.state not in OVER and min(_ages(view), default=0.0) > STALE
+
+
+def _ages(view: JobView) -> list[float]:
+    """Seconds since each was heard."""
+    return [w.heartbeat_age for w in view.workers if w.heartbeat_age is not None and w.state not in OUT]
+
+
 def _age(view: JobView) -> Card:
     """How old the newest word of any worker is, and the oldest newest word of one that should speak."""
     if view.state in OVER:
         return Card("Age of data", "–", "the job is over")
-    ages = [w.heartbeat_age for w in view.workers if w.heartbeat_age is not None and w.state not in OUT]
+    ages = _ages(view)
     if not ages:
         return Card("Age of data", "–", "no worker heard yet")
     newest, oldest = min(ages), max(ages)
@@ -142,8 +153,8 @@ def _throughput(view: JobView) -> Card:
     share = share_of(now, view.figures)
     if share is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
-    # Whoever trains without a worker is not as well as ever, however quick.
-    whole = view.condition is not Condition.DEGRADED
+    # Whoever trains without a worker is not as well as ever, however quick; and of old data nobody knows it.
+    whole = view.condition is not Condition.DEGRADED and not is_old(view)
     tone = ("good" if whole else "warn") if share >= WELL else "warn" if share >= HALF else "bad"
     return Card("Throughput", text.rate(now), f"{text.percent(share)} of fault-free", tone, of="samples/s")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import ui_factory as factory
 
 from openrecycle.agent.coordination.membership import TransferBroken, WorkerRegistered, back_to
 from openrecycle.agent.messages.protocol import JobState
-from openrecycle.app.console.view import JobView
+from openrecycle.app.console.view import JobView, OpTime, WorkerDetail
 from openrecycle.app.jobs.states import (
     OUT,
     TRAINING_ALONE,
@@ -24,7 +25,8 @@ from openrecycle.app.jobs.states import (
 from openrecycle.app.jobs.throughput import Baseline, Figures
 from openrecycle.app.ui import facts, tables, text
 from openrecycle.app.ui.charts.progress import generation_marks
-from openrecycle.app.ui.worker_dialog import feed_html
+from openrecycle.app.ui.components import tone_of
+from openrecycle.app.ui.worker_dialog import feed_html, op_times_html
 from openrecycle.planner.jobs.job import Job, StageProfile
 from openrecycle.planner.plans.plan import job_doc
 from tests.agent.coordinator_run import LADDER, Run
@@ -82,6 +84,16 @@ def test_throughput_is_good_only_while_the_job_trains() -> None:
     assert (halted.value, halted.tone) == ("0", "bad")
 
 
+def test_what_nobody_has_been_heard_of_for_seconds_is_not_said_to_be_well() -> None:
+    """A console that is stuck takes no silence for a worker's: the job's state stays as it was."""
+    running = factory.running()
+    old = replace(running, workers=tuple(replace(w, heartbeat_age=11.0) for w in running.workers))
+    one = replace(running, workers=(replace(running.workers[0], heartbeat_age=11.0), *running.workers[1:]))
+    tones = [(tone_of(view), card(view, "Throughput").tone) for view in (running, one, old)]
+    assert tones == [("good", "good"), ("good", "good"), ("warn", "warn")]
+    assert tone_of(replace(old, state=JobState.FINISHED, condition=Condition.FINISHED)) == "done"
+
+
 def test_goodput_card_has_both_figures() -> None:
     goodput = card(factory.running(), "Goodput")
     assert (goodput.value, goodput.note) == ("94 %", "ETTR 97 % of 31 s")
@@ -121,6 +133,12 @@ def test_a_slow_worker_is_shown_as_slow() -> None:
     slow = replace(factory.running().workers[0], slow=1.62, state=RoleState.SLOW)
     assert facts.tile_words(slow) == "slow, 1.6 ×"
     assert facts.tile_words(replace(slow, state=RoleState.FAILED)) == "failed"
+
+
+def test_op_times_have_the_digits_that_they_differ_by() -> None:
+    detail = WorkerDetail(factory.running().workers[0], (), (OpTime("F", 40.5, 40.0, 283.4),), (), (), None)
+    cells = re.findall("<td>(.*?)</td>", op_times_html(detail))
+    assert cells == ["40.5 ms", "40 ms (+1.2 %)", "283.4 ms (−85.7 %)"]
 
 
 def test_workers_card_names_the_failed() -> None:
