@@ -33,7 +33,7 @@ DRAG_WORDS = "Drag over a part of a chart to see it large; double-click for all.
 SOLVER_WORDS = {
     "auto": "All, the best in the time",
     "list": "List scheduler (fast)",
-    "cp-sat": "CP-SAT (may prove the plan optimal)",
+    "cp-sat": "CP-SAT (may prove it optimal)",
     "milp": "MILP (small grids)",
 }
 
