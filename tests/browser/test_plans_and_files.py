@@ -24,7 +24,7 @@ from openrecycle.planner.plans.plan import Plan
 from tests.app.console_server import ForkedConsole
 from tests.app.ui_console import ConsoleHere, JobHere
 from tests.browser.layout_shifts import Shifts
-from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
+from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_can_be_read, assert_it_fits, settle, watched
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -375,6 +375,9 @@ def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any,
         page.goto(f"{site.root}/help")
         page.locator(".or-idea img").first.wait_for()
         assert says_that_it_scrolls(page, ".or-idea > div") == (width == 390)
+        page.goto(f"{site.root}/help?section=Your+own+job")
+        page.locator(".stCode .token").first.wait_for()
+        assert_it_can_be_read(page)
         page.goto(f"{site.root}/?job={site.wide}")
         page.locator(".stVegaLiteChart .marks").first.wait_for()
         settle(page)
