@@ -672,9 +672,9 @@ def _overdue(state: State, now: float, failure_timeouts: FailureTimeouts) -> lis
 
 @dataclass(frozen=True)
 class JobSummary:
-    """One line of the list of jobs. created_at: POSIX seconds. living: workers in the generation; workers: size of the
-    grid. condition: how it is, in the word that the pages use: also whether it is degraded, paused, or waits for a
-    person, and whether workers that it needs are silent."""
+    """One line of the list of jobs. created_at: POSIX seconds. living: workers in the generation whose processes have
+    not ended; workers: size of the grid. condition: how it is, in the word that the pages use: also whether it is
+    degraded, paused, or waits for a person, and whether workers that it needs are silent."""
 
     job_id: str
     name: str
