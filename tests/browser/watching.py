@@ -81,8 +81,8 @@ def settle(page: Page) -> None:
     page.wait_for_function(_LISTENED_TO)
 
 
-# By what WCAG 2.2 asks of text at level AA. What is disabled, or drawn as a picture, is not of it; numbers at the ends
-# of a slider are there while somebody points at it.
+# By what WCAG 2.2 asks of text at level AA. What is disabled, not seen at all, or drawn as a picture is not of it. The
+# value of a slider stands above the knob that it is in.
 _TOO_FAINT = """() => {
     const pixel = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
     const read = colour => {
@@ -101,7 +101,7 @@ _TOO_FAINT = """() => {
         const words = walker.currentNode.textContent.trim(), place = walker.currentNode.parentElement;
         const look = getComputedStyle(place), box = place.getBoundingClientRect();
         if (!words || !box.width || !box.height || look.visibility !== "visible") continue;
-        if (place.closest("svg, style, script, [disabled], [aria-disabled=true], [data-testid=stSliderTickBar]"))
+        if (place.closest("svg, style, script, [disabled], [aria-disabled=true], [data-testid=stSliderThumbValue]"))
             continue;
         let share = 1;
         const layers = [];
@@ -111,6 +111,7 @@ _TOO_FAINT = """() => {
         }
         const ground = layers.reduce((below, layer) => over(layer, below, layer[3] / 255), [255, 255, 255]);
         const colour = read(look.color);
+        if (!(share * colour[3])) continue;
         const both = [light(over(colour, ground, share * colour[3] / 255)), light(ground)].sort((a, b) => b - a);
         const size = parseFloat(look.fontSize), large = size >= 24 || (size >= 18.66 && look.fontWeight >= 700);
         const contrast = (both[0] + 0.05) / (both[1] + 0.05);

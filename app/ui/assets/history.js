@@ -3,7 +3,7 @@
 // So there is one entry for what somebody does, whatever comes of it; what a page does by itself changes the newest.
 {
   let acted = false;
-  for (const kind of ["pointerdown", "keydown"]) addEventListener(kind, () => { acted = true; }, true);
+  for (const kind of ["pointerdown", "click", "keydown"]) addEventListener(kind, () => { acted = true; }, true);
   addEventListener("popstate", () => { acted = false; }, true);
   const push = history.pushState;
   history.pushState = function (...entry) {

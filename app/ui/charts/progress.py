@@ -277,8 +277,11 @@ def throughput(rows: Columns, colours: Palette, shown: tuple[float, float] | Non
         "mark": {"type": "rule", "strokeDash": [3, 3], "strokeWidth": 1.5, "color": colours.good},
         "encoding": {"y": y, "x": {"value": 0}, "x2": {"value": "width"}},
     }
-    text = {"type": "text", "align": "left", "baseline": "bottom", "dx": 6, "dy": -4}
-    words = {"transform": [last], "encoding": {"y": y, "x": {"value": 0}, "text": {"value": "fault-free"}}}
+    text: dict[str, Any] = {"type": "text", "align": "left", "baseline": "bottom", "dx": 6, "dy": -4}
+    words: dict[str, Any] = {
+        "transform": [last],
+        "encoding": {"y": y, "x": {"value": 0}, "text": {"value": "fault-free"}},
+    }
     # Over the curve, which would run through the words, and outlined as those of marks are.
     label = [{**words, "mark": {**text, **_outline(colours)}}, {**words, "mark": {**text, "color": colours.good}}]
     # An unseen point keeps room for the label above the highest value.
