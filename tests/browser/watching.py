@@ -82,7 +82,7 @@ def settle(page: Page) -> None:
 
 
 # By what WCAG 2.2 asks of text at level AA. What is disabled, not seen at all, or drawn as a picture is not of it. The
-# value of a slider stands above the knob that it is in.
+# value of a slider stands above the knob that it is in. Icons are letters of a font.
 _TOO_FAINT = """() => {
     const pixel = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
     const read = colour => {
@@ -113,7 +113,8 @@ _TOO_FAINT = """() => {
         const colour = read(look.color);
         if (!(share * colour[3])) continue;
         const both = [light(over(colour, ground, share * colour[3] / 255)), light(ground)].sort((a, b) => b - a);
-        const size = parseFloat(look.fontSize), large = size >= 24 || (size >= 18.66 && look.fontWeight >= 700);
+        const size = parseFloat(look.fontSize), icon = place.matches("[data-testid=stIconMaterial]");
+        const large = icon || size >= 24 || (size >= 18.66 && look.fontWeight >= 700);
         const contrast = (both[0] + 0.05) / (both[1] + 0.05);
         if (contrast < (large ? 3 : 4.5)) faint.push(`${words.slice(0, 40)}: ${contrast.toFixed(2)}`);
     }
