@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from pydantic import ConfigDict, Field
 
 from openrecycle.agent.coordination.membership import ACK_ORDER, FailureTimeouts, Member
-from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, LogLine, OpKind
+from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, LogLine, OpKind, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob, Row, changes
 from openrecycle.app.jobs.states import (
     HOLDING,
@@ -309,6 +309,7 @@ def worker_view(job: LiveJob, member: Member, worker_states: WorkerStates) -> Wo
 
 def summary(job: LiveJob, sentence: str) -> JobSummary:
     state = job.state
+    living = state.current.living if state.current else ()
     return JobSummary(
         job_id=job.job_id,
         name=job.spec.name,
@@ -316,7 +317,7 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
         sentence=sentence,
         created_at=job.created_at,
         generation=state.generation,
-        living=len(state.current.living) if state.current else 0,
+        living=sum(state.members[name].state is not WorkerState.FAILED for name in living),
         workers=len(state.members),
         condition=job.worker_states().condition,
     )

@@ -26,8 +26,8 @@ class RoleState(StrEnum):
     """Of a role and of a process.
 
     RUNNING: its process trains. REROUTED: and runs other pipelines' micro-batches beside its own. SLOW: and takes
-    longer than its peers. WAITING: for a person to choose how the job goes on. PAUSED: it waits, since an operator has
-    stopped the job. SUSPECT: heartbeats overdue.
+    longer than its peers. WAITING: for a person to choose how the job goes on, or in a job that is halted. PAUSED: it
+    waits, since an operator has stopped the job. SUSPECT: heartbeats overdue.
     JOINING: registered, does not train yet. LEAVING: asked to go, and has not gone yet. FINISHED: left after the last
     iteration. ENDED: with its job, which was stopped before that.
     Of a role that nobody holds: DRAINED, FAILED: as its last process ended. MOVED: that process holds another role.
@@ -391,7 +391,7 @@ class WorkerStates:
                 return RoleState.FAILED
         if self.paused and member.name in self.stopped and not self.state.over:
             return RoleState.PAUSED
-        if self.waiting:
+        if self.waiting or (self.state.halted and not self.state.unheard):
             return RoleState.WAITING
         if self.slow.get(member.name):
             return RoleState.SLOW
@@ -672,9 +672,9 @@ def _overdue(state: State, now: float, failure_timeouts: FailureTimeouts) -> lis
 
 @dataclass(frozen=True)
 class JobSummary:
-    """One line of the list of jobs. created_at: POSIX seconds. living: workers in the generation; workers: size of the
-    grid. condition: how it is, in the word that the pages use: also whether it is degraded, paused, or waits for a
-    person, and whether workers that it needs are silent."""
+    """One line of the list of jobs. created_at: POSIX seconds. living: workers in the generation whose processes have
+    not ended; workers: size of the grid. condition: how it is, in the word that the pages use: also whether it is
+    degraded, paused, or waits for a person, and whether workers that it needs are silent."""
 
     job_id: str
     name: str

@@ -46,6 +46,8 @@ log = structlog.get_logger()
 NAME = 80
 # Smaller ones are read in some milliseconds, where they came in.
 LARGE = 128 * 1024
+# Where in a body it is no JSON.
+_PLACE = re.compile(r"line (\d+) column (\d+) \(char \d+\)$")
 # Uploads that may wait for the one that is read, each with its megabytes.
 MOST_WAITING = 8
 # Beyond this a process has gone astray: 31 MB take some 12 s and 0.7 GB, 128 MB four times that.
@@ -139,15 +141,16 @@ class Uploads:
         """
         reading = Reading(name, len(document))
         called = json.dumps(name.removesuffix(".json")[:NAME].strip() or "plan").encode()
+        before = b'{"name":' + called + b',"plan":'
 
         def read() -> None:
             try:
-                found = self.read(b'{"name":' + called + b',"plan":' + document + b"}")
+                found = self.read(before + document + b"}")
                 if not isinstance(found, ReadPlan):
                     raise ConsoleError(422, "invalid", "it is not a plan")
                 reading.kept = keep(found)
             except ConsoleError as error:
-                reading.error = f"{name}: {error.detail}"
+                reading.error = f"{name}: {of_file(error.detail, len(before))}"
             except Exception as error:
                 log.exception("an uploaded plan could not be kept")
                 reading.error = f"{name}: it could not be kept ({type(error).__name__})"
@@ -158,6 +161,15 @@ class Uploads:
     def close(self) -> None:
         """Ends what is being read."""
         self._children.close()
+
+
+def of_file(detail: str, before: int) -> str:
+    """What is wrong with a body, as of the file in it. before: bytes of the body before the file's."""
+    said = detail.replace("the body", "the file", 1) if detail.startswith("the body") else detail
+    if found := _PLACE.search(said):
+        line, column = int(found[1]), int(found[2])
+        said = f"{said[: found.start()]}line {line} column {max(1, column - before if line == 1 else column)}"
+    return said
 
 
 def read_upload(channel: Channel, body: bytes) -> None:

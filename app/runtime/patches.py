@@ -277,8 +277,8 @@ def _whole_if_due() -> None:
 # as soon as the page stands.
 #
 # Sent with a page's first run, the console's style sheet would come after some of what it is for, which would be moved
-# by it. It is at the end of the page instead, behind Streamlit's own, which it overrides; so is the script that shows a
-# page from the top down.
+# by it. It is at the end of the page instead, behind Streamlit's own, which it overrides; so are the scripts that show
+# a page from the top down, and that keep the browser's history to what somebody did.
 #
 # And it notes for the browser's developer tools when each run of a page began and ended, which the browser keeps as
 # long as the page is open: 170 MB in a week of one run a second. Once a minute they are dropped.
@@ -312,7 +312,7 @@ _HEAD = (
 _ASSETS = Path(__file__).parents[1] / "ui" / "assets"
 _STYLE = (
     f"<style>{(_ASSETS / 'console.css').read_text(encoding='utf-8')}</style>"
-    f"<script>{(_ASSETS / 'order.js').read_text(encoding='utf-8')}</script>"
+    + "".join(f"<script>{(_ASSETS / name).read_text(encoding='utf-8')}</script>" for name in ("order.js", "history.js"))
 ).encode()
 _RUN = (
     """<script type="module">const stands='[data-test-script-state="notRunning"] h1',"""

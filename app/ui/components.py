@@ -35,7 +35,7 @@ from openrecycle.app.ui import access, address, text
 from openrecycle.app.ui.address import BEGAN_WITH, FOLLOWED_CONFIG, ITERATIONS, TimeRange, follow
 from openrecycle.app.ui.charts.progress import LOOKS
 from openrecycle.app.ui.charts.vega import LiveChart
-from openrecycle.app.ui.facts import OVER, Card, op_time_words
+from openrecycle.app.ui.facts import OVER, Card, is_old, op_time_words
 from openrecycle.app.ui.theme import Palette, palette
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.drawing import Drawing
@@ -317,11 +317,16 @@ def _card(card: Card) -> str:
     )
 
 
-def sentence(view: JobView) -> None:
-    """What the coordinator does or waits for, coloured by the job's state."""
+def tone_of(view: JobView) -> str:
+    """Of the job's state, as far as that is known."""
     tone = JOB_TONE[view.condition]
+    return "warn" if tone == "good" and is_old(view) else tone
+
+
+def sentence(view: JobView) -> None:
+    """What the coordinator does or waits for."""
     st.html(
-        f'<div class="or-sentence or-tone-{tone}" role="status" aria-live="polite">'
+        f'<div class="or-sentence or-tone-{tone_of(view)}" role="status" aria-live="polite">'
         f'<span class="or-state">{escape(view.condition.value)}</span>'
         f"<span class='or-says'>{escape(view.sentence) or '&nbsp;'}</span></div>"
     )

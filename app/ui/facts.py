@@ -25,14 +25,15 @@ OVER = (JobState.FINISHED, JobState.STOPPED)
 STALE = 5.0
 # What it is called how far a worker has come in taking up a generation, in the order of ACK_ORDER.
 STEP_WORDS = ("waiting", "with the plan", "in groups", "training")
-# What a cell says while its worker takes up a new generation.
-ROLLING = {"adopted": "has the plan", "formed": "in its groups"}
+# What a cell says while its worker takes up a new generation: who is last must not look as if all were well.
+TRAINS = (RoleState.RUNNING, RoleState.REROUTED, RoleState.SLOW)
+ROLLING = {"": "waits", "adopted": "has the plan", "formed": "in its groups"}
 DRAG_WORDS = "Drag over a part of a chart to see it large; double-click for all."
 
 SOLVER_WORDS = {
     "auto": "All, the best in the time",
     "list": "List scheduler (fast)",
-    "cp-sat": "CP-SAT (may prove the plan optimal)",
+    "cp-sat": "CP-SAT (may prove it optimal)",
     "milp": "MILP (small grids)",
 }
 
@@ -107,11 +108,22 @@ def _goodput(view: JobView) -> Card:
     return Card("Goodput so far", text.percent(figures.goodput), note, of="of fault-free")
 
 
+def is_old(view: JobView) -> bool:
+    """Has nobody been heard for longer than should be, of those who should speak? A console that is stuck does not
+    know how the job is, and takes no silence for a worker's."""
+    return view.state not in OVER and min(_ages(view), default=0.0) > STALE
+
+
+def _ages(view: JobView) -> list[float]:
+    """Seconds since each was heard."""
+    return [w.heartbeat_age for w in view.workers if w.heartbeat_age is not None and w.state not in OUT]
+
+
 def _age(view: JobView) -> Card:
     """How old the newest word of any worker is, and the oldest newest word of one that should speak."""
     if view.state in OVER:
         return Card("Age of data", "–", "the job is over")
-    ages = [w.heartbeat_age for w in view.workers if w.heartbeat_age is not None and w.state not in OUT]
+    ages = _ages(view)
     if not ages:
         return Card("Age of data", "–", "no worker heard yet")
     newest, oldest = min(ages), max(ages)
@@ -141,8 +153,8 @@ def _throughput(view: JobView) -> Card:
     share = share_of(now, view.figures)
     if share is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
-    # Whoever trains without a worker is not as well as ever, however quick.
-    whole = view.condition is not Condition.DEGRADED
+    # Whoever trains without a worker is not as well as ever, however quick; and of old data nobody knows it.
+    whole = view.condition is not Condition.DEGRADED and not is_old(view)
     tone = ("good" if whole else "warn") if share >= WELL else "warn" if share >= HALF else "bad"
     return Card("Throughput", text.rate(now), f"{text.percent(share)} of fault-free", tone, of="samples/s")
 
@@ -154,12 +166,14 @@ def _workers(view: JobView) -> Card:
     if view.state in OVER:
         return Card("Living workers", "–", f"{living:,} of {total:,} before the end")
     held = {w.name for w in view.workers if w.state not in OUT}
-    lost = {p: lost_name(p, p.slot in held) for p in view.missing}
-    failed, drained = ([name for p, name in lost.items() if p.ended == how] for how in ("failed", "drained"))
+    going = {w.name for w in view.workers if w.state is RoleState.LEAVING}
+    lost = [(lost_name(p, p.slot in held), "leaving" if p.role in going else p.ended) for p in view.missing]
+    failed, drained, leaving = ([n for n, how in lost if how == end] for end in ("failed", "drained", "leaving"))
     suspect = [w.name for w in view.workers if w.state is RoleState.SUSPECT]
     joining = [w.name for w in view.workers if w.state is RoleState.JOINING]
     unregistered = sum(w.state is RoleState.EMPTY for w in view.workers) if not view.generation else 0
-    parts = [f"{words}: {names(out, 3, ' and ')}" for words, out in (("failed", failed), ("drained", drained)) if out]
+    gone = ("failed", failed), ("drained", drained), ("leaving", leaving)
+    parts = [f"{words}: {names(out, 3, ' and ')}" for words, out in gone if out]
     if view.moved:
         parts.append(f"moved: {names([f'{p.slot} to {p.role}' for p in view.moved], 2, ' and ')}")
     if suspect:
@@ -168,7 +182,8 @@ def _workers(view: JobView) -> Card:
         parts.append(f"joining: {names(joining, 3, ' and ')}")
     if unregistered:
         parts.append(f"{unregistered:,} still to register")
-    tone = "bad" if failed else "warn" if drained or suspect or (joining and view.generation) else ""
+    warn = drained or leaving or suspect or (joining and view.generation)
+    tone = "bad" if failed else "warn" if warn else ""
     if not parts and living < total:
         parts = [f"{total - living:,} empty"]
     note, tone = ("; ".join(parts), tone) if parts else ("none lost", "good")
@@ -196,13 +211,15 @@ def _plan(view: JobView) -> Card:
     head = title.get(view.plan_words, "Plan in force")
     if view.condition is Condition.WAITING:
         head, note = "Plan until now", "nothing trains until somebody chooses"
+    elif view.state is JobState.HALTED:
+        head, note = "Plan until now", "the job is halted"
     return Card(f"{head} · generation {view.generation}", period, note, "warn" if rolled else "", of="period")
 
 
 def roll_out(view: JobView) -> str:
     """How far the workers have come in taking up the newest generation; empty when all train in it."""
     steps = [w.acknowledged for w in view.workers if w.generation == view.generation and w.state in ALIVE]
-    if view.state is not JobState.RECOVERING or not any(steps) or all(s == "resumed" for s in steps):
+    if view.state is not JobState.RECOVERING or all(s == "resumed" for s in steps):
         return ""
     return f"of {text.count(len(steps), 'worker')} {roll_out_words([steps.count(step) for step in ACK_ORDER])}"
 
@@ -375,13 +392,13 @@ def op_time_words(spec: JobSpec) -> str:
 
 def tile_words(worker: WorkerView) -> str:
     """The second line of a cell: quiet when all is well."""
+    if worker.state in TRAINS and worker.acknowledged in ROLLING:
+        return ROLLING[worker.acknowledged]
     match worker.state:
         case RoleState.REROUTED:
             return f"+{worker.takes_rerouted} re-routed"
         case RoleState.SLOW:
             return f"slow, {worker.slow:.1f} ×"
-    if worker.state in HOLDING and worker.acknowledged in ROLLING:
-        return ROLLING[worker.acknowledged]
     if worker.state is RoleState.SUSPECT and worker.heartbeat_age is not None:
         return f"suspect, {text.seconds(worker.heartbeat_age)}"
     spare = f", {worker.spare} spare" if worker.spare else ""

@@ -184,7 +184,10 @@ WORDS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ),
             ("Bubble", "Time in which a worker waits."),
             ("Period", "The time from one iteration to the next, when they follow each other at once."),
-            ("Makespan", "From an iteration's first op to its last. With staggering the period can be shorter."),
+            (
+                "Makespan",
+                "From an iteration's first op to its last, the step apart. Staggered, the period can be shorter.",
+            ),
             ("Lower bound", "What no plan whatever can be below: proven, not estimated."),
             ("Gap", "How far a plan may be from the best possible: period / bound − 1. At 0 it is proven optimal."),
             ("Critical path", "The ops, one waiting for the other, that make the iteration as long as it is."),

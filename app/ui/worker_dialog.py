@@ -268,17 +268,21 @@ def ranks_html(detail: WorkerDetail) -> str:
     return tables.table_html(["Rank", "process", "host", "state"], rows, "Ranks") + note
 
 
+# Of times beside each other, whose shares say that they differ.
+OP_DIGITS = 4
+
+
 def op_times_html(detail: WorkerDetail) -> str:
     """Measured op times beside the plan's and the peers'."""
     rows = []
     for op in detail.op_times:
-        cells = [OP_WORDS[op.kind], text.milliseconds(op.measured)]
+        cells = [OP_WORDS[op.kind], text.milliseconds(op.measured, OP_DIGITS)]
         for other in (op.planned, op.peers):
             if other is None:
                 cells.append("–")
             else:
                 share = f" ({text.percent(op.measured / other - 1, sign=True)})" if other > 0 else ""
-                cells.append(text.milliseconds(other) + share)
+                cells.append(text.milliseconds(other, OP_DIGITS) + share)
         rows.append(cells)
     heads = ["Op", "measured", "plan", "median of its peers"]
     return tables.table_html(heads, rows, "Op times, smoothed over the last heartbeats")

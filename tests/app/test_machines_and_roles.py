@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from openrecycle.agent.coordination.membership import ACK_ORDER, Candidate, Mode, Offer, Offered
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.catalogs.service import Catalogs
-from openrecycle.app.console.view import JobView, Queries, RollOuts, WorkerDetail
+from openrecycle.app.console.view import JobView, Queries, RollOuts, WorkerDetail, summary
 from openrecycle.app.jobs.states import OUT, Condition, RoleState, words_of
 from openrecycle.app.observing.goodput import Accounts
 from openrecycle.app.plans.library import Library, PlanCache
@@ -217,8 +217,8 @@ class Lives(RuleBasedStateMachine):
                     stands = self.paused and holder in world.stopped
                     assert (worker.state is RoleState.PAUSED) == stands, worker
                     if not stands and worker.state is not RoleState.SUSPECT:
-                        waits = world.job.state.choosing
-                        assert (worker.state is RoleState.WAITING) == waits, "nothing trains while a person chooses"
+                        waits = world.job.state.choosing or world.job.state.halted
+                        assert (worker.state is RoleState.WAITING) == bool(waits), "nothing trains meanwhile"
             elif worker.state is RoleState.MOVED:
                 assert worker.moved_to in holds.values() and worker.pid == 0
                 moved = world.job.worker_states().role(world.job.state.members[worker.name]).process
@@ -241,6 +241,8 @@ class Lives(RuleBasedStateMachine):
         for process in view.moved:
             assert process.incarnation in alive and holds[process.incarnation] == process.role != process.slot
         current = world.job.state.current
+        trains = {worker.name for worker in view.workers if worker.state not in OUT}
+        assert summary(world.job, "").living == len(trains & set(current.living if current else ())), "as the page"
         silent = {w.name for w in view.workers if w.state is RoleState.SUSPECT and current and w.name in current.living}
         if view.condition is Condition.SILENT:
             assert silent

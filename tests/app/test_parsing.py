@@ -16,9 +16,9 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere
 
 from openrecycle.app.api import models
-from openrecycle.app.plans.files import answer
+from openrecycle.app.plans.files import answer, of_file
 from openrecycle.app.runtime import errors
-from openrecycle.app.runtime.errors import MOST_CONTAINERS, MOST_FIELDS, MOST_FIELDS_OF_ONE, ConsoleError
+from openrecycle.app.runtime.errors import MOST_CONTAINERS, MOST_FIELDS, MOST_FIELDS_OF_ONE, ConsoleError, bounded
 from openrecycle.app.server import create_api, create_routes
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import JobDoc, job_doc
@@ -208,3 +208,17 @@ def test_of_thousands_of_wrong_speeds_the_first_are_said(value: object) -> None:
 )
 def test_a_plan_with_a_million_wrong_things_is_refused_for_their_number(plan: Any, wrong: str) -> None:
     assert json.loads(answer(json.dumps({"name": "x", "plan": plan}).encode()))["wrong"].startswith(wrong)
+
+
+@pytest.mark.parametrize(
+    ("document", "place"),
+    [(b'{"schema_version" 1}', "line 1 column 19"), (b'{"job":\n  nothing}', "line 2 column 3"), (b'{"job": 3', "")],
+)
+def test_what_is_wrong_with_a_file_is_said_of_the_file(document: bytes, place: str) -> None:
+    """It is read in a body with its name."""
+    before = b'{"name":"a plan","plan":'
+    with pytest.raises(ConsoleError) as wrong:
+        bounded(before + document + b"}")
+    said = of_file(wrong.value.detail, len(before))
+    assert said.startswith("the file is not JSON: ") and said.endswith(place)
+    assert of_file("job: missing, expected a value", len(before)) == "job: missing, expected a value"

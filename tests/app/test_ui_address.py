@@ -208,7 +208,7 @@ EVERY_PAGE: list[tuple[str, dict[str, str], list[str]]] = [
     ),
     (
         "catalog",
-        {"job": "own", "cat_solver": "CP-SAT (may prove the plan optimal)"},
+        {"job": "own", "cat_solver": "CP-SAT (may prove it optimal)"},
         ["cat_tolerance", "cat_pipelines", "cat_seconds"],
     ),
     (

@@ -110,7 +110,7 @@ def test_a_job_shows_its_own_catalog(here: ConsoleHere) -> None:
 
 def test_while_it_is_filled_there_is_progress_and_cancel(here: ConsoleHere) -> None:
     query = {f"cat_{name}": str(value) for name, value in LONG.items() if name not in ("solver", "time_limit")}
-    query |= {"job": "own", "cat_solver": "CP-SAT (may prove the plan optimal)", "cat_seconds": "60.0"}
+    query |= {"job": "own", "cat_solver": "CP-SAT (may prove it optimal)", "cat_seconds": "60.0"}
     test = open_page(**query)
     test.button(key="fill").click().run()
     filling = here.console.catalogs.filling(CatalogInfo.of(parse_request(**LONG).question).fingerprint)

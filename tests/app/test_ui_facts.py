@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,9 @@ import ui_factory as factory
 
 from openrecycle.agent.coordination.membership import TransferBroken, WorkerRegistered, back_to
 from openrecycle.agent.messages.protocol import JobState
-from openrecycle.app.console.view import JobView
+from openrecycle.app.console.view import JobView, OpTime, WorkerDetail
 from openrecycle.app.jobs.states import (
+    OUT,
     TRAINING_ALONE,
     Condition,
     Loss,
@@ -23,7 +25,8 @@ from openrecycle.app.jobs.states import (
 from openrecycle.app.jobs.throughput import Baseline, Figures
 from openrecycle.app.ui import facts, tables, text
 from openrecycle.app.ui.charts.progress import generation_marks
-from openrecycle.app.ui.worker_dialog import feed_html
+from openrecycle.app.ui.components import tone_of
+from openrecycle.app.ui.worker_dialog import feed_html, op_times_html
 from openrecycle.planner.jobs.job import Job, StageProfile
 from openrecycle.planner.plans.plan import job_doc
 from tests.agent.coordinator_run import LADDER, Run
@@ -81,6 +84,16 @@ def test_throughput_is_good_only_while_the_job_trains() -> None:
     assert (halted.value, halted.tone) == ("0", "bad")
 
 
+def test_what_nobody_has_been_heard_of_for_seconds_is_not_said_to_be_well() -> None:
+    """A console that is stuck takes no silence for a worker's: the job's state stays as it was."""
+    running = factory.running()
+    old = replace(running, workers=tuple(replace(w, heartbeat_age=11.0) for w in running.workers))
+    one = replace(running, workers=(replace(running.workers[0], heartbeat_age=11.0), *running.workers[1:]))
+    tones = [(tone_of(view), card(view, "Throughput").tone) for view in (running, one, old)]
+    assert tones == [("good", "good"), ("good", "good"), ("warn", "warn")]
+    assert tone_of(replace(old, state=JobState.FINISHED, condition=Condition.FINISHED)) == "done"
+
+
 def test_goodput_card_has_both_figures() -> None:
     goodput = card(factory.running(), "Goodput")
     assert (goodput.value, goodput.note) == ("94 %", "ETTR 97 % of 31 s")
@@ -111,6 +124,9 @@ def test_roll_out_is_counted_while_it_lasts() -> None:
         golden("in-its-groups"),
         "+3 re-routed",
     )
+    assert words["W1_0"] == words["W2_2"] == "waits", "whoever is last does not look as if it trained"
+    nobody = replace(rolling, workers=tuple(replace(w, acknowledged="") for w in workers))
+    assert facts.roll_out(nobody) == "of 11 workers 11 waiting"
 
 
 def test_a_slow_worker_is_shown_as_slow() -> None:
@@ -119,12 +135,32 @@ def test_a_slow_worker_is_shown_as_slow() -> None:
     assert facts.tile_words(replace(slow, state=RoleState.FAILED)) == "failed"
 
 
+def test_op_times_have_the_digits_that_they_differ_by() -> None:
+    detail = WorkerDetail(factory.running().workers[0], (), (OpTime("F", 40.5, 40.0, 283.4),), (), (), None)
+    cells = re.findall("<td>(.*?)</td>", op_times_html(detail))
+    assert cells == ["40.5 ms", "40 ms (+1.2 %)", "283.4 ms (−85.7 %)"]
+
+
 def test_workers_card_names_the_failed() -> None:
     living = card(factory.failed(), "Living")
     assert (living.value, living.of, living.tone) == ("11", "of 12", "bad")
     assert "W1_2" in living.note
     assert card(factory.starting(), "Living").value == "1"
     assert card(factory.suspect_and_joining(), "Living").note.startswith("suspect: W2_0")
+
+
+def test_a_worker_that_was_asked_to_go_is_drained_once_it_has_gone() -> None:
+    base = factory.failed()
+    asked = replace(factory.lost("W1_2"), ended="drained")
+    workers = {state: tuple(replace(w, state=state) if w.name == "W1_2" else w for w in base.workers) for state in OUT}
+    for state, words in ((RoleState.LEAVING, "leaving: W1_2"), (RoleState.DRAINED, "drained: W1_2")):
+        living = card(replace(base, missing=(asked,), workers=workers[state]), "Living")
+        assert (living.note, living.tone) == (words, "warn")
+
+
+def test_no_plan_is_in_force_while_the_job_is_halted() -> None:
+    plan = card(factory.halted(), "Plan")
+    assert "in force" not in plan.label and "halted" in plan.note
 
 
 def test_plan_card_has_generation_period_and_gap() -> None:

@@ -181,14 +181,17 @@ def test_a_change_of_plan_and_a_worker_that_was_asked_to_leave_are_told_from_a_f
     base = factory.iteration_views(4)
     steps = [(1, 12), (2, 11), (3, 11), (3, 11)]
     iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
-    texts = (
+    texts = [
         "generation 2 without W1_2: Ann asked W1_2 to leave; plan 0123abcd: from the catalog: x",
         "generation 3 without W1_2: Ann put plan 89abcdef in force; plan 89abcdef: made by Ann",
-    )
+    ]
     events = tuple(EventView(i, factory.T0, "info", "generation", None, text) for i, text in enumerate(texts))
     marks = generation_marks(iterations, (), events)
     assert [(m.text, m.lost) for m in marks] == [("↓ drained", False), ("⇄ new plan", False)]
     assert marks[1].detail == "Ann put plan 89abcdef in force"
+    texts[1] = "generation 3: re-partition: layers per stage become 11, 14, 7, 12; plan 89abcdef: from the catalog"
+    events = (replace(events[1], text=texts[1]),)
+    assert generation_marks(iterations, (), events)[1].text == "⇄ layers"
 
 
 def test_without_a_fault_free_rate_nothing_is_drawn_dotted() -> None:
@@ -197,3 +200,5 @@ def test_without_a_fault_free_rate_nothing_is_drawn_dotted() -> None:
         rows = progress_rows(factory.iteration_views(3), [], rate)
         drawn.append('"field": "reference"' in json.dumps(throughput(rows, LIGHT).spec))
     assert drawn == [False, True]
+    marks = [layer["mark"]["type"] for layer in throughput(rows, LIGHT).spec["layer"]]
+    assert marks.index("line") < marks.index("text"), "its words are over the curve, which would run through them"

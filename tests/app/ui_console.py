@@ -125,13 +125,13 @@ class JobHere:
                 ack = Acknowledgement(worker=name, incarnation=self.process(name), generation=generation, state=state)  # type: ignore[arg-type]
                 self.console.reports.acknowledge(self.job_id, [ack])
 
-    def commit(self, first: int, last: int, generation: int) -> JobHere:
-        """Iterations first..last are committed, each in a second."""
+    def commit(self, first: int, last: int, generation: int, *, falls: float = 0.05, begins: float = 5.0) -> JobHere:
+        """Iterations first..last are committed, each in a second. falls, begins: of the loss."""
         rows = [
             Iteration(
                 iteration=i,
-                loss=5.0 - 0.05 * i,
-                loss_hex=(5.0 - 0.05 * i).hex(),
+                loss=begins - falls * i,
+                loss_hex=(begins - falls * i).hex(),
                 seconds=1.0 + 0.1 * (generation - 1),
                 generation=generation,
                 living=len(self.living),

@@ -7,7 +7,7 @@ from functools import cache
 
 from openrecycle.agent.messages.protocol import JobSpec, JobState
 from openrecycle.app.console.view import EventView, JobView, RecoveryView, WorkerView
-from openrecycle.app.jobs.states import OUT, Condition, JobSummary, ProcessState, RoleState
+from openrecycle.app.jobs.states import HOLDING, OUT, Condition, JobSummary, ProcessState, RoleState
 from openrecycle.app.jobs.throughput import Baseline, Figures, IterationView
 from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
@@ -81,6 +81,7 @@ def worker_views(
                     resident_bytes=412 * 2**20 if started else 0,
                     host="node-a" if started else "",
                     pid=4100 + 10 * p + s if started else 0,
+                    acknowledged="resumed" if state in HOLDING else "",
                     detail="process ended with signal 9" if state is RoleState.FAILED else "",
                 )
             )

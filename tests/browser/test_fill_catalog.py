@@ -39,7 +39,7 @@ def test_filled_cancelled_gone_on_with_and_opened(page: Page) -> None:
     failures.press("Enter")
     expect(page.get_by_text("yet: 65 plans are to be made")).to_be_visible()
     page.get_by_role("combobox", name="Solver").click()
-    page.get_by_role("option", name="CP-SAT (may prove the plan optimal)").click()
+    page.get_by_role("option", name="CP-SAT (may prove it optimal)").click()
     seconds = page.get_by_role("spinbutton", name="Seconds per plan")
     seconds.fill("30")
     seconds.press("Enter")

@@ -1,4 +1,5 @@
-"""What is shown of a page while it is made: from the top down, and nothing that is moved afterwards."""
+"""What a page's own scripts do: it is shown from the top down, and nothing of it is moved afterwards; and Back goes
+back by what somebody did."""
 
 from __future__ import annotations
 
@@ -63,3 +64,32 @@ def test_a_row_that_came_before_what_is_in_it_has_not_been_seen(page: Page, befo
 
 def test_a_chart_is_not_waited_for(page: Page) -> None:
     assert draw(page, WORDS, f'<div class="st-key-loss-chart">{WAITS}</div>', WORDS) == [True, True, True]
+
+
+def test_back_goes_back_by_what_somebody_did(tab: Page) -> None:
+    """As Streamlit does it on a busy machine: the address has the next page's names before its path."""
+    tab.route(
+        "http://console.test/**", lambda route: route.fulfill(body="<button>x</button>", content_type="text/html")
+    )
+    try:
+        tab.goto("http://console.test/")
+        tab.add_script_tag(path=ASSETS / "history.js")
+
+        def puts(*addresses: str) -> int:
+            """How many entries they make."""
+            before = tab.evaluate("history.length")
+            tab.evaluate("all => all.forEach(one => history.pushState({}, '', one))", list(addresses))
+            return tab.evaluate("history.length") - before  # type: ignore[no-any-return]
+
+        assert puts("/?job=1") == 0
+        tab.get_by_role("button").click()
+        assert puts("/?job=1&plan=2", "/?job=1&plan=2&follow=1", "/schedule?job=1&plan=2&follow=1") == 1
+        tab.keyboard.press("Space")
+        assert puts("/schedule?job=1&plan=2") == 1
+        tab.go_back()
+        assert puts("/schedule?job=1&plan=3") == 0
+        tab.go_back()
+        assert tab.url == "http://console.test/?job=1"
+    finally:
+        tab.goto("about:blank")
+        tab.unroute("http://console.test/**")

@@ -24,7 +24,7 @@ from openrecycle.planner.plans.plan import Plan
 from tests.app.console_server import ForkedConsole
 from tests.app.ui_console import ConsoleHere, JobHere
 from tests.browser.layout_shifts import Shifts
-from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
+from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_can_be_read, assert_it_fits, settle, watched
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -45,7 +45,7 @@ class Site:
             wide = JobHere(
                 here.console, "wide job", pipelines=4, stages=6, micro_batches=8, samples_per_micro_batch=9000
             )
-            wide.register().commit(0, 3, 1)
+            wide.register().commit(0, 3, 1, falls=0.0, begins=2.302585)
             self.small, self.wide, self.large = (job.finish().job_id for job in (small, wide, large))
         finally:
             here.close()
@@ -375,6 +375,9 @@ def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any,
         page.goto(f"{site.root}/help")
         page.locator(".or-idea img").first.wait_for()
         assert says_that_it_scrolls(page, ".or-idea > div") == (width == 390)
+        page.goto(f"{site.root}/help?section=Your+own+job")
+        page.locator(".stCode .token").first.wait_for()
+        assert_it_can_be_read(page)
         page.goto(f"{site.root}/?job={site.wide}")
         page.locator(".stVegaLiteChart .marks").first.wait_for()
         settle(page)
@@ -383,7 +386,7 @@ def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any,
 
 
 def test_one_iteration_stands_at_one_place_in_charts_above_each_other(site: Site, page: Page) -> None:
-    """However wide the numbers beside them are."""
+    """However wide the numbers beside them are, or would be: losses that are all the same have every digit."""
     page.goto(f"{site.root}/?job={site.wide}")
     axes = page.locator(".stVegaLiteChart svg")
     expect(axes).to_have_count(2)

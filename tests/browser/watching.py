@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Error, Page, Request, expect
+from playwright.sync_api import Browser, ConsoleMessage, Error, Page, Request, TimeoutError, expect
 
 from tests.conftest import at_length
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
 # Loaded machines are slow.
 WAIT_MS = 60_000
+FADE_MS = 10_000
 # Both widths, both colour schemes.
 SCREENS = [("light", 1440, 900), ("dark", 390, 844), at_length("dark", 1440, 900), at_length("light", 390, 844)]
 
@@ -80,8 +81,57 @@ def settle(page: Page) -> None:
     page.wait_for_function(_LISTENED_TO)
 
 
+# By what WCAG 2.2 asks of text at level AA. What is disabled, not seen at all, or drawn as a picture is not of it. The
+# value of a slider stands above the knob that it is in. Icons are letters of a font.
+_TOO_FAINT = """() => {
+    const pixel = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+    const read = colour => {
+        pixel.clearRect(0, 0, 1, 1);
+        pixel.fillStyle = colour;
+        pixel.fillRect(0, 0, 1, 1);
+        return [...pixel.getImageData(0, 0, 1, 1).data];
+    };
+    const over = (top, below, share) => below.map((value, i) => top[i] * share + value * (1 - share));
+    const light = colour => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
+        const value = colour[i] / 255;
+        return sum + weight * (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+    }, 0);
+    const faint = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const words = walker.currentNode.textContent.trim(), place = walker.currentNode.parentElement;
+        const look = getComputedStyle(place), box = place.getBoundingClientRect();
+        if (!words || !box.width || !box.height || look.visibility !== "visible") continue;
+        if (place.closest("svg, style, script, [disabled], [aria-disabled=true], [data-testid=stSliderThumbValue]"))
+            continue;
+        let share = 1;
+        const layers = [];
+        for (let each = place; each; each = each.parentElement) {
+            share *= getComputedStyle(each).opacity;
+            layers.unshift(read(getComputedStyle(each).backgroundColor));
+        }
+        const ground = layers.reduce((below, layer) => over(layer, below, layer[3] / 255), [255, 255, 255]);
+        const colour = read(look.color);
+        if (!(share * colour[3])) continue;
+        const both = [light(over(colour, ground, share * colour[3] / 255)), light(ground)].sort((a, b) => b - a);
+        const size = parseFloat(look.fontSize), icon = place.matches("[data-testid=stIconMaterial]");
+        const large = icon || size >= 24 || (size >= 18.66 && look.fontWeight >= 700);
+        const contrast = (both[0] + 0.05) / (both[1] + 0.05);
+        if (contrast < (large ? 3 : 4.5)) faint.push(`${words.slice(0, 40)}: ${contrast.toFixed(2)}`);
+    }
+    return faint;
+}"""
+
+
+def assert_it_can_be_read(page: Page) -> None:
+    """No words on it are too faint, once nothing fades any more."""
+    with suppress(TimeoutError):
+        page.wait_for_function(f"() => !({_TOO_FAINT})().length", timeout=FADE_MS)
+    assert page.evaluate(_TOO_FAINT) == [], f"{page.url}: too faint"
+
+
 def assert_it_fits(page: Page, *texts: str) -> None:
-    """Nothing scrolls sideways, no text in the elements `texts` (CSS) is cut, and every chart is described."""
+    """Nothing scrolls sideways, no text in the elements `texts` (CSS) is cut, all of it can be read, and every chart is
+    described."""
     where = f"{page.url} at {(page.viewport_size or {}).get('width')}"
     sizes = page.evaluate(
         """() => [document.documentElement, document.querySelector('.stMain')]
@@ -99,3 +149,4 @@ def assert_it_fits(page: Page, *texts: str) -> None:
     for i in range(charts.count()):
         described = charts.nth(i).evaluate("e => !!e.closest('[aria-label]') || !!e.querySelector('[aria-label]')")
         assert described, f"{where}: chart {i} has no description"
+    assert_it_can_be_read(page)

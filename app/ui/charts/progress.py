@@ -40,7 +40,7 @@ LOOKS: dict[RoleState, tuple[str, str, str]] = {
     RoleState.RUNNING: ("Running", "square", "healthy"),
     RoleState.REROUTED: ("Takes re-routed work", "square", "rerouted"),
     RoleState.SLOW: ("Slow beside its peers", "triangle-up", "slow"),
-    RoleState.WAITING: ("Waits for your choice", _BARS, "suspect"),
+    RoleState.WAITING: ("Waiting (nothing trains)", _BARS, "suspect"),
     RoleState.PAUSED: ("Paused", _BARS, "muted"),
     RoleState.SUSPECT: ("Suspect (heartbeat overdue)", "diamond", "suspect"),
     RoleState.FAILED: ("Failed", _CROSS, "failed"),
@@ -250,7 +250,7 @@ def generation_marks(
         elif after.living > before.living:
             marks.append(Mark(after.iteration, "↺ re-join", False, f"{after.living} workers living again"))
         else:
-            words = "⇄ new plan" if "plan" in reason else "re-formed"
+            words = "⇄ layers" if "layers per stage" in reason else "⇄ new plan" if "plan" in reason else "re-formed"
             marks.append(Mark(after.iteration, words, False, reason[:_LONGEST] or "same workers, new groups"))
     return marks
 
@@ -277,11 +277,13 @@ def throughput(rows: Columns, colours: Palette, shown: tuple[float, float] | Non
         "mark": {"type": "rule", "strokeDash": [3, 3], "strokeWidth": 1.5, "color": colours.good},
         "encoding": {"y": y, "x": {"value": 0}, "x2": {"value": "width"}},
     }
-    label = {
+    text: dict[str, Any] = {"type": "text", "align": "left", "baseline": "bottom", "dx": 6, "dy": -4}
+    words: dict[str, Any] = {
         "transform": [last],
-        "mark": {"type": "text", "align": "left", "baseline": "bottom", "dx": 6, "dy": -4, "color": colours.good},
         "encoding": {"y": y, "x": {"value": 0}, "text": {"value": "fault-free"}},
     }
+    # Over the curve, which would run through the words, and outlined as those of marks are.
+    label = [{**words, "mark": {**text, **_outline(colours)}}, {**words, "mark": {**text, "color": colours.good}}]
     # An unseen point keeps room for the label above the highest value.
     headroom = {
         "transform": [last],
@@ -290,7 +292,7 @@ def throughput(rows: Columns, colours: Palette, shown: tuple[float, float] | Non
     }
     known = bool(np.isfinite(rows["reference"]).any())
     curve = _curve("samples_per_second", colours.accent, shown, zero=True)
-    layers = [*([reference, label] if known else []), headroom, *curve, *_marks(colours)]
+    layers = [*([reference] if known else []), headroom, *curve, *(label if known else []), *_marks(colours)]
     return LiveChart(_panel("Throughput (samples/s)", layers), rows, colours)
 
 
@@ -453,10 +455,9 @@ def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
         "align": {"expr": "datum.late ? 'right' : 'left'"},
         "dx": {"expr": "datum.late ? -4 : 4"},
     }
-    # Behind the words their outline in the page's colour: lines end before they run into them.
     behind = {
         "transform": [changed],
-        "mark": {**text, "stroke": colours.background, "strokeWidth": 5, "strokeJoin": "round"},
+        "mark": {**text, **_outline(colours)},
         "encoding": at,
     }
     words = {
@@ -465,6 +466,11 @@ def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
         "encoding": {**at, "color": by_change(colours.failed_text, colours.joining_text)},
     }
     return [rule, behind, words] if labels else [rule]
+
+
+def _outline(colours: Palette) -> dict[str, Any]:
+    """Of words, in the page's colour: what is behind them ends before it runs into them."""
+    return {"stroke": colours.background, "strokeWidth": 5, "strokeJoin": "round"}
 
 
 WORKER_PANEL_HEIGHT = 150

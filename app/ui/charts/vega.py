@@ -99,7 +99,9 @@ def y_axis(field: str, scale: dict[str, Any]) -> dict[str, Any]:
         "domain": False,
         "ticks": False,
         "minExtent": 42,  # for 100,000 or 2.31254
-        "labelExpr": "abs(datum.value) < 1e6 ? datum.label : format(datum.value, '.6~s')",
+        # Of values that are all the same Vega gives every digit.
+        "labelExpr": "abs(datum.value) >= 1e6 ? format(datum.value, '.6~s') : "
+        "length(datum.label) > 7 ? format(datum.value, '.5~g') : datum.label",
     }
     return {"field": field, "type": "quantitative", "scale": scale, "axis": axis}
 
