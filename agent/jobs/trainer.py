@@ -260,6 +260,8 @@ class ResilientTrainer:
         if isinstance(optimizer, torch.optim.Optimizer):
             expected = "a function that makes one of a stage's parameters, such as partial(torch.optim.AdamW, lr=1e-3)"
             raise InputError("optimizer", f"an {type(optimizer).__name__} already made", expected)
+        if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
+            raise InputError("loss", f"the class {loss.__name__}", f"a module of it: {loss.__name__}()")
         for argument, value in (("loss", loss), ("optimizer", optimizer)):
             if not callable(value):
                 raise InputError(argument, value, "something that can be called")
@@ -272,8 +274,8 @@ class ResilientTrainer:
         groups = {name: group for name, group in given.items() if group is not None}
         if evaluate is not None and not isinstance(evaluate, Evaluation):
             raise InputError("evaluate", evaluate, "openrecycle.Evaluation(...)")
-        if not all(isinstance(callback, Callback) for callback in callbacks):
-            raise InputError("callbacks", callbacks, "objects of classes of openrecycle.Callback")
+        if isinstance(callbacks, Callback) or not all(isinstance(callback, Callback) for callback in callbacks):
+            raise InputError("callbacks", callbacks, "a list of objects of classes of openrecycle.Callback")
         every = 0 if evaluate is None else evaluate.every
         options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
         options = replace(options, job=options.planning.job(job, profile))

@@ -517,8 +517,8 @@ def _chain(
                 x = tensors_of(y, f"output of {what} {layer}")
             except StageIOError:
                 expected = (
-                    "a tensor or a tuple of tensors, which the next one gets as its arguments; put what gives something "
-                    "else, such as nn.LSTM, into a module whose forward returns that"
+                    "a tensor or a tuple of tensors, which the next one gets as its arguments; put what gives anything "
+                    "else, such as nn.LSTM, into a module that returns that"
                 )
                 raise InputError(f"output of {what} {layer}", _kinds(y), expected) from None
             out.append(tuple(map(TensorSpec.of, x)))
