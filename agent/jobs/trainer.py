@@ -260,11 +260,11 @@ class ResilientTrainer:
         if isinstance(optimizer, torch.optim.Optimizer):
             expected = "a function that makes one of a stage's parameters, such as partial(torch.optim.AdamW, lr=1e-3)"
             raise InputError("optimizer", f"an {type(optimizer).__name__} already made", expected)
-        if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
-            raise InputError("loss", f"the class {loss.__name__}", f"a module of it: {loss.__name__}()")
         for argument, value in (("loss", loss), ("optimizer", optimizer)):
             if not callable(value):
                 raise InputError(argument, value, "something that can be called")
+            if isinstance(value, type) and issubclass(value, torch.nn.Module):
+                raise InputError(argument, f"the class {value.__name__}", f"a module of it: {value.__name__}()")
         if on_error not in get_args(OnError):
             raise InputError("on_error", on_error, "stop or log")
         if loading is not None and not isinstance(loading, Loading):

@@ -155,7 +155,7 @@ def pretrained(model: Any, into: contextlib.ExitStack) -> Pretrained:
     Raises InputError."""
     if isinstance(model, PreTrainedModel):
         _check(model.config)
-        if model.get_output_embeddings() is None:
+        if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
             expected = f"a causal language model, such as {FAMILIES}; this one has no head that tells tokens"
             raise InputError("model", type(model).__name__, expected)
         written = into.enter_context(tempfile.TemporaryDirectory(prefix="openrecycle-model-"))
@@ -355,9 +355,10 @@ def pretrained_job(
         evaluate = replace(evaluate, data=TokenBatches(evaluate.data, columns, several=False))
     source = replace(source, passed=tuple(name for name in PASSED if name in batch))
     whole = source.cut.model
-    known = whole.get_input_embeddings().num_embeddings
-    if (largest := int(batch["input_ids"].max())) >= known:
-        raise InputError("data", f"the token {largest}", f"tokens below {known}, for which the model has embeddings")
+    embedding: Any = whole.get_input_embeddings()
+    if (largest := int(batch["input_ids"].max())) >= embedding.num_embeddings:
+        expected = f"tokens below {embedding.num_embeddings}, for which the model has embeddings"
+        raise InputError("data", f"the token {largest}", expected)
     with _quiet():  # GPT-2's name says nothing of its loss, which it tells
         balance: Any = whole.router_aux_loss_coef if source.cut.router is not None else None
         loss = TokenLoss(whole.loss_function, whole.config.vocab_size, balance)
