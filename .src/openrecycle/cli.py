@@ -50,7 +50,12 @@ def main(room: str | None = None) -> NoReturn:
         if name in ("", "openrecycle"):
             raise
         _end(f"error: this needs {name}: pip install '<clone of OpenReCycle>{_ROOMS[room]}'", 2)
-    program.main()
+    try:
+        program.main()
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        _end("error: this needs torch, which is no dependency: your training code brings its own", 2)
     raise SystemExit(0)
 
 

@@ -532,6 +532,10 @@ class TrainingOptions(OptionGroup):
                 raise group.refuse(name, "a folder, or a name for one in a folder that exists")
         if self.checkpoints.resume is not None and self.checkpoints.directory is None:
             raise self.checkpoints.refuse("resume", "`checkpoints.directory` too, the folder to resume from")
+        if self.checkpoints.directory is None:
+            for name in ("every", "keep"):
+                if getattr(self.checkpoints, name) != getattr(Checkpoints, name):
+                    raise self.checkpoints.refuse(name, "`checkpoints.directory` too, the folder to write them into")
         self._check_faults(technique, memory)
         if self.planning.migrate and not self.may_migrate(by_default=False):
             raise self.planning.refuse(

@@ -31,7 +31,7 @@ from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.launcher.bad_samples import named
 from openrecycle.agent.messages.client import prints_anyway
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.data import own_numbers
+from openrecycle.agent.models.data import alike, own_numbers
 from openrecycle.agent.models.layers import (
     LayerStack,
     Partition,
@@ -356,15 +356,26 @@ def _check_data(workload: Workload, job: Job, seed: int, *, skips: bool) -> None
     for order in (places, places[::-1]):
         for place in order:
             try:
-                found.append(_micro_batch(workload, seed, *place))
+                found.append((place, _micro_batch(workload, seed, *place)))
                 break
             except _Unreadable as one:
                 if not skips or place == order[-1]:
                     raise one.args[0] from one.__cause__
-    first, other = found
+    (place, first), (last, other) = found
+    # A workload may keep what it has read last. A stream has been tried.
+    if place != last and getattr(workload, "stream", None) is None:
+        with contextlib.suppress(_Unreadable):
+            if not alike(first, _micro_batch(workload, seed, *place)):
+                raise InputError(
+                    "data",
+                    f"another {_named(workload, *place)} when it is read again",
+                    "the same each time, in every process: one worker reads its inputs, and another its targets. What "
+                    "has random numbers of its own must draw them by (iteration, pipeline, micro_batch), or by the "
+                    "sample's index; give what can only be read in order as an IterableDataset",
+                )
     if getattr(workload, "varies", False):
         return  # each output is compared with the largest
-    if other != first:
+    if _parts(other) != _parts(first):
         raise InputError(
             "data",
             f"{_specs(first)} in the first micro-batch, {_specs(other)} in another",
@@ -373,21 +384,25 @@ def _check_data(workload: Workload, job: Job, seed: int, *, skips: bool) -> None
         )
 
 
-def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int) -> tuple[tuple[int, ...] | str, ...]:
+def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int) -> tuple[tuple[Tensor, ...], Any]:
+    """Its inputs and targets."""
     try:
         inputs = tensors_of(workload.inputs(seed, 0, pipeline, micro_batch), "inputs")
-        workload.targets(seed, 0, pipeline, micro_batch)
+        return inputs, workload.targets(seed, 0, pipeline, micro_batch)
     except InputError:
         raise
     except StageIOError as error:
         raise InputError("data", str(error).partition("got ")[2].partition(",")[0], _TENSORS) from None
     except Exception as error:
         text = in_a_line(error)
-        samples = getattr(workload, "samples", lambda *_: ())(0, pipeline, micro_batch)
-        which = f"micro-batch {micro_batch} of pipeline {pipeline}" + named(samples)
         pads = "; PadCollate pads samples to one length" if "equal size" in text else ""  # as torch's collation says it
-        raise _Unreadable(InputError("data", text[:200], f"{which} to be there{pads}")) from error
-    return tuple(part for t in inputs for part in (tuple(t.shape), dtype_name(t.dtype)))
+        expected = f"{_named(workload, pipeline, micro_batch)} to be there{pads}"
+        raise _Unreadable(InputError("data", text[:200], expected)) from error
+
+
+def _named(workload: Workload, pipeline: int, micro_batch: int) -> str:
+    samples = getattr(workload, "samples", lambda *_: ())(0, pipeline, micro_batch)
+    return f"micro-batch {micro_batch} of pipeline {pipeline}" + named(samples)
 
 
 def _check_evaluation(workload: Workload, seed: int) -> None:
@@ -412,8 +427,12 @@ def _check_evaluation(workload: Workload, seed: int) -> None:
 _TENSORS = "inputs that are a tensor, or a tuple of tensors, the positional arguments of stage 0 (no dict)"
 
 
-def _specs(parts: tuple[Any, ...]) -> str:
-    return ", ".join(str(TensorSpec(shape, dtype)) for shape, dtype in zip(parts[::2], parts[1::2], strict=True))
+def _parts(read: tuple[tuple[Tensor, ...], Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(t.shape), t.dtype) for t in read[0]]
+
+
+def _specs(read: tuple[tuple[Tensor, ...], Any]) -> str:
+    return ", ".join(str(TensorSpec.of(t)) for t in read[0])
 
 
 # -- layers -----------------------------------------------------------------------------------

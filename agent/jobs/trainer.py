@@ -263,6 +263,8 @@ class ResilientTrainer:
         for argument, value in (("loss", loss), ("optimizer", optimizer)):
             if not callable(value):
                 raise InputError(argument, value, "something that can be called")
+            if isinstance(value, type) and issubclass(value, torch.nn.Module):
+                raise InputError(argument, f"the class {value.__name__}", f"a module of it: {value.__name__}()")
         if on_error not in get_args(OnError):
             raise InputError("on_error", on_error, "stop or log")
         if loading is not None and not isinstance(loading, Loading):
@@ -272,8 +274,8 @@ class ResilientTrainer:
         groups = {name: group for name, group in given.items() if group is not None}
         if evaluate is not None and not isinstance(evaluate, Evaluation):
             raise InputError("evaluate", evaluate, "openrecycle.Evaluation(...)")
-        if not all(isinstance(callback, Callback) for callback in callbacks):
-            raise InputError("callbacks", callbacks, "objects of classes of openrecycle.Callback")
+        if isinstance(callbacks, Callback) or not all(isinstance(callback, Callback) for callback in callbacks):
+            raise InputError("callbacks", callbacks, "a list of objects of classes of openrecycle.Callback")
         every = 0 if evaluate is None else evaluate.every
         options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
         options = replace(options, job=options.planning.job(job, profile))

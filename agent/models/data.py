@@ -736,7 +736,7 @@ class StreamBatches:
         first = one.next()
         if isinstance(first, _Raised):
             return
-        if not _alike(first, _Reading(self.source, self.seed).next()):
+        if not alike(first, _Reading(self.source, self.seed).next()):
             expected = "the same items on each pass; seed what draws its random numbers"
             raise InputError("data", f"{self.source.name}, whose second pass gives another first item", expected)
         try:
@@ -748,7 +748,7 @@ class StreamBatches:
                         "worker is lost, or to resume", self.source.name, reason)  # fmt: skip
             self.stateful = False
             return
-        if not _alike(one.next(), _Reading(self.source, self.seed, position).next()):
+        if not alike(one.next(), _Reading(self.source, self.seed, position).next()):
             expected = "one that leads to where it was taken"
             raise InputError("data", f"{self.source.name}, whose state_dict leads to another item", expected)
 
@@ -786,7 +786,8 @@ def _only_iterates(data: Any) -> bool:
     return hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not callable(data)
 
 
-def _alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
+    """Are two readings of an item, or of a micro-batch, the same? What can't be compared is."""
     if isinstance(one, _Raised) or isinstance(other, _Raised):
         return isinstance(one, _Raised) and isinstance(other, _Raised)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -795,9 +796,9 @@ def _alike(one: Any, other: Any) -> bool:
         same = (one == other) | ((one != one) & (other != other))  # NaN is NaN here
         return bool(torch.all(same))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return list(one) == list(other) and all(_alike(one[name], other[name]) for name in one)
+        return list(one) == list(other) and all(alike(one[name], other[name]) for name in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_alike, one, other))
+        return len(one) == len(other) and all(map(alike, one, other))
     plain = (bool, int, float, str, bytes)
     return one == other if isinstance(one, plain) and isinstance(other, plain) else True
 

@@ -155,6 +155,9 @@ def pretrained(model: Any, into: contextlib.ExitStack) -> Pretrained:
     Raises InputError."""
     if isinstance(model, PreTrainedModel):
         _check(model.config)
+        if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
+            expected = f"a causal language model, such as {FAMILIES}; this one has no head that tells tokens"
+            raise InputError("model", type(model).__name__, expected)
         written = into.enter_context(tempfile.TemporaryDirectory(prefix="openrecycle-model-"))
         with _quiet():
             model.save_pretrained(written)
@@ -271,7 +274,9 @@ class TokenBatches:
         if not isinstance(made, Mapping):
             raise InputError("data", type(made).__name__, expected)
         found = {name: value for name, value in made.items() if value is not None}
-        if other := found.keys() - {"input_ids", "labels", *PASSED} or {"input_ids"} - found.keys():
+        if "input_ids" not in found:
+            raise InputError("data", "samples without input_ids", expected)
+        if other := found.keys() - {"input_ids", "labels", *PASSED}:
             raise InputError("data", f"a batch with {', '.join(found)}", f"{expected} ({', '.join(sorted(other))})")
         for name, value in found.items():
             if not isinstance(value, Tensor) or value.shape != found["input_ids"].shape or value.dim() != 2:
@@ -350,6 +355,10 @@ def pretrained_job(
         evaluate = replace(evaluate, data=TokenBatches(evaluate.data, columns, several=False))
     source = replace(source, passed=tuple(name for name in PASSED if name in batch))
     whole = source.cut.model
+    embedding: Any = whole.get_input_embeddings()
+    if (largest := int(batch["input_ids"].max())) >= embedding.num_embeddings:
+        expected = f"tokens below {embedding.num_embeddings}, for which the model has embeddings"
+        raise InputError("data", f"the token {largest}", expected)
     with _quiet():  # GPT-2's name says nothing of its loss, which it tells
         balance: Any = whole.router_aux_loss_coef if source.cut.router is not None else None
         loss = TokenLoss(whole.loss_function, whole.config.vocab_size, balance)

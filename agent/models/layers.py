@@ -388,9 +388,13 @@ def tensors_of(value: Any, what: str) -> tuple[Tensor, ...]:
     """A tensor, or a tuple or list of tensors, as a tuple. Raises StageIOError naming `what`."""
     tensors = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not tensors or not all(isinstance(t, Tensor) for t in tensors):
-        kinds = ", ".join(type(t).__name__ for t in tensors) or "nothing"
-        raise StageIOError(f"{what}: got {kinds}, expected a tensor or a tuple of tensors")
+        raise StageIOError(f"{what}: got {_kinds(value)}, expected a tensor or a tuple of tensors")
     return tensors
+
+
+def _kinds(value: Any) -> str:
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return ", ".join(type(part).__name__ for part in parts) or "nothing"
 
 
 def wanted_of(boundary: StageOutput) -> tuple[bool, ...]:
@@ -490,9 +494,9 @@ def _chain(
     what, form = kind_of(workload), input_form(workload, layers)
     x = tuple(leaf(take(t)) for t in probe)
 
-    def run(layer: int, module: nn.Module) -> tuple[Tensor, ...]:
+    def run(layer: int, module: nn.Module) -> Any:
         with torch.enable_grad(), precision(autocast, x[0].device):
-            return tensors_of(form.call(layer, module, x), f"output of {what} {layer}")
+            return form.call(layer, module, x)
 
     for layer in range(layers):
         try:
@@ -508,9 +512,17 @@ def _chain(
             raise InputError(
                 f"{what} {layer}", got, f"inputs that it can run on ({type(error).__name__}: {error})"
             ) from error
-        if layer < layers - 1:
-            out.append(tuple(map(TensorSpec.of, y)))
-        x = tuple(leaf(t, t.requires_grad) for t in y)
+        if layer < layers - 1:  # the loss takes whatever the last one gives
+            try:
+                x = tensors_of(y, f"output of {what} {layer}")
+            except StageIOError:
+                expected = (
+                    "a tensor or a tuple of tensors, which the next one gets as its arguments; put what gives anything "
+                    "else, such as nn.LSTM, into a module that returns that"
+                )
+                raise InputError(f"output of {what} {layer}", _kinds(y), expected) from None
+            out.append(tuple(map(TensorSpec.of, x)))
+            x = tuple(leaf(t, t.requires_grad) for t in x)
     return tuple(out)
 
 

@@ -157,6 +157,14 @@ def test_what_needs_an_extra_says_which(bare: Path) -> None:
     assert (done.returncode, done.stderr) == (2, sentence)
 
 
+@pytest.mark.processes
+def test_training_without_torch_says_so(bare: Path) -> None:
+    absent = "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['train']; import openrecycle.cli as c; c.main()"
+    done = run(bare, "-c", absent)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: this needs torch")
+
+
 def test_what_pip_installs_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert tuple(sorted(re.split(r"[<>=]", line)[0] for line in project["dependencies"])) == PLAIN

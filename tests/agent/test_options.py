@@ -172,6 +172,8 @@ def test_every_option_is_explained_once_and_has_one_flag() -> None:
         (lambda: TrainingOptions(job=JOB, console="http://h:1"), "console"),  # type: ignore[arg-type]
         (lambda: TrainingOptions(job=JOB, console=Console(url="nowhere")).check(), "console.url"),
         (lambda: TrainingOptions(job=JOB, checkpoints=Checkpoints(resume=1)).check(), "checkpoints.resume"),
+        (lambda: TrainingOptions(job=JOB, checkpoints=Checkpoints(every=5)).check(), "checkpoints.every"),
+        (lambda: TrainingOptions(job=JOB, checkpoints=Checkpoints(keep=1)).check(), "checkpoints.keep"),
         (lambda: TrainingOptions(job=JOB, faults=Faults(kill=["W7_0@1:F0"])).check(), "faults.kill"),
         (lambda: TrainingOptions(job=JOB, faults=Faults(slow=["W1_2@4:2"])).check(), "faults.slow"),
     ],

@@ -83,6 +83,11 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
         ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each", "PadCollate"]),
         ({"data": wrong_jobs.as_lists}, ["data: got \"'x', a list in each sample\"", "with_format"]),
+        ({"data": wrong_jobs.the_next}, ["data: got 'another micro-batch 0 of pipeline 0 when it is read again'"]),
+        (
+            {"data": wrong_jobs.Augmented(), "batch_size": 4},
+            ["data: got 'another micro-batch 0 of pipeline 0 (samples ", "by the sample's index"],
+        ),
         ({"data": wrong_jobs.generated}, ["data: got 'generated', expected a function of (iteration"]),
         ({"data": len}, ["data: got 'len', expected a function of (iteration"]),
         ({"data": wrong_jobs.Unreadable(), "batch_size": 4}, ["data: got 'NotImplementedError"]),

@@ -19,7 +19,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from openrecycle import Checkpoints, Console, Evaluation, Faults, JobFailed, Loading, Optimization, Planning
+from openrecycle import (
+    Checkpoints,
+    Console,
+    Evaluation,
+    Faults,
+    JobFailed,
+    Loading,
+    Optimization,
+    Planning,
+    ProgressBar,
+)
 from openrecycle.agent.jobs.trainer import ResilientTrainer, TrainingResult
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job
@@ -56,6 +66,8 @@ class Local:
         ({"stages": lambda stage, stages: nn.Linear(1, 1)}, ["stages: got '<lambda>'", "top level of a file"]),
         ({"stages": Local().method()}, ["stages: got 'Local.method.<locals>.build'", "inside a function"]),
         ({"loss": lambda output, targets: output}, ["loss: got '<lambda>'"]),
+        ({"loss": nn.MSELoss}, ["loss: got 'the class MSELoss'", "MSELoss()"]),
+        ({"callbacks": ProgressBar()}, ["callbacks: got", "a list of"]),
         ({"optimizer": lambda parameters: None}, ["optimizer: got '<lambda>'"]),
         ({"optimizer": 0.1}, ["optimizer: got 0.1"]),
         ({"data": lambda i, p, m: None}, ["data: got '<lambda>'"]),
@@ -311,6 +323,7 @@ def test_public_names() -> None:
 
     for name in agent.__all__:
         assert getattr(agent, name).__name__ == name
+        assert name in dir(agent)  # where names are completed at a prompt
     assert agent.ResilientTrainer is ResilientTrainer
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
         agent.Trainer  # noqa: B018

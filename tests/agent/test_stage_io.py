@@ -54,6 +54,11 @@ class Nested(nn.Module):
         return x, (ids,)
 
 
+class Told(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"logits": x * mask}
+
+
 class Parts:
     """A workload as far as inference needs one."""
 
@@ -172,7 +177,7 @@ def test_the_callers_random_numbers_are_left_alone() -> None:
     [
         ((Masked, lambda: nn.Linear(8, 8)), ["stage 1", "float32[2, 6]", "int64[2]", "TypeError"]),
         ((Masked, Joined, lambda: nn.Linear(9, 9)), ["stage 2", "float32[2, 6]", "9"]),
-        ((Nested, Joined), ["stage 0", "output of stage 0: got Tensor, tuple"]),
+        ((Nested, Joined), ["output of stage 0: got 'Tensor, tuple'", "nn.LSTM"]),
     ],
 )
 def test_a_stage_that_can_not_be_run_is_named(builders: Sequence[Callable[[], nn.Module]], words: list[str]) -> None:
@@ -180,6 +185,10 @@ def test_a_stage_that_can_not_be_run_is_named(builders: Sequence[Callable[[], nn
         of(Parts(*builders), len(builders))
     for word in words:
         assert word in str(caught.value)
+
+
+def test_the_last_one_may_give_the_loss_whatever_it_takes() -> None:
+    assert of(Parts(Masked, Told), 2) == of(Parts(Masked, Joined), 2)
 
 
 def test_declared_boundaries_are_taken_and_checked() -> None:

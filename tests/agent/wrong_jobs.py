@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy
@@ -215,6 +216,27 @@ class Ragged(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(1 + index % 3), torch.zeros(1)
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """With a generator that nobody seeds."""
+
+    def __init__(self) -> None:
+        self.generator = numpy.random.default_rng()
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((WIDTH,), self.generator.normal(), dtype=torch.float32), torch.zeros(WIDTH)
+
+
+SERVED: Iterator[int] = count()
+
+
+def the_next(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """As a loop over a loader gives it."""
+    return torch.full((4, WIDTH), float(next(SERVED))), torch.zeros(4, WIDTH)
 
 
 class Unreadable(Dataset[tuple[Tensor, Tensor]]):
