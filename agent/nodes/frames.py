@@ -64,7 +64,7 @@ class Frames:
         self._socket, self._side = connection, side
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = _context(token, side).wrap_bio(self._incoming, self._outgoing, server_side=side == "lead")
-        self._using, self._sending = threading.Lock(), threading.Lock()
+        self._using, self._sending, self._waiting = threading.Lock(), threading.Lock(), threading.Lock()
         self._come = bytearray()
         self._begun_at: float | None = None
         """When some of a message had come, for `take`."""
@@ -157,10 +157,12 @@ class Frames:
         return message
 
     def close(self) -> None:
-        """Also wakes a thread that waits in `receive`."""
+        """Also wakes threads that wait in `receive` and in `send`, and waits until they have left: what is opened next
+        gets the number of this socket, and whoever had read the number would wait for that one, for good."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        with self._sending, self._waiting:
+            self._socket.close()
 
     def _fill(self, size: int, until: float | None) -> None:
         """Takes what comes, until so many bytes of messages are there."""
@@ -170,7 +172,8 @@ class Frames:
                 raise NotTrusted(self._broken)
             if self._ended:
                 raise ConnectionResetError("the other side has closed the connection")
-            part = _some(self._socket, until)
+            with self._waiting:
+                part = _some(self._socket, until)
             # TLS adds little to a message. That it comes in time is not asked of what has come already: whoever has
             # been suspended finds it all there, and late.
             taken += len(part)

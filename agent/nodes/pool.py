@@ -205,7 +205,7 @@ class NodeLink:
         """The newest copy that it has."""
         self.resumed = False
         """Has it told the new lead what it had not told the one before?"""
-        self.resumes: tuple[int, ...] = 0, 0
+        self.resumes = 0, 0
         """Of what it has from the lead before: the term, and how many lines of the record."""
         self.handed = 0
         """The newest copy that was sent there."""
@@ -470,10 +470,11 @@ class NodeHub:
                 again = isinstance(rank, int) and rank in self.links
                 frames.send({"kind": "refused", "reason": refusal, "again": again})
                 raise NotTrusted(refusal)
+            term, has = map(int, hello.get("resumes", (0, 0)))
             frames.send({"kind": "welcome"})
             rank, address = int(hello["rank"]), str(hello["address"])
             link = NodeLink(frames, rank, address, self._forget, until, news=self.news)
-            link.resumes = tuple(map(int, hello.get("resumes", (0, 0))))
+            link.resumes = term, has
         except (OSError, NotTrusted, KeyError, TypeError, ValueError) as error:
             connection.close()
             if isinstance(error, NotTrusted):
@@ -487,11 +488,11 @@ class NodeHub:
                 self._dismiss(link)
                 return
             if link.alive:
-                self.links[link.rank] = link
                 if isinstance(port := hello.get("port"), int):
                     self.members[link.rank] = address, port
                 if isinstance(memory := hello.get("memory"), int):
                     self.memory[link.rank] = memory
+                self.links[link.rank] = link
             self.news.notify_all()
         self._say(f"node {link.rank} is here, at {link.address} (answers in {1000 * link.round_trip:.2f} ms)")
 

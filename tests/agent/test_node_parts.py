@@ -643,6 +643,47 @@ def plan_of(run: RunSpec) -> str:
     return Catalog(run.options.job, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())[0].to_json()
 
 
+class Slow(socket.socket):
+    """Once this is `held`, whoever asks for its number has it, to look whether it is open, and the second time does
+    nothing with it until it is `free`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(fileno=connection.detach())
+        self.held, self.asked, self.free = threading.Event(), threading.Event(), threading.Event()
+        self._times = 0
+
+    def fileno(self) -> int:
+        number = super().fileno()
+        if self.held.is_set() and threading.current_thread().name == "reads":
+            self._times += 1
+            if self._times == 2:
+                self.asked.set()
+                self.free.wait(20)
+        return number
+
+
+def test_who_was_about_to_wait_as_the_connection_was_closed_leaves(wire: Wire) -> None:
+    """Another socket may have the number by then. A lead that waited there took a node that had come back for one that
+    it had already, until it gave up."""
+    slow = Slow(wire[0])
+    lead, _ = both((slow, wire[1]), "", "")
+    assert isinstance(lead, Frames)
+    left = threading.Event()
+    slow.held.set()
+    channel.follow(lead.receive, lambda _: None, left.set, name="reads")
+    assert slow.asked.wait(10)
+    closing = threading.Thread(target=lead.close)
+    closing.start()
+    closing.join(0.2)  # it may wait for the other; if it does not, the number is free
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        slow.free.set()
+        assert left.wait(5)
+        closing.join(5)
+        assert not closing.is_alive() and slow.fileno() < 0
+
+
 def test_what_comes_after_the_end_of_a_connection_is_not_kept(wire: Wire) -> None:
     """Its sender has the token: 940 MB were kept in eight seconds."""
     lead, node = both(wire, "secret", "secret")

@@ -169,10 +169,13 @@ def _tell_the_time(met: Frames) -> None:
         {"rank": 1, "address": ""} | MACHINE,
         {"rank": 1, "address": 5} | MACHINE,
         {"rank": 1, "address": "127.0.0.1", "more": "x" * pool.HELLO_BYTES} | MACHINE,
+        {"rank": 1, "address": "127.0.0.1", "resumes": [1]} | MACHINE,
     ],
-    ids=("no address", "an empty one", "a number", "64 KiB"),
+    ids=("no address", "an empty one", "a number", "64 KiB", "half of what it has"),
 )
 def test_a_node_that_says_nonsense_of_itself_is_not_welcome(hub: NodeHub, hello: dict[str, object]) -> None:
+    if "resumes" in hello:
+        hub.take_over({}, frozenset({1}))
     met = greet(socket.create_connection((hub.host, hub.port)), TOKEN, "node")
     met.send(hello)
     with contextlib.suppress(OSError):
