@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import socket
 import threading
 import time
@@ -215,19 +214,13 @@ class NodeLink:
         self.clock_offset, self.round_trip = _compare_clocks(frames, until)
         self._workers: dict[str, tuple[RemoteProcess, Connection]] = {}
         self._lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[Iterable[dict[str, Any]] | None] = queue.SimpleQueue()
         nothing = OSError, NotTrusted, KeyError, TypeError, ValueError
         channel.follow(frames.receive, self._hear, self._break, name=f"from-node-{rank}", gone=nothing)
-        # Where it can't send, the reading thread does the rest.
-        channel.follow(self._outbox.get, self._send, frames.close, name=f"to-node-{rank}")
+        frames.open_outbox(f"to-node-{rank}")
 
     def post(self, message: dict[str, Any]) -> None:
         """Returns at once; a node that is gone does not matter here."""
-        self._outbox.put((message,))
-
-    def _send(self, messages: Iterable[dict[str, Any]]) -> None:
-        for message in messages:
-            self._frames.send(message)
+        self._frames.post(message)
 
     def start(self, spec: WorkerSpec, pipe: Connection) -> RemoteProcess:
         """pipe: where what the worker says is written to."""
@@ -255,7 +248,7 @@ class NodeLink:
     def hand(self, copy: Copy, record: Spool) -> None:
         """What the node lacks of the record, and the copy; the job and the plan only where they are new to it. The
         thread that sends reads the record: a node that comes back lacks all of it."""
-        self._outbox.put(record.messages(self._lines, copy.lines))
+        self._frames.post_all(record.messages(self._lines, copy.lines))
         message = replace(copy, ahead=self.clock_offset).to_message()
         if self._plan:
             del message["job"]
@@ -265,7 +258,6 @@ class NodeLink:
         self.post(message)
 
     def close(self) -> None:
-        self._outbox.put(None)
         self._frames.close()
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -299,7 +291,6 @@ class NodeLink:
         for process, pipe in workers.values():
             pipe.close()
             process.ended(None)
-        self._outbox.put(None)
         self._frames.close()
         self._lost(self)
 

@@ -180,6 +180,7 @@ class NodeServer:
             raise LeadLost(f"the lead turned this node away: {answer['reason']}")
         if not about.get("resumes"):
             self._lead_status.follow(0, 0)
+        frames.open_outbox("to-lead")
         self._frames, self._heard_at = frames, time.monotonic_ns()
 
     def _listen(self, host: str, port: int) -> NodeHub:
@@ -318,10 +319,7 @@ class NodeServer:
         """The lead, if there is one that is to know."""
         if self._frames is None or self._resuming or self._lead_status.lead is None:
             return
-        try:
-            self._frames.send(message)
-        except OSError as error:
-            self._leave(error)
+        self._frames.post(message)
 
     def _vouch(self, frames: Frames) -> None:
         """Says of workers that can't speak, and are seen at work, that they compute: the lead can't look there."""
@@ -331,7 +329,7 @@ class NodeServer:
                 entry.look(now)
                 if entry.lived_at == now:
                     message = {"kind": "computes", "at": time.monotonic_ns()}
-                    frames.send({"kind": "from", "incarnation": incarnation, "message": message})
+                    frames.post({"kind": "from", "incarnation": incarnation, "message": message})
 
     def _pass_on(self, incarnation: str) -> None:
         """Everything that is in the worker's pipe."""
@@ -405,7 +403,7 @@ class NodeServer:
         self._copy = copy
         assert self._hub is not None
         self._hub.lead = copy.nodes[copy.lead]
-        frames.send({"kind": "ack", "number": copy.number})
+        frames.post({"kind": "ack", "number": copy.number})
         for incarnation, said in list(self._said.items()):
             heard = copy.heard.get(incarnation)
             if heard is None and incarnation not in self._entries:
@@ -420,13 +418,13 @@ class NodeServer:
             for item in said:
                 heard = message["heard"].get(item["incarnation"], 0)
                 if item.get("message", {}).get("number", heard + 1) > heard:
-                    frames.send(item)
+                    frames.post(item)
         for incarnation, entry in self._entries.items():
             if incarnation not in message["workers"]:
                 entry.kill()
         for incarnation in set(message["workers"]) - self._entries.keys() - self._said.keys():
-            frames.send({"kind": "exited", "incarnation": incarnation, "code": None, "spare": []})
-        frames.send({"kind": "resumed"})
+            frames.post({"kind": "exited", "incarnation": incarnation, "code": None, "spare": []})
+        frames.post({"kind": "resumed"})
         self._resuming = False
 
     def _start(self, document: dict[str, Any]) -> None:

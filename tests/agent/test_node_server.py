@@ -142,6 +142,18 @@ def test_a_lead_that_stops_within_a_message_keeps_no_node_from_its_end(first: Fi
     assert isinstance(node.ended, LeadLost) and "SIGTERM" in str(node.ended)
 
 
+def test_a_lead_that_reads_nothing_keeps_no_node_from_looking_for_another(first: FirstLead, next_lead: NodeHub) -> None:
+    """It is stopped, and what workers have said since has filled all buffers on the way to it."""
+    with node_of(first, next_lead) as node:
+        status = next_lead.lead_status
+        assert first.frames is not None and isinstance(status, Asked)
+        unknown = [f"{number} {'x' * 20_000}" for number in range(1000)]
+        first.frames.send({"kind": "resume", "heard": {}, "workers": unknown})  # of each something is said
+        until(lambda: status.times or node.ended, "it to look for another", 20)
+        assert node.ended is None, node.said
+    assert isinstance(node.ended, LeadLost) and "SIGTERM" in str(node.ended)
+
+
 def test_a_lead_that_does_not_answer_is_not_waited_for(first: FirstLead, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.2)
     node = Node(first.address)
