@@ -57,11 +57,13 @@ class NodeServer:
         self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
         self._address = address
         self._stop = 0
-        self._begin(lead or front)
+        self._begin((front,) if lead is None else (lead, front))
 
-    def _begin(self, lead: tuple[str, int]) -> None:
-        """Knows nothing of the job, as when it has just been started. lead: where it listens."""
-        self._lead = lead
+    def _begin(self, leads: Iterable[tuple[str, int]]) -> None:
+        """Knows nothing of the job, as when it has just been started. leads: where the lead may listen, or who may know
+        it; the likeliest first."""
+        self._leads = deque(leads)
+        self._lead = self._leads[0]
         self._lead_status = LeadStatus(self._rank)
         self._hub: NodeHub | None = None
         self._frames: Frames | None = None
@@ -99,7 +101,7 @@ class NodeServer:
                 return self._serve(timeout)
             except _LeftOut as left_out:
                 self._say(f"{left_out}: this node's workers are ended, and it comes back without them")
-                self._begin(left_out.lead)
+                self._begin(left_out.leads)
                 timeout = min(timeout, SEEK_SECONDS)
 
     def _serve(self, timeout: float) -> str | Succession:
@@ -138,6 +140,8 @@ class NodeServer:
             except OSError as error:
                 why = f"no lead answers at {host}:{port}"
                 reason = str(error)
+                self._leads.rotate(-1)  # there may be another by now
+                self._lead = self._leads[0]
             else:
                 try:
                     self._introduce(connection)
@@ -264,7 +268,8 @@ class NodeServer:
     def _come_back(self, copy: Copy, to: Follow, why: str) -> None:
         """As one that is started again: its workers count as lost there. Not to one that it has promised to leave."""
         if self._lead_status.follow(to.rank, to.term):
-            raise _LeftOut(why, copy.nodes[to.rank])
+            others = (address for rank, address in copy.nodes.items() if rank not in (to.rank, self._rank))
+            raise _LeftOut(why, (copy.nodes[to.rank], *others))
 
     def _succeed(self, copy: Copy, won: Lead) -> Succession:
         if self._frames is not None:
@@ -455,10 +460,11 @@ class _Moved(Exception):
 
 
 class _LeftOut(Exception):
-    """Who leads goes on without this node."""
+    """Who leads goes on without this node. leads: where it listens, and then the other nodes, of which one may lead
+    once it is lost itself."""
 
-    def __init__(self, why: str, lead: tuple[str, int]) -> None:
-        self.lead = lead
+    def __init__(self, why: str, leads: Iterable[tuple[str, int]]) -> None:
+        self.leads = tuple(leads)
         super().__init__(why)
 
 

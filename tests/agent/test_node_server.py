@@ -220,3 +220,38 @@ def test_a_node_whose_lead_goes_on_without_it_comes_back(next_lead: NodeHub) -> 
         assert RANK in next_lead.links, (node.said, node.ended)
     finally:
         node.stop()
+
+
+class LastAnswer(Asked):
+    """The launcher ends as soon as it has been asked."""
+
+    hub: NodeHub
+
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        answer = super().answer(message)
+        self.hub.close("")
+        return answer
+
+
+def test_a_node_that_comes_back_finds_who_leads_once_that_one_is_lost_too() -> None:
+    status = LastAnswer(1, lead=1, term=2, run=RUN)
+    going = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, status)
+    status.hub = going
+    other = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(0, lead=1, term=2, run=RUN))
+    going.take_over({}, frozenset())
+    node = Node((going.host, going.port))
+    try:
+        until(lambda: RANK in going.links, "it to come", 20)
+        link = going.links[RANK]
+        nodes = {0: (other.host, other.port), 1: (going.host, going.port), RANK: going.members[RANK]}
+        link.post(dataclasses.replace(copy_for(nodes), term=2, lead=1).to_message())
+        until(lambda: link.acked == 1, "it to have a copy", 20)
+        link.close()
+        until(lambda: status.times, "it to look who leads", 20)
+        other.take_over({}, frozenset())
+        until(lambda: RANK in other.links or node.ended, "it to come to the next lead", 20)
+        assert RANK in other.links, (node.said, node.ended)
+    finally:
+        node.stop()
+        other.close("test")
+        going.close("")
