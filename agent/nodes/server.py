@@ -112,6 +112,7 @@ class NodeServer:
                 try:
                     self._turn()
                 except _Moved:
+                    self._hang_up()
                     self._join(timeout)
                 if self._stop:
                     raise LeadLost(f"stopped by {signal.Signals(self._stop).name}")
@@ -121,8 +122,7 @@ class NodeServer:
         except _Bye:
             return self._over
         finally:
-            if self._frames is not None:
-                self._frames.close()
+            self._hang_up()
             if not leads:
                 if self._hub is not None:
                     self._hub.close("")
@@ -200,11 +200,15 @@ class NodeServer:
 
     # -- the lead is lost ---------------------------------------------------------------------
 
-    def _leave(self, why: object) -> None:
-        """The connection is broken."""
+    def _hang_up(self) -> None:
         if self._frames is not None:
             self._frames.close()
-        self._frames, self._lost_at = None, time.monotonic_ns()
+            self._frames = None
+
+    def _leave(self, why: object) -> None:
+        """The connection is broken."""
+        self._hang_up()
+        self._lost_at = time.monotonic_ns()
         if self._over:
             raise _Bye
         if self._copy is None:
@@ -240,9 +244,7 @@ class NodeServer:
         return None
 
     def _follow(self, copy: Copy, found: Follow) -> None:
-        if self._frames is not None:
-            self._frames.close()
-            self._frames = None  # it may take more than one try
+        self._hang_up()  # it may take more than one try
         try:
             connection = socket.create_connection(copy.nodes[found.rank], 5.0)
         except OSError:
@@ -272,9 +274,7 @@ class NodeServer:
             raise _LeftOut(why, (copy.nodes[to.rank], *others))
 
     def _succeed(self, copy: Copy, won: Lead) -> Succession:
-        if self._frames is not None:
-            self._frames.close()
-            self._frames = None
+        self._hang_up()
         assert self._hub is not None
         members = {r: a for r, a in copy.nodes.items() if r != self._rank and r not in won.gone}
         self._hub.take_over(members, won.expected)
