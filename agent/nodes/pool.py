@@ -96,6 +96,9 @@ NAME_SECONDS = 60.0
 MAX_STRANGERS = 64
 """Connections that may be in the handshake at once; for one more, the oldest makes way."""
 
+STRANGERS_SECONDS = 60.0
+"""So long it is not said again that a connection was turned away for the same reason."""
+
 HELLO_BYTES = 64 * 1024
 """Of what a node says of itself before it takes part."""
 
@@ -335,6 +338,8 @@ class NodeHub:
         self._last_word = ""
         self._strangers: dict[socket.socket, str] = {}  # with their addresses, the oldest first
         self._strangers_lock = threading.Lock()
+        self._said_of_strangers: dict[str, float] = {}
+        """When, in the last STRANGERS_SECONDS, by what."""
         self._listener = socket.create_server((host, port))
         self.host, self.port = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, name="nodes", daemon=True).start()
@@ -469,7 +474,7 @@ class NodeHub:
         except (OSError, NotTrusted, KeyError, TypeError, ValueError) as error:
             connection.close()
             if isinstance(error, NotTrusted):
-                self._say(f"a node was turned away: {printable(str(error))}")
+                self._say_once(f"a node was turned away: {printable(str(error))}")
             return
         with self.news:
             if link.rank in self.links or ("resumes" in hello and link.rank not in (self._expected or ())):
@@ -486,6 +491,15 @@ class NodeHub:
                 self.links[link.rank] = link
             self.news.notify_all()
         self._say(f"node {link.rank} is here, at {link.address} (answers in {1000 * link.round_trip:.2f} ms)")
+
+    def _say_once(self, text: str) -> None:
+        """Of strangers: whoever knocks without end, with a fault or to do harm, fills no disk with it."""
+        now = time.monotonic()
+        with self._strangers_lock:
+            known = {said: at for said, at in self._said_of_strangers.items() if now < at + STRANGERS_SECONDS}
+            self._said_of_strangers = {text: now} | known
+        if text not in known:
+            self._say(text)
 
     def call_back(self, front: Address) -> None:
         """This launcher leads, and not from `front`, where all nodes look for their lead: whoever listens there again
