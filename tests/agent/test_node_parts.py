@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, ope
 from openrecycle.agent.nodes.role import NodeRole, check_alone, check_token, first_host, role_of
 from openrecycle.agent.nodes.server import Succession
 from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack
-from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, decode_spec, encode_spec
+from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, decode_spec, encode_spec, source_of
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
@@ -433,6 +434,7 @@ def test_a_workload_without_a_name_stays_on_one_node() -> None:
         ({"rank": 0}, "--node-rank"),
         ({"rank": 3}, "--node-rank"),
         ({"rank": "1"}, "--node-rank"),
+        ({"openrecycle": "another"}, "openrecycle another"),
         ({"torch": "1.0"}, "torch 1.0"),
         ({"instruction set": "none"}, "instruction set"),
     ],
@@ -450,6 +452,18 @@ def test_the_lead_says_why_a_node_is_turned_away(hello: dict[str, Any], reason: 
             hub.wait_for_all(0.01)
     finally:
         hub.close("test")
+
+
+def test_a_version_of_the_program_is_known_by_its_code(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    seen = set[str]()
+    for path, text in ((inner / "a.py", "1"), (inner / "a.py", "2"), (tmp_path / "b.py", "2"), (inner / "b.py", "2")):
+        path.write_text(text)
+        (tmp_path / "notes.txt").write_text(text * len(seen))
+        seen.add(source_of(tmp_path))
+        assert source_of(tmp_path) in seen
+    assert len(seen) == 4
 
 
 def test_the_lead_waits_until_its_own_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
