@@ -113,7 +113,7 @@ class NodeServer:
                     self._turn()
                 except _Moved:
                     self._hang_up()
-                    self._join(timeout)
+                    self._join(min(timeout, SEEK_SECONDS))
                 if self._stop:
                     raise LeadLost(f"stopped by {signal.Signals(self._stop).name}")
                 if succession := self._look_for_lead():
@@ -212,7 +212,15 @@ class NodeServer:
         if self._over:
             raise _Bye
         if self._copy is None:
-            raise LeadLost(f"the connection with the lead broke ({why}); this node's workers are ended")
+            text = f"the connection with the lead broke ({why}); this node's workers are ended"
+            if self._lead == self._front:
+                raise LeadLost(text)
+            # The job goes on without this node, as it did when that one took the lead.
+            self._say(f"{text}, and it looks for who leads next")
+            if self._pool is not None:
+                self._pool.kill_all()
+            self._entries, self._said, self._numbers = {}, {}, {}
+            raise _Moved
         self._say(f"the connection with the lead broke ({why}); the nodes find out who leads next")
         self._lead_status.lose_lead()
 
@@ -456,7 +464,7 @@ class _Later(Exception):
 
 
 class _Moved(Exception):
-    """Another leads already."""
+    """Another leads already, or is about to."""
 
 
 class _LeftOut(Exception):

@@ -255,3 +255,22 @@ def test_a_node_that_comes_back_finds_who_leads_once_that_one_is_lost_too() -> N
         node.stop()
         other.close("test")
         going.close("")
+
+
+def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job() -> None:
+    """It has joined a job that is under way, and has no copy yet."""
+    going = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(1, lead=1, term=2, run=RUN))
+    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(0, lead=1, term=2, run=RUN))
+    going.take_over({}, frozenset())
+    front.lead = going.host, going.port
+    node = Node((front.host, front.port))
+    try:
+        until(lambda: RANK in going.links or node.ended, "it to come", 20)
+        going.close("")
+        front.take_over({}, frozenset())
+        until(lambda: RANK in front.links or node.ended, "it to come to the next lead", 20)
+        assert RANK in front.links, (node.said, node.ended)
+    finally:
+        node.stop()
+        front.close("test")
+        going.close("")
