@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import queue
 import select
 import socket
 import ssl
@@ -18,6 +19,7 @@ import struct
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
+from openrecycle.agent.messages import channel
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import read_json
 
@@ -54,7 +57,8 @@ class NotTrusted(Exception):
 
 
 class Frames:
-    """`send` from any thread, `receive` from one. Both raise OSError when the connection is gone.
+    """`send` and `post` from any thread, `receive` from one. `send` and `receive` raise OSError when the connection is
+    gone.
 
     TLS works on memory here, beside the socket: one connection of OpenSSL must not be read and written at the same
     time, and a thread that waits in it for what comes would keep the others from sending.
@@ -64,7 +68,8 @@ class Frames:
         self._socket, self._side = connection, side
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = _context(token, side).wrap_bio(self._incoming, self._outgoing, server_side=side == "lead")
-        self._using, self._sending = threading.Lock(), threading.Lock()
+        self._using, self._sending, self._waiting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._outbox: queue.SimpleQueue[Iterable[dict[str, Any]] | None] = queue.SimpleQueue()
         self._come = bytearray()
         self._begun_at: float | None = None
         """When some of a message had come, for `take`."""
@@ -115,6 +120,19 @@ class Frames:
                     sealed = self._outgoing.read()
                 self._socket.sendall(sealed)
 
+    def open_outbox(self, name: str) -> None:
+        """For `post`. name: of the thread that sends."""
+        channel.follow(self._outbox.get, self._send_all, self._hang_up, name=name)
+
+    def post(self, message: dict[str, Any]) -> None:
+        """As `send`, after what was posted before, and returns at once: a side that stands still, and reads nothing,
+        holds nobody up. Where the connection is gone, `receive` says so."""
+        self.post_all((message,))
+
+    def post_all(self, messages: Iterable[dict[str, Any]]) -> None:
+        """As `post` of each. Taken from there when it is their turn."""
+        self._outbox.put(messages)
+
     def receive(self, until: float | None = None, *, most: int | None = None) -> dict[str, Any]:
         """until: monotonic seconds by which all of it must have come; None: it may begin whenever it does. most: bytes;
         None: MAX_MESSAGE_BYTES.
@@ -157,10 +175,20 @@ class Frames:
         return message
 
     def close(self) -> None:
-        """Also wakes a thread that waits in `receive`."""
+        """Also wakes threads that wait in `receive` and in `send`, and waits until they have left: what is opened next
+        gets the number of this socket, and whoever had read the number would wait for that one, for good."""
+        self._outbox.put(None)
+        self._hang_up()
+        with self._sending, self._waiting:
+            self._socket.close()
+
+    def _send_all(self, messages: Iterable[dict[str, Any]]) -> None:
+        for message in messages:
+            self.send(message)
+
+    def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
     def _fill(self, size: int, until: float | None) -> None:
         """Takes what comes, until so many bytes of messages are there."""
@@ -170,7 +198,8 @@ class Frames:
                 raise NotTrusted(self._broken)
             if self._ended:
                 raise ConnectionResetError("the other side has closed the connection")
-            part = _some(self._socket, until)
+            with self._waiting:
+                part = _some(self._socket, until)
             # TLS adds little to a message. That it comes in time is not asked of what has come already: whoever has
             # been suspended finds it all there, and late.
             taken += len(part)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import socket
 import threading
 import time
@@ -96,6 +95,9 @@ NAME_SECONDS = 60.0
 
 MAX_STRANGERS = 64
 """Connections that may be in the handshake at once; for one more, the oldest makes way."""
+
+STRANGERS_SECONDS = 60.0
+"""So long it is not said again that a connection was turned away for the same reason."""
 
 HELLO_BYTES = 64 * 1024
 """Of what a node says of itself before it takes part."""
@@ -205,7 +207,7 @@ class NodeLink:
         """The newest copy that it has."""
         self.resumed = False
         """Has it told the new lead what it had not told the one before?"""
-        self.resumes: tuple[int, ...] = 0, 0
+        self.resumes = 0, 0
         """Of what it has from the lead before: the term, and how many lines of the record."""
         self.handed = 0
         """The newest copy that was sent there."""
@@ -215,19 +217,13 @@ class NodeLink:
         self.clock_offset, self.round_trip = _compare_clocks(frames, until)
         self._workers: dict[str, tuple[RemoteProcess, Connection]] = {}
         self._lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[Iterable[dict[str, Any]] | None] = queue.SimpleQueue()
         nothing = OSError, NotTrusted, KeyError, TypeError, ValueError
         channel.follow(frames.receive, self._hear, self._break, name=f"from-node-{rank}", gone=nothing)
-        # Where it can't send, the reading thread does the rest.
-        channel.follow(self._outbox.get, self._send, frames.close, name=f"to-node-{rank}")
+        frames.open_outbox(f"to-node-{rank}")
 
     def post(self, message: dict[str, Any]) -> None:
         """Returns at once; a node that is gone does not matter here."""
-        self._outbox.put((message,))
-
-    def _send(self, messages: Iterable[dict[str, Any]]) -> None:
-        for message in messages:
-            self._frames.send(message)
+        self._frames.post(message)
 
     def start(self, spec: WorkerSpec, pipe: Connection) -> RemoteProcess:
         """pipe: where what the worker says is written to."""
@@ -255,7 +251,7 @@ class NodeLink:
     def hand(self, copy: Copy, record: Spool) -> None:
         """What the node lacks of the record, and the copy; the job and the plan only where they are new to it. The
         thread that sends reads the record: a node that comes back lacks all of it."""
-        self._outbox.put(record.messages(self._lines, copy.lines))
+        self._frames.post_all(record.messages(self._lines, copy.lines))
         message = replace(copy, ahead=self.clock_offset).to_message()
         if self._plan:
             del message["job"]
@@ -265,7 +261,6 @@ class NodeLink:
         self.post(message)
 
     def close(self) -> None:
-        self._outbox.put(None)
         self._frames.close()
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -299,7 +294,6 @@ class NodeLink:
         for process, pipe in workers.values():
             pipe.close()
             process.ended(None)
-        self._outbox.put(None)
         self._frames.close()
         self._lost(self)
 
@@ -344,6 +338,8 @@ class NodeHub:
         self._last_word = ""
         self._strangers: dict[socket.socket, str] = {}  # with their addresses, the oldest first
         self._strangers_lock = threading.Lock()
+        self._said_of_strangers: dict[str, float] = {}
+        """When, in the last STRANGERS_SECONDS, by what."""
         self._listener = socket.create_server((host, port))
         self.host, self.port = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, name="nodes", daemon=True).start()
@@ -470,14 +466,15 @@ class NodeHub:
                 again = isinstance(rank, int) and rank in self.links
                 frames.send({"kind": "refused", "reason": refusal, "again": again})
                 raise NotTrusted(refusal)
+            term, has = map(int, hello.get("resumes", (0, 0)))
             frames.send({"kind": "welcome"})
             rank, address = int(hello["rank"]), str(hello["address"])
             link = NodeLink(frames, rank, address, self._forget, until, news=self.news)
-            link.resumes = tuple(map(int, hello.get("resumes", (0, 0))))
+            link.resumes = term, has
         except (OSError, NotTrusted, KeyError, TypeError, ValueError) as error:
             connection.close()
             if isinstance(error, NotTrusted):
-                self._say(f"a node was turned away: {printable(str(error))}")
+                self._say_once(f"a node was turned away: {printable(str(error))}")
             return
         with self.news:
             if link.rank in self.links or ("resumes" in hello and link.rank not in (self._expected or ())):
@@ -487,13 +484,22 @@ class NodeHub:
                 self._dismiss(link)
                 return
             if link.alive:
-                self.links[link.rank] = link
                 if isinstance(port := hello.get("port"), int):
                     self.members[link.rank] = address, port
                 if isinstance(memory := hello.get("memory"), int):
                     self.memory[link.rank] = memory
+                self.links[link.rank] = link
             self.news.notify_all()
         self._say(f"node {link.rank} is here, at {link.address} (answers in {1000 * link.round_trip:.2f} ms)")
+
+    def _say_once(self, text: str) -> None:
+        """Of strangers: whoever knocks without end, with a fault or to do harm, fills no disk with it."""
+        now = time.monotonic()
+        with self._strangers_lock:
+            known = {said: at for said, at in self._said_of_strangers.items() if now < at + STRANGERS_SECONDS}
+            self._said_of_strangers = {text: now} | known
+        if text not in known:
+            self._say(text)
 
     def call_back(self, front: Address) -> None:
         """This launcher leads, and not from `front`, where all nodes look for their lead: whoever listens there again

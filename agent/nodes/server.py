@@ -57,11 +57,13 @@ class NodeServer:
         self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
         self._address = address
         self._stop = 0
-        self._begin(lead or front)
+        self._begin((front,) if lead is None else (lead, front))
 
-    def _begin(self, lead: tuple[str, int]) -> None:
-        """Knows nothing of the job, as when it has just been started. lead: where it listens."""
-        self._lead = lead
+    def _begin(self, leads: Iterable[tuple[str, int]]) -> None:
+        """Knows nothing of the job, as when it has just been started. leads: where the lead may listen, or who may know
+        it; the likeliest first."""
+        self._leads = deque(leads)
+        self._lead = self._leads[0]
         self._lead_status = LeadStatus(self._rank)
         self._hub: NodeHub | None = None
         self._frames: Frames | None = None
@@ -99,7 +101,7 @@ class NodeServer:
                 return self._serve(timeout)
             except _LeftOut as left_out:
                 self._say(f"{left_out}: this node's workers are ended, and it comes back without them")
-                self._begin(left_out.lead)
+                self._begin(left_out.leads)
                 timeout = min(timeout, SEEK_SECONDS)
 
     def _serve(self, timeout: float) -> str | Succession:
@@ -110,7 +112,8 @@ class NodeServer:
                 try:
                     self._turn()
                 except _Moved:
-                    self._join(timeout)
+                    self._hang_up()
+                    self._join(min(timeout, SEEK_SECONDS))
                 if self._stop:
                     raise LeadLost(f"stopped by {signal.Signals(self._stop).name}")
                 if succession := self._look_for_lead():
@@ -119,8 +122,7 @@ class NodeServer:
         except _Bye:
             return self._over
         finally:
-            if self._frames is not None:
-                self._frames.close()
+            self._hang_up()
             if not leads:
                 if self._hub is not None:
                     self._hub.close("")
@@ -138,6 +140,8 @@ class NodeServer:
             except OSError as error:
                 why = f"no lead answers at {host}:{port}"
                 reason = str(error)
+                self._leads.rotate(-1)  # there may be another by now
+                self._lead = self._leads[0]
             else:
                 try:
                     self._introduce(connection)
@@ -180,6 +184,7 @@ class NodeServer:
             raise LeadLost(f"the lead turned this node away: {answer['reason']}")
         if not about.get("resumes"):
             self._lead_status.follow(0, 0)
+        frames.open_outbox("to-lead")
         self._frames, self._heard_at = frames, time.monotonic_ns()
 
     def _listen(self, host: str, port: int) -> NodeHub:
@@ -195,15 +200,27 @@ class NodeServer:
 
     # -- the lead is lost ---------------------------------------------------------------------
 
-    def _leave(self, why: object) -> None:
-        """The connection is broken."""
+    def _hang_up(self) -> None:
         if self._frames is not None:
             self._frames.close()
-        self._frames, self._lost_at = None, time.monotonic_ns()
+            self._frames = None
+
+    def _leave(self, why: object) -> None:
+        """The connection is broken."""
+        self._hang_up()
+        self._lost_at = time.monotonic_ns()
         if self._over:
             raise _Bye
         if self._copy is None:
-            raise LeadLost(f"the connection with the lead broke ({why}); this node's workers are ended")
+            text = f"the connection with the lead broke ({why}); this node's workers are ended"
+            if self._lead == self._front:
+                raise LeadLost(text)
+            # The job goes on without this node, as it did when that one took the lead.
+            self._say(f"{text}, and it looks for who leads next")
+            if self._pool is not None:
+                self._pool.kill_all()
+            self._entries, self._said, self._numbers = {}, {}, {}
+            raise _Moved
         self._say(f"the connection with the lead broke ({why}); the nodes find out who leads next")
         self._lead_status.lose_lead()
 
@@ -235,9 +252,7 @@ class NodeServer:
         return None
 
     def _follow(self, copy: Copy, found: Follow) -> None:
-        if self._frames is not None:
-            self._frames.close()
-            self._frames = None  # it may take more than one try
+        self._hang_up()  # it may take more than one try
         try:
             connection = socket.create_connection(copy.nodes[found.rank], 5.0)
         except OSError:
@@ -263,12 +278,11 @@ class NodeServer:
     def _come_back(self, copy: Copy, to: Follow, why: str) -> None:
         """As one that is started again: its workers count as lost there. Not to one that it has promised to leave."""
         if self._lead_status.follow(to.rank, to.term):
-            raise _LeftOut(why, copy.nodes[to.rank])
+            others = (address for rank, address in copy.nodes.items() if rank not in (to.rank, self._rank))
+            raise _LeftOut(why, (copy.nodes[to.rank], *others))
 
     def _succeed(self, copy: Copy, won: Lead) -> Succession:
-        if self._frames is not None:
-            self._frames.close()
-            self._frames = None
+        self._hang_up()
         assert self._hub is not None
         members = {r: a for r, a in copy.nodes.items() if r != self._rank and r not in won.gone}
         self._hub.take_over(members, won.expected)
@@ -318,10 +332,7 @@ class NodeServer:
         """The lead, if there is one that is to know."""
         if self._frames is None or self._resuming or self._lead_status.lead is None:
             return
-        try:
-            self._frames.send(message)
-        except OSError as error:
-            self._leave(error)
+        self._frames.post(message)
 
     def _vouch(self, frames: Frames) -> None:
         """Says of workers that can't speak, and are seen at work, that they compute: the lead can't look there."""
@@ -331,7 +342,7 @@ class NodeServer:
                 entry.look(now)
                 if entry.lived_at == now:
                     message = {"kind": "computes", "at": time.monotonic_ns()}
-                    frames.send({"kind": "from", "incarnation": incarnation, "message": message})
+                    frames.post({"kind": "from", "incarnation": incarnation, "message": message})
 
     def _pass_on(self, incarnation: str) -> None:
         """Everything that is in the worker's pipe."""
@@ -405,7 +416,7 @@ class NodeServer:
         self._copy = copy
         assert self._hub is not None
         self._hub.lead = copy.nodes[copy.lead]
-        frames.send({"kind": "ack", "number": copy.number})
+        frames.post({"kind": "ack", "number": copy.number})
         for incarnation, said in list(self._said.items()):
             heard = copy.heard.get(incarnation)
             if heard is None and incarnation not in self._entries:
@@ -420,13 +431,13 @@ class NodeServer:
             for item in said:
                 heard = message["heard"].get(item["incarnation"], 0)
                 if item.get("message", {}).get("number", heard + 1) > heard:
-                    frames.send(item)
+                    frames.post(item)
         for incarnation, entry in self._entries.items():
             if incarnation not in message["workers"]:
                 entry.kill()
         for incarnation in set(message["workers"]) - self._entries.keys() - self._said.keys():
-            frames.send({"kind": "exited", "incarnation": incarnation, "code": None, "spare": []})
-        frames.send({"kind": "resumed"})
+            frames.post({"kind": "exited", "incarnation": incarnation, "code": None, "spare": []})
+        frames.post({"kind": "resumed"})
         self._resuming = False
 
     def _start(self, document: dict[str, Any]) -> None:
@@ -453,14 +464,15 @@ class _Later(Exception):
 
 
 class _Moved(Exception):
-    """Another leads already."""
+    """Another leads already, or is about to."""
 
 
 class _LeftOut(Exception):
-    """Who leads goes on without this node."""
+    """Who leads goes on without this node. leads: where it listens, and then the other nodes, of which one may lead
+    once it is lost itself."""
 
-    def __init__(self, why: str, lead: tuple[str, int]) -> None:
-        self.lead = lead
+    def __init__(self, why: str, leads: Iterable[tuple[str, int]]) -> None:
+        self.leads = tuple(leads)
         super().__init__(why)
 
 

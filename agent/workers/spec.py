@@ -4,15 +4,18 @@ nothing has to be unpickled.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
+from openrecycle import planner
 from openrecycle.agent.checkpoints import Origin
 from openrecycle.agent.config.options import LOOPBACK, TrainingOptions
 from openrecycle.agent.messages.protocol import NamedWorker
@@ -104,8 +107,20 @@ class WorkerSpec:
 
 # -- what a node is told of a worker to start ---------------------------------------------------
 
+
+def source_of(*folders: Path) -> str:
+    """Which version of the program is there: by its code, since one that is worked on has the same number for long."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 # What must be the same on all nodes, since it shows in the bits.
 MACHINE = {
+    "openrecycle": source_of(Path(__file__).parents[1], Path(planner.__file__).parent),
     "torch": torch.__version__,
     "python": platform.python_version(),
     "instruction set": torch.backends.cpu.get_cpu_capability(),

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, ope
 from openrecycle.agent.nodes.role import NodeRole, check_alone, check_token, first_host, role_of
 from openrecycle.agent.nodes.server import Succession
 from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack
-from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, decode_spec, encode_spec
+from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, decode_spec, encode_spec, source_of
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
@@ -433,6 +434,7 @@ def test_a_workload_without_a_name_stays_on_one_node() -> None:
         ({"rank": 0}, "--node-rank"),
         ({"rank": 3}, "--node-rank"),
         ({"rank": "1"}, "--node-rank"),
+        ({"openrecycle": "another"}, "openrecycle another"),
         ({"torch": "1.0"}, "torch 1.0"),
         ({"instruction set": "none"}, "instruction set"),
     ],
@@ -450,6 +452,18 @@ def test_the_lead_says_why_a_node_is_turned_away(hello: dict[str, Any], reason: 
             hub.wait_for_all(0.01)
     finally:
         hub.close("test")
+
+
+def test_a_version_of_the_program_is_known_by_its_code(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    seen = set[str]()
+    for path, text in ((inner / "a.py", "1"), (inner / "a.py", "2"), (tmp_path / "b.py", "2"), (inner / "b.py", "2")):
+        path.write_text(text)
+        (tmp_path / "notes.txt").write_text(text * len(seen))
+        seen.add(source_of(tmp_path))
+        assert source_of(tmp_path) in seen
+    assert len(seen) == 4
 
 
 def test_the_lead_waits_until_its_own_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -641,6 +655,47 @@ def test_one_node_that_is_late_takes_no_time_from_what_the_others_have_to_tell(
 
 def plan_of(run: RunSpec) -> str:
     return Catalog(run.options.job, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())[0].to_json()
+
+
+class Slow(socket.socket):
+    """Once this is `held`, whoever asks for its number has it, to look whether it is open, and the second time does
+    nothing with it until it is `free`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(fileno=connection.detach())
+        self.held, self.asked, self.free = threading.Event(), threading.Event(), threading.Event()
+        self._times = 0
+
+    def fileno(self) -> int:
+        number = super().fileno()
+        if self.held.is_set() and threading.current_thread().name == "reads":
+            self._times += 1
+            if self._times == 2:
+                self.asked.set()
+                self.free.wait(20)
+        return number
+
+
+def test_who_was_about_to_wait_as_the_connection_was_closed_leaves(wire: Wire) -> None:
+    """Another socket may have the number by then. A lead that waited there took a node that had come back for one that
+    it had already, until it gave up."""
+    slow = Slow(wire[0])
+    lead, _ = both((slow, wire[1]), "", "")
+    assert isinstance(lead, Frames)
+    left = threading.Event()
+    slow.held.set()
+    channel.follow(lead.receive, lambda _: None, left.set, name="reads")
+    assert slow.asked.wait(10)
+    closing = threading.Thread(target=lead.close)
+    closing.start()
+    closing.join(0.2)  # it may wait for the other; if it does not, the number is free
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        slow.free.set()
+        assert left.wait(5)
+        closing.join(5)
+        assert not closing.is_alive() and slow.fileno() < 0
 
 
 def test_what_comes_after_the_end_of_a_connection_is_not_kept(wire: Wire) -> None:

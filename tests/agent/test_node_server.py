@@ -142,6 +142,18 @@ def test_a_lead_that_stops_within_a_message_keeps_no_node_from_its_end(first: Fi
     assert isinstance(node.ended, LeadLost) and "SIGTERM" in str(node.ended)
 
 
+def test_a_lead_that_reads_nothing_keeps_no_node_from_looking_for_another(first: FirstLead, next_lead: NodeHub) -> None:
+    """It is stopped, and what workers have said since has filled all buffers on the way to it."""
+    with node_of(first, next_lead) as node:
+        status = next_lead.lead_status
+        assert first.frames is not None and isinstance(status, Asked)
+        unknown = [f"{number} {'x' * 20_000}" for number in range(1000)]
+        first.frames.send({"kind": "resume", "heard": {}, "workers": unknown})  # of each something is said
+        until(lambda: status.times or node.ended, "it to look for another", 20)
+        assert node.ended is None, node.said
+    assert isinstance(node.ended, LeadLost) and "SIGTERM" in str(node.ended)
+
+
 def test_a_lead_that_does_not_answer_is_not_waited_for(first: FirstLead, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.2)
     node = Node(first.address)
@@ -208,3 +220,57 @@ def test_a_node_whose_lead_goes_on_without_it_comes_back(next_lead: NodeHub) -> 
         assert RANK in next_lead.links, (node.said, node.ended)
     finally:
         node.stop()
+
+
+class LastAnswer(Asked):
+    """The launcher ends as soon as it has been asked."""
+
+    hub: NodeHub
+
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        answer = super().answer(message)
+        self.hub.close("")
+        return answer
+
+
+def test_a_node_that_comes_back_finds_who_leads_once_that_one_is_lost_too() -> None:
+    status = LastAnswer(1, lead=1, term=2, run=RUN)
+    going = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, status)
+    status.hub = going
+    other = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(0, lead=1, term=2, run=RUN))
+    going.take_over({}, frozenset())
+    node = Node((going.host, going.port))
+    try:
+        until(lambda: RANK in going.links, "it to come", 20)
+        link = going.links[RANK]
+        nodes = {0: (other.host, other.port), 1: (going.host, going.port), RANK: going.members[RANK]}
+        link.post(dataclasses.replace(copy_for(nodes), term=2, lead=1).to_message())
+        until(lambda: link.acked == 1, "it to have a copy", 20)
+        link.close()
+        until(lambda: status.times, "it to look who leads", 20)
+        other.take_over({}, frozenset())
+        until(lambda: RANK in other.links or node.ended, "it to come to the next lead", 20)
+        assert RANK in other.links, (node.said, node.ended)
+    finally:
+        node.stop()
+        other.close("test")
+        going.close("")
+
+
+def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job() -> None:
+    """It has joined a job that is under way, and has no copy yet."""
+    going = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(1, lead=1, term=2, run=RUN))
+    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(0, lead=1, term=2, run=RUN))
+    going.take_over({}, frozenset())
+    front.lead = going.host, going.port
+    node = Node((front.host, front.port))
+    try:
+        until(lambda: RANK in going.links or node.ended, "it to come", 20)
+        going.close("")
+        front.take_over({}, frozenset())
+        until(lambda: RANK in front.links or node.ended, "it to come to the next lead", 20)
+        assert RANK in front.links, (node.said, node.ended)
+    finally:
+        node.stop()
+        front.close("test")
+        going.close("")

@@ -56,6 +56,24 @@ def test_a_share_of_the_strangers_is_all_that_an_address_gets(hub: NodeHub) -> N
         until(lambda: len(hub._strangers) == MAX_STRANGERS_OF_ONE, "all but the newest to have made way", 10)
 
 
+def test_who_knocks_without_end_fills_no_log() -> None:
+    said: list[str] = []
+    hub = NodeHub("127.0.0.1", 0, 3, TOKEN, said.append)
+    try:
+        for _ in range(3):
+            with socket.create_connection((hub.host, hub.port), 10) as scanner:
+                scanner.send(b"GET / HTTP/1.1\r\n\r\n")
+                with contextlib.suppress(ConnectionResetError):
+                    while scanner.recv(1024):
+                        pass
+        with pytest.raises(LeadLost):
+            NodeServer(7, 3, (hub.host, hub.port), TOKEN, None, lambda _: None).run(60)
+        until(lambda: len(said) > 1, "another reason to be said", 10)
+        assert len(said) == 2 and golden("a-node-does-not-speak-tls") in said[0] and "--node-rank" in said[1], said
+    finally:
+        hub.close("test")
+
+
 def test_a_byte_now_and_then_does_not_stretch_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (frames, pool):
         monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 1.0)
@@ -169,10 +187,13 @@ def _tell_the_time(met: Frames) -> None:
         {"rank": 1, "address": ""} | MACHINE,
         {"rank": 1, "address": 5} | MACHINE,
         {"rank": 1, "address": "127.0.0.1", "more": "x" * pool.HELLO_BYTES} | MACHINE,
+        {"rank": 1, "address": "127.0.0.1", "resumes": [1]} | MACHINE,
     ],
-    ids=("no address", "an empty one", "a number", "64 KiB"),
+    ids=("no address", "an empty one", "a number", "64 KiB", "half of what it has"),
 )
 def test_a_node_that_says_nonsense_of_itself_is_not_welcome(hub: NodeHub, hello: dict[str, object]) -> None:
+    if "resumes" in hello:
+        hub.take_over({}, frozenset({1}))
     met = greet(socket.create_connection((hub.host, hub.port)), TOKEN, "node")
     met.send(hello)
     with contextlib.suppress(OSError):
