@@ -251,7 +251,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
             _say_for_people(channel, status, log, spec)
         channel.say("error", text=str(error))
         _exit(FAILED)
-    except Exception as error:
+    except BaseException as error:  # a user's code may end Python, or say that it was interrupted
         if communicator.ranks.broke(error) or isinstance(error, OtherRankError):
             time.sleep(SIBLING_SECONDS)  # another rank is gone: the news of it ends this process, with its own code
         last_words(error)

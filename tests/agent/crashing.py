@@ -15,14 +15,17 @@ from openrecycle.agent.examples.gpt import Gpt
 
 
 class Crashing(Gpt):
-    """broken: a file. As long as it is there, whoever makes its layers, or that of number `only`, ends instead."""
+    """broken: a file. As long as it is there, whoever makes its layers, or that of number `only`, ends instead;
+    interrupted: as after Ctrl-C."""
 
-    def __init__(self, broken: str, only: int = -1, **settings: Any) -> None:
+    def __init__(self, broken: str, only: int = -1, interrupted: bool = False, **settings: Any) -> None:
         super().__init__(**settings)
-        self._broken, self._only = Path(broken), only
+        self._broken, self._only, self._interrupted = Path(broken), only, interrupted
 
     def build_layer(self, layer: int, layers: int, seed: int) -> Any:
         if self._broken.exists() and self._only in (-1, layer):
+            if self._interrupted:
+                raise KeyboardInterrupt
             os._exit(7)
         return super().build_layer(layer, layers, seed)
 

@@ -104,6 +104,15 @@ def test_one_that_dies_at_each_start_is_left_out_and_a_person_can_start_it(tmp_p
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
 
 
+def test_what_ends_a_process_is_said_whatever_it_is(tmp_path: Path) -> None:
+    """Before the first iteration, where nobody takes it for a fault of a sample."""
+    broken = tmp_path / "broken"
+    broken.touch()
+    workload = NamedWorkload("tests.agent.crashing:Crashing", {"broken": str(broken), "interrupted": True, **MODEL})
+    with pytest.raises(JobFailed, match=r"KeyboardInterrupt, at \S+crashing.py:\d+ in build_layer"):
+        LocalJob(pipelines=1, stages=1, micro_batches=1, workload=workload).run()
+
+
 def test_one_that_computes_otherwise_than_the_others_is_left_out(tmp_path: Path) -> None:
     """As on another GPU: what it would compute has other bits. It ends, and is not started again for ever."""
     other, left_out = tmp_path / "other", list[int]()
