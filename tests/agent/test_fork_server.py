@@ -130,12 +130,12 @@ process.join(60)
 try:
     print(ours.recv() if ours.poll(20) else "nothing")
 except EOFError:
-    print("its end is seen")
+    print("seen")
 server = forkserver._forkserver
 os.close(server._forkserver_alive_fd)
 signal.alarm(20)
 os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)
-print("the server ends")
+print("over")
 os.kill(child, signal.SIGKILL)
 """
 _FORKED = "child = os.fork()\nif not child: time.sleep(100)"
@@ -148,4 +148,4 @@ def test_a_child_that_outlives_a_worker_hides_its_end_from_nobody(child: str) ->
     before = "import os, subprocess, time\nfrom openrecycle.forking import keep_from_children"
     worker = f"{before}\nkeep_from_children([pipe])\n{child}\npipe.send(child)\ntime.sleep(100)"
     said = subprocess.run([sys.executable, "-c", _ITS_CHILD_STAYS, worker], capture_output=True, text=True, timeout=120)
-    assert said.stdout.splitlines() == ["its end is seen", "the server ends"], said.stderr
+    assert said.stdout.splitlines() == ["seen", "over"], said.stderr
