@@ -408,6 +408,8 @@ class Launcher:
             if isinstance(event, Deploy):
                 self._deploy(self._kept(event))
             elif isinstance(event, Halt):
+                if self._deployed is None and self._restarts.waiting:
+                    continue  # who has ended before training began comes back, and nothing went with it
                 raise JobFailed(event.reason)
             elif isinstance(event, LauncherWarning):
                 self._listener({"warning": event.text})
@@ -650,7 +652,7 @@ class Launcher:
         else:
             # All weights went with them, whatever the coordination decides.
             why = f"no worker process is left; the last one, {entry.worker}, {entry.ending}"
-            if self._deployed is None or not self._on_the_way:
+            if not self._on_the_way:
                 raise JobFailed(why)
             self._stands = why
 

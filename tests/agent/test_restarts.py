@@ -104,13 +104,22 @@ def test_one_that_dies_at_each_start_is_left_out_and_a_person_can_start_it(tmp_p
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
 
 
-def test_what_ends_a_process_is_said_whatever_it_is(tmp_path: Path) -> None:
-    """Before the first iteration, where nobody takes it for a fault of a sample."""
+def test_one_that_ends_before_training_began_comes_back_too(tmp_path: Path) -> None:
+    """What ended it is said, whatever that was: nobody takes it for the fault of a sample."""
     broken = tmp_path / "broken"
     broken.touch()
+
+    def mend(job: LocalJob, line: Message) -> None:
+        if "restart" in line:
+            broken.unlink()
+
     workload = NamedWorkload("tests.agent.crashing:Crashing", {"broken": str(broken), "interrupted": True, **MODEL})
-    with pytest.raises(JobFailed, match=r"KeyboardInterrupt, at \S+crashing.py:\d+ in build_layer"):
-        LocalJob(pipelines=1, stages=1, micro_batches=1, workload=workload).run()
+    grid: dict[str, Any] = {"pipelines": 1, "stages": 1, "micro_batches": 1, "iterations": 2}
+    faults = Faults(max_restarts=1, restart_delay=0.1)
+    job = LocalJob(**grid, workload=workload, faults=faults, on_line=mend).run()
+    (restart,) = restarts(job.lines)
+    assert "KeyboardInterrupt, at " in restart["reason"] and "crashing.py" in restart["reason"]
+    assert job.losses == LocalJob(**grid).run().losses
 
 
 def test_one_that_computes_otherwise_than_the_others_is_left_out(tmp_path: Path) -> None:
