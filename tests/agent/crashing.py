@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
 
 
@@ -56,3 +58,18 @@ class Stumbling(Gpt):
 
         made.register_step_pre_hook(stumble)
         return made
+
+
+class Forking(tensor_parallel.Gpt):
+    """Each process that makes a layer has forked one that does nothing, and outlives it. children: a folder where each
+    of these leaves its process number."""
+
+    def __init__(self, children: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._children = Path(children)
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> Any:
+        if not (child := os.fork()):
+            signal.pause()
+        (self._children / str(child)).touch()
+        return super().build_layer(layer, layers, seed)
