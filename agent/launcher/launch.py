@@ -302,6 +302,8 @@ class Launcher:
             if self._why_halted:
                 raise JobFailed(self._why_halted)
             self._record_relayout()
+            for cell in self._record.unsaid:
+                self._listener({"warning": f"{cell} died on purpose, when all iterations were committed"})
             # Before the last line: whoever has to go on from here writes it.
             self._hand_out(last=True)
             self._listener({"final": self._record.final()})
