@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, parent_process, popen_forkserver
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -142,3 +142,23 @@ def end_with_parent(end: Callable[[], object]) -> None:
         end()
 
     threading.Thread(target=follow, name="end-with-parent", daemon=True).start()
+
+
+def keep_from_children(pipes: Sequence[Connection]) -> None:
+    """Whatever this process forks or starts by itself, as a user's code may, gets neither these ends of pipes nor that
+    by which its server knows that it is needed: a child may outlive it, and neither those at the other ends would see
+    that it is gone, nor the server that all have ended."""
+    for number in (_SERVER._forkserver_alive_fd, *(pipe.fileno() for pipe in pipes)):
+        if number is not None:
+            os.set_inheritable(number, False)
+
+    def let_go() -> None:
+        for pipe in pipes:
+            pipe.close()
+        if _SERVER._forkserver_alive_fd is not None:
+            os.close(_SERVER._forkserver_alive_fd)
+            # It may start a server of its own.
+            _SERVER._forkserver_alive_fd = _SERVER._forkserver_address = None
+            vars(_SERVER).pop("ensure_running", None)
+
+    os.register_at_fork(after_in_child=let_go)

@@ -502,6 +502,14 @@ class TrainingOptions(OptionGroup):
         asked = self.planning.migrate
         return self.optimization.sharding == "none" and (by_default if asked is None else asked)
 
+    def anchored(self) -> TrainingOptions:
+        """The same, with folders and files that stay where they are when a user's code goes to another folder."""
+        weights, record, saved = (
+            None if path is None else str(Path(path).absolute())
+            for path in (self.weights, self.record, self.checkpoints.directory)
+        )
+        return replace(self, weights=weights, record=record, checkpoints=replace(self.checkpoints, directory=saved))
+
     def told(self) -> dict[str, Any]:
         """What a console is told of the options, by the field of agent.messages.protocol.JobSpec: what was given, but
         of some only what it comes to."""

@@ -92,6 +92,7 @@ def make_launcher(
     if saved is not None and (options.checkpoints.resume in (None, IF_ANY) or saved.is_dir()):
         _make_folder("checkpoints.directory", saved)
     _make_folder("weights", None if options.weights is None else Path(options.weights))
+    options = options.anchored()
     workload = source.load()
     if needed is None:
         needed = check_workload(workload, options, here)

@@ -278,7 +278,7 @@ class ResilientTrainer:
             raise InputError("callbacks", callbacks, "a list of objects of classes of openrecycle.Callback")
         every = 0 if evaluate is None else evaluate.every
         options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
-        options = replace(options, job=options.planning.job(job, profile))
+        options = replace(options.anchored(), job=options.planning.job(job, profile))
         options.check()  # what is wrong is said here, not when training begins
         if options.record is not None:
             check_writable(Path(options.record))

@@ -30,6 +30,7 @@ from openrecycle.agent.coordination.launcher import (
     Measure,
     ProcessFenced,
 )
+from openrecycle.agent.coordination.membership import back_to
 from openrecycle.agent.launcher import bad_samples, restarts
 from openrecycle.agent.launcher.processes import LOOK_SECONDS, ProcessPool, Spares, WorkerProcess, preload
 from openrecycle.agent.launcher.record import (
@@ -301,6 +302,8 @@ class Launcher:
             if self._why_halted:
                 raise JobFailed(self._why_halted)
             self._record_relayout()
+            for cell in self._record.unsaid:
+                self._listener({"warning": f"{cell} died on purpose, when all iterations were committed"})
             # Before the last line: whoever has to go on from here writes it.
             self._hand_out(last=True)
             self._listener({"final": self._record.final()})
@@ -407,6 +410,8 @@ class Launcher:
             if isinstance(event, Deploy):
                 self._deploy(self._kept(event))
             elif isinstance(event, Halt):
+                if self._deployed is None and self._restarts.waiting:
+                    continue  # who has ended before training began comes back, and nothing went with it
                 raise JobFailed(event.reason)
             elif isinstance(event, LauncherWarning):
                 self._listener({"warning": event.text})
@@ -649,7 +654,7 @@ class Launcher:
         else:
             # All weights went with them, whatever the coordination decides.
             why = f"no worker process is left; the last one, {entry.worker}, {entry.ending}"
-            if self._deployed is None or not self._on_the_way:
+            if not self._on_the_way:
                 raise JobFailed(why)
             self._stands = why
 
@@ -1047,6 +1052,13 @@ class Launcher:
             computes = now - entry.lived_at <= self._silences.pause
             if computes and silent <= borne + (limits.first_op if entry.op_limit is None else entry.op_limit):
                 return None
+            if self._only_stopped(entry, now) and silent <= max(borne, limits.first_op):
+                if now >= entry.excused_until:
+                    text = f"{entry.worker} is stopped by a signal, as all of its stage, without which nobody can go on"
+                    self._listener({"warning": f"{text}; waiting for SIGCONT"})
+                entry.excused_until = now + borne
+            if now < entry.excused_until:
+                return None
             return f"was silent for {silent:.0f} s" + (", stopped by a signal" if entry.stopped else "")
         current = entry.current
         if current is None or current.limit is None or not current.overdue:
@@ -1062,6 +1074,13 @@ class Launcher:
         known = limit == limits.first_op or limit == limits.op
         why = "" if known else f", {TIMES_LONGEST:g} times its longest so far"
         return f"hangs: it is at {current} for {current.seconds:.0f} s (limit {limit:.0f} s{why})"
+
+    def _only_stopped(self, entry: WorkerProcess, now: float) -> bool:
+        """Does the whole stage stand still, and may go on, while the job could not without it?"""
+        faults = self._options.faults
+        peers = [e for e in self._pool.running.values() if e.member and e.worker.stage == entry.worker.stage]
+        lost_for_good = not back_to(self._options.checkpoints.folder is not None, faults.max_restarts)
+        return lost_for_good and entry.member and all(e.stopped and self._silent(e, now) for e in peers)
 
     def _say_nobody_is_heard(self) -> None:
         nobody = self._silences.nobody_heard

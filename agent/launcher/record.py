@@ -187,6 +187,11 @@ class RunRecord:
             self._failures.append(_Failure(worker, since, detected_at, died_at is not None, generation))
         return died_at is not None
 
+    @property
+    def unsaid(self) -> list[Worker]:
+        """Who died on purpose, and no recovery has told it: none follows where all iterations are committed."""
+        return sorted({*self._deaths, *(failure.worker for failure in self._failures if failure.known)})
+
     def moved(self, worker: Worker, to: Worker) -> None:
         """The worker gives up its place and its state; what it does from now on it does as `to`."""
         self._workers.pop(worker, None)

@@ -432,7 +432,7 @@ class Executor:
                     key = op.pipeline, op.micro_batch
                     index = first + key[0] * per_pipeline + key[1]
 
-                    def said(error: Exception, index: int = index) -> None:
+                    def said(error: BaseException, index: int = index) -> None:
                         self._check_siblings(error)
                         if isinstance(error, (TransferError, torch.AcceleratorError, RankAloneError)):
                             raise error  # the second: the device's context is gone for good
@@ -440,7 +440,7 @@ class Executor:
 
                     try:
                         self._evaluate_forward(key, index, data, list(measures.values()), table[:, index], said)
-                    except Exception as error:
+                    except BaseException as error:
                         said(error)
                         table[:, index] = math.nan
                         self._send_outputs(key, tuple(_unknown(spec.empty(self._where)) for spec in self._outgoing))
@@ -461,14 +461,14 @@ class Executor:
         data: EvaluationData,
         measures: Sequence[Metric],
         into: Tensor,
-        problem: Callable[[Exception], None],
+        problem: Callable[[BaseException], None],
     ) -> None:
         seed = seed_for("evaluation", self._seed, index)
 
         def run(**how: Any) -> Any:
             try:
                 return self._stage.evaluate(x, seed=seed, **how)
-            except Exception as error:
+            except BaseException as error:
                 self._check_siblings(error)
                 if getattr(self._workload, "divided", False):
                     text = f"{type(error).__name__}: {error}"[:1000]
@@ -496,7 +496,7 @@ class Executor:
             for place, metric in enumerate(measures):
                 try:
                     into[place] = float(metric(y, targets))
-                except Exception as error:
+                except BaseException as error:
                     problem(error)
                     into[place] = math.nan
 
@@ -587,7 +587,7 @@ class Executor:
             self._run[kind](key)
         except TransferError:
             raise
-        except Exception as error:
+        except BaseException as error:  # also what ends Python: nothing but the workload's code raises that here
             self._check_siblings(error)
             # A forward may have met parameters of a step that is overturned, or what was passed on by somebody who knew
             # it. It is the fault of nobody; and it has received, and not sent yet.
@@ -607,7 +607,7 @@ class Executor:
         self._overturned = self._overturned or self._steps.settle()
         return self._overturned
 
-    def _check_siblings(self, error: Exception) -> None:
+    def _check_siblings(self, error: BaseException) -> None:
         """Raises SiblingError for what a collective of a module raised because another rank has left it."""
         if self._groups is not None and self._groups.ranks.broke(error):
             raise SiblingError(f"in a layer: {first_line(error)}") from None

@@ -920,7 +920,7 @@ class WorkerLoop:
     def _say_raised(self, end: OpError) -> None:
         """Raises what the op raised, where this process is of no use any more."""
         error = end.__cause__
-        assert isinstance(error, Exception)
+        assert error is not None
         samples = getattr(self._workload, "samples", None)
         traced = "".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:]
         self._channel.say(

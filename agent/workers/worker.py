@@ -41,6 +41,7 @@ from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.workers.loop import WorkerLoop
 from openrecycle.agent.workers.recovery import NoAgreementError, UnlikeError
 from openrecycle.agent.workers.spec import WorkerSpec
+from openrecycle.forking import keep_from_children
 
 # -- several ranks, one worker ------------------------------------------------------------------
 
@@ -198,6 +199,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
     # Ctrl-C reaches the whole terminal group; the launcher decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    keep_from_children([pipe, *siblings])
     keep_freed_memory()
     # The same everywhere: the number of threads shows in the bits of some kernels.
     torch.set_num_threads(spec.threads)
@@ -249,7 +251,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
             _say_for_people(channel, status, log, spec)
         channel.say("error", text=str(error))
         _exit(FAILED)
-    except Exception as error:
+    except BaseException as error:  # a user's code may end Python, or say that it was interrupted
         if communicator.ranks.broke(error) or isinstance(error, OtherRankError):
             time.sleep(SIBLING_SECONDS)  # another rank is gone: the news of it ends this process, with its own code
         last_words(error)

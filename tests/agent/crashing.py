@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
 
 
 class Crashing(Gpt):
-    """broken: a file. As long as it is there, whoever makes its layers, or that of number `only`, ends instead."""
+    """broken: a file. As long as it is there, whoever makes its layers, or that of number `only`, ends instead;
+    interrupted: as after Ctrl-C."""
 
-    def __init__(self, broken: str, only: int = -1, **settings: Any) -> None:
+    def __init__(self, broken: str, only: int = -1, interrupted: bool = False, **settings: Any) -> None:
         super().__init__(**settings)
-        self._broken, self._only = Path(broken), only
+        self._broken, self._only, self._interrupted = Path(broken), only, interrupted
 
     def build_layer(self, layer: int, layers: int, seed: int) -> Any:
         if self._broken.exists() and self._only in (-1, layer):
+            if self._interrupted:
+                raise KeyboardInterrupt
             os._exit(7)
         return super().build_layer(layer, layers, seed)
 
@@ -53,3 +58,18 @@ class Stumbling(Gpt):
 
         made.register_step_pre_hook(stumble)
         return made
+
+
+class Forking(tensor_parallel.Gpt):
+    """Each process that makes a layer has forked one that does nothing, and outlives it. children: a folder where each
+    of these leaves its process number."""
+
+    def __init__(self, children: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._children = Path(children)
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> Any:
+        if not (child := os.fork()):
+            signal.pause()
+        (self._children / str(child)).touch()
+        return super().build_layer(layer, layers, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -93,6 +94,12 @@ def own_loss(output: tuple[Tensor, Tensor], targets: None) -> Tensor:
 def ragged_data(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(4 + iteration, WIDTH)
     return x, x
+
+
+def wandering_data(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """As a library that goes to the folder that its files are in."""
+    os.chdir("/")
+    return data(iteration, pipeline, micro_batch)
 
 
 class Endless(IterableDataset[Tensor]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ Place = Sequence[int]
 
 
 class Poisoned(Gpt):
-    """inputs, targets: of which the first stage's, or the last one's, raise whenever they are read. ragged: of which
+    """inputs, targets: of which the first stage's, or the last one's, raise whenever they are read. exits: of which the
+    last one's would end Python. ragged: of which
     the first stage's are shorter than the others. broken: the first
     process that reads the first stage's data of this iteration or a later one fails at it from then on, as with a bad
     disk; its process number is in the file `mark`. prints: so many characters are printed with each micro-batch."""
@@ -25,6 +27,7 @@ class Poisoned(Gpt):
         self,
         inputs: Sequence[Place] = (),
         targets: Sequence[Place] = (),
+        exits: Sequence[Place] = (),
         ragged: Sequence[Place] = (),
         broken: int | None = None,
         mark: str = "",
@@ -33,7 +36,7 @@ class Poisoned(Gpt):
     ) -> None:
         super().__init__(**settings)
         self._bad_inputs, self._bad_targets = {tuple(p) for p in inputs}, {tuple(p) for p in targets}
-        self._ragged = {tuple(p) for p in ragged}
+        self._ragged, self._exits = {tuple(p) for p in ragged}, {tuple(p) for p in exits}
         self._broken, self._mark, self._prints = broken, Path(mark), prints
 
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
@@ -50,6 +53,8 @@ class Poisoned(Gpt):
         if (iteration, pipeline, micro_batch) in self._bad_targets:
             file = os.fsdecode(b"caf\xe9.txt")  # in an encoding that is not UTF-8
             raise ValueError(f"a label out of range at {iteration}, {pipeline}, {micro_batch} in {file}")
+        if (iteration, pipeline, micro_batch) in self._exits:
+            sys.exit("no such file")
         return super().targets(seed, iteration, pipeline, micro_batch)
 
     def _is_broken(self) -> bool:

@@ -113,3 +113,39 @@ print(first == asked() == ([None], before))
 def test_a_server_that_is_gone_is_started_again_without_what_it_must_not_have() -> None:
     said = subprocess.run([sys.executable, "-c", _KILLED], capture_output=True, text=True, timeout=120)
     assert said.stdout.strip() == "True", said.stderr
+
+
+_ITS_CHILD_STAYS = """
+import os, signal, sys
+from multiprocessing import forkserver
+from openrecycle.forking import start_server
+context = start_server(["openrecycle.forking"])
+ours, theirs = context.Pipe()
+process = context.Process(target=exec, args=(sys.argv[1], {"pipe": theirs}))
+process.start()
+theirs.close()
+child = ours.recv()
+process.kill()
+process.join(60)
+try:
+    print(ours.recv() if ours.poll(20) else "nothing")
+except EOFError:
+    print("seen")
+server = forkserver._forkserver
+os.close(server._forkserver_alive_fd)
+signal.alarm(20)
+os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)
+print("over")
+os.kill(child, signal.SIGKILL)
+"""
+_FORKED = "child = os.fork()\nif not child: time.sleep(100)"
+_STARTED = "child = subprocess.Popen(['sleep', '100'], close_fds=False).pid"
+
+
+@pytest.mark.parametrize("child", [_FORKED, _STARTED], ids=["forked", "started"])
+def test_a_child_that_outlives_a_worker_hides_its_end_from_nobody(child: str) -> None:
+    """As a user's layer may have one."""
+    before = "import os, subprocess, time\nfrom openrecycle.forking import keep_from_children"
+    worker = f"{before}\nkeep_from_children([pipe])\n{child}\npipe.send(child)\ntime.sleep(100)"
+    said = subprocess.run([sys.executable, "-c", _ITS_CHILD_STAYS, worker], capture_output=True, text=True, timeout=120)
+    assert said.stdout.splitlines() == ["seen", "over"], said.stderr

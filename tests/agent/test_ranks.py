@@ -117,6 +117,28 @@ def test_two_hurt_workers_make_a_whole_one() -> None:
 
 @pytest.mark.chaos
 @pytest.mark.processes
+def test_the_death_of_a_rank_whose_child_lives(tmp_path: Path) -> None:
+    """It has all that the rank had open but the pipe to its sibling, who is to know of the end."""
+
+    def strike(job: LocalJob, line: dict[str, Any]) -> None:
+        if line.get("iteration") == 2:
+            (sibling,) = next(e for w, e in job.launcher._pool.running.items() if str(w) == "W1_1").siblings
+            os.kill(sibling.pid or 0, signal.SIGKILL)
+        if line.get("living") == 3:
+            job.stop()
+
+    model = NamedWorkload("tests.agent.crashing:Forking", TINY | {"children": str(tmp_path)})
+    grid: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 1, "platform": Platform(ranks_per_worker=2)}
+    try:
+        job = LocalJob(**grid, workload=model, pace=0.02, on_line=strike).run()
+    finally:
+        for child in tmp_path.iterdir():
+            os.kill(int(child.name), signal.SIGKILL)
+    assert job.dead == ["W1_1"] and {line["generation"] for line in job.iterations} == {1, 2}
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
 def test_a_rank_that_hangs_leaves_its_sibling_to_another_worker() -> None:
     """It is stopped, so its worker is silent, and put out; a rank of another stage dies."""
     grid: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 3, "iterations": 400}

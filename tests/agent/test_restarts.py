@@ -18,6 +18,7 @@ from openrecycle.agent.coordination.launcher import FROM_START, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.agent.launcher.launch import JobFailed
+from openrecycle.agent.messages.protocol import Command
 from openrecycle.agent.models.data import Loading
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
@@ -102,6 +103,36 @@ def test_one_that_dies_at_each_start_is_left_out_and_a_person_can_start_it(tmp_p
         ("W1_1", 3, 0.0),
     ]
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
+
+
+def test_one_that_ends_before_training_began_comes_back_too(tmp_path: Path) -> None:
+    """What ended it is said, whatever that was: nobody takes it for the fault of a sample."""
+    broken = tmp_path / "broken"
+    broken.touch()
+
+    def mend(job: LocalJob, line: Message) -> None:
+        if "restart" in line:
+            broken.unlink()
+
+    workload = NamedWorkload("tests.agent.crashing:Crashing", {"broken": str(broken), "interrupted": True, **MODEL})
+    grid: dict[str, Any] = {"pipelines": 1, "stages": 1, "micro_batches": 1, "iterations": 2}
+    faults = Faults(max_restarts=1, restart_delay=0.1)
+    job = LocalJob(**grid, workload=workload, faults=faults, on_line=mend).run()
+    (restart,) = restarts(job.lines)
+    assert "KeyboardInterrupt, at " in restart["reason"] and "crashing.py" in restart["reason"]
+    assert job.losses == LocalJob(**grid).run().losses
+
+
+def test_a_death_that_nothing_follows_is_said() -> None:
+    """No recovery tells it: all iterations are committed."""
+
+    def kill(job: LocalJob, worker: str, message: Message) -> None:
+        if message["kind"] == "committed" and len(job.said("committed", iteration=1)) == 2:
+            job.launcher.obey(Command(seq=1, kind="kill", worker="W1_0"))
+
+    job = LocalJob(pipelines=2, stages=1, micro_batches=1, iterations=2, on_message=kill).run()
+    said = [line["warning"] for line in job.lines if golden("died-on-purpose") in line.get("warning", "")]
+    assert [text[:4] for text in said] == ["W1_0"] and job.dead == [] and "final" in job.lines[-1]
 
 
 def test_one_that_computes_otherwise_than_the_others_is_left_out(tmp_path: Path) -> None:

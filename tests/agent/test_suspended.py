@@ -94,6 +94,19 @@ def test_all_workers_while_the_launcher_runs(seed: int) -> None:
     assert any(golden("none-of-the-workers-has") in text for text in said)
 
 
+def test_all_workers_of_a_stage() -> None:
+    """Nobody could go on without them. They are woken one after the other."""
+
+    def suspend(job: LocalJob) -> None:
+        for pipeline in range(2):
+            job.signal(f"W{pipeline}_1", signal.SIGSTOP)
+            threading.Timer(STILL + 1.5 * pipeline, wake, (job, f"W{pipeline}_1")).start()
+
+    job = run(suspend)
+    said = [line["warning"] for line in job.lines if "warning" in line]
+    assert [text[:4] for text in said if golden("as-all-of-its-stage-without") in text] == ["W0_1", "W1_1"]
+
+
 def test_waits_for_peers_that_run_out_meanwhile_lead_to_a_new_generation_and_to_no_death() -> None:
     def suspend(job: LocalJob) -> None:
         stop(job)
