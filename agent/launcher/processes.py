@@ -335,10 +335,11 @@ def spare_of(codes: Sequence[int | None]) -> tuple[int, ...]:
 
 
 def preload(workload: WorkloadSource) -> list[str]:
-    """Modules that the server imports once, for all workers. Of torch, those that it imports by itself
-    with the first optimizer and the first backward: more than a second, in every worker anew."""
+    """Modules that the server imports once, for all workers; it passes over what is not here. Of torch, those that it
+    imports by itself with the first optimizer and the first backward: more than a second, in every worker anew."""
     return [
         "openrecycle.agent.workers.worker",
+        "openrecycle.agent.stages.numba_add",
         "torch._dynamo",
         "torch.fx.experimental.symbolic_shapes",
         *workload.modules,

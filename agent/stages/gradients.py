@@ -119,7 +119,6 @@ class GradientSum:
         usual = 1.0 if nominal is None else min(1.0, max(nominal / max(1, terms), 2.0**-900))
         self._weight_scale = _WEIGHT_SCALE * 2.0 ** -math.floor(math.log2(usual))
         self._chunk = _CHUNK if device.type == "cpu" else _CHUNK_THERE
-        self._fused = fused_add(device) if self._buffer.dtype == torch.int64 else None
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._gradients: dict[torch.dtype, Tensor] = {}
         self._temporaries: dict[tuple[torch.dtype, int], Tensor] = {}
@@ -408,8 +407,9 @@ class GradientSum:
     def _add(self, target: Tensor, term: Tensor, factor: float = 1.0) -> None:
         self._read = None  # a term may be rejected
         wide, scale = torch.float64 if term.dtype == torch.float64 else torch.float32, _SCALE * factor
-        if self._fused is not None and scale < _MOST_FUSED:
-            self._fused(target, term, self._buffer[_REJECTED], scale, self._limit)
+        fused = fused_add(target.device)
+        if fused is not None and scale < _MOST_FUSED:
+            fused(target, term, self._buffer[_REJECTED], scale, self._limit)
             return
         for into, part in zip(_chunks(target, self._chunk), _chunks(term, self._chunk), strict=True):
             scaled = self._temporary(wide, part.numel())

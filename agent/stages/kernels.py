@@ -1,7 +1,8 @@
-"""Adds a term to a GradientSum on a GPU in one kernel, where torch's own operations take eleven and read it five times.
+"""Adds a term to a GradientSum in one kernel, where torch's own operations read it five times and take eleven kernels
+of a GPU, or four times as long on a CPU (tests/benchmarks/bench_sums.py).
 
-By Triton, which CUDA builds of torch bring with them; it needs a C compiler when it is first used. Where it is not
-there, or does not do what it should, torch's operations are used: both give the same bits.
+On a GPU by Triton, which CUDA builds of torch bring with them; it needs a C compiler when it is first used. On a CPU by
+numba. Where that is not there, or does not do what it should, torch's operations are used: all give the same bits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -45,17 +47,20 @@ def add_in_torch(
 @functools.cache
 def fused_add(device: torch.device) -> Add | None:
     """None where there is none. Tried once, on numbers of every kind."""
-    if device.type != "cuda":
-        return None
     try:
-        from openrecycle.agent.stages.triton_add import add
-
+        if device.type == "cuda":
+            from openrecycle.agent.stages.triton_add import add
+        elif device.type == "cpu" and find_spec("numba") is not None:
+            from openrecycle.agent.stages.numba_add import add
+        else:
+            return None
         if _as_torch_does(add, device):
             return add
         why = "what it computes differs"
     except Exception as error:  # of a library that may fail in any way, and is not needed
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-    log.warning("gradients are summed without Triton, which takes longer: %s", why)
+    library = "Triton" if device.type == "cuda" else "numba"
+    log.warning("gradients are summed without %s, which takes longer: %s", library, why)
     return None
 
 

@@ -2,8 +2,8 @@
 
 Adding one micro-batch's gradient of 5 M fp32 elements, on one thread, in several forms, in turns, as
 multiples of a plain fp32 addition (medians); differing elements between two orders of the
-same 18 terms; an all-reduce of the accumulators between two processes; and how far a run in fast
-mode ends from the deterministic one.
+same 18 terms; an all-reduce of the accumulators between two processes; what an iteration costs in the deterministic
+mode, against the fast one; and how far a run in fast mode ends from the deterministic one.
 """
 
 from __future__ import annotations
@@ -207,6 +207,29 @@ def deviations() -> None:
         print(f"{name:28s} loss off by at most {loss:.1e}, parameters by {distance:.1e} (L2), {changed:.0%} changed")
 
 
+def iterations(tokens: int = 16, micro_batches: int = 6, width: int = 1024, layers: int = 9) -> dict[Mode, float]:
+    """Least processor seconds of an iteration of linear layers with 4 * width**2 parameters each, AdamW's step with it;
+    `tokens` in each micro-batch. By turns."""
+    x, dy = torch.randn(tokens, width), torch.randn(tokens, width) * 1e-3
+    module = nn.Sequential(*(nn.Linear(width, width) for _ in range(4 * layers)))
+    kinds = {mode: SUM_OF[mode](module.parameters(), terms=micro_batches) for mode in SUM_OF}
+    stages = {mode: Stage(module, gradients) for mode, gradients in kinds.items()}
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
+    seconds: dict[Mode, list[float]] = {mode: [] for mode in SUM_OF}
+    for _ in range(ROUNDS):
+        for mode, stage in stages.items():
+            started = time.thread_time()
+            for m in range(micro_batches):
+                stage.forward((0, m), x, seed=m)
+                stage.input_backward((0, m), dy)
+                stage.weight_backward((0, m))
+            kinds[mode].write_gradients()
+            optimizer.step()
+            kinds[mode].clear()
+            seconds[mode].append(time.thread_time() - started)
+    return {mode: min(times) for mode, times in seconds.items()}
+
+
 def main() -> None:
     print(describe())
     torch.set_num_threads(1)
@@ -224,6 +247,10 @@ def main() -> None:
             f"all-reduce of 2, {name:22s} {1000 * value:7.2f} ms, {value / plain:5.2f} times fp32; "
             f"processor time {1000 * used:6.2f} ms, {used / plain_used:5.2f} times"
         )
+    found = iterations()
+    each = ", ".join(f"{mode} {1000 * value:.0f} ms" for mode, value in found.items())
+    ratio = found["deterministic"] / found["fast"]
+    print(f"an iteration of 38 M parameters, 6 micro-batches of 16 tokens: {each}; {ratio:.2f} times")
     deviations()
     print(describe())
 
