@@ -20,7 +20,7 @@ def _loop(sums: Any, term: Any, scale: Any, limit: Any) -> int:
     misfits = 0
     for i in range(term.size):
         x = term[i] * scale  # by a power of two, so exact
-        misfits += np.int64(not abs(x) < limit)  # NaN is a misfit
+        misfits += int(not abs(x) < limit)  # NaN is a misfit
         sums[i] += np.int64(np.rint(x))  # halves to the even one
     return misfits
 
