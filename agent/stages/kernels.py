@@ -27,7 +27,7 @@ def scale_into(scaled: Tensor, term: Tensor, scale: float) -> None:
     if term.dtype == scaled.dtype:
         torch.mul(term, scale, out=scaled)
     else:
-        scaled.copy_(term).mul_(scale)
+        scaled.copy_(term.resolve_neg()).mul_(scale)  # torch 2.13 forgets it of fp16
 
 
 def add_in_torch(

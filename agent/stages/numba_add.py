@@ -43,8 +43,9 @@ def add(sums: Tensor, term: Tensor, rejected: Tensor, scale: float, limit: float
     """As agent.stages.kernels.add_in_torch; all on the CPU, sums contiguous."""
     wide = np.float64 if term.dtype == torch.float64 else np.float32
     of_numpy, misfits = wide(scale), 0
+    term = term.resolve_neg()  # which numpy does not know
     if term.dtype in (torch.float32, torch.float64):
-        misfits = _add(sums.numpy(), term.contiguous().resolve_neg().numpy(), of_numpy, wide(limit))
+        misfits = _add(sums.numpy(), term.contiguous().numpy(), of_numpy, wide(limit))
     else:
         for start in range(0, term.numel(), _CHUNK):
             part = term[start : start + _CHUNK].float()

@@ -15,6 +15,12 @@ def describe() -> str:
     return f"{os.cpu_count()} cores, load {load}, Python {platform.python_version()}, {platform.system()}"
 
 
+def children(pid: int) -> list[int]:
+    """Of a process, those that run; Linux only."""
+    found = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for some in found for child in some]
+
+
 def processor_seconds(pid: int) -> float:
     """User and system time so far of a process and of all its descendants that still run; Linux only."""
     parents: dict[int, int] = {}
