@@ -791,7 +791,11 @@ def alike(one: Any, other: Any) -> bool:
     if isinstance(one, _Raised) or isinstance(other, _Raised):
         return isinstance(one, _Raised) and isinstance(other, _Raised)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
+        if one.layout != other.layout or one.dtype != other.dtype:
+            return False
+        if one.is_nested or other.is_nested or one.layout != torch.strided:
+            return True  # torch has no comparison for these
+        if one.shape != other.shape:
             return False
         same = (one == other) | ((one != one) & (other != other))  # NaN is NaN here
         return bool(torch.all(same))
@@ -800,7 +804,9 @@ def alike(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(alike, one, other))
     plain = (bool, int, float, str, bytes)
-    return one == other if isinstance(one, plain) and isinstance(other, plain) else True
+    if not (isinstance(one, plain) and isinstance(other, plain)):
+        return True
+    return one == other or (one != one and other != other)
 
 
 Place = tuple[int, int, int]

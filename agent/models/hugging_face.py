@@ -356,7 +356,8 @@ def pretrained_job(
     source = replace(source, passed=tuple(name for name in PASSED if name in batch))
     whole = source.cut.model
     embedding: Any = whole.get_input_embeddings()
-    if (largest := int(batch["input_ids"].max())) >= embedding.num_embeddings:
+    tokens_of = batch["input_ids"]
+    if tokens_of.numel() and (largest := int(tokens_of.max())) >= embedding.num_embeddings:
         expected = f"tokens below {embedding.num_embeddings}, for which the model has embeddings"
         raise InputError("data", f"the token {largest}", expected)
     with _quiet():  # GPT-2's name says nothing of its loss, which it tells

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.models.data import DatasetBatches, MicroBatchSampler
+from openrecycle.agent.models.data import DatasetBatches, MicroBatchSampler, alike
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from tests.agent.own_jobs import Endless, Squares
@@ -83,3 +88,32 @@ def test_a_data_set_as_micro_batches() -> None:
     )
     with pytest.raises(InputError, match=r"data: got 'Endless'.*map-style"):
         DatasetBatches(Endless(), lambda i, p, m: [0])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        lambda: {"x": [torch.tensor([1.0, math.nan]), (math.nan, 2.0)], "y": "words"},
+        object,
+    ],
+)
+def test_what_is_read_twice_is_the_same(read: Callable[[], Any]) -> None:
+    assert alike(read(), read())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.ones(2), torch.zeros(2)),
+        (torch.ones(2), torch.ones(3)),
+        (torch.ones(2), torch.ones(2).double()),
+        (torch.eye(2), torch.eye(2).to_sparse()),
+        ({"x": 1.0}, {"x": math.nan}),
+        ([1, 2], [1]),
+    ],
+)
+def test_what_is_read_twice_is_another_one(one: Any, other: Any) -> None:
+    assert not alike(one, other)

@@ -45,14 +45,23 @@ class Words(nn.Module):
         return y
 
 
+class Tags(nn.Sequential):
+    """The last layer may give the loss anything."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": super().forward(x)}
+
+
 def build_layer(layer: int, layers: int) -> nn.Module:
     if layer == 0:
         return Words()
-    return nn.Sequential(nn.Linear(WIDTH, WORDS if layer == layers - 1 else WIDTH), nn.Tanh())
+    if layer == layers - 1:
+        return Tags(nn.Linear(WIDTH, WORDS), nn.Tanh())
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
-def tag_loss(output: Tensor, tags: Tensor) -> Tensor:
-    return functional.cross_entropy(output.flatten(0, 1), tags.flatten(), ignore_index=PADDING)
+def tag_loss(output: dict[str, Tensor], tags: Tensor) -> Tensor:
+    return functional.cross_entropy(output["logits"].flatten(0, 1), tags.flatten(), ignore_index=PADDING)
 
 
 def tokens(tags: Tensor) -> Tensor:
