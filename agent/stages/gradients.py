@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import Mode
-from openrecycle.agent.stages.kernels import add_in_torch, fused_add, scale_into
+from openrecycle.agent.stages.kernels import CPU_CHUNK, add_in_torch, fused_add, scale_into
 from openrecycle.planner.plans.schedule import MicroBatch
 
 GRID_BITS = 50
@@ -40,7 +40,7 @@ MOST_GRADIENT = 2.0 ** (62 - GRID_BITS)
 """An element of a gradient that is as large counts as not finite."""
 # Elements handled at a time: large enough to amortise the calls, small enough to stay in a core's cache; and on other
 # devices, where that matters less, to need little memory beside the sums.
-_CHUNK, _CHUNK_THERE = 1 << 17, 1 << 24
+_CHUNK, _CHUNK_THERE = CPU_CHUNK, 1 << 24
 # The kernel takes its scale in fp32.
 _MOST_FUSED = 2.0**100
 BUCKET_BYTES = 25 << 20
@@ -119,6 +119,10 @@ class GradientSum:
         usual = 1.0 if nominal is None else min(1.0, max(nominal / max(1, terms), 2.0**-900))
         self._weight_scale = _WEIGHT_SCALE * 2.0 ** -math.floor(math.log2(usual))
         self._chunk = _CHUNK if device.type == "cpu" else _CHUNK_THERE
+        if device.type == "cuda" and self._buffer.dtype == torch.int64:
+            fused_add(
+                self._buffer.device
+            )  # before anything is received: to load a kernel is to wait for all of the GPU
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._gradients: dict[torch.dtype, Tensor] = {}
         self._temporaries: dict[tuple[torch.dtype, int], Tensor] = {}

@@ -1,34 +1,37 @@
 """The kernel of agent.stages.kernels for CPUs, by numba, which is here where the planner is. It is compiled when this
 is imported (0.6 s of a processor; half of it once it is kept on disk): the server that workers are forked from does so.
+Whatever is wrong with numba, importing this raises ImportError: that server passes over no other one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import numba  # type: ignore[import-untyped]
-import numpy as np
 import torch
 from torch import Tensor
 
-# Of a lower type, so many elements are made fp32 at a time.
-_CHUNK = 1 << 16
+from openrecycle.agent.stages.kernels import CPU_CHUNK
 
 
-def _loop(sums: Any, term: Any, scale: Any, limit: Any) -> int:
-    misfits = 0
-    for i in range(term.size):
-        x = term[i] * scale  # by a power of two, so exact
-        misfits += int(not abs(x) < limit)  # NaN is a misfit
-        sums[i] += np.int64(np.rint(x))  # halves to the even one
-    return misfits
+def _loop(sums: Any, term: Any, scale: Any, limit: Any, chunk: int) -> int:
+    for start in range(0, term.size, chunk):
+        end = min(start + chunk, term.size)
+        misfits = 0
+        for i in range(start, end):  # counted to the end: so it is done in vectors
+            misfits += int(not abs(term[i] * scale) < limit)  # NaN is one
+        if misfits:
+            return 1
+        for i in range(start, end):
+            # By a power of two, so exact. Halves go to the even one.
+            sums[i] += np.int64(np.rint(term[i] * scale))
+    return 0
 
 
 def _compiled() -> Callable[..., int]:
-    # Without fast-math: every element is rounded as torch does. Counted, not left at the first misfit: so it is
-    # done in vectors.
-    signatures = [f"int64(int64[::1], {wide}[::1], {wide}, {wide})" for wide in ("float32", "float64")]
+    # Without fast-math: every element is rounded as torch does.
+    signatures = [f"int64(int64[::1], {wide}[::1], {wide}, {wide}, int64)" for wide in ("float32", "float64")]
     try:
         made = numba.njit(signatures, nogil=True, cache=True)(_loop)
     except Exception:  # no folder to keep it in, a full disk, a file that is damaged
@@ -36,19 +39,37 @@ def _compiled() -> Callable[..., int]:
     return made  # type: ignore[no-any-return]
 
 
-_add = _compiled()
+try:
+    import numba  # type: ignore[import-untyped]
+    import numpy as np
+
+    if numba.config.DISABLE_JIT:
+        raise ImportError("NUMBA_DISABLE_JIT is set")
+    _add = _compiled()
+except Exception as error:
+    raise ImportError(f"{type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def _in_fp32(limit: float) -> np.float32:
+    """What every fp32 number below `limit` is below, and no other one."""
+    nearest = np.float32(limit)
+    return nearest if nearest >= limit else np.nextafter(nearest, np.float32(np.inf))
 
 
 def add(sums: Tensor, term: Tensor, rejected: Tensor, scale: float, limit: float) -> None:
-    """As agent.stages.kernels.add_in_torch; all on the CPU, sums contiguous."""
-    wide = np.float64 if term.dtype == torch.float64 else np.float32
-    of_numpy, misfits = wide(scale), 0
-    term = term.resolve_neg()  # which numpy does not know
-    if term.dtype in (torch.float32, torch.float64):
-        misfits = _add(sums.numpy(), term.contiguous().numpy(), of_numpy, wide(limit))
+    """As agent.stages.kernels.add_in_torch, on CPU_CHUNK elements at a time, none of which is added where one does not
+    fit; all on the CPU, sums contiguous."""
+    misfit, term = 0, term.resolve_neg()  # which numpy does not know
+    if term.dtype == torch.float64:
+        misfit = _add(sums.numpy(), term.contiguous().numpy(), scale, limit, CPU_CHUNK)
+    elif term.dtype == torch.float32:
+        misfit = _add(sums.numpy(), term.contiguous().numpy(), np.float32(scale), _in_fp32(limit), CPU_CHUNK)
     else:
-        for start in range(0, term.numel(), _CHUNK):
-            part = term[start : start + _CHUNK].float()
-            misfits += _add(sums[start : start + _CHUNK].numpy(), part.numpy(), of_numpy, wide(limit))
-    if misfits:
+        for start in range(0, term.numel(), CPU_CHUNK):
+            into, part = (some[start : start + CPU_CHUNK] for some in (sums, term))
+            misfit = _add(into.numpy(), part.float().numpy(), np.float32(scale), _in_fp32(limit), CPU_CHUNK)
+            if misfit:
+                break
+    if misfit:
         rejected.add_(1)

@@ -310,9 +310,10 @@ _HEAD = (
     "setInterval(()=>{performance.clearMarks();performance.clearMeasures()},6e4)</script>"
 ).encode()
 _ASSETS = Path(__file__).parents[1] / "ui" / "assets"
+_SCRIPTS = ("order.js", "history.js", "colours.js")
 _STYLE = (
     f"<style>{(_ASSETS / 'console.css').read_text(encoding='utf-8')}</style>"
-    + "".join(f"<script>{(_ASSETS / name).read_text(encoding='utf-8')}</script>" for name in ("order.js", "history.js"))
+    + "".join(f"<script>{(_ASSETS / name).read_text(encoding='utf-8')}</script>" for name in _SCRIPTS)
 ).encode()
 _RUN = (
     """<script type="module">const stands='[data-test-script-state="notRunning"] h1',"""

@@ -95,6 +95,14 @@ def test_a_weight_that_is_far_from_the_usual_one_is_counted_not_added() -> None:
     assert total.rejected == 1
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_loss_that_is_no_number_is_in_no_sum(bad: float) -> None:
+    total = GradientSum([], terms=2)
+    total.add_loss(torch.tensor(1.5))
+    total.add_loss(torch.tensor(bad))
+    assert (total.loss, total.rejected) == (1.5, 1)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e9])
 def test_what_does_not_fit_is_counted_not_added(bad: float) -> None:
     parameter = nn.Parameter(torch.zeros(3))

@@ -21,6 +21,7 @@ import requests
 
 from openrecycle.app.cli import cli as console
 from openrecycle.cli import HISTORY
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -162,7 +163,7 @@ def test_training_without_torch_says_so(bare: Path) -> None:
     absent = "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['train']; import openrecycle.cli as c; c.main()"
     done = run(bare, "-c", absent)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith("error: this needs torch")
+    assert done.stderr.startswith(golden("error-this-needs-torch"))
 
 
 def test_what_pip_installs_is_declared() -> None:

@@ -353,6 +353,8 @@ class Sent(list[dict[str, object]]):
     def send(self, message: dict[str, object]) -> None:
         self.append(message)
 
+    post = send
+
 
 @pytest.mark.processes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")

@@ -139,6 +139,8 @@ class SlowFrames(Frames):
     """Of a node that takes nothing until it is `let`; sent: what it has taken since."""
 
     def __init__(self) -> None:
+        own, self._other = socket.socketpair()
+        super().__init__(own, "a token", "lead")
         self.let, self._closed = threading.Event(), threading.Event()
         self.sent: list[dict[str, Any]] = []
 
@@ -155,6 +157,9 @@ class SlowFrames(Frames):
 
     def close(self) -> None:
         self._closed.set()
+        self.let.set()
+        super().close()
+        self._other.close()
 
 
 def test_whoever_decides_reads_no_record_for_a_node_that_comes_back() -> None:

@@ -67,7 +67,7 @@ def test_a_page_has_the_script_and_its_length(client: TestClient, path: str) -> 
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert answer.text.count("window.__streamlit={BACKEND_BASE_URL:") == 1
     css = (MAIN.parent / "assets" / "console.css").read_bytes()
-    scripts = [(MAIN.parent / "assets" / name).read_bytes() for name in ("order.js", "history.js")]
+    scripts = [(MAIN.parent / "assets" / name).read_bytes() for name in ("order.js", "history.js", "colours.js")]
     said = b"".join(b"<script>" + script + b"</script>" for script in scripts)
     end = b"<p>y</p><style>" + css + b"</style>" + said + b"</body></html>"
     assert answer.content.endswith(end), "behind the rules that it overrides"

@@ -22,6 +22,7 @@ from openrecycle.app.runtime.errors import MOST_CONTAINERS, MOST_FIELDS, MOST_FI
 from openrecycle.app.server import create_api, create_routes
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import JobDoc, job_doc
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -220,5 +221,5 @@ def test_what_is_wrong_with_a_file_is_said_of_the_file(document: bytes, place: s
     with pytest.raises(ConsoleError) as wrong:
         bounded(before + document + b"}")
     said = of_file(wrong.value.detail, len(before))
-    assert said.startswith("the file is not JSON: ") and said.endswith(place)
-    assert of_file("job: missing, expected a value", len(before)) == "job: missing, expected a value"
+    assert said.startswith(golden("the-file-is-not-json")) and said.endswith(place)
+    assert of_file(golden("job-missing-expected-a-value"), len(before)) == golden("job-missing-expected-a-value")

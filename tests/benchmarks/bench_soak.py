@@ -52,9 +52,9 @@ def soak(folder: Path, minutes: float, every: float, dice: random.Random) -> Non
         console = subprocess.Popen([sys.executable, *serve], stdout=log, stderr=log)
         while not _answers(f"{address}/healthz"):
             time.sleep(0.2)
-        train = ("-m", "agent", "train", *JOB, "--iterations", "100000000", "--restart-delay", "0.5")
-        train = (*train, "--console", address, "--record", str(record))
-        launcher = subprocess.Popen([sys.executable, *train], stdout=log, stderr=log)
+        told = ("--iterations", "100000000", "--restart-delay", "0.5", "--console", address, "--record", str(record))
+        train = [sys.executable, "-m", "agent", "train", *JOB, *told]
+        launcher = subprocess.Popen(train, stdout=log, stderr=log)
         while not record.exists() or '"iteration"' not in record.read_text():
             time.sleep(0.2)
         job = requests.get(f"{address}/api/v1/jobs", timeout=60).json()["jobs"][0]["job_id"]

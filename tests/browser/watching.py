@@ -126,7 +126,8 @@ def assert_it_can_be_read(page: Page) -> None:
     """No words on it are too faint, once nothing fades any more."""
     with suppress(TimeoutError):
         page.wait_for_function(f"() => !({_TOO_FAINT})().length", timeout=FADE_MS)
-    assert page.evaluate(_TOO_FAINT) == [], f"{page.url}: too faint"
+    faint = page.evaluate(_TOO_FAINT)
+    assert not faint, f"{page.url}: too faint: {faint}"
 
 
 def assert_it_fits(page: Page, *texts: str) -> None:
