@@ -17,15 +17,15 @@ from openrecycle.agent.stages.kernels import CPU_CHUNK
 
 def _loop(sums: Any, term: Any, scale: Any, limit: Any, chunk: int) -> int:
     for start in range(0, term.size, chunk):
-        end = min(start + chunk, term.size)
-        misfits = 0
-        for i in range(start, end):  # counted to the end: so it is done in vectors
-            misfits += int(not abs(term[i] * scale) < limit)  # NaN is one
+        # Slices: an index that might be negative would not be computed in vectors.
+        into, part, misfits = sums[start : start + chunk], term[start : start + chunk], 0
+        for i in range(part.size):  # counted to the end, likewise
+            misfits += int(not abs(part[i] * scale) < limit)  # NaN is one
         if misfits:
             return 1
-        for i in range(start, end):
+        for i in range(part.size):
             # By a power of two, so exact. Halves go to the even one.
-            sums[i] += np.int64(np.rint(term[i] * scale))
+            into[i] += np.int64(np.rint(part[i] * scale))
     return 0
 
 
