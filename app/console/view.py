@@ -222,7 +222,8 @@ class JobView:
     figures: ETTR, goodput and the fault-free rate so far.
     advice: the best option with the workers that are out, None while nothing is known of it. held: layers per stage as
     the workers have them, () where stages can't be cut; coming: as they will, while layers move. spares: ranks that
-    run nothing since another one of their worker has ended.
+    run nothing since another one of their worker has ended. suspect_seconds: after which silence is too long, by this
+    console.
     """
 
     job_id: str
@@ -247,6 +248,7 @@ class JobView:
     held: tuple[int, ...] = ()
     coming: tuple[int, ...] = ()
     spares: tuple[Rank, ...] = ()
+    suspect_seconds: float = FailureTimeouts.suspect
 
 
 Made = TypeVar("Made")
@@ -489,6 +491,7 @@ class Queries:
                 held=state.held,
                 coming=state.current.partition if state.current and state.moving else (),
                 spares=worker_states.spares,
+                suspect_seconds=self._failure_timeouts.suspect,
             )
 
     def _workers(self, job: LiveJob, fingerprint: str | None, worker_states: WorkerStates) -> tuple[WorkerView, ...]:

@@ -21,8 +21,6 @@ from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule, critical_path, waited, workers_of
 
 OVER = (JobState.FINISHED, JobState.STOPPED)
-# Seconds after which data is old: several heartbeats are missing.
-STALE = 5.0
 # What it is called how far a worker has come in taking up a generation, in the order of ACK_ORDER.
 STEP_WORDS = ("waiting", "with the plan", "in groups", "training")
 # What a cell says while its worker takes up a new generation: who is last must not look as if all were well.
@@ -111,7 +109,7 @@ def _goodput(view: JobView) -> Card:
 def is_old(view: JobView) -> bool:
     """Has nobody been heard for longer than should be, of those who should speak? A console that is stuck does not
     know how the job is, and takes no silence for a worker's."""
-    return view.state not in OVER and min(_ages(view), default=0.0) > STALE
+    return view.state not in OVER and min(_ages(view), default=0.0) > view.suspect_seconds
 
 
 def _ages(view: JobView) -> list[float]:
@@ -127,7 +125,7 @@ def _age(view: JobView) -> Card:
     if not ages:
         return Card("Age of data", "–", "no worker heard yet")
     newest, oldest = min(ages), max(ages)
-    tone = "warn" if newest > STALE or oldest > STALE else ""
+    tone = "warn" if oldest > view.suspect_seconds else ""
     words = text.seconds(newest)
     return Card("Age of data", words, f"oldest heartbeat {text.age(oldest)}", tone)
 

@@ -383,6 +383,16 @@ def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) 
         again.close()
 
 
+def test_what_is_old_depends_on_how_seldom_workers_speak(store: Store) -> None:
+    console = ConsoleService(store, failure_timeouts=FailureTimeouts(heartbeat=10.0, suspect=30.0, dead=90.0))
+    console.start()
+    try:
+        created, _ = console.jobs.create(SPEC)
+        assert console.queries.view(created.job_id).suspect_seconds == created.suspect_seconds == 30.0
+    finally:
+        console.close()
+
+
 def test_a_damaged_plan_does_not_stop_its_job(store: Store) -> None:
     console = ConsoleService(store)
     console.start()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
 from tests.browser.watching import NEEDS_CHROMIUM
 
@@ -66,30 +66,41 @@ def test_a_chart_is_not_waited_for(page: Page) -> None:
     assert draw(page, WORDS, f'<div class="st-key-loss-chart">{WAITS}</div>', WORDS) == [True, True, True]
 
 
-def test_back_goes_back_by_what_somebody_did(tab: Page) -> None:
+def test_back_goes_back_by_what_somebody_did(browser: Browser) -> None:
     """As Streamlit does it on a busy machine: the address has the next page's names before its path."""
-    tab.route(
-        "http://console.test/**", lambda route: route.fulfill(body="<button>x</button>", content_type="text/html")
-    )
+    page = browser.new_page()  # whose history is empty: Chromium keeps no more than 50 entries
     try:
-        tab.goto("http://console.test/")
-        tab.add_script_tag(path=ASSETS / "history.js")
+        page.clock.install(time=0)
+        page.clock.pause_at(1_000)  # time goes on when the test says so, however busy the machine
+        page.route(
+            "http://console.test/**", lambda route: route.fulfill(body="<button>x</button>", content_type="text/html")
+        )
+        page.goto("http://console.test/")
+        page.add_script_tag(path=ASSETS / "history.js")
 
         def puts(*addresses: str) -> int:
-            """How many entries they make."""
-            before = tab.evaluate("history.length")
-            tab.evaluate("all => all.forEach(one => history.pushState({}, '', one))", list(addresses))
-            return tab.evaluate("history.length") - before  # type: ignore[no-any-return]
+            """How many entries they make. By the place in the history, which is as long as before where an entry takes
+            the place of those that were gone back from."""
+            before = page.evaluate("navigation.currentEntry.index")
+            page.evaluate("all => all.forEach(one => history.pushState({}, '', one))", list(addresses))
+            return page.evaluate("navigation.currentEntry.index") - before  # type: ignore[no-any-return]
 
         assert puts("/?job=1") == 0
-        tab.get_by_role("button").click()
+        page.get_by_role("button").click()
         assert puts("/?job=1&plan=2", "/?job=1&plan=2&follow=1", "/schedule?job=1&plan=2&follow=1") == 1
-        tab.keyboard.press("Space")
+        page.keyboard.press("Space")
         assert puts("/schedule?job=1&plan=2") == 1
-        tab.go_back()
+        page.keyboard.press("Space")
+        page.go_back()
         assert puts("/schedule?job=1&plan=3") == 0
-        tab.go_back()
-        assert tab.url == "http://console.test/?job=1"
+        page.get_by_role("button").click()
+        page.clock.fast_forward(10_100)
+        assert puts("/schedule?job=1&plan=4") == 0, "what comes long after comes of something else"
+        page.go_back()
+        assert page.url == "http://console.test/?job=1"
+        for kind in ("pointerdown", "click", "keydown", "drop"):
+            page.dispatch_event("button", kind)
+            page.clock.fast_forward(9_900)
+            assert puts(f"/schedule?job=1&plan={kind}") == 1
     finally:
-        tab.goto("about:blank")
-        tab.unroute("http://console.test/**")
+        page.close()

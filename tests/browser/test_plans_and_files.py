@@ -37,7 +37,8 @@ class Site:
     def __init__(self, folder: Path) -> None:
         here = ConsoleHere(folder)
         try:
-            small = JobHere(here.console, "small job").register().commit(0, 3, 1).die("W1_2").heal("W1_2", 2)
+            small = JobHere(here.console, "small job").register()
+            small.commit(0, 3, 1, falls=3e-6, begins=2.30259).die("W1_2").heal("W1_2", 2)
             plan = here.console.queries.view(small.job_id).plan
             assert plan is not None
             self.plan = plan
@@ -45,7 +46,7 @@ class Site:
             wide = JobHere(
                 here.console, "wide job", pipelines=4, stages=6, micro_batches=8, samples_per_micro_batch=9000
             )
-            wide.register().commit(0, 3, 1, falls=0.0, begins=2.302585)
+            wide.register().commit(0, 3, 1, falls=0.0, begins=2.302585092994046)
             self.small, self.wide, self.large = (job.finish().job_id for job in (small, wide, large))
         finally:
             here.close()
@@ -391,11 +392,17 @@ def test_one_iteration_stands_at_one_place_in_charts_above_each_other(site: Site
     axes = page.locator(".stVegaLiteChart svg")
     expect(axes).to_have_count(2)
     expect(axes.first.get_by_text("200,000")).to_be_visible()
+    expect(axes.last.get_by_text("2.302585", exact=True)).to_be_visible()
     box = (
         "charts => charts.map(e => e.querySelector('.background').getBoundingClientRect()).map(b => [b.left, b.right])"
     )
     first, second = axes.evaluate_all(box)
     assert first == second
+    page.goto(f"{site.root}/?job={site.small}")
+    for losses in ("2.302584", "2.302586", "2.302588"):
+        expect(axes.last.get_by_text(losses)).to_be_visible()
+    first, second = axes.evaluate_all(box)
+    assert first == second, "losses that differ by little"
 
 
 @pytest.mark.chaos

@@ -98,10 +98,10 @@ def y_axis(field: str, scale: dict[str, Any]) -> dict[str, Any]:
         "tickCount": 4,
         "domain": False,
         "ticks": False,
-        "minExtent": 42,  # for 100,000 or 2.31254
-        # Of values that are all the same Vega gives every digit.
-        "labelExpr": "abs(datum.value) >= 1e6 ? format(datum.value, '.6~s') : "
-        "length(datum.label) > 7 ? format(datum.value, '.5~g') : datum.label",
+        "minExtent": 54,  # for 123,456.5 or 0.0012345
+        # Of values that are all the same Vega gives every digit; of those that differ by little, what they differ by.
+        "labelExpr": "abs(datum.value) < 1e6 && length(datum.label) < 10 ? datum.label : format(datum.value, "
+        "abs(datum.value) < 1e-3 || abs(datum.value) >= 1e6 ? '.6~s' : abs(datum.value) < 1 ? '.7~f' : ',.7~g')",
     }
     return {"field": field, "type": "quantitative", "scale": scale, "axis": axis}
 
