@@ -157,6 +157,12 @@ class Database:
                     "does not know: run that version, or name another database"
                 ) from None
 
+    def check_file(self) -> None:
+        """Raises FileGone where SQLite's file is not the one that was opened. What is written to that is in no folder
+        any more, and goes with this process; and what opens the file anew makes another one, or reads it."""
+        if self.is_sqlite and _identity(self._path) != self._file:
+            raise FileGone(f"{self._path} was moved, deleted or replaced")
+
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """SQLite does not wait for its lock while a new file changes to WAL: whoever comes second waits here."""
@@ -232,12 +238,8 @@ class Database:
                 yield connection
 
     def _turn(self, connection: Connection) -> RootTransaction:
-        """Begins a transaction that writes an SQLite file, once no other process does.
-
-        Raises FileGone where the file is not the one that was opened: what is written to that is in no folder any more,
-        and goes with this process."""
-        if _identity(self._path) != self._file:
-            raise FileGone(f"{self._path} was moved, deleted or replaced")
+        """Begins a transaction that writes an SQLite file, once no other process does. Raises FileGone."""
+        self.check_file()
         driver: Any = connection.connection.driver_connection
         driver.execute(_busy(_HELD_SECONDS if self._held else self.patience))
         try:
@@ -320,6 +322,13 @@ def _sqlite_path(url: URL) -> Path:
     if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
         raise DatabaseError("--database-url: got an SQLite database in memory, expected sqlite:///path/to/file.db")
     path = Path(url.database).absolute()
+    newest = Path(f"{path}-wal")
+    # Beside a file that is not there, or empty, SQLite deletes it; a console that runs may have it open.
+    if not _size(path) and _size(newest):
+        raise DatabaseError(
+            f"database file {path} is not there, or empty, and {newest} has what was stored last: "
+            "put the file back, or delete that one too"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Tells "not allowed" from other troubles before SQLite's own "unable to open database file".
@@ -334,6 +343,14 @@ def _sqlite_path(url: URL) -> Path:
             "name a file on a local disk, or a PostgreSQL database"
         )
     return path
+
+
+def _size(path: Path) -> int:
+    """Bytes; 0: there is no such file, or it can't be seen."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

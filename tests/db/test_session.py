@@ -126,6 +126,30 @@ def test_nothing_is_written_to_a_file_that_is_not_there_any_more(tmp_path: Path)
     database.close()
 
 
+@pytest.mark.parametrize("emptied", [False, True])
+def test_what_was_stored_last_outlives_a_file_that_is_away(tmp_path: Path, emptied: bool) -> None:
+    """A child of the console, or a command beside it, opens the address while the console's file was moved: SQLite
+    deletes what lies beside an empty one."""
+    file, newest, elsewhere = (tmp_path / name for name in ("console.db", "console.db-wal", "moved.db"))
+    database = sqlite_in(tmp_path)
+    row = "insert into job (id, name, spec, state, reason, created_at) values ('a', 'a', '{}', 's', '', 0)"
+    with database.write() as session:
+        session.execute(text(row))
+    held = newest.stat().st_size
+    file.rename(elsewhere)
+    if emptied:
+        file.touch()
+    with pytest.raises(DatabaseError, match=golden("has-what-was-stored-last")):
+        Database(f"sqlite:///{file}").rows(text("select 1"))
+    assert held and newest.stat().st_size == held
+    assert file.exists() == emptied
+    elsewhere.replace(file)
+    again = sqlite_in(tmp_path)
+    assert again.scalars(text("select id from job")) == ["a"]
+    again.close()
+    database.close()
+
+
 def test_a_failed_transaction_leaves_nothing(database: Database) -> None:
     insert = "insert into job (id, name, spec, state, reason, created_at) values ('a', 'a', '{}', 's', '', 0)"
     with pytest.raises(ZeroDivisionError), database.write() as session:
