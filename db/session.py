@@ -109,7 +109,7 @@ class Database:
             self._path = _sqlite_path(self.url)
             self._file = _identity(self._path)
             # Nothing makes another one in the place of a file that is gone.
-            there = self.url.set(database=f"file:{quote(str(self._path))}")
+            there = self.url.set(database=f"file://{quote(str(self._path))}")
             there = there.update_query_dict({"mode": "rw", "uri": "true"})
             self.engine = create_engine(there, pool_size=16, max_overflow=16)
             _prepare_sqlite(self.engine)
@@ -322,6 +322,10 @@ def _sqlite_path(url: URL) -> Path:
     if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
         raise DatabaseError("--database-url: got an SQLite database in memory, expected sqlite:///path/to/file.db")
     path = Path(url.database).absolute()
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # no address can hold it
+        raise DatabaseError(f"--database-url: got the file {str(path)!r}, expected a name in UTF-8") from None
     newest = Path(f"{path}-wal")
     # Beside a file that is not there, or empty, SQLite deletes it; a console that runs may have it open.
     if not _size(path) and _size(newest):

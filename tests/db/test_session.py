@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import URL, text
 from sqlalchemy.exc import OperationalError
 
 from openrecycle.db.session import Database, DatabaseError, FileGone, file_system
@@ -21,6 +21,7 @@ from tests.golden import golden
         ("sqlite:///:memory:", "in memory"),
         ("no address, secret", "can't be read as an address"),
         ("sqlite:////dev/null/x.db", "can't be written"),
+        ("sqlite:////tmp/\udcff.db", "expected a name in UTF-8"),
     ],
 )
 def test_an_address_that_is_none_is_refused_without_repeating_secrets(url: str, says: str) -> None:
@@ -44,6 +45,19 @@ def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
     path.write_text("this is not a database, whatever its name says\n" * 100)
     with pytest.raises(DatabaseError, match=golden("cant-be-used-file-is")):
         Database(f"sqlite:///{path}").upgrade()
+
+
+@pytest.mark.parametrize("name", ["a b%20#?é.db", "/console.db"])
+def test_a_file_may_have_any_name(tmp_path: Path, name: str) -> None:
+    """And two slashes before it, as `sqlite:////$PWD/x.db` has."""
+    file = f"/{tmp_path}{name}" if name[0] == "/" else f"{tmp_path}/{name}"
+    database = Database(URL.create("sqlite", database=file).render_as_string())
+    with database.write() as session:
+        session.execute(text("create table made (x)"))
+    database.close()
+    other = sqlite3.connect(file)
+    assert other.execute("select count(*) from made").fetchone() == (0,)
+    other.close()
 
 
 def test_sqlite_keeps_a_write_ahead_log_and_foreign_keys(tmp_path: Path) -> None:
