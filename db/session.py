@@ -113,6 +113,7 @@ class Database:
             there = there.update_query_dict({"mode": "rw", "uri": "true"})
             self.engine = create_engine(there, pool_size=16, max_overflow=16)
             _prepare_sqlite(self.engine)
+            event.listen(self.engine, "do_connect", lambda *_: self.check_file())
         else:
             arguments = connect_arguments(self.url, me)
             self.engine = create_engine(

@@ -63,8 +63,8 @@ def unavailable(error: SQLAlchemyError) -> ConsoleError:
     if isinstance(error, DataError):
         return ConsoleError(422, "invalid", "a text has a NUL character, or a number is larger than what can be stored")
     if isinstance(error, FileGone):
-        detail = "the file of the database was moved, deleted or replaced: nothing can be stored until it is back; "
-        return ConsoleError(503, "database_gone", detail + "what was stored can still be read")
+        detail = "the file of the database was moved, deleted or replaced: nothing can be stored until it is back, "
+        return ConsoleError(503, "database_gone", detail + "and not all can be read")
     said = str(getattr(error, "orig", None) or "").strip().splitlines()
     text = said[0].lower() if said else ""
     if getattr(getattr(error, "orig", None), "sqlstate", None) == "53100" or "disk is full" in text:

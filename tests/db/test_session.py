@@ -126,15 +126,24 @@ def test_nothing_is_written_to_a_file_that_is_not_there_any_more(tmp_path: Path)
     refused()
     assert database.rows(query) == [], "what was stored can be read"
     assert not file.exists()
-    file.write_bytes(b"")
+    other = sqlite3.connect(tmp_path / "other.db")
+    other.execute("create table job (name)")
+    other.execute("insert into job values ('of another')")
+    other.commit()
+    other.close()
+    (tmp_path / "other.db").rename(file)
     refused()
+    with database.read() as session:
+        assert session.scalars(query).all() == []
+        with pytest.raises(FileGone):  # by one more connection
+            database.rows(query)
     file.unlink()
     elsewhere.rename(file)
     with database.write():
         pass
     file.rename(elsewhere)
     database.engine.dispose()
-    with pytest.raises(OperationalError, match="unable to open"):
+    with pytest.raises(FileGone):
         database.rows(query)
     assert not file.exists(), "a new one would have no tables"
     database.close()
