@@ -245,8 +245,8 @@ class Database:
         driver.execute(_busy(_HELD_SECONDS if self._held else self.patience))
         try:
             transaction = connection.begin()
-        except OperationalError:
-            self._held = True
+        except OperationalError as error:
+            self._held = "locked" in str(error.orig)
             raise
         finally:
             driver.execute(_busy(PATIENCE_SECONDS))

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import URL, text
+from sqlalchemy import URL, event, text
 from sqlalchemy.exc import OperationalError
 
 from openrecycle.db.session import Database, DatabaseError, FileGone, file_system
@@ -99,7 +99,14 @@ def test_a_file_that_another_process_holds_is_waited_for_once(tmp_path: Path) ->
     with database.write() as session:
         assert session.scalar(text("pragma busy_timeout")) == 5000, "as what reads has it, too"
 
-    # It is waited for again: the other ends while the write waits for it.
+    # It is waited for again: the other ends while the write waits for it. A disk that fails before is no other.
+    def fail(_connection: object) -> None:
+        raise OperationalError("begin", {}, Exception("disk I/O error"))
+
+    event.listen(database.engine, "begin", fail, insert=True)
+    with pytest.raises(OperationalError, match="disk"), database.write():
+        pass
+    event.remove(database.engine, "begin", fail)
     other.execute("begin immediate")
     let_go = threading.Timer(0.2, other.execute, ("rollback",))
     let_go.start()
