@@ -79,6 +79,22 @@ def unavailable(error: SQLAlchemyError) -> ConsoleError:
     return ConsoleError(503, "unavailable", f"the database can't take this now ({why}); try again")
 
 
+def passing(error: Exception) -> ConsoleError | None:
+    """What is said of it, where the database fails or the console refuses something: both may pass. None: it is a
+    mistake of ours, of which the log is to say all; also where that was put into words on its way."""
+    from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, SQLAlchemyError, TimeoutError
+
+    from openrecycle.db.session import FileGone, WriteFenced
+
+    origin = error.__cause__ if isinstance(error, ConsoleError) else error
+    may_pass = OperationalError, InterfaceError, InternalError, TimeoutError, WriteFenced, FileGone
+    if isinstance(origin, SQLAlchemyError) and not isinstance(origin, may_pass):
+        return None
+    if isinstance(error, ConsoleError):
+        return error
+    return unavailable(error) if isinstance(error, SQLAlchemyError) else None
+
+
 def unknown_plan(fingerprint: str) -> ConsoleError:
     return ConsoleError(404, "unknown_plan", f"plan: got {fingerprint!r}, expected the fingerprint of a plan")
 

@@ -93,8 +93,8 @@ _MOST_SAID = 100
 
 
 class Seldom:
-    """Warnings of what may fail many times a second: each is logged at once, and the same again a minute later. The log
-    may be on the disk that is full."""
+    """Says what may fail many times a second: each is logged at once, and the same again a minute later. The log may be
+    on the disk that is full."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -102,12 +102,22 @@ class Seldom:
 
     def warn(self, event: str, *, reason: str, **about: object) -> None:
         """One that differs in what it is `about` alone is the same."""
-        now, key = self._clock(), (event, reason)
-        if now - self._said.get(key, -math.inf) >= SAID_AGAIN_SECONDS:
-            if len(self._said) >= _MOST_SAID:
-                self._said.clear()
-            self._said[key] = now
+        if self._is_due(event, reason):
             log.warning(event, reason=reason, **about)
+
+    def failed(self, event: str, error: Exception, **about: object) -> None:
+        """With the traceback: it is a mistake of ours."""
+        if self._is_due(event, f"{type(error).__name__}: {error}".partition("\n")[0]):
+            log.error(event, exc_info=error, **about)
+
+    def _is_due(self, event: str, reason: str) -> bool:
+        now, key = self._clock(), (event, reason)
+        if now - self._said.get(key, -math.inf) < SAID_AGAIN_SECONDS:
+            return False
+        if len(self._said) >= _MOST_SAID:
+            self._said.clear()
+        self._said[key] = now
+        return True
 
 
 _SLICE = 0.2
