@@ -87,8 +87,11 @@ def test_a_file_that_was_deleted_is_said_and_takes_nothing_more(tmp_path: Path) 
         ):
             assert (answer.status_code, answer.json()["code"]) == (503, "database_gone")
             assert golden("the-file-of-the-database") in answer.json()["detail"]
-        assert not (tmp_path / "console.db").exists(), "nothing has made another one"
         assert len(asked.get("/api/v1/jobs").json()["jobs"]) == 1
+        database.engine.dispose()  # from now on, connections are new
+        unread = asked.get(f"/api/v1/jobs/{job}/workers/W0_0/history")
+        assert (unread.status_code, unread.json()["code"]) == (503, "database_gone")
+        assert not (tmp_path / "console.db").exists(), "nothing has made another one"
     finally:
         console.close()
         database.close()
