@@ -123,9 +123,9 @@ def test_what_is_logged_has_been_done_by_then(stack: ExitStack, url: str) -> Non
     until_lost(first, 1)
     until_leading(first)
     first.close()
-    assert terms["this console leads"] == 1
-    assert terms["this console does not lead any more"] is None
-    assert terms["the database could not be asked about the lead"] is None
+    assert terms[golden("this-console-leads")] == 1
+    assert terms[golden("this-console-does-not-lead")] is None
+    assert terms[golden("could-not-be-asked-about")] is None
 
 
 def test_one_that_stands_still_is_replaced_and_knows_it_at_once(stack: ExitStack, url: str) -> None:

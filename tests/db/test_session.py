@@ -124,7 +124,7 @@ def test_nothing_is_written_to_a_file_that_is_not_there_any_more(tmp_path: Path)
     query = text("select name from job")
 
     def refused() -> None:
-        with pytest.raises(FileGone, match="was moved, deleted or replaced"), database.write():
+        with pytest.raises(FileGone, match=golden("was-moved-deleted-or-replaced")), database.write():
             pass
 
     with database.write():
