@@ -900,6 +900,8 @@ class Histories:
         return done
 
     async def _run(self, *arguments: str) -> Mapping[str, Any]:
+        with storing():  # the child opens the database anew
+            self._database.check_file()
         try:
             url = self._database.url.render_as_string(hide_password=False)
             asked = await asyncio.to_thread(self._children.begin, url, *arguments)

@@ -253,9 +253,9 @@ class Leadership:
             decision = decide(self._me, term, seen, self.times)
             self._act(decision, seen.lease, asked)
         except (SQLAlchemyError, DatabaseError) as error:
-            self._seldom.warn("the database could not be asked about the lead", reason=_first_line(error))
             self._drop()
             self._act(decide(self._me, term, Seen(False), self.times), None, asked)
+            self._seldom.warn("the database could not be asked about the lead", reason=_first_line(error))
 
     def _see(self, term: int | None) -> Seen:
         if self._session is None:
@@ -280,9 +280,9 @@ class Leadership:
         if action is Action.STAY:
             self._confirmed = asked
         elif action is Action.STEP_DOWN:
-            log.warning("this console does not lead any more", reason=reason)
             self._drop()
             self._stand(None, lease, reason)
+            log.warning("this console does not lead any more", reason=reason)
         elif action is Action.LEAD:
             self._lead(lease)
         else:
@@ -304,8 +304,8 @@ class Leadership:
         asked = self._clock()
         term = self._session.claim(self._address)
         self._confirmed, self._led = asked, True
-        log.info("this console leads", term=term, address=self._address)
         self._stand(term, None, f"this console leads (term {term})")
+        log.info("this console leads", term=term, address=self._address)
 
     def _stand(self, term: int | None, lease: Lease | None, reason: str) -> None:
         other = lease is not None and lease.holder != self._me

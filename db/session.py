@@ -109,10 +109,11 @@ class Database:
             self._path = _sqlite_path(self.url)
             self._file = _identity(self._path)
             # Nothing makes another one in the place of a file that is gone.
-            there = self.url.set(database=f"file:{quote(str(self._path))}")
+            there = self.url.set(database=f"file://{quote(str(self._path))}")
             there = there.update_query_dict({"mode": "rw", "uri": "true"})
             self.engine = create_engine(there, pool_size=16, max_overflow=16)
             _prepare_sqlite(self.engine)
+            event.listen(self.engine, "do_connect", lambda *_: self.check_file())
         else:
             arguments = connect_arguments(self.url, me)
             self.engine = create_engine(
@@ -156,6 +157,12 @@ class Database:
                     f"database {self.shown_url} was used by another version of this program, whose tables this one "
                     "does not know: run that version, or name another database"
                 ) from None
+
+    def check_file(self) -> None:
+        """Raises FileGone where SQLite's file is not the one that was opened. What is written to that is in no folder
+        any more, and goes with this process; and what opens the file anew makes another one, or reads it."""
+        if self.is_sqlite and _identity(self._path) != self._file:
+            raise FileGone(f"{self._path} was moved, deleted or replaced")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -232,18 +239,14 @@ class Database:
                 yield connection
 
     def _turn(self, connection: Connection) -> RootTransaction:
-        """Begins a transaction that writes an SQLite file, once no other process does.
-
-        Raises FileGone where the file is not the one that was opened: what is written to that is in no folder any more,
-        and goes with this process."""
-        if _identity(self._path) != self._file:
-            raise FileGone(f"{self._path} was moved, deleted or replaced")
+        """Begins a transaction that writes an SQLite file, once no other process does. Raises FileGone."""
+        self.check_file()
         driver: Any = connection.connection.driver_connection
         driver.execute(_busy(_HELD_SECONDS if self._held else self.patience))
         try:
             transaction = connection.begin()
-        except OperationalError:
-            self._held = True
+        except OperationalError as error:
+            self._held = "locked" in str(error.orig)
             raise
         finally:
             driver.execute(_busy(PATIENCE_SECONDS))
@@ -321,6 +324,17 @@ def _sqlite_path(url: URL) -> Path:
         raise DatabaseError("--database-url: got an SQLite database in memory, expected sqlite:///path/to/file.db")
     path = Path(url.database).absolute()
     try:
+        str(path).encode()
+    except UnicodeEncodeError:  # no address can hold it
+        raise DatabaseError(f"--database-url: got the file {str(path)!r}, expected a name in UTF-8") from None
+    newest = Path(f"{path}-wal")
+    # Beside a file that is not there, or empty, SQLite deletes it; a console that runs may have it open.
+    if not _size(path) and _size(newest):
+        raise DatabaseError(
+            f"database file {path} is not there, or empty, and {newest} has what was stored last: "
+            "put the file back, or delete that one too"
+        )
+    try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Tells "not allowed" from other troubles before SQLite's own "unable to open database file".
         with path.open("ab"):
@@ -334,6 +348,14 @@ def _sqlite_path(url: URL) -> Path:
             "name a file on a local disk, or a PostgreSQL database"
         )
     return path
+
+
+def _size(path: Path) -> int:
+    """Bytes; 0: there is no such file, or it can't be seen."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -542,7 +542,7 @@ class ConsoleClient:
             later = answer.status_code in (408, 429) or (answer.status_code == 401 and self._known)
             if code == "unknown_job" and self._known:
                 later, kind = True, JobUnknown
-            elif code != "unknown" and answer.status_code >= 500 and kind is ConsoleUnavailable:
+            elif code != "unknown" and answer.status_code == 503 and kind is ConsoleUnavailable:
                 kind = ConsoleWaits
             if answer.status_code < 400 or (refused and not later):
                 self._current_timeout = self._first_timeout()

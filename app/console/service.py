@@ -60,7 +60,15 @@ from openrecycle.app.observing.metrics import OVER_SHOWN, JobMetrics, Metrics
 from openrecycle.app.observing.recorder import Recorder
 from openrecycle.app.plans.service import PlansService
 from openrecycle.app.plans.sources import PlanSources
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unavailable, unknown_job, unknown_worker
+from openrecycle.app.runtime.errors import (
+    ConsoleError,
+    passing,
+    plain,
+    storing,
+    unavailable,
+    unknown_job,
+    unknown_worker,
+)
 from openrecycle.app.runtime.patches import begin_without_pages
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.runner import STUCK_SECONDS, EventLoopWatch, in_thread
@@ -755,12 +763,12 @@ class ConsoleService:
                     if job.state.over:
                         job.plans.let_go()
                         resting.setdefault(job.job_id, time.monotonic())
-                except (ConsoleError, SQLAlchemyError) as error:  # four times a second, and of every job
-                    refused = error if isinstance(error, ConsoleError) else unavailable(error)
-                    text = "a tick could not be stored; it is tried again"
-                    self._seldom.warn(text, reason=refused.detail, job=job.job_id)
-                except Exception:
-                    log.exception("a tick failed", job=job.job_id)
+                except Exception as error:  # four times a second, and of every job
+                    if refused := passing(error):
+                        text = "a tick could not be stored; it is tried again"
+                        self._seldom.warn(text, reason=refused.detail, job=job.job_id)
+                    else:
+                        self._seldom.failed("a tick failed", error, job=job.job_id)
             if time.monotonic() - last_flush >= FLUSH_SECONDS:
                 last_flush = time.monotonic()
                 self._rest(resting)

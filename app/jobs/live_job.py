@@ -423,17 +423,19 @@ Row = tuple[float, str, str]
 
 def changes(generations: Iterable[Record], begin: float = 0.0) -> list[Row]:
     """(seconds since `begin`, worker, `failed` or `joined`) of a job's generations, oldest first. None is earlier than
-    the one before, also where the clock was put back meanwhile.
+    the one before: where the clock was put back meanwhile, it goes on from there.
 
     A worker that changes its stage is neither: the failure goes on at the place that it gave up, under
     the name that it began with.
     """
     rows: list[Row] = []
-    at = -math.inf
+    at, put_back = -math.inf, 0.0
     failed: set[str] = set()
     began_as: dict[str, str] = {}  # place that is out -> where that failure began
     for generation in generations:
-        at, now = max(at, generation["opened_at"] - begin), set(generation["failed"])
+        opened, now = generation["opened_at"] - begin, set(generation["failed"])
+        put_back = max(put_back, at - opened)
+        at = opened + put_back
         for source, to in generation["moves"]:
             if to in failed and to not in now and source in now and source not in failed:
                 failed = failed - {to} | {source}
@@ -445,14 +447,15 @@ def changes(generations: Iterable[Record], begin: float = 0.0) -> list[Row]:
 
 
 def repair_times(rows: Iterable[Row]) -> list[float]:
-    """Seconds from each failure to the return, of those that have come back."""
+    """Seconds from each failure to the return, of those that have come back; where the clock was put back just then,
+    nobody knows them."""
     times: list[float] = []
     since: dict[str, float] = {}
     for at, worker, what in rows:
         if what == "failed":
             since[worker] = at
-        elif worker in since:
-            times.append(at - since.pop(worker))
+        elif worker in since and (seconds := at - since.pop(worker)) > 0:
+            times.append(seconds)
     return times
 
 

@@ -41,7 +41,7 @@ from openrecycle.app.plans.solving import (
     Solves,
     plan_maker,
 )
-from openrecycle.app.runtime.errors import ConsoleError, named, storing, unavailable
+from openrecycle.app.runtime.errors import ConsoleError, named, passing, storing
 from openrecycle.app.runtime.patches import LARGE_OPS, building
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
@@ -328,9 +328,11 @@ class JobPlanner:
 
     def _unfiled(self, job: LiveJob, error: ConsoleError | SQLAlchemyError) -> None:
         """There may be hundreds."""
-        refused = error if isinstance(error, ConsoleError) else unavailable(error)
         text = "plans made ahead could not be stored; they are used until the console ends"
-        self._seldom.warn(text, reason=refused.detail, job=job.job_id)
+        if refused := passing(error):
+            self._seldom.warn(text, reason=refused.detail, job=job.job_id)
+        else:
+            self._seldom.failed(text, error, job=job.job_id)
 
 
 def _lasts(job: LiveJob) -> bool:

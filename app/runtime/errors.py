@@ -63,8 +63,8 @@ def unavailable(error: SQLAlchemyError) -> ConsoleError:
     if isinstance(error, DataError):
         return ConsoleError(422, "invalid", "a text has a NUL character, or a number is larger than what can be stored")
     if isinstance(error, FileGone):
-        detail = "the file of the database was moved, deleted or replaced: nothing can be stored until it is back; "
-        return ConsoleError(503, "database_gone", detail + "what was stored can still be read")
+        detail = "the file of the database was moved, deleted or replaced: nothing can be stored until it is back, "
+        return ConsoleError(503, "database_gone", detail + "and not all can be read")
     said = str(getattr(error, "orig", None) or "").strip().splitlines()
     text = said[0].lower() if said else ""
     if getattr(getattr(error, "orig", None), "sqlstate", None) == "53100" or "disk is full" in text:
@@ -77,6 +77,22 @@ def unavailable(error: SQLAlchemyError) -> ConsoleError:
         return ConsoleError(503, "read_only", "the database can't be written: it is read-only; try again once it can")
     why = "it is busy" if "locked" in text else "it does not answer" if _GONE.search(text) else type(error).__name__
     return ConsoleError(503, "unavailable", f"the database can't take this now ({why}); try again")
+
+
+def passing(error: Exception) -> ConsoleError | None:
+    """What is said of it, where the database fails or the console refuses something: both may pass. None: it is a
+    mistake of ours, of which the log is to say all; also where that was put into words on its way."""
+    from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, SQLAlchemyError, TimeoutError
+
+    from openrecycle.db.session import FileGone, WriteFenced
+
+    origin = error.__cause__ if isinstance(error, ConsoleError) else error
+    may_pass = OperationalError, InterfaceError, InternalError, TimeoutError, WriteFenced, FileGone
+    if isinstance(origin, SQLAlchemyError) and not isinstance(origin, may_pass):
+        return None
+    if isinstance(error, ConsoleError):
+        return error
+    return unavailable(error) if isinstance(error, SQLAlchemyError) else None
 
 
 def unknown_plan(fingerprint: str) -> ConsoleError:

@@ -27,7 +27,7 @@ from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
@@ -46,6 +46,23 @@ def _in_print(_logger: object, _method: str, event: structlog.typing.EventDict) 
     return {key: printable(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
+class LogFile:
+    """A stream for what is logged, where there is room for it: those who log have other things to do, and are in the
+    midst of saying that a disk is full, which may be this one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # a pipe without a reader; one that is closed
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+
 def configure_logging() -> None:
     """One line per event on stderr. Nothing that is logged holds a token or a password."""
     level = logging.getLevelNamesMapping().get(os.environ.get(LEVEL, "info").upper(), logging.INFO)
@@ -59,7 +76,7 @@ def configure_logging() -> None:
             structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(LogFile(sys.stderr)),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -76,8 +93,8 @@ _MOST_SAID = 100
 
 
 class Seldom:
-    """Warnings of what may fail many times a second: each is logged at once, and the same again a minute later. The log
-    may be on the disk that is full."""
+    """Says what may fail many times a second: each is logged at once, and the same again a minute later. The log may be
+    on the disk that is full."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -85,12 +102,22 @@ class Seldom:
 
     def warn(self, event: str, *, reason: str, **about: object) -> None:
         """One that differs in what it is `about` alone is the same."""
-        now, key = self._clock(), (event, reason)
-        if now - self._said.get(key, -math.inf) >= SAID_AGAIN_SECONDS:
-            if len(self._said) >= _MOST_SAID:
-                self._said.clear()
-            self._said[key] = now
+        if self._is_due(event, reason):
             log.warning(event, reason=reason, **about)
+
+    def failed(self, event: str, error: Exception, **about: object) -> None:
+        """With the traceback: it is a mistake of ours."""
+        if self._is_due(event, f"{type(error).__name__}: {error}".partition("\n")[0]):
+            log.error(event, exc_info=error, **about)
+
+    def _is_due(self, event: str, reason: str) -> bool:
+        now, key = self._clock(), (event, reason)
+        if now - self._said.get(key, -math.inf) < SAID_AGAIN_SECONDS:
+            return False
+        if len(self._said) >= _MOST_SAID:
+            self._said.clear()
+        self._said[key] = now
+        return True
 
 
 _SLICE = 0.2

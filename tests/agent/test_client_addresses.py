@@ -11,7 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from openrecycle.agent.config.options import check_url
-from openrecycle.agent.messages.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable, JobUnknown
+from openrecycle.agent.messages.client import (
+    ConsoleClient,
+    ConsoleRefused,
+    ConsoleUnavailable,
+    ConsoleWaits,
+    JobUnknown,
+)
 from openrecycle.agent.messages.protocol import ClockReading
 from openrecycle.planner.jobs.errors import InputError
 from tests.golden import golden
@@ -126,6 +132,18 @@ def test_while_nobody_leads_each_is_asked_once_and_the_error_says_so(stack: Exit
     assert golden("answered-503-this-console-is", first.url) in str(error.value)
     assert golden("does-not-answer", second) in str(error.value)
     assert len(first.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [(503, "disk_full", ConsoleWaits), (500, "internal", ConsoleUnavailable), (503, "", ConsoleUnavailable)],
+)
+def test_one_that_fails_does_not_wait(stack: ExitStack, status: int, code: str, kind: type[ConsoleUnavailable]) -> None:
+    """A mistake of the console's does not pass as a full disk does; and what says nothing is a proxy."""
+    body = {"title": "t", "status": status, "code": code, "detail": "why"} if code else "a proxy's page"
+    with pytest.raises(ConsoleUnavailable) as error:
+        read(ConsoleClient(answering(stack, (status, body)).url))
+    assert type(error.value) is kind
 
 
 def test_one_that_hangs_is_not_asked_first_again(stack: ExitStack) -> None:

@@ -216,8 +216,25 @@ def test_repairs_are_what_came_back_between_generations() -> None:
         (50.0, "W0_1", "joined"),
     ]
     assert repair_times(changes(generations)) == [40.0]
-    generations[3]["opened_at"] = 105.0  # the clock was put back
-    assert changes(generations, 100.0)[-1] == (30.0, "W0_1", "joined")
+    # The clock was put back. What comes after it takes its time.
+    generations[3]["opened_at"] = 105.0
+    generations += [
+        {"opened_at": 107.0, "failed": ["W0_1", "W1_0"], "moves": []},
+        {"opened_at": 116.0, "failed": ["W1_0"], "moves": []},
+    ]
+    assert changes(generations, 100.0)[2:] == [
+        (30.0, "W0_1", "joined"),
+        (32.0, "W0_1", "failed"),
+        (41.0, "W0_1", "joined"),
+    ]
+    assert repair_times(changes(generations)) == [20.0, 9.0]
+
+
+def test_a_repair_during_which_the_clock_was_put_back_is_none_of_nothing() -> None:
+    clock = [100.0, 4000.0, 130.0]
+    out: list[list[str]] = [[], ["W0_1"], []]
+    generations = [{"opened_at": at, "failed": failed, "moves": []} for at, failed in zip(clock, out, strict=True)]
+    assert repair_times(changes(generations)) == []
 
 
 def test_a_worker_that_moves_is_no_repair() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import structlog
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
@@ -105,6 +106,26 @@ def test_one_whose_session_is_ended_steps_down_and_may_lead_again(stack: ExitSta
     end_sessions(url)
     until_lost(first, 1)
     assert until_leading(first) >= 2
+
+
+def test_what_is_logged_has_been_done_by_then(stack: ExitStack, url: str) -> None:
+    """Whoever reads the log may keep this one waiting."""
+    first, terms = watch(stack, url, "a"), dict[str, int | None]()
+
+    def note(_logger: object, _method: str, about: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        terms.setdefault(about["event"], first.status.term)
+        raise structlog.DropEvent
+
+    stack.callback(structlog.reset_defaults)
+    structlog.configure(processors=[note])
+    first.start()
+    end_sessions(url)
+    until_lost(first, 1)
+    until_leading(first)
+    first.close()
+    assert terms[golden("this-console-leads")] == 1
+    assert terms[golden("this-console-does-not-lead")] is None
+    assert terms[golden("could-not-be-asked-about")] is None
 
 
 def test_one_that_stands_still_is_replaced_and_knows_it_at_once(stack: ExitStack, url: str) -> None:

@@ -76,11 +76,22 @@ def test_a_file_that_was_deleted_is_said_and_takes_nothing_more(tmp_path: Path) 
     try:
         asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
         assert asked.post("/api/v1/jobs", json=SPEC).status_code == 201
+        job = asked.get("/api/v1/jobs").json()["jobs"][0]["job_id"]
         (tmp_path / "console.db").unlink()
-        for answer in (asked.get("/readyz"), asked.post("/api/v1/jobs", json=SPEC)):
+        sent = {"headers": {"Content-Type": "application/zip"}, "content": b"a file"}
+        for answer in (
+            asked.get("/readyz"),
+            asked.post("/api/v1/jobs", json=SPEC),
+            asked.get(f"/api/v1/jobs/{job}/history.zip"),
+            asked.post("/api/v1/history/import", **sent),  # type: ignore[arg-type]
+        ):
             assert (answer.status_code, answer.json()["code"]) == (503, "database_gone")
             assert golden("the-file-of-the-database") in answer.json()["detail"]
         assert len(asked.get("/api/v1/jobs").json()["jobs"]) == 1
+        database.engine.dispose()  # from now on, connections are new
+        unread = asked.get(f"/api/v1/jobs/{job}/workers/W0_0/history")
+        assert (unread.status_code, unread.json()["code"]) == (503, "database_gone")
+        assert not (tmp_path / "console.db").exists(), "nothing has made another one"
     finally:
         console.close()
         database.close()

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import URL, event, text
 from sqlalchemy.exc import OperationalError
 
 from openrecycle.db.session import Database, DatabaseError, FileGone, file_system
@@ -21,6 +21,7 @@ from tests.golden import golden
         ("sqlite:///:memory:", "in memory"),
         ("no address, secret", "can't be read as an address"),
         ("sqlite:////dev/null/x.db", "can't be written"),
+        ("sqlite:////tmp/\udcff.db", "expected a name in UTF-8"),
     ],
 )
 def test_an_address_that_is_none_is_refused_without_repeating_secrets(url: str, says: str) -> None:
@@ -44,6 +45,19 @@ def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
     path.write_text("this is not a database, whatever its name says\n" * 100)
     with pytest.raises(DatabaseError, match=golden("cant-be-used-file-is")):
         Database(f"sqlite:///{path}").upgrade()
+
+
+@pytest.mark.parametrize("name", ["a b%20#?é.db", "/console.db"])
+def test_a_file_may_have_any_name(tmp_path: Path, name: str) -> None:
+    """And two slashes before it, as `sqlite:////$PWD/x.db` has."""
+    file = f"/{tmp_path}{name}" if name[0] == "/" else f"{tmp_path}/{name}"
+    database = Database(URL.create("sqlite", database=file).render_as_string())
+    with database.write() as session:
+        session.execute(text("create table made (x)"))
+    database.close()
+    other = sqlite3.connect(file)
+    assert other.execute("select count(*) from made").fetchone() == (0,)
+    other.close()
 
 
 def test_sqlite_keeps_a_write_ahead_log_and_foreign_keys(tmp_path: Path) -> None:
@@ -85,7 +99,14 @@ def test_a_file_that_another_process_holds_is_waited_for_once(tmp_path: Path) ->
     with database.write() as session:
         assert session.scalar(text("pragma busy_timeout")) == 5000, "as what reads has it, too"
 
-    # It is waited for again: the other ends while the write waits for it.
+    # It is waited for again: the other ends while the write waits for it. A disk that fails before is no other.
+    def fail(_connection: object) -> None:
+        raise OperationalError("begin", {}, Exception("disk I/O error"))
+
+    event.listen(database.engine, "begin", fail, insert=True)
+    with pytest.raises(OperationalError, match="disk"), database.write():
+        pass
+    event.remove(database.engine, "begin", fail)
     other.execute("begin immediate")
     let_go = threading.Timer(0.2, other.execute, ("rollback",))
     let_go.start()
@@ -112,17 +133,50 @@ def test_nothing_is_written_to_a_file_that_is_not_there_any_more(tmp_path: Path)
     refused()
     assert database.rows(query) == [], "what was stored can be read"
     assert not file.exists()
-    file.write_bytes(b"")
+    other = sqlite3.connect(tmp_path / "other.db")
+    other.execute("create table job (name)")
+    other.execute("insert into job values ('of another')")
+    other.commit()
+    other.close()
+    (tmp_path / "other.db").rename(file)
     refused()
+    with database.read() as session:
+        assert session.scalars(query).all() == []
+        with pytest.raises(FileGone):  # by one more connection
+            database.rows(query)
     file.unlink()
     elsewhere.rename(file)
     with database.write():
         pass
     file.rename(elsewhere)
     database.engine.dispose()
-    with pytest.raises(OperationalError, match="unable to open"):
+    with pytest.raises(FileGone):
         database.rows(query)
     assert not file.exists(), "a new one would have no tables"
+    database.close()
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_what_was_stored_last_outlives_a_file_that_is_away(tmp_path: Path, emptied: bool) -> None:
+    """A child of the console, or a command beside it, opens the address while the console's file was moved: SQLite
+    deletes what lies beside an empty one."""
+    file, newest, elsewhere = (tmp_path / name for name in ("console.db", "console.db-wal", "moved.db"))
+    database = sqlite_in(tmp_path)
+    row = "insert into job (id, name, spec, state, reason, created_at) values ('a', 'a', '{}', 's', '', 0)"
+    with database.write() as session:
+        session.execute(text(row))
+    held = newest.stat().st_size
+    file.rename(elsewhere)
+    if emptied:
+        file.touch()
+    with pytest.raises(DatabaseError, match=golden("has-what-was-stored-last")):
+        Database(f"sqlite:///{file}").rows(text("select 1"))
+    assert held and newest.stat().st_size == held
+    assert file.exists() == emptied
+    elsewhere.replace(file)
+    again = sqlite_in(tmp_path)
+    assert again.scalars(text("select id from job")) == ["a"]
+    again.close()
     database.close()
 
 
