@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import Mode
-from openrecycle.agent.stages.kernels import CPU_CHUNK, add_in_torch, fused_add, scale_into
+from openrecycle.agent.stages.kernels import CPU_CHUNK, add_in_torch, fused_add, scale_into, worth_loading
 from openrecycle.planner.plans.schedule import MicroBatch
 
 GRID_BITS = 50
@@ -411,7 +411,7 @@ class GradientSum:
     def _add(self, target: Tensor, term: Tensor, factor: float = 1.0) -> None:
         self._read = None  # a term may be rejected
         wide, scale = torch.float64 if term.dtype == torch.float64 else torch.float32, _SCALE * factor
-        fused = fused_add(target.device)
+        fused = fused_add(target.device) if worth_loading(target.device, target.numel()) else None
         if fused is not None and scale < _MOST_FUSED:
             fused(target, term, self._buffer[_REJECTED], scale, self._limit)
             return

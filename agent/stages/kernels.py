@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -44,6 +45,17 @@ def add_in_torch(
     fits = ((-limit < low) & (high < limit)).to(torch.int64)
     rejected.add_(1 - fits)
     sums.addcmul_(whole.copy_(scaled.round_()), fits)
+
+
+_FOR_CPUS = "openrecycle.agent.stages.numba_add"
+# Torch's operations have added so many elements a hundred times before numba has been imported.
+_WORTH_LOADING = 1 << 16
+
+
+def worth_loading(device: torch.device, elements: int) -> bool:
+    """Is the kernel loaded in this process, as in workers, or does it pay for a term of so many elements? A launcher
+    that tries an optimizer on a few numbers does without."""
+    return device.type != "cpu" or elements >= _WORTH_LOADING or _FOR_CPUS in sys.modules
 
 
 @functools.cache
