@@ -212,15 +212,13 @@ class NodeServer:
         if self._over:
             raise _Bye
         if self._copy is None:
-            text = f"the connection with the lead broke ({why}); this node's workers are ended"
-            if self._lead == self._front:
-                raise LeadLost(text)
-            # The job goes on without this node, as it did when that one took the lead.
-            self._say(f"{text}, and it looks for who leads next")
-            if self._pool is not None:
-                self._pool.kill_all()
-            self._entries, self._said, self._numbers = {}, {}, {}
-            raise _Moved
+            text = f"the connection with the lead broke ({why})"
+            # Where node 0 comes back it listens at the same address, so who chooses the next lead would wait for it.
+            if self._rank == 0 or self._lead == self._front:
+                raise LeadLost(f"{text}; this node's workers are ended")
+            # The job goes on without this node. Where it has listened nobody may any more: it knows too little to be
+            # asked who leads next, and would be waited for.
+            raise _LeftOut(text, dict.fromkeys((self._lead, *self._leads)))
         self._say(f"the connection with the lead broke ({why}); the nodes find out who leads next")
         self._lead_status.lose_lead()
 
@@ -464,12 +462,12 @@ class _Later(Exception):
 
 
 class _Moved(Exception):
-    """Another leads already, or is about to."""
+    """Another leads already."""
 
 
 class _LeftOut(Exception):
-    """Who leads goes on without this node. leads: where it listens, and then the other nodes, of which one may lead
-    once it is lost itself."""
+    """Who leads goes on without this node, or is lost before it has told it of the job. leads: where it listens, and
+    then the other nodes that are known, of which one may lead once it is lost."""
 
     def __init__(self, why: str, leads: Iterable[tuple[str, int]]) -> None:
         self.leads = tuple(leads)

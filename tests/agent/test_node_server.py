@@ -19,7 +19,7 @@ from openrecycle.agent.nodes import server, succession
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import NodeHub, RemoteWorker
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
-from openrecycle.agent.nodes.succession import Copy, LeadStatus
+from openrecycle.agent.nodes.succession import Copy, Lead, LeadStatus, Search
 from openrecycle.agent.workers.spec import RunSpec, encode_run
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.consoles import until
@@ -258,19 +258,30 @@ def test_a_node_that_comes_back_finds_who_leads_once_that_one_is_lost_too() -> N
 
 
 def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job() -> None:
-    """It has joined a job that is under way, and has no copy yet."""
+    """It has joined a job that is under way, and has no copy yet: it is not counted among those that choose."""
     going = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(1, lead=1, term=2, run=RUN))
-    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(0, lead=1, term=2, run=RUN))
+    status = LeadStatus(0, lead=1, term=2, run=RUN)
+    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, status)
     going.take_over({}, frozenset())
     front.lead = going.host, going.port
     node = Node((front.host, front.port))
+    search: Search | None = None
     try:
         until(lambda: RANK in going.links or node.ended, "it to come", 20)
+        nodes = {0: (front.host, front.port), 1: (going.host, going.port), RANK: going.members[RANK]}
+        copy = dataclasses.replace(copy_for(nodes), term=2, lead=1)
+        assert status.take(copy)
         going.close("")
+        status.lose_lead()
+        search = Search(status, copy, "")
+        search.join(20)
+        assert search.outcome == Lead(3, frozenset(), frozenset({1, RANK})), (node.said, node.ended)
         front.take_over({}, frozenset())
         until(lambda: RANK in front.links or node.ended, "it to come to the next lead", 20)
         assert RANK in front.links, (node.said, node.ended)
     finally:
+        if search is not None:
+            search.cancel()
         node.stop()
         front.close("test")
         going.close("")
