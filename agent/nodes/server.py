@@ -61,9 +61,8 @@ class NodeServer:
 
     def _begin(self, leads: Iterable[tuple[str, int]]) -> None:
         """Knows nothing of the job, as when it has just been started. leads: where the lead may listen, or who may know
-        it; the likeliest first."""
+        it; the first is asked, or has taken this node in."""
         self._leads = deque(leads)
-        self._lead = self._leads[0]
         self._lead_status = LeadStatus(self._rank)
         self._hub: NodeHub | None = None
         self._frames: Frames | None = None
@@ -131,17 +130,14 @@ class NodeServer:
 
     def _join(self, timeout: float) -> None:
         deadline, backoff = time.monotonic() + timeout, Backoff(0.1, 2.0)
-        said = ""
+        said = set[str]()
         while True:
-            host, port = self._lead
-            why = ""
+            host, port = self._leads[0]
             try:
                 connection = socket.create_connection((host, port), 5.0)
             except OSError as error:
-                why = f"no lead answers at {host}:{port}"
-                reason = str(error)
-                self._leads.rotate(-1)  # there may be another by now
-                self._lead = self._leads[0]
+                why, reason = f"no lead answers at {host}:{port}", str(error)
+                self._ask_another()
             else:
                 try:
                     self._introduce(connection)
@@ -149,21 +145,33 @@ class NodeServer:
                     return
                 except _Later as error:
                     why, reason = "the lead turned this node away", str(error)
-                except OSError as error:
+                except OSError as error:  # it may be stopped
                     why, reason = f"no understanding with the lead at {host}:{port}", str(error)
+                    self._ask_another()
                 except (NotTrusted, KeyError) as error:
-                    connection.close()
-                    raise LeadLost(f"no understanding with the lead at {host}:{port}: {error}") from None
+                    why, reason = f"no understanding with the lead at {host}:{port}", str(error)
+                    if len(self._leads) == 1:
+                        connection.close()
+                        raise LeadLost(f"{why}: {reason}") from None
+                    self._leads.popleft()  # somebody else listens there by now
                 except LeadLost:
                     connection.close()
                     raise
                 connection.close()
-                if said != reason:
+                if reason not in said:
                     self._say(f"{why}: {reason}; it is tried again for {max(0.0, deadline - time.monotonic()):.0f} s")
-                    said = reason
+                    said.add(reason)
             if time.monotonic() > deadline or self._stop:
                 raise LeadLost(f"{why} within {timeout:.0f} s ({reason})")
             time.sleep(backoff.seconds())
+
+    def _ask_another(self, lead: Iterable[Any] | None = None) -> None:
+        """Who is asked now comes last. lead: where it listens, as that one says."""
+        self._leads.rotate(-1)
+        if lead is not None:
+            host, port = lead
+            address = str(host), int(port)
+            self._leads = deque(dict.fromkeys((address, *self._leads)))
 
     def _introduce(self, connection: socket.socket, **about: Any) -> None:
         """Raises _Later, or OSError, for what may pass; LeadLost, NotTrusted and KeyError for what does not."""
@@ -178,8 +186,8 @@ class NodeServer:
         answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":
             if answer.get("again"):
-                if answer.get("lead"):
-                    self._lead = str(answer["lead"][0]), int(answer["lead"][1])
+                if "lead" in answer:  # it does not lead itself
+                    self._ask_another(answer["lead"])
                 raise _Later(answer["reason"])
             raise LeadLost(f"the lead turned this node away: {answer['reason']}")
         if not about.get("resumes"):
@@ -214,11 +222,11 @@ class NodeServer:
         if self._copy is None:
             text = f"the connection with the lead broke ({why})"
             # Where node 0 comes back it listens at the same address, so who chooses the next lead would wait for it.
-            if self._rank == 0 or self._lead == self._front:
+            if self._rank == 0 or self._leads[0] == self._front:
                 raise LeadLost(f"{text}; this node's workers are ended")
             # The job goes on without this node. Where it has listened nobody may any more: it knows too little to be
             # asked who leads next, and would be waited for.
-            raise _LeftOut(text, dict.fromkeys((self._lead, *self._leads)))
+            raise _LeftOut(text, self._leads)
         self._say(f"the connection with the lead broke ({why}); the nodes find out who leads next")
         self._lead_status.lose_lead()
 
@@ -394,8 +402,7 @@ class NodeServer:
             case "resume":
                 self._resume(frames, message)
             case "moved":
-                host, port = message["lead"]
-                self._lead = str(host), int(port)
+                self._ask_another(message["lead"])
                 raise _Moved
             case "over":
                 self._over = str(message["reason"])

@@ -15,7 +15,7 @@ import pytest
 
 from openrecycle.agent.config.options import TrainingOptions
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.nodes import server, succession
+from openrecycle.agent.nodes import frames, server, succession
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import NodeHub, RemoteWorker
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
@@ -81,10 +81,10 @@ class Asked(LeadStatus):
 class Node:
     """Serves in a thread; ended: what `run` has returned or raised."""
 
-    def __init__(self, front: tuple[str, int]) -> None:
+    def __init__(self, front: tuple[str, int], lead: tuple[str, int] | None = None) -> None:
         self.said: list[str] = []
         self.ended: Any = None
-        self._server = NodeServer(RANK, NODES, front, None, None, self.said.append)
+        self._server = NodeServer(RANK, NODES, front, None, None, self.said.append, lead)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -285,3 +285,58 @@ def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job() ->
         node.stop()
         front.close("test")
         going.close("")
+
+
+@contextlib.contextmanager
+def answering(says: bytes) -> Iterator[tuple[str, int]]:
+    """Where whoever connects is told that; b"": by a program that is stopped, for which the system answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.sendall(says)
+                        connection.recv(1 << 16)
+
+        if says:
+            threading.Thread(target=run, daemon=True).start()
+        yield listener.getsockname()
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("says", [pytest.param(b"", id="stopped"), pytest.param(b"SSH-2.0\r\n", id="another program")])
+def test_where_no_lead_is_to_be_had_the_next_is_asked(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (frames, server):
+        monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.5)
+    lead = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None)
+    with answering(says) as first_asked:
+        node = Node((lead.host, lead.port), first_asked)
+        try:
+            until(lambda: RANK in lead.links or node.ended, "it to come", 20)
+            assert RANK in lead.links, (node.said, node.ended)
+        finally:
+            node.stop()
+            lead.close("test")
+
+
+def test_a_node_goes_on_asking_the_lead_that_it_was_told_of() -> None:
+    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(0))
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        front.lead = host, port = reserved.getsockname()
+        node = Node((front.host, front.port))
+        try:
+            until(lambda: node.said, "it to be told", 20)
+            front.close("")
+            lead = NodeHub(host, port, NODES, "", lambda _: None)
+            try:
+                until(lambda: RANK in lead.links or node.ended, "it to come", 20)
+                assert RANK in lead.links, (node.said, node.ended)
+            finally:
+                lead.close("test")
+        finally:
+            node.stop()
+            front.close("")
