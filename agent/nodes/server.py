@@ -222,7 +222,7 @@ class NodeServer:
         if self._copy is None:
             text = f"the connection with the lead broke ({why})"
             # Where node 0 comes back it listens at the same address, so who chooses the next lead would wait for it.
-            if self._rank == 0 or self._leads[0] == self._front:
+            if self._rank == 0 or list(self._leads) == [self._front]:
                 raise LeadLost(f"{text}; this node's workers are ended")
             # The job goes on without this node. Where it has listened nobody may any more: it knows too little to be
             # asked who leads next, and would be waited for.

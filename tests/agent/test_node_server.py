@@ -257,6 +257,24 @@ def test_a_node_that_comes_back_finds_who_leads_once_that_one_is_lost_too() -> N
         going.close("")
 
 
+def test_a_node_that_knows_others_outlives_node_0_before_it_knows_the_job() -> None:
+    """It has come back to node 0, which all nodes come to at first: then, too, the job is under way."""
+    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None)
+    other = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(1))
+    node = Node((front.host, front.port), (other.host, other.port))
+    try:
+        until(lambda: RANK in front.links or node.ended, "it to come", 20)
+        assert RANK in front.links, (node.said, node.ended)
+        front.close("")
+        other.take_over({}, frozenset())
+        until(lambda: RANK in other.links or node.ended, "it to come to the next lead", 20)
+        assert RANK in other.links, (node.said, node.ended)
+    finally:
+        node.stop()
+        other.close("test")
+        front.close("")
+
+
 def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job() -> None:
     """It has joined a job that is under way, and has no copy yet: it is not counted among those that choose."""
     going = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(1, lead=1, term=2, run=RUN))
