@@ -57,6 +57,8 @@ class NodeServer:
         self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
         self._address = address
         self._stop = 0
+        self._backoff = Backoff(0.1, 2.0)
+        """Until a lead has told of the job: one that takes this node in, and hangs up each time, is not run down."""
         self._begin((front,) if lead is None else (lead, front))
 
     def _begin(self, leads: Iterable[tuple[str, int]]) -> None:
@@ -129,9 +131,9 @@ class NodeServer:
                     self._pool.kill_all()
 
     def _join(self, timeout: float) -> None:
-        deadline, backoff = time.monotonic() + timeout, Backoff(0.1, 2.0)
-        said = set[str]()
+        deadline, said = time.monotonic() + timeout, set[str]()
         while True:
+            time.sleep(self._backoff.seconds())
             host, port = self._leads[0]
             try:
                 connection = socket.create_connection((host, port), 5.0)
@@ -163,7 +165,6 @@ class NodeServer:
                     said.add(reason)
             if time.monotonic() > deadline or self._stop:
                 raise LeadLost(f"{why} within {timeout:.0f} s ({reason})")
-            time.sleep(backoff.seconds())
 
     def _ask_another(self, lead: Iterable[Any] | None = None) -> None:
         """Who is asked now comes last. lead: where it listens, as that one says."""
@@ -412,6 +413,7 @@ class NodeServer:
     def _take(self, frames: Frames, copy: Copy) -> None:
         if not self._lead_status.take(copy):
             return
+        self._backoff.reset()
         if self._copy is None:
             options = decode_run(copy.job).options
             self._silence = options.faults.timeouts.silence

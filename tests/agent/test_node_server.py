@@ -9,11 +9,12 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import frames, server, succession
 from openrecycle.agent.nodes.frames import Frames, greet
@@ -358,3 +359,40 @@ def test_a_node_goes_on_asking_the_lead_that_it_was_told_of() -> None:
         finally:
             node.stop()
             front.close("")
+
+
+class Pauses(Backoff):
+    """taken: how long each would be, in seconds; they take no time."""
+
+    taken: ClassVar[list[float]] = []
+
+    def seconds(self) -> float:
+        self.taken.append(super().seconds())
+        return 0.0
+
+
+def test_a_node_pauses_until_a_lead_tells_it_of_the_job(
+    first: FirstLead, next_lead: NodeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes it in, and hangs up each time, would be kept busy."""
+    monkeypatch.setattr(Pauses, "taken", [])
+    monkeypatch.setattr(server, "Backoff", Pauses)
+    node = Node((next_lead.host, next_lead.port), first.address)
+    try:
+        for _ in range(5):
+            first.welcome()
+            assert first.frames is not None
+            first.frames.close()
+        first.welcome()
+        assert first.node is not None
+        assert min(Pauses.taken[4:]) > max(Pauses.taken[:1])
+        before = len(Pauses.taken)
+        first.hand(copy_for({0: first.address, 1: (next_lead.host, next_lead.port), RANK: first.node}))
+        next_lead.take_over({RANK: first.node}, frozenset())
+        next_lead.followers(0)
+        first.close()  # too late to follow the next one
+        until(lambda: RANK in next_lead.links or node.ended, "it to come back", 20)
+        assert RANK in next_lead.links, (node.said, node.ended)
+        assert Pauses.taken[before] <= 0.1, "as at first"
+    finally:
+        node.stop()
