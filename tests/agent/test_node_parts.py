@@ -466,6 +466,18 @@ def test_a_version_of_the_program_is_known_by_its_code(tmp_path: Path) -> None:
     assert len(seen) == 4
 
 
+def test_what_an_editor_leaves_beside_the_code_makes_no_other_version(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("1")
+    version = source_of(tmp_path)
+    (tmp_path / ".#a.py").symlink_to("user@host.123:1")
+    (tmp_path / "b.py").symlink_to("nowhere")
+    (tmp_path / "c.py").mkdir()
+    notebooks = tmp_path / ".ipynb_checkpoints"
+    notebooks.mkdir()
+    (notebooks / "a-checkpoint.py").write_text("0")
+    assert source_of(tmp_path) == version
+
+
 def test_the_lead_waits_until_its_own_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a pod that runs before the name server knows it."""
     known, asked, said = socket.getaddrinfo, list[object](), list[str]()
