@@ -176,10 +176,10 @@ class Frames:
 
     def close(self) -> None:
         """Also wakes threads that wait in `receive` and in `send`, and waits until they have left: what is opened next
-        gets the number of this socket, and whoever had read the number would wait for that one, for good."""
+        gets the number of this socket, and whoever had read the number would wait for that one, for good, or end it."""
         self._outbox.put(None)
         self._hang_up()
-        with self._sending, self._waiting:
+        with self._sending, self._waiting, self._using:
             self._socket.close()
 
     def _send_all(self, messages: Iterable[dict[str, Any]]) -> None:
@@ -187,7 +187,7 @@ class Frames:
             self.send(message)
 
     def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):
+        with self._using, contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _fill(self, size: int, until: float | None) -> None:

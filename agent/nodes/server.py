@@ -57,13 +57,14 @@ class NodeServer:
         self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
         self._address = address
         self._stop = 0
+        self._backoff = Backoff(0.1, 2.0)
+        """Until a lead has told of the job: one that takes this node in, and hangs up each time, is not run down."""
         self._begin((front,) if lead is None else (lead, front))
 
     def _begin(self, leads: Iterable[tuple[str, int]]) -> None:
         """Knows nothing of the job, as when it has just been started. leads: where the lead may listen, or who may know
-        it; the likeliest first."""
+        it; the first is asked, or has taken this node in."""
         self._leads = deque(leads)
-        self._lead = self._leads[0]
         self._lead_status = LeadStatus(self._rank)
         self._hub: NodeHub | None = None
         self._frames: Frames | None = None
@@ -130,18 +131,15 @@ class NodeServer:
                     self._pool.kill_all()
 
     def _join(self, timeout: float) -> None:
-        deadline, backoff = time.monotonic() + timeout, Backoff(0.1, 2.0)
-        said = ""
+        deadline, said = time.monotonic() + timeout, set[str]()
         while True:
-            host, port = self._lead
-            why = ""
+            time.sleep(self._backoff.seconds())
+            host, port = self._leads[0]
             try:
                 connection = socket.create_connection((host, port), 5.0)
             except OSError as error:
-                why = f"no lead answers at {host}:{port}"
-                reason = str(error)
-                self._leads.rotate(-1)  # there may be another by now
-                self._lead = self._leads[0]
+                why, reason = f"no lead answers at {host}:{port}", str(error)
+                self._ask_another()
             else:
                 try:
                     self._introduce(connection)
@@ -149,21 +147,32 @@ class NodeServer:
                     return
                 except _Later as error:
                     why, reason = "the lead turned this node away", str(error)
-                except OSError as error:
+                except OSError as error:  # it may be stopped
                     why, reason = f"no understanding with the lead at {host}:{port}", str(error)
+                    self._ask_another()
                 except (NotTrusted, KeyError) as error:
-                    connection.close()
-                    raise LeadLost(f"no understanding with the lead at {host}:{port}: {error}") from None
+                    why, reason = f"no understanding with the lead at {host}:{port}", str(error)
+                    if len(self._leads) == 1:
+                        connection.close()
+                        raise LeadLost(f"{why}: {reason}") from None
+                    self._leads.popleft()  # somebody else listens there by now
                 except LeadLost:
                     connection.close()
                     raise
                 connection.close()
-                if said != reason:
+                if reason not in said:
                     self._say(f"{why}: {reason}; it is tried again for {max(0.0, deadline - time.monotonic()):.0f} s")
-                    said = reason
+                    said.add(reason)
             if time.monotonic() > deadline or self._stop:
                 raise LeadLost(f"{why} within {timeout:.0f} s ({reason})")
-            time.sleep(backoff.seconds())
+
+    def _ask_another(self, lead: Iterable[Any] | None = None) -> None:
+        """Who is asked now comes last. lead: where it listens, as that one says."""
+        self._leads.rotate(-1)
+        if lead is not None:
+            host, port = lead
+            address = str(host), int(port)
+            self._leads = deque(dict.fromkeys((address, *self._leads)))
 
     def _introduce(self, connection: socket.socket, **about: Any) -> None:
         """Raises _Later, or OSError, for what may pass; LeadLost, NotTrusted and KeyError for what does not."""
@@ -178,8 +187,8 @@ class NodeServer:
         answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":
             if answer.get("again"):
-                if answer.get("lead"):
-                    self._lead = str(answer["lead"][0]), int(answer["lead"][1])
+                if "lead" in answer:  # it does not lead itself
+                    self._ask_another(answer["lead"])
                 raise _Later(answer["reason"])
             raise LeadLost(f"the lead turned this node away: {answer['reason']}")
         if not about.get("resumes"):
@@ -212,15 +221,13 @@ class NodeServer:
         if self._over:
             raise _Bye
         if self._copy is None:
-            text = f"the connection with the lead broke ({why}); this node's workers are ended"
-            if self._lead == self._front:
-                raise LeadLost(text)
-            # The job goes on without this node, as it did when that one took the lead.
-            self._say(f"{text}, and it looks for who leads next")
-            if self._pool is not None:
-                self._pool.kill_all()
-            self._entries, self._said, self._numbers = {}, {}, {}
-            raise _Moved
+            text = f"the connection with the lead broke ({why})"
+            # Where node 0 comes back it listens at the same address, so who chooses the next lead would wait for it.
+            if self._rank == 0 or list(self._leads) == [self._front]:
+                raise LeadLost(f"{text}; this node's workers are ended")
+            # The job goes on without this node. Where it has listened nobody may any more: it knows too little to be
+            # asked who leads next, and would be waited for.
+            raise _LeftOut(text, self._leads)
         self._say(f"the connection with the lead broke ({why}); the nodes find out who leads next")
         self._lead_status.lose_lead()
 
@@ -396,8 +403,7 @@ class NodeServer:
             case "resume":
                 self._resume(frames, message)
             case "moved":
-                host, port = message["lead"]
-                self._lead = str(host), int(port)
+                self._ask_another(message["lead"])
                 raise _Moved
             case "over":
                 self._over = str(message["reason"])
@@ -407,6 +413,7 @@ class NodeServer:
     def _take(self, frames: Frames, copy: Copy) -> None:
         if not self._lead_status.take(copy):
             return
+        self._backoff.reset()
         if self._copy is None:
             options = decode_run(copy.job).options
             self._silence = options.faults.timeouts.silence
@@ -464,12 +471,12 @@ class _Later(Exception):
 
 
 class _Moved(Exception):
-    """Another leads already, or is about to."""
+    """Another leads already."""
 
 
 class _LeftOut(Exception):
-    """Who leads goes on without this node. leads: where it listens, and then the other nodes, of which one may lead
-    once it is lost itself."""
+    """Who leads goes on without this node, or is lost before it has told it of the job. leads: where it listens, and
+    then the other nodes that are known, of which one may lead once it is lost."""
 
     def __init__(self, why: str, leads: Iterable[tuple[str, int]]) -> None:
         self.leads = tuple(leads)

@@ -113,8 +113,12 @@ def source_of(*folders: Path) -> str:
     digest = hashlib.sha256()
     for folder in folders:
         for file in sorted(folder.rglob("*.py")):
-            digest.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size}\n".encode())
-            digest.update(file.read_bytes())
+            name = file.relative_to(folder)
+            # Editors leave such names beside the code, also as links to nowhere.
+            if any(part.startswith(".") for part in name.parts) or not file.is_file():
+                continue
+            code = file.read_bytes()
+            digest.update(f"{name.as_posix()} {len(code)}\n".encode() + code)
     return digest.hexdigest()[:12]
 
 

@@ -466,6 +466,18 @@ def test_a_version_of_the_program_is_known_by_its_code(tmp_path: Path) -> None:
     assert len(seen) == 4
 
 
+def test_what_an_editor_leaves_beside_the_code_makes_no_other_version(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("1")
+    version = source_of(tmp_path)
+    (tmp_path / ".#a.py").symlink_to("user@host.123:1")
+    (tmp_path / "b.py").symlink_to("nowhere")
+    (tmp_path / "c.py").mkdir()
+    notebooks = tmp_path / ".ipynb_checkpoints"
+    notebooks.mkdir()
+    (notebooks / "a-checkpoint.py").write_text("0")
+    assert source_of(tmp_path) == version
+
+
 def test_the_lead_waits_until_its_own_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a pod that runs before the name server knows it."""
     known, asked, said = socket.getaddrinfo, list[object](), list[str]()
@@ -658,13 +670,15 @@ def plan_of(run: RunSpec) -> str:
 
 
 class Slow(socket.socket):
-    """Once this is `held`, whoever asks for its number has it, to look whether it is open, and the second time does
-    nothing with it until it is `free`."""
+    """Once this is `held`, the thread `reads` that asks for its number has it, to look whether it is open, and the
+    second time does nothing with it until it is `free`; and so has the thread `sends` that shuts it down."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(fileno=connection.detach())
         self.held, self.asked, self.free = threading.Event(), threading.Event(), threading.Event()
         self._times = 0
+        self.shut_down = 0
+        """Its number by then."""
 
     def fileno(self) -> int:
         number = super().fileno()
@@ -674,6 +688,13 @@ class Slow(socket.socket):
                 self.asked.set()
                 self.free.wait(20)
         return number
+
+    def shutdown(self, how: int) -> None:
+        if self.held.is_set() and threading.current_thread().name == "sends":
+            self.asked.set()
+            self.free.wait(20)
+            self.shut_down = self.fileno()
+        super().shutdown(how)
 
 
 def test_who_was_about_to_wait_as_the_connection_was_closed_leaves(wire: Wire) -> None:
@@ -696,6 +717,22 @@ def test_who_was_about_to_wait_as_the_connection_was_closed_leaves(wire: Wire) -
         assert left.wait(5)
         closing.join(5)
         assert not closing.is_alive() and slow.fileno() < 0
+
+
+def test_what_is_shut_down_is_not_closed_meanwhile(wire: Wire) -> None:
+    """Another connection that had the number by then would be ended."""
+    slow = Slow(wire[0])
+    lead, _ = both((slow, wire[1]), "", "")
+    lead.open_outbox("sends")
+    slow.held.set()
+    lead.post_all({"number": int(text)} for text in ("0", "none"))  # what can't be read ends it
+    assert slow.asked.wait(10)
+    closing = threading.Thread(target=lead.close)
+    closing.start()
+    closing.join(0.2)  # it may wait for the other; if it does not, the number is free
+    slow.free.set()
+    closing.join(5)
+    assert not closing.is_alive() and slow.shut_down > 0 > slow.fileno()
 
 
 def test_what_comes_after_the_end_of_a_connection_is_not_kept(wire: Wire) -> None:

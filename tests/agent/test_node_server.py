@@ -9,17 +9,18 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.nodes import server, succession
+from openrecycle.agent.nodes import frames, server, succession
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import NodeHub, RemoteWorker
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
-from openrecycle.agent.nodes.succession import Copy, LeadStatus
+from openrecycle.agent.nodes.succession import Copy, Lead, LeadStatus, Search
 from openrecycle.agent.workers.spec import RunSpec, encode_run
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.consoles import until
@@ -81,10 +82,10 @@ class Asked(LeadStatus):
 class Node:
     """Serves in a thread; ended: what `run` has returned or raised."""
 
-    def __init__(self, front: tuple[str, int]) -> None:
+    def __init__(self, front: tuple[str, int], lead: tuple[str, int] | None = None) -> None:
         self.said: list[str] = []
         self.ended: Any = None
-        self._server = NodeServer(RANK, NODES, front, None, None, self.said.append)
+        self._server = NodeServer(RANK, NODES, front, None, None, self.said.append, lead)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -257,20 +258,141 @@ def test_a_node_that_comes_back_finds_who_leads_once_that_one_is_lost_too() -> N
         going.close("")
 
 
+def test_a_node_that_knows_others_outlives_node_0_before_it_knows_the_job() -> None:
+    """It has come back to node 0, which all nodes come to at first: then, too, the job is under way."""
+    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None)
+    other = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(1))
+    node = Node((front.host, front.port), (other.host, other.port))
+    try:
+        until(lambda: RANK in front.links or node.ended, "it to come", 20)
+        assert RANK in front.links, (node.said, node.ended)
+        front.close("")
+        other.take_over({}, frozenset())
+        until(lambda: RANK in other.links or node.ended, "it to come to the next lead", 20)
+        assert RANK in other.links, (node.said, node.ended)
+    finally:
+        node.stop()
+        other.close("test")
+        front.close("")
+
+
 def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job() -> None:
-    """It has joined a job that is under way, and has no copy yet."""
+    """It has joined a job that is under way, and has no copy yet: it is not counted among those that choose."""
     going = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(1, lead=1, term=2, run=RUN))
-    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(0, lead=1, term=2, run=RUN))
+    status = LeadStatus(0, lead=1, term=2, run=RUN)
+    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, status)
     going.take_over({}, frozenset())
     front.lead = going.host, going.port
     node = Node((front.host, front.port))
+    search: Search | None = None
     try:
         until(lambda: RANK in going.links or node.ended, "it to come", 20)
+        nodes = {0: (front.host, front.port), 1: (going.host, going.port), RANK: going.members[RANK]}
+        copy = dataclasses.replace(copy_for(nodes), term=2, lead=1)
+        assert status.take(copy)
         going.close("")
+        status.lose_lead()
+        search = Search(status, copy, "")
+        search.join(20)
+        assert search.outcome == Lead(3, frozenset(), frozenset({1, RANK})), (node.said, node.ended)
         front.take_over({}, frozenset())
         until(lambda: RANK in front.links or node.ended, "it to come to the next lead", 20)
         assert RANK in front.links, (node.said, node.ended)
     finally:
+        if search is not None:
+            search.cancel()
         node.stop()
         front.close("test")
         going.close("")
+
+
+@contextlib.contextmanager
+def answering(says: bytes) -> Iterator[tuple[str, int]]:
+    """Where whoever connects is told that; b"": by a program that is stopped, for which the system answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.sendall(says)
+                        connection.recv(1 << 16)
+
+        if says:
+            threading.Thread(target=run, daemon=True).start()
+        yield listener.getsockname()
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("says", [pytest.param(b"", id="stopped"), pytest.param(b"SSH-2.0\r\n", id="another program")])
+def test_where_no_lead_is_to_be_had_the_next_is_asked(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (frames, server):
+        monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.5)
+    lead = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None)
+    with answering(says) as first_asked:
+        node = Node((lead.host, lead.port), first_asked)
+        try:
+            until(lambda: RANK in lead.links or node.ended, "it to come", 20)
+            assert RANK in lead.links, (node.said, node.ended)
+        finally:
+            node.stop()
+            lead.close("test")
+
+
+def test_a_node_goes_on_asking_the_lead_that_it_was_told_of() -> None:
+    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(0))
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        front.lead = host, port = reserved.getsockname()
+        node = Node((front.host, front.port))
+        try:
+            until(lambda: node.said, "it to be told", 20)
+            front.close("")
+            lead = NodeHub(host, port, NODES, "", lambda _: None)
+            try:
+                until(lambda: RANK in lead.links or node.ended, "it to come", 20)
+                assert RANK in lead.links, (node.said, node.ended)
+            finally:
+                lead.close("test")
+        finally:
+            node.stop()
+            front.close("")
+
+
+class Pauses(Backoff):
+    """taken: how long each would be, in seconds; they take no time."""
+
+    taken: ClassVar[list[float]] = []
+
+    def seconds(self) -> float:
+        self.taken.append(super().seconds())
+        return 0.0
+
+
+def test_a_node_pauses_until_a_lead_tells_it_of_the_job(
+    first: FirstLead, next_lead: NodeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes it in, and hangs up each time, would be kept busy."""
+    monkeypatch.setattr(Pauses, "taken", [])
+    monkeypatch.setattr(server, "Backoff", Pauses)
+    node = Node((next_lead.host, next_lead.port), first.address)
+    try:
+        for _ in range(5):
+            first.welcome()
+            assert first.frames is not None
+            first.frames.close()
+        first.welcome()
+        assert first.node is not None
+        assert min(Pauses.taken[4:]) > max(Pauses.taken[:1])
+        before = len(Pauses.taken)
+        first.hand(copy_for({0: first.address, 1: (next_lead.host, next_lead.port), RANK: first.node}))
+        next_lead.take_over({RANK: first.node}, frozenset())
+        next_lead.followers(0)
+        first.close()  # too late to follow the next one
+        until(lambda: RANK in next_lead.links or node.ended, "it to come back", 20)
+        assert RANK in next_lead.links, (node.said, node.ended)
+        assert Pauses.taken[before] <= 0.1, "as at first"
+    finally:
+        node.stop()
