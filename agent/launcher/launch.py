@@ -1063,11 +1063,11 @@ class Launcher:
             if computes and silent <= borne + (limits.first_op if entry.op_limit is None else entry.op_limit):
                 return None
             if self._only_stopped(entry, now) and silent <= max(borne, limits.first_op):
-                if now >= entry.excused_until:
+                if now >= entry.stop_borne_until:
                     text = f"{entry.worker} is stopped by a signal, as all of its stage, without which nobody can go on"
                     self._listener({"warning": f"{text}; waiting for SIGCONT"})
-                entry.excused_until = now + borne
-            if now < entry.excused_until:
+                entry.stop_borne_until = now + borne
+            if now < entry.stop_borne_until:
                 return None
             return f"was silent for {silent:.0f} s" + (", stopped by a signal" if entry.stopped else "")
         current = entry.current

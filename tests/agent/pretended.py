@@ -21,7 +21,7 @@ from openrecycle.agent.workers.spec import RunSpec
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 
-GIVEN_UP_SECONDS = 20.0
+GIVEN_UP_SECONDS = 60.0
 
 
 @dataclass
