@@ -1086,7 +1086,10 @@ class Launcher:
         return f"hangs: it is at {current} for {current.seconds:.0f} s (limit {limit:.0f} s{why})"
 
     def _only_stopped(self, entry: WorkerProcess, now: float) -> bool:
-        """Does the whole stage stand still, and may go on, while the job could not without it?"""
+        """Does the whole stage stand still, and may go on, while the job could not without it? Of workers on other
+        nodes that is not known."""
+        if self._coordination.judges_silence:
+            return False
         faults = self._options.faults
         peers = [e for e in self._pool.running.values() if e.member and e.worker.stage == entry.worker.stage]
         lost_for_good = not back_to(self._options.checkpoints.folder is not None, faults.max_restarts)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.config.options import ALIVE_SECONDS, Faults, Timeouts
-from openrecycle.agent.launcher.launch import Stopped
+from openrecycle.agent.coordination.local import LocalCoordination
+from openrecycle.agent.launcher.launch import JobFailed, Stopped
 from openrecycle.planner.jobs.job import Job
 from tests.agent.pretended import PretendedWorker, PretendedWorkers, launcher, run
 from tests.golden import golden
@@ -50,3 +51,23 @@ def test_that_a_stage_was_late_as_a_whole_is_no_excuse_for_a_later_silence() -> 
     with pytest.raises(Stopped):
         run(one)
     assert out == ["W1_0"]
+
+
+class _Judges(LocalCoordination):
+    """As a console does."""
+
+    judges_silence = True
+
+
+def test_a_stage_that_is_stopped_is_not_waited_for_where_a_console_removes_it() -> None:
+    def told(entry: PretendedWorker, message: dict[str, Any]) -> None:
+        if message["kind"] == "deployment":
+            entry.stopped = entry.name == "W0_1"
+            says(entry, {"kind": "waiting", "seconds": 0.0}, again=not entry.stopped)
+
+    pool, lines = PretendedWorkers(PretendedWorker.ready, told), list[dict[str, Any]]()
+    faults = Faults(timeouts=SHORT)
+    one = launcher(Job.uniform(1, 2, 2), pool, lines.append, _Judges, faults)
+    with pytest.raises(JobFailed, match="W0_1"):
+        run(one)
+    assert not any(golden("waiting-for-sigcont") in line.get("warning", "") for line in lines)
