@@ -54,9 +54,13 @@ class Deploy:
 
 @dataclass(frozen=True)
 class Halt:
-    """The job can't go on, whoever comes; the sentence says why."""
+    """The job can't go on, whoever comes; the sentence says why.
+
+    lacks: that is so since this worker ended before training began. Whoever is started in its place may change it.
+    """
 
     reason: str
+    lacks: Worker | None = None
 
 
 CHECKPOINT_SECONDS = 60.0
@@ -141,6 +145,8 @@ class Coordination:
     """
 
     wake_fd: int | None = None
+    judges_silence: bool = False
+    """Does it put out itself who is silent, whatever the launcher bears?"""
 
     @property
     def stands(self) -> str:

@@ -156,7 +156,7 @@ class LocalCoordination(Coordination):
             case "exit":
                 self._take(Exited(name, incarnation, "launcher", detail))
                 if self._state.current is None:
-                    self._orders.append(Halt(f"{worker} {detail} before training began"))
+                    self._orders.append(Halt(f"{worker} {detail} before training began", lacks=worker))
             case "transfer":
                 self._take(TransferBroken(name, incarnation, peer or name, generation, detail))
             case "exception":

@@ -254,6 +254,8 @@ class Launcher:
         """Of a job that can't go on: why, and until when it has time to come to its end in order."""
         self._stands = ""
         """Of a job without any process, while somebody is on the way: how it lost the last one."""
+        self._lacks = dict[Worker, str]()
+        """Of a job that can't begin without them: who has ended, and how."""
         self._waited_for = ""
         """Why the job stands still, as it was said."""
         self._end_asked = False
@@ -410,9 +412,9 @@ class Launcher:
             if isinstance(event, Deploy):
                 self._deploy(self._kept(event))
             elif isinstance(event, Halt):
-                if self._deployed is None and self._restarts.waiting:
-                    continue  # who has ended before training began comes back, and nothing went with it
-                raise JobFailed(event.reason)
+                if event.lacks is None:
+                    raise JobFailed(event.reason)
+                self._lacks[event.lacks] = event.reason  # whether somebody comes in its place is seen in each turn
             elif isinstance(event, LauncherWarning):
                 self._listener({"warning": event.text})
                 entry = self._pool.running.get(event.refused) if event.refused else None
@@ -676,7 +678,12 @@ class Launcher:
     # -- starting again -----------------------------------------------------------------------
 
     def _stand_still(self) -> None:
-        """Where the job can't go on: that is the end, unless somebody is on the way who may change it."""
+        """Where the job can't go on, or not begin: that is the end, unless somebody is on the way who may change it."""
+        if self._deployed is None and (self._lacks or self._ends):
+            coming = self._to_be_started
+            empty = [cell for cell in self._options.job.workers() if cell not in self._pool.running]
+            if lost := [cell for cell in empty if str(cell) not in coming]:
+                raise JobFailed(self._lacks.get(lost[0], f"{lost[0]} ended before training began"))
         why, coming = self._coordination.stands or self._stands, self._on_the_way
         if why and not coming:
             raise JobFailed(why)
@@ -688,10 +695,13 @@ class Launcher:
     def _on_the_way(self) -> list[str]:
         """Workers that are to be started again, or are about to ask for their place; not those that have asked, and got
         none."""
-        waiting = [] if self._ends else [one.worker for one in self._restarts.waiting]
-        return waiting + [
+        return self._to_be_started + [
             str(worker) for worker, entry in self._pool.running.items() if not (entry.member or entry.waits)
         ]
+
+    @property
+    def _to_be_started(self) -> list[str]:
+        return [] if self._ends else [one.worker for one in self._restarts.waiting]
 
     def _replace(self, worker: str, incarnation: str, node: int, why: str) -> bool:
         """A process that is gone is to be replaced, if it may be (agent.launcher.restarts). Was this said?"""
@@ -1053,11 +1063,11 @@ class Launcher:
             if computes and silent <= borne + (limits.first_op if entry.op_limit is None else entry.op_limit):
                 return None
             if self._only_stopped(entry, now) and silent <= max(borne, limits.first_op):
-                if now >= entry.excused_until:
+                if now >= entry.stop_borne_until:
                     text = f"{entry.worker} is stopped by a signal, as all of its stage, without which nobody can go on"
                     self._listener({"warning": f"{text}; waiting for SIGCONT"})
-                entry.excused_until = now + borne
-            if now < entry.excused_until:
+                entry.stop_borne_until = now + borne
+            if now < entry.stop_borne_until:
                 return None
             return f"was silent for {silent:.0f} s" + (", stopped by a signal" if entry.stopped else "")
         current = entry.current
@@ -1076,7 +1086,10 @@ class Launcher:
         return f"hangs: it is at {current} for {current.seconds:.0f} s (limit {limit:.0f} s{why})"
 
     def _only_stopped(self, entry: WorkerProcess, now: float) -> bool:
-        """Does the whole stage stand still, and may go on, while the job could not without it?"""
+        """Does the whole stage stand still, and may go on, while the job could not without it? Of workers on other
+        nodes that is not known."""
+        if self._coordination.judges_silence:
+            return False
         faults = self._options.faults
         peers = [e for e in self._pool.running.values() if e.member and e.worker.stage == entry.worker.stage]
         lost_for_good = not back_to(self._options.checkpoints.folder is not None, faults.max_restarts)

@@ -143,11 +143,12 @@ class WorkerProcess:
     folder where they find each other at their start. made_of: the spare ranks in whose place its own are.
     lived_at: when its system last showed that it is at work. stopped:
     by a signal. looked_at: when that was asked last.
-    op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
-    then it is time that it was through with that, whose peers were late, too. plans: that it has. heard: number of its
-    newest message that counts, where its node numbers them. hung_up: its pipe has ended. lingers: it has a CUDA
-    context, which the system takes apart before it closes the pipe (0.4 s on an H100, seconds on a busy one). send:
-    takes what is posted; None: it goes to the process at once. elsewhere: on another node?
+    op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until: then it is
+    time that it was through with that, whose peers were late, too. stop_borne_until: so long it may be silent, which
+    was stopped with all of its stage. plans: that it has. heard: number of its newest message that counts, where its
+    node numbers them. hung_up: its pipe has ended. lingers: it has a CUDA context, which the system takes apart before
+    it closes the pipe (0.4 s on an H100, seconds on a busy one). send: takes what is posted; None: it goes to the
+    process at once. elsewhere: on another node?
     """
 
     elsewhere: ClassVar[bool] = False
@@ -176,6 +177,7 @@ class WorkerProcess:
     op_limit: float | None = None
     current: Doing | None = None
     excused_until: float = float("-inf")
+    stop_borne_until: float = float("-inf")
     plans: dict[str, None] = field(default_factory=dict)
     heard: int = 0
     hung_up: bool = False

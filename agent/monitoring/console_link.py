@@ -412,6 +412,8 @@ class ConsoleCoordination(Coordination):
     one to another.
     """
 
+    judges_silence = True
+
     def __init__(
         self,
         connect: Callable[[], ConsoleClient],

@@ -95,16 +95,22 @@ def test_all_workers_while_the_launcher_runs(seed: int) -> None:
 
 
 def test_all_workers_of_a_stage() -> None:
-    """Nobody could go on without them. They are woken one after the other."""
+    """Nobody could go on without them. They are woken one after the other, once that is said of both."""
+    stage, said = ["W0_1", "W1_1"], list[str]()
 
     def suspend(job: LocalJob) -> None:
-        for pipeline in range(2):
-            job.signal(f"W{pipeline}_1", signal.SIGSTOP)
-            threading.Timer(STILL + 1.5 * pipeline, wake, (job, f"W{pipeline}_1")).start()
+        for name in stage:
+            job.signal(name, signal.SIGSTOP)
 
-    job = run(suspend)
-    said = [line["warning"] for line in job.lines if "warning" in line]
-    assert [text[:4] for text in said if golden("as-all-of-its-stage-without") in text] == ["W0_1", "W1_1"]
+    def hear(job: LocalJob, line: dict[str, Any]) -> None:
+        if golden("as-all-of-its-stage-without") in line.get("warning", ""):
+            said.append(line["warning"][:4])
+            if len(said) == len(stage):
+                for n, name in enumerate(stage):
+                    threading.Timer(1.5 * n, wake, (job, name)).start()
+
+    run(suspend, on_line=hear, timeouts=Timeouts(first_op=120.0))
+    assert sorted(said) == stage
 
 
 def test_waits_for_peers_that_run_out_meanwhile_lead_to_a_new_generation_and_to_no_death() -> None:

@@ -1,0 +1,94 @@
+"""A launcher's workers that are no processes: a test says what they say, and when they end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrecycle.agent.config.options import Faults, TrainingOptions
+from openrecycle.agent.coordination.launcher import Coordination
+from openrecycle.agent.coordination.local import LocalCoordination
+from openrecycle.agent.launcher.launch import Launcher
+from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, WorkerProcess
+from openrecycle.agent.messages import channel
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.nodes.pool import RemoteProcess
+from openrecycle.agent.workers.spec import RunSpec
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+
+GIVEN_UP_SECONDS = 60.0
+
+
+@dataclass
+class PretendedWorker(WorkerProcess):
+    """name: of its place. number: it is the one of that number there, from 1."""
+
+    name: str = ""
+    number: int = 1
+    theirs: Any = field(default=None, kw_only=True)
+
+    def say(self, kind: str, **about: Any) -> None:
+        channel.send(self.theirs, kind=kind, **about)
+
+    def ready(self) -> None:
+        self.say("ready", host="here", pids=[1])
+
+    def end(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+class PretendedWorkers(ProcessPool):
+    """on_start: called with each that is started; OSError: it can't be. on_message: with each that is told something,
+    and what."""
+
+    def __init__(
+        self,
+        on_start: Callable[[PretendedWorker], object],
+        on_message: Callable[[PretendedWorker, dict[str, Any]], object] = lambda entry, message: None,
+    ) -> None:
+        self.running, self._aside, self.spares = {}, [], SpareRanks()
+        self.started: list[str] = []
+        self._on_start, self._on_message = on_start, on_message
+
+    def start(self, worker: Worker, *_: Any) -> PretendedWorker:
+        ours, theirs = multiprocessing.Pipe()
+        process = RemoteProcess(lambda: process.ended(-9))
+        number = self.started.count(str(worker)) + 1
+        about = {"name": str(worker), "number": number, "theirs": theirs}
+        entry = PretendedWorker(worker, f"{worker}-{number}", process, ours, time.monotonic(), **about)
+        entry.send = lambda message: self._on_message(entry, message)
+        self.started.append(str(worker))
+        self._on_start(entry)
+        self.running[worker] = entry
+        return entry
+
+
+def launcher(
+    job: Job,
+    pool: PretendedWorkers,
+    on_line: Callable[[dict[str, Any]], object],
+    decides: Callable[[Catalog], Coordination] = LocalCoordination,
+    faults: Faults | None = None,
+) -> Launcher:
+    catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    options = TrainingOptions(job=job, iterations=10, faults=faults or Faults())
+    spec = RunSpec(options, NamedWorkload("openrecycle.agent.examples.gpt:Gpt"), job.partition)
+    return Launcher(spec, decides(catalog), on_line, catalog, pool)
+
+
+def run(one: Launcher) -> None:
+    """Raises Stopped of one that waits for ever, too."""
+    stop = threading.Timer(GIVEN_UP_SECONDS, one.stop, (15,))
+    stop.start()
+    try:
+        one.run()
+    finally:
+        stop.cancel()
