@@ -54,7 +54,7 @@ except Exception as error:
 def _in_fp32(limit: float) -> np.float32:
     """What every fp32 number below `limit` is below, and no other one."""
     nearest = np.float32(limit)
-    return nearest if nearest >= limit else np.nextafter(nearest, np.float32(np.inf))
+    return nearest if float(nearest) >= limit else np.nextafter(nearest, np.float32(np.inf))
 
 
 def add(sums: Tensor, term: Tensor, rejected: Tensor, scale: float, limit: float) -> None:

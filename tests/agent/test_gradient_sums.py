@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from openrecycle.agent.stages.gradients import SUM_OF, FastSum, GradientSum
-from openrecycle.agent.stages.kernels import add_in_torch, fused_add
+from openrecycle.agent.stages.kernels import CPU_CHUNK, fused_add
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.stage import Probe, Stage, choose_split
 from tests.conftest import examples
@@ -45,29 +45,49 @@ def test_sums_of_any_type_and_layout(kind: type[GradientSum], dtype: torch.dtype
     assert math.isclose(total.squared_norms([total.parameters])[0], float(exact.square().sum()), rel_tol=1e-6)
 
 
+def by_chunks(sums: Tensor, term: Tensor, limit: float) -> int:
+    """Adds it, as far as it fits; returns whether a part did not."""
+    for start in range(0, term.numel(), CPU_CHUNK):
+        # Compared in fp64, whatever the term is of.
+        part = term[start : start + CPU_CHUNK].to(torch.float64) * 2.0**50
+        if not bool((part.abs() < limit).all()):
+            return 1
+        sums[start : start + CPU_CHUNK] += part.round().to(torch.int64)
+    return 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [0, 1, 3, 100_000])
+@pytest.mark.parametrize("size", [0, 1, 3, CPU_CHUNK + 3])
 @pytest.mark.parametrize("step", [1, 2, -1])
-def test_the_compiled_loop_adds_as_torch_does(dtype: torch.dtype, size: int, step: int) -> None:
+def test_the_compiled_loop_adds_what_fits(dtype: torch.dtype, size: int, step: int) -> None:
     fused, generator = fused_add(torch.device("cpu")), torch.Generator().manual_seed(size)
     assert fused is not None
-    numbers = torch.randn(2 * size, generator=generator) * 2.0 ** torch.randint(
-        -60, 5, (2 * size,), generator=generator
-    )
+    numbers = torch.randn(2 * size, generator=generator)
+    numbers *= 2.0 ** torch.randint(-60, 5, (2 * size,), generator=generator)
     term = numbers.to(dtype)[::2] if step == 2 else numbers.to(dtype)[:size]
     term = torch._neg_view(term) if step == -1 else term  # as an imaginary part may be
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     for last in (0.0, 2.0**8, -(2.0**8), math.nan, math.inf):
         if size:
             term[-1] = last
         sums, rejected = torch.ones(size, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        theirs, refused = sums.clone(), rejected.clone()
+        theirs = sums.clone()
         fused(sums, term, rejected, 2.0**50, 2.0**58)
-        if size:
-            scratch = torch.empty(size, dtype=wide), torch.empty(size, dtype=torch.int64)
-            add_in_torch(theirs, term, refused, 2.0**50, 2.0**58, *scratch)
-        assert bool(rejected) == bool(refused) == (size > 0 and last != 0.0)
-        assert rejected or torch.equal(sums, theirs)
+        assert int(rejected) == by_chunks(theirs, term.resolve_neg(), 2.0**58) == int(size > 0 and last != 0.0)
+        assert torch.equal(sums, theirs)
+
+
+@pytest.mark.parametrize("terms", [1, 18, 25, 29])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_compiled_loop_knows_the_limit_to_the_last_bit(dtype: torch.dtype, terms: int) -> None:
+    fused, limit = fused_add(torch.device("cpu")), 2.0**62 / terms
+    assert fused is not None
+    nearest = torch.tensor([limit * 2.0**-50], dtype=dtype)
+    for term in (torch.nextafter(nearest, torch.zeros(1, dtype=dtype)), nearest, torch.nextafter(nearest, 2 * nearest)):
+        sums, rejected = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        theirs = sums.clone()
+        fused(sums, term, rejected, 2.0**50, limit)
+        assert int(rejected) == by_chunks(theirs, term, limit)
+        assert torch.equal(sums, theirs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
