@@ -327,9 +327,9 @@ def _sqlite_path(url: URL) -> Path:
         str(path).encode()
     except UnicodeEncodeError:  # no address can hold it
         raise DatabaseError(f"--database-url: got the file {str(path)!r}, expected a name in UTF-8") from None
-    newest = Path(f"{path}-wal")
+    newest = Path(f"{path.resolve()}-wal")  # beside the file that a link leads to
     # Beside a file that is not there, or empty, SQLite deletes it; a console that runs may have it open.
-    if not _size(path) and _size(newest):
+    if _size(newest) and not _size(path):
         raise DatabaseError(
             f"database file {path} is not there, or empty, and {newest} has what was stored last: "
             "put the file back, or delete that one too"

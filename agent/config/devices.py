@@ -261,6 +261,8 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(part)
 
 
+CPU_CHUNK = 1 << 17
+"""Elements of a gradient that a CPU adds at a time, all or none of them: they stay in a core's cache."""
 _PINNED_AT_A_TIME = 2
 """One is filled while another is copied, for the one before that an op has ended (agent.workers.executor)."""
 _SMALL_PINNED, _SMALL_AT_A_TIME = 1 << 12, 8

@@ -793,10 +793,12 @@ def alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.layout != other.layout or one.dtype != other.dtype:
             return False
-        if one.is_nested or other.is_nested or one.layout != torch.strided:
-            return True  # torch has no comparison for these
+        if one.is_nested or other.is_nested:
+            return True  # torch has no comparison for these, nor, below, for sparse ones
         if one.shape != other.shape:
             return False
+        if one.layout != torch.strided:
+            return True
         same = (one == other) | ((one != one) & (other != other))  # NaN is NaN here
         return bool(torch.all(same))
     if isinstance(one, Mapping) and isinstance(other, Mapping):

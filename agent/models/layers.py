@@ -543,7 +543,9 @@ def nothing(output: Any) -> Tensor:
     """0, with gradients that are 0: the loss of a micro-batch, or of a part of one, that does not count."""
     # The last layer may give its loss anything.
     tensors = [t for t in compat.tree_flatten(output)[0] if isinstance(t, Tensor) and t.is_floating_point()]
-    return torch.stack([t.sum() * 0.0 for t in tensors]).sum()
+    if not tensors:
+        raise StageIOError("the output of the last stage has no tensors, also in tuples, lists or dicts, for its loss")
+    return torch.stack([t.reshape(-1)[:0].sum() for t in tensors]).sum()  # 0 also where one is infinite
 
 
 def leaf(tensor: Tensor, gradient: bool = True) -> Tensor:

@@ -30,8 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.config.devices import Mode
-from openrecycle.agent.stages.kernels import CPU_CHUNK, add_in_torch, fused_add, scale_into, worth_loading
+from openrecycle.agent.config.devices import CPU_CHUNK, Mode
+from openrecycle.agent.stages.kernels import add_in_torch, fused_add, scale_into, worth_loading
 from openrecycle.planner.plans.schedule import MicroBatch
 
 GRID_BITS = 50

@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 
 Add = Callable[[Tensor, Tensor, Tensor, float, float], None]
 """Of (sums, term, rejected, scale, limit), as `add_in_torch`."""
-CPU_CHUNK = 1 << 17
-"""Elements at a time on a CPU, of which all or none are added."""
 
 
 def scale_into(scaled: Tensor, term: Tensor, scale: float) -> None:

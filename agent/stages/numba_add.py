@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrecycle.agent.stages.kernels import CPU_CHUNK
+from openrecycle.agent.config.devices import CPU_CHUNK
 
 
 def _loop(sums: Any, term: Any, scale: Any, limit: Any, chunk: int) -> int:

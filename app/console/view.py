@@ -618,7 +618,9 @@ class Queries:
         iterations = self.iterations(job_id, after=max(-1, job.state.committed - 2), limit=1)
         last = iterations[-1]["committed_at"] if iterations else time.time()
         # Whole ten seconds: a page that is opened again soon asks the same question.
-        ends = max(last - begin, generations[-1]["opened_at"] - begin, *(row[0] for row in rows[-1:]), 0.0)
+        newest = generations[-1]["opened_at"]
+        after = max(0.0, last - newest)  # rows go on from where a clock was put back
+        ends = max(last - begin, newest - begin, *(row[0] + after for row in rows[-1:]), 0.0)
         covered = 10.0 * (ends // 10 + 1)
         if seconds is not None:
             covered = min(covered, seconds)

@@ -54,12 +54,12 @@ class LogFile:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):  # a pipe without a reader; one that is closed
+        with suppress(OSError, ValueError, AttributeError):  # a pipe without a reader; one that is closed; none
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):
             self._stream.flush()
 
 
@@ -76,7 +76,7 @@ def configure_logging() -> None:
             structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(LogFile(sys.stderr)),  # type: ignore[arg-type]
+        logger_factory=structlog.PrintLoggerFactory(LogFile(sys.stderr or sys.stdout)),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

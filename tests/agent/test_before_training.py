@@ -117,5 +117,5 @@ class _Refused(Coordination):
 
 def test_what_no_restart_can_change_ends_the_job_at_once() -> None:
     job = Run([("W0_1", 1)], decides=lambda catalog: _Refused(), delay=600.0)
-    with pytest.raises(JobFailed, match="the console refused"):
+    with pytest.raises(JobFailed, match=golden("the-console-refused")):
         run(job.launcher)

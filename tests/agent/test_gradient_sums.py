@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from openrecycle.agent.config.devices import CPU_CHUNK
 from openrecycle.agent.stages.gradients import SUM_OF, FastSum, GradientSum
-from openrecycle.agent.stages.kernels import CPU_CHUNK, fused_add
+from openrecycle.agent.stages.kernels import fused_add
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.stage import Probe, Stage, choose_split
 from tests.conftest import examples

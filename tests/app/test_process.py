@@ -65,3 +65,9 @@ def test_whoever_logs_lives_on_where_the_log_has_no_room(closed: bool) -> None:
             timeout=60,
         )
     assert done.stdout == "lives\n"
+
+
+def test_whoever_logs_lives_on_without_standard_error() -> None:
+    program = [sys.executable, "-c", _LOGS]
+    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "lives"

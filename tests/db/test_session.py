@@ -169,8 +169,11 @@ def test_what_was_stored_last_outlives_a_file_that_is_away(tmp_path: Path, empti
     file.rename(elsewhere)
     if emptied:
         file.touch()
-    with pytest.raises(DatabaseError, match=golden("has-what-was-stored-last")):
-        Database(f"sqlite:///{file}").rows(text("select 1"))
+    link = tmp_path / "link.db"
+    link.symlink_to(file)
+    for address in (file, link):
+        with pytest.raises(DatabaseError, match=golden("has-what-was-stored-last")):
+            Database(f"sqlite:///{address}").rows(text("select 1"))
     assert held and newest.stat().st_size == held
     assert file.exists() == emptied
     elsewhere.replace(file)

@@ -2,6 +2,8 @@
 // colours from their last run, and could hardly be read. So they run anew, by the framework's own key for it, once it
 // can tell the new scheme.
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  const key = new KeyboardEvent("keydown", { key: "r", code: "KeyR", keyCode: 82, which: 82, bubbles: true });
-  setTimeout(() => document.body.dispatchEvent(key), 500);
+  const key = { key: "r", code: "KeyR", keyCode: 82, which: 82, bubbles: true };
+  setTimeout(() => {
+    for (const kind of ["keydown", "keyup"]) document.body.dispatchEvent(new KeyboardEvent(kind, key));
+  }, 500);
 });
