@@ -39,8 +39,8 @@ from openrecycle.agent.nodes.succession import (
     pack,
     tell,
 )
+from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, encode_run, encode_spec
-from openrecycle.agent.workers.worker import main
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.jobs.words import count, printable
@@ -638,7 +638,7 @@ class SpreadPool(ProcessPool):
     def __init__(
         self, modules: list[str], hub: NodeHub, homes: Mapping[Worker, int], record: Spool | None = None
     ) -> None:
-        super().__init__(main, modules)
+        super().__init__(worker.main, modules)
         self.host = hub.host
         self._hub, self._homes = hub, homes
         self._where: dict[str, int] = {}
