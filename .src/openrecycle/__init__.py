@@ -113,4 +113,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """For who completes names at a prompt."""
-    return [*globals(), *__all__]
+    return [*{*globals(), *__all__}]

@@ -120,9 +120,7 @@ class GradientSum:
         self._weight_scale = _WEIGHT_SCALE * 2.0 ** -math.floor(math.log2(usual))
         self._chunk = _CHUNK if device.type == "cpu" else _CHUNK_THERE
         if device.type == "cuda" and self._buffer.dtype == torch.int64:
-            fused_add(
-                self._buffer.device
-            )  # before anything is received: to load a kernel is to wait for all of the GPU
+            fused_add(self._buffer.device)  # here, before anything is received: it is loaded, which waits for the GPU
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._gradients: dict[torch.dtype, Tensor] = {}
         self._temporaries: dict[tuple[torch.dtype, int], Tensor] = {}

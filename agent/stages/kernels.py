@@ -1,5 +1,5 @@
 """Adds a term to a GradientSum in one kernel, where torch's own operations read it five times and take eleven kernels
-of a GPU, or four times as long on a CPU (tests/benchmarks/bench_sums.py).
+of a GPU, or three times as long on a CPU (tests/benchmarks/bench_sums.py).
 
 On a GPU by Triton, which CUDA builds of torch bring with them; it needs a C compiler when it is first used. On a CPU by
 numba. Where that is not there, or does not do what it should, torch's operations are used: all give the same bits.

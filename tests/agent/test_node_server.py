@@ -101,6 +101,11 @@ class Node:
         assert not self._thread.is_alive()
 
 
+def comes_to(node: Node, hub: NodeHub, what: str) -> None:
+    until(lambda: RANK in hub.links or node.ended, what, 20)
+    assert RANK in hub.links, (node.said, node.ended)
+
+
 def copy_for(nodes: dict[int, tuple[str, int]]) -> Copy:
     options = TrainingOptions(job=Job.uniform(3, 1, 3))
     timeouts = dataclasses.replace(options.faults.timeouts, silence=SILENCE)
@@ -200,8 +205,7 @@ def test_a_node_that_comes_too_late_to_follow_comes_back_as_a_new_one(first: Fir
         next_lead.take_over({RANK: first.node or first.address}, frozenset())
         next_lead.followers(0)
         first.close()
-        until(lambda: RANK in next_lead.links or node.ended, "it to come back", 20)
-        assert RANK in next_lead.links, (node.said, node.ended)
+        comes_to(node, next_lead, "it to come back")
         assert next_lead.links[RANK].resumes == (0, 0), "it has nothing of before"
         assert next_lead.members[RANK] != first.node, "where it listened nobody does, so it was gone"
 
@@ -250,8 +254,7 @@ def test_a_node_that_comes_back_finds_who_leads_once_that_one_is_lost_too() -> N
         link.close()
         until(lambda: status.times, "it to look who leads", 20)
         other.take_over({}, frozenset())
-        until(lambda: RANK in other.links or node.ended, "it to come to the next lead", 20)
-        assert RANK in other.links, (node.said, node.ended)
+        comes_to(node, other, "it to come to the next lead")
     finally:
         node.stop()
         other.close("test")
@@ -264,12 +267,10 @@ def test_a_node_that_knows_others_outlives_node_0_before_it_knows_the_job() -> N
     other = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(1))
     node = Node((front.host, front.port), (other.host, other.port))
     try:
-        until(lambda: RANK in front.links or node.ended, "it to come", 20)
-        assert RANK in front.links, (node.said, node.ended)
+        comes_to(node, front, "it to come")
         front.close("")
         other.take_over({}, frozenset())
-        until(lambda: RANK in other.links or node.ended, "it to come to the next lead", 20)
-        assert RANK in other.links, (node.said, node.ended)
+        comes_to(node, other, "it to come to the next lead")
     finally:
         node.stop()
         other.close("test")
@@ -296,8 +297,7 @@ def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job() ->
         search.join(20)
         assert search.outcome == Lead(3, frozenset(), frozenset({1, RANK})), (node.said, node.ended)
         front.take_over({}, frozenset())
-        until(lambda: RANK in front.links or node.ended, "it to come to the next lead", 20)
-        assert RANK in front.links, (node.said, node.ended)
+        comes_to(node, front, "it to come to the next lead")
     finally:
         if search is not None:
             search.cancel()
@@ -333,8 +333,7 @@ def test_where_no_lead_is_to_be_had_the_next_is_asked(says: bytes, monkeypatch: 
     with answering(says) as first_asked:
         node = Node((lead.host, lead.port), first_asked)
         try:
-            until(lambda: RANK in lead.links or node.ended, "it to come", 20)
-            assert RANK in lead.links, (node.said, node.ended)
+            comes_to(node, lead, "it to come")
         finally:
             node.stop()
             lead.close("test")
@@ -352,8 +351,7 @@ def test_a_node_goes_on_asking_the_lead_that_it_was_told_of() -> None:
             front.close("")
             lead = NodeHub(host, port, NODES, "", lambda _: None)
             try:
-                until(lambda: RANK in lead.links or node.ended, "it to come", 20)
-                assert RANK in lead.links, (node.said, node.ended)
+                comes_to(node, lead, "it to come")
             finally:
                 lead.close("test")
         finally:
@@ -391,8 +389,7 @@ def test_a_node_pauses_until_a_lead_tells_it_of_the_job(
         next_lead.take_over({RANK: first.node}, frozenset())
         next_lead.followers(0)
         first.close()  # too late to follow the next one
-        until(lambda: RANK in next_lead.links or node.ended, "it to come back", 20)
-        assert RANK in next_lead.links, (node.said, node.ended)
+        comes_to(node, next_lead, "it to come back")
         assert Pauses.taken[before] <= 0.1, "as at first"
     finally:
         node.stop()
