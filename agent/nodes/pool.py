@@ -164,6 +164,9 @@ class RemoteWorker(WorkerProcess):
         self.asked = True
         self.node.post({"kind": "end", "incarnation": self.incarnation})
 
+    def close(self) -> None:
+        self.pipe.close()
+
     @property
     def clock(self) -> Offset:
         return Offset(self.node.clock_offset // 1000, round(self.node.round_trip * 5e5) + 1)
@@ -342,7 +345,8 @@ class NodeHub:
         """When, in the last STRANGERS_SECONDS, by what."""
         self._listener = socket.create_server((host, port))
         self.host, self.port = self._listener.getsockname()[:2]
-        threading.Thread(target=self._accept, name="nodes", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="nodes", daemon=True)
+        self._accepting.start()
 
     def wait_for_all(self, seconds: float) -> None:
         """Raises InputError naming the nodes that did not come, and LedElsewhere."""
@@ -389,9 +393,11 @@ class NodeHub:
         launcher leads."""
         with self.news:
             self._closing, self._last_word = True, reason
-        # Wakes the accepting thread; closing alone would not.
+        # Wakes the accepting thread; closing alone would not, and it might go on to accept where another socket has the
+        # number by then.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
         self._listener.close()
         for link in list(self.links.values()):
             self._dismiss(link)
@@ -420,7 +426,7 @@ class NodeHub:
             self._make_room(peer[0])
             with self._strangers_lock:
                 self._strangers[connection] = peer[0]
-            threading.Thread(target=self._meet, args=(connection,), name="welcome", daemon=True).start()
+            threading.Thread(target=self._welcome, args=(connection,), name="welcome", daemon=True).start()
 
     def _make_room(self, address: str) -> None:
         """For one more from there: whoever says nothing shuts nobody out."""
@@ -435,46 +441,47 @@ class NodeHub:
                 with contextlib.suppress(OSError):
                     crowded[0].shutdown(socket.SHUT_RDWR)
 
-    def _meet(self, connection: socket.socket) -> None:
-        try:
-            self._welcome(connection)
-        finally:
-            with self._strangers_lock:
-                self._strangers.pop(connection, None)
+    def _meet(self, connection: socket.socket) -> tuple[dict[str, Any], NodeLink | None]:
+        """What it says of itself, and its link; None: it only wanted an answer, or has to come again. Raises OSError,
+        NotTrusted, KeyError, TypeError and ValueError."""
+        until = time.monotonic() + HANDSHAKE_SECONDS
+        frames = greet(connection, self._token, "lead", until)
+        hello = frames.receive(until, most=HELLO_BYTES)
+        if hello.get("kind") in ("look", "vote"):
+            frames.send(self.lead_status.answer(hello))
+            return hello, None
+        if hello.get("kind") == "led":
+            self._hear_of_lead(hello)
+            return hello, None
+        if passing := self._not_now(hello):
+            frames.send({"kind": "refused", "reason": passing, "again": True, "lead": self.lead})
+            return hello, None
+        refusal = self._objection(hello)
+        if refusal:
+            rank = hello.get("rank")
+            # The link of one that was lost takes a while to break.
+            again = isinstance(rank, int) and rank in self.links
+            frames.send({"kind": "refused", "reason": refusal, "again": again})
+            raise NotTrusted(refusal)
+        term, has = map(int, hello.get("resumes", (0, 0)))
+        frames.send({"kind": "welcome"})
+        rank, address = int(hello["rank"]), str(hello["address"])
+        link = NodeLink(frames, rank, address, self._forget, until, news=self.news)
+        link.resumes = term, has
+        return hello, link
 
     def _welcome(self, connection: socket.socket) -> None:
+        hello, link = dict[str, Any](), None
         try:
-            until = time.monotonic() + HANDSHAKE_SECONDS
-            frames = greet(connection, self._token, "lead", until)
-            hello = frames.receive(until, most=HELLO_BYTES)
-            if hello.get("kind") in ("look", "vote"):
-                frames.send(self.lead_status.answer(hello))
-                frames.close()
-                return
-            if hello.get("kind") == "led":
-                self._hear_of_lead(hello)
-                frames.close()
-                return
-            if passing := self._not_now(hello):
-                frames.send({"kind": "refused", "reason": passing, "again": True, "lead": self.lead})
-                connection.close()
-                return
-            refusal = self._objection(hello)
-            if refusal:
-                rank = hello.get("rank")
-                # The link of one that was lost takes a while to break.
-                again = isinstance(rank, int) and rank in self.links
-                frames.send({"kind": "refused", "reason": refusal, "again": again})
-                raise NotTrusted(refusal)
-            term, has = map(int, hello.get("resumes", (0, 0)))
-            frames.send({"kind": "welcome"})
-            rank, address = int(hello["rank"]), str(hello["address"])
-            link = NodeLink(frames, rank, address, self._forget, until, news=self.news)
-            link.resumes = term, has
+            hello, link = self._meet(connection)
         except (OSError, NotTrusted, KeyError, TypeError, ValueError) as error:
-            connection.close()
             if isinstance(error, NotTrusted):
                 self._say_once(f"a node was turned away: {printable(str(error))}")
+        finally:
+            with self._strangers_lock:  # which _make_room shuts down: so not once it is closed
+                self._strangers.pop(connection, None)
+        if link is None:
+            connection.close()
             return
         with self.news:
             if link.rank in self.links or ("resumes" in hello and link.rank not in (self._expected or ())):
@@ -485,7 +492,7 @@ class NodeHub:
                 return
             if link.alive:
                 if isinstance(port := hello.get("port"), int):
-                    self.members[link.rank] = address, port
+                    self.members[link.rank] = link.address, port
                 if isinstance(memory := hello.get("memory"), int):
                     self.memory[link.rank] = memory
                 self.links[link.rank] = link

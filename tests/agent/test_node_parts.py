@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -303,6 +304,23 @@ def test_what_has_come_is_taken_without_waiting(wire: Wire, monkeypatch: pytest.
     node.close()
     with pytest.raises((OSError, NotTrusted)):
         until(lead.take, "the end", 20)
+
+
+def test_a_certificate_holds_for_a_clock_that_has_never_been_set(wire: Wire) -> None:
+    stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+
+    def welcome() -> None:
+        with pytest.raises(NotTrusted):
+            greet(wire[0], "secret", "lead")
+
+    lead = threading.Thread(target=welcome)
+    lead.start()
+    with stranger.wrap_socket(wire[1]) as connection:
+        shown = connection.getpeercert(binary_form=True)
+    lead.join(10)
+    assert shown is not None
+    assert x509.load_der_x509_certificate(shown).not_valid_before_utc.timestamp() == 0
 
 
 def test_whoever_shows_no_certificate_is_no_node(wire: Wire) -> None:

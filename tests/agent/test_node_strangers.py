@@ -56,6 +56,33 @@ def test_a_share_of_the_strangers_is_all_that_an_address_gets(hub: NodeHub) -> N
         until(lambda: len(hub._strangers) == MAX_STRANGERS_OF_ONE, "all but the newest to have made way", 10)
 
 
+class Held:
+    """A lock that nobody gets before it is `free`."""
+
+    def __init__(self) -> None:
+        self.asked, self.free = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        self.asked.set()
+        self.free.wait(20)
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_where_it_listened_is_not_closed_before_nobody_is_about_to_accept_there(hub: NodeHub) -> None:
+    """What listens next has the number, and would lose a connection."""
+    hub._strangers_lock = held = Held()  # type: ignore[assignment]
+    with socket.create_connection((hub.host, hub.port)):
+        assert held.asked.wait(10)
+        closing = threading.Thread(target=hub.close, args=("test",))
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive() and hub._listener.fileno() >= 0
+        held.free.set()
+        closing.join(10)
+    assert not closing.is_alive() and hub._listener.fileno() < 0
+
+
 def test_who_knocks_without_end_fills_no_log() -> None:
     said: list[str] = []
     hub = NodeHub("127.0.0.1", 0, 3, TOKEN, said.append)
