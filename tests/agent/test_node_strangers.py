@@ -173,9 +173,9 @@ def test_a_node_of_a_job_that_does_not_come_to_its_end_has_not_succeeded(hub: No
     until(lambda: 1 in hub.links, "the node to be there", 30)
     workers = SpreadPool([], hub, {})
     workers.hand_out(RunSpec(TrainingOptions(job=Job(3, 1, 3)), NamedWorkload("a:b")), lambda: None, last=True)
-    workers.kill_all("stopped by SIGTERM after 3 iterations")
+    workers.kill_all("so")
     thread.join(30)
-    assert [str(error) for error in ended] == ["the job is over: stopped by SIGTERM after 3 iterations"]
+    assert [str(error) for error in ended] == [f"{golden('the-job-is-over')}: so"]
 
 
 def test_a_node_that_is_refused_for_good_gives_up(hub: NodeHub) -> None:
