@@ -318,7 +318,9 @@ class Reporter:
                     generation = found[0].generation
                     self._take_up(*found)
             except (ConsoleUnavailable, ConsoleRefused) as error:
-                if isinstance(error, ConsoleRefused | JobUnknown):
+                if isinstance(error, ConsoleRefused) and error.problem.code == "idempotency_conflict":
+                    self._refused(f"run: {self._run!r} is another job's here; give each run a name of its own")
+                elif isinstance(error, ConsoleRefused | JobUnknown):
                     self._refused(str(error))
                 else:
                     unanswered += 1

@@ -157,6 +157,14 @@ def test_it_says_when_nobody_is_at_the_address(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.processes
+def test_a_run_of_another_job_s_name_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with console(tmp_path) as server, lonely(server):
+        until(lambda: server.read("/jobs")["jobs"], "the job to be created")
+        with lonely(server, job=Job.uniform(1, 1, 4)):
+            until(lambda: golden("give-each-run-a-name") in caplog.text, "a warning")
+
+
+@pytest.mark.processes
 def test_closing_does_not_wait_for_a_dead_console(tmp_path: Path) -> None:
     with console(tmp_path) as server:
         server.crash()
