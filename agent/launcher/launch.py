@@ -336,7 +336,7 @@ class Launcher:
                 ending.callback(self._coordination.close, lambda: bool(self._stop))
                 ending.callback(self._coordination.finished, state, reason)
                 ending.callback(self._store.close)
-                ending.callback(self._pool.kill_all)
+                ending.callback(self._pool.kill_all, "" if state == "finished" else reason)
                 # How it ended counts only if no other leads by now.
                 ending.callback(self._pool.hand_out, self._spec, self._saved, last=True)
 

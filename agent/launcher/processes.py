@@ -545,7 +545,8 @@ class ProcessPool:
         elif entry in self._aside:
             self._aside.remove(entry)
 
-    def kill_all(self) -> None:
+    def kill_all(self, unfinished: str = "") -> None:
+        """unfinished: why the job ends before its last iteration; for a job of several nodes, whose others are told."""
         entries = self.entries
         for entry in entries:
             entry.kill()

@@ -338,7 +338,7 @@ class NodeHub:
         None: this launcher does not lead."""
         self.news = threading.Condition()
         self._closing = self._began = False
-        self._last_word = ""
+        self._last_word, self._finished = "", False
         self._strangers: dict[socket.socket, str] = {}  # with their addresses, the oldest first
         self._strangers_lock = threading.Lock()
         self._said_of_strangers: dict[str, float] = {}
@@ -388,11 +388,11 @@ class NodeHub:
             self.deposed = self.deposed or why
             self.news.notify_all()
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, *, finished: bool = False) -> None:
         """Tells every node that the job is over, also one that is being welcomed just now. "": nothing, since another
-        launcher leads."""
+        launcher leads. finished: their commands have succeeded, too; else whoever started them may start them again."""
         with self.news:
-            self._closing, self._last_word = True, reason
+            self._closing, self._last_word, self._finished = True, reason, finished
         # Wakes the accepting thread; closing alone would not, and it might go on to accept where another socket has the
         # number by then.
         with contextlib.suppress(OSError):
@@ -411,7 +411,7 @@ class NodeHub:
         if not self._last_word:
             link.close()
             return
-        link.post({"kind": "over", "reason": self._last_word})
+        link.post({"kind": "over", "reason": self._last_word, "finished": self._finished})
         link.post({"kind": "bye"})
 
     def _accept(self) -> None:
@@ -787,9 +787,10 @@ class SpreadPool(ProcessPool):
         if isinstance(entry, RemoteWorker):
             os.close(entry.process.sentinel)
 
-    def kill_all(self) -> None:
+    def kill_all(self, unfinished: str = "") -> None:
         super().kill_all()
-        self._hub.close("the job is over" if self._decided is None else "")
+        word = f"the job is over: {unfinished}" if unfinished else "the job is over"
+        self._hub.close(word if self._decided is None else "", finished=not unfinished)
 
     def _acked(self, number: int, until: float) -> bool:
         """Have enough nodes got that copy, by then?"""

@@ -36,7 +36,8 @@ from openrecycle.planner.plans.plan import Plan
 
 
 class LeadLost(Exception):
-    """The lead can't be reached, or turned this node away; the sentence says why."""
+    """The job did not come to its end here: the lead ended it, can't be reached, or turned this node away; the sentence
+    says why."""
 
 
 class NodeServer:
@@ -86,14 +87,15 @@ class NodeServer:
         self._pool: ProcessPool | None = None
         self._started = 0
         self._entries: dict[str, WorkerProcess] = {}
-        self._over = ""
+        self._over, self._finished = "", False
 
     def stop(self, number: int) -> None:
         """Ends this node soon; from the handler of signal `number`."""
         self._stop = self._stop or number
 
     def run(self, timeout: float) -> str | Succession:
-        """Serves until the job is over, and returns the lead's last sentence; or until this node is to lead.
+        """Serves until the job has all its iterations, and returns the lead's last sentence; or until this node is to
+        lead.
 
         timeout: seconds to wait for the lead. Raises LeadLost. No process is left behind, unless this node leads.
         """
@@ -121,6 +123,8 @@ class NodeServer:
                     leads = True
                     return succession
         except _Bye:
+            if not self._finished:
+                raise LeadLost(self._over) from None
             return self._over
         finally:
             self._hang_up()
@@ -406,7 +410,7 @@ class NodeServer:
                 self._ask_another(message["lead"])
                 raise _Moved
             case "over":
-                self._over = str(message["reason"])
+                self._over, self._finished = str(message["reason"]), bool(message["finished"])
             case "bye":
                 raise _Bye
 

@@ -327,7 +327,9 @@ class Reporter:
                 with self._news:
                     self._in_vain = True
                     self._news.notify_all()
-                if isinstance(error, ConsoleRefused | JobUnknown):
+                if isinstance(error, ConsoleRefused) and error.problem.code == "idempotency_conflict":
+                    self._refused(f"run: {self._run!r} is another job's here; give each run a name of its own")
+                elif isinstance(error, ConsoleRefused | JobUnknown):
                     self._refused(str(error))
                 else:
                     unanswered += 1

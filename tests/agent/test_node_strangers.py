@@ -10,11 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import frames, pool
 from openrecycle.agent.nodes.frames import Frames, greet
-from openrecycle.agent.nodes.pool import MAX_STRANGERS, MAX_STRANGERS_OF_ONE, NodeHub
+from openrecycle.agent.nodes.pool import MAX_STRANGERS, MAX_STRANGERS_OF_ONE, NodeHub, SpreadPool
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
-from openrecycle.agent.workers.spec import MACHINE
+from openrecycle.agent.workers.spec import MACHINE, RunSpec
+from openrecycle.planner.jobs.job import Job
 from tests.agent.consoles import until
 from tests.golden import golden
 
@@ -164,7 +167,7 @@ def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub
     until(lambda: any("tried again" in line for line in said), "the node to be turned away", 20)
     first.close()
     until(lambda: any("works for" in line for line in said), "the node to be taken", 30)
-    hub.close("the job is over")
+    hub.close("the job is over", finished=True)
     thread.join(20)
     assert outcome == [golden("the-job-is-over")]
 
@@ -173,12 +176,33 @@ def test_a_node_that_comes_while_the_job_ends_is_told_so(hub: NodeHub) -> None:
     met, answer = join(hub, 1)
     assert answer == {"kind": "welcome"}
     first = met.receive()  # the lead compares clocks: the node is not among its links yet
-    hub.close("the job is over")
+    hub.close("the job is over", finished=True)
     while first["kind"] == "clock":
         met.send({"kind": "clock", "at": time.monotonic_ns()})
         first = met.receive()
-    assert [first, met.receive()] == [{"kind": "over", "reason": golden("the-job-is-over")}, {"kind": "bye"}]
+    over = {"kind": "over", "reason": golden("the-job-is-over"), "finished": True}
+    assert [first, met.receive()] == [over, {"kind": "bye"}]
     met.close()
+
+
+def test_a_node_of_a_job_that_does_not_come_to_its_end_has_not_succeeded(hub: NodeHub) -> None:
+    """Kubernetes would not start it again for the job's next try, which would wait for it."""
+    node = NodeServer(1, 3, (hub.host, hub.port), TOKEN, None, lambda _: None)
+    ended: list[LeadLost] = []
+
+    def run() -> None:
+        with pytest.raises(LeadLost) as outcome:
+            node.run(60)
+        ended.append(outcome.value)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until(lambda: 1 in hub.links, "the node to be there", 30)
+    workers = SpreadPool([], hub, {})
+    workers.hand_out(RunSpec(TrainingOptions(job=Job(3, 1, 3)), NamedWorkload("a:b")), lambda: None, last=True)
+    workers.kill_all("so")
+    thread.join(30)
+    assert [str(error) for error in ended] == [f"{golden('the-job-is-over')}: so"]
 
 
 def test_a_node_that_is_refused_for_good_gives_up(hub: NodeHub) -> None:

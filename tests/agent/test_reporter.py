@@ -168,6 +168,14 @@ def test_a_job_that_is_over_before_the_console_has_heard_of_it_is_seen_as_a_whol
 
 
 @pytest.mark.processes
+def test_a_run_of_another_job_s_name_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with console(tmp_path) as server, lonely(server):
+        until(lambda: server.read("/jobs")["jobs"], "the job to be created")
+        with lonely(server, job=Job.uniform(1, 1, 4)):
+            until(lambda: golden("give-each-run-a-name") in caplog.text, "a warning")
+
+
+@pytest.mark.processes
 def test_closing_does_not_wait_for_a_dead_console(tmp_path: Path) -> None:
     with console(tmp_path) as server:
         server.crash()
