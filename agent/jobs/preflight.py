@@ -192,7 +192,7 @@ def micro_batch_memory(
     workload: Workload, partition: Partition, seed: int, autocast: Autocast | None, parameter_bytes: int
 ) -> list[MicroBatchMemory] | None:
     """By stage; None where the layers can't be run here: that is said elsewhere, in better words. parameter_bytes: of
-    the whole model."""
+    the whole model. Raises InputError for types that don't go together."""
     layers = sum(partition)
     try:
         read, wanted = tensors_of(probe_inputs(workload, seed), "data"), probe_targets(workload, seed)
@@ -214,14 +214,24 @@ def micro_batch_memory(
     ways = [compat.tensors_without_data, _real][: 1 if parameter_bytes > _LARGE else 2]
     if parameter_bytes <= _SMALL:
         ways.reverse()
-    threads = torch.get_num_threads()
+    threads, failed = torch.get_num_threads(), None
     torch.set_num_threads(1)  # as workers have
     try:
         for way in ways:
-            with contextlib.suppress(Exception), way() as take:
-                return run(take)
+            try:
+                with way() as take:
+                    return run(take)
+            except Exception as error:
+                failed = error
     finally:
         torch.set_num_threads(threads)
+    if isinstance(failed, RuntimeError) and ("dtype" in str(failed) or "scalar type" in str(failed)):
+        given = ", ".join(str(TensorSpec.of(t)) for t in read)
+        expected = (
+            "inputs, parameters and targets whose types go together, as of `x.float()` and parameters of float32 "
+            "(NumPy makes float64)"
+        )
+        raise InputError("data", f"inputs of {given}: {in_a_line(failed)[:200]}", expected)
     return None
 
 
@@ -308,9 +318,9 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
     """Returns what memory workers take.
 
     Raises InputError for a torch that can't be used, for data that the layers can't be given, for others to evaluate
-    on, for what two layers share without saying so, for sparse gradients and max_norm, for an optimizer or scheduler
-    that can't be driven, or whose state can't be handed over, and for a model that this machine has no memory for.
-    here: the workers on it; None: all.
+    on, for what two layers share without saying so, for a model with nothing to train, for sparse gradients and
+    max_norm, for an optimizer or scheduler that can't be driven, or whose state can't be handed over, and for a model
+    that this machine has no memory for. here: the workers on it; None: all.
     """
     compat.check_version()
     # The caller's own random numbers must not depend on what is tried out here.
@@ -321,6 +331,10 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
         stages = options.job.stages
         partition = partition_at_start(options, layer_count(workload, stages))
         shapes = without_memory(functools.partial(_shapes, workload, sum(partition), options.seed))
+        if not any(parameter.requires_grad for layer in shapes for _, parameter in layer):
+            kind, count = kind_of(workload), sum(len(layer) for layer in shapes)
+            got = f"{count} parameters, none of which requires a gradient"
+            raise InputError(f"{kind}s", got, f"at least one {kind} with something to train")
         by_stage = [[named for layer in span for named in shapes[layer]] for span in spans(partition)]
         kept = _check_optimizer(workload, by_stage, options.optimization)
         if options.platform.ranks_per_worker > 1:
@@ -709,7 +723,12 @@ def _check_memory(
         # Before a micro-batch is tried, which may take the memory that there is not.
         _refuse_above(sum(plain[w.stage].total for w in workers), workers, has, "beside activations", where)
     size = sum(p.nbytes for layer in shapes for _, p in layer)
-    micro_batches = micro_batch_memory(workload, partition, options.seed, optimization.autocast, size)
+    micro_batches = None
+    try:
+        micro_batches = micro_batch_memory(workload, partition, options.seed, optimization.autocast, size)
+    except InputError:
+        if on_cpu:  # a GPU may take other types
+            raise
     each, least, held = list[StageMemory](), list[int](), _held(options)
     for stage, state in enumerate(plain):
         one = state
