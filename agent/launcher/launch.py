@@ -676,6 +676,9 @@ class Launcher:
         said = self._gone(entry, why) or said or on_purpose
         if not said and self._deployed is not None:
             self._listener({"warning": f"{entry.worker} {why}"})
+        elif not said and self._spec.heartbeat_seconds is not None:  # without a console the job ends, and says it
+            waits = "training does not begin before it is restarted on the console"
+            self._listener({"warning": f"{entry.worker} {why}; {waits}"})
 
     def _gone(self, entry: WorkerProcess, why: str) -> bool:
         """Its place is empty. True: this was said, with when it is started again."""
