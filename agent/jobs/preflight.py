@@ -42,6 +42,7 @@ from openrecycle.agent.models.layers import (
     kind_of,
     layer_count,
     partition_of,
+    precision,
     spans,
     tensors_of,
     tied_of,
@@ -49,6 +50,7 @@ from openrecycle.agent.models.layers import (
 )
 from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.state import DTYPES, StateError, dtype_name, pack, unpack
+from openrecycle.agent.models.torch_settings import kept_settings
 from openrecycle.agent.models.workload import EvaluationData, Workload, probe_inputs, probe_targets
 from openrecycle.agent.stages.backward import Deferred, Fused, Strategy
 from openrecycle.agent.stages.gradients import SUM_OF, GradientSum
@@ -192,7 +194,7 @@ def micro_batch_memory(
     workload: Workload, partition: Partition, seed: int, autocast: Autocast | None, parameter_bytes: int
 ) -> list[MicroBatchMemory] | None:
     """By stage; None where the layers can't be run here: that is said elsewhere, in better words. parameter_bytes: of
-    the whole model. Raises InputError for types that don't go together."""
+    the whole model."""
     layers = sum(partition)
     try:
         read, wanted = tensors_of(probe_inputs(workload, seed), "data"), probe_targets(workload, seed)
@@ -214,24 +216,10 @@ def micro_batch_memory(
     ways = [compat.tensors_without_data, _real][: 1 if parameter_bytes > _LARGE else 2]
     if parameter_bytes <= _SMALL:
         ways.reverse()
-    threads, failed = torch.get_num_threads(), None
-    torch.set_num_threads(1)  # as workers have
-    try:
-        for way in ways:
-            try:
-                with way() as take:
-                    return run(take)
-            except Exception as error:
-                failed = error
-    finally:
-        torch.set_num_threads(threads)
-    if isinstance(failed, RuntimeError) and ("dtype" in str(failed) or "scalar type" in str(failed)):
-        given = ", ".join(str(TensorSpec.of(t)) for t in read)
-        expected = (
-            "inputs, parameters and targets whose types go together, as of `x.float()` and parameters of float32 "
-            "(NumPy makes float64)"
-        )
-        raise InputError("data", f"inputs of {given}: {in_a_line(failed)[:200]}", expected)
+    for way in ways:
+        with contextlib.suppress(Exception), kept_settings(), way() as take:
+            torch.set_num_threads(1)  # as workers have
+            return run(take)
     return None
 
 
@@ -323,8 +311,8 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
     that this machine has no memory for. here: the workers on it; None: all.
     """
     compat.check_version()
-    # The caller's own random numbers must not depend on what is tried out here.
-    with own_numbers("preflight", options.seed):
+    # The caller's own random numbers, and its settings of torch, must not depend on what is tried out here.
+    with own_numbers("preflight", options.seed), kept_settings():
         _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
         if options.evaluate_every:
             _check_evaluation(workload, options.seed)
@@ -335,6 +323,8 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
             kind, count = kind_of(workload), sum(len(layer) for layer in shapes)
             got = f"{count} parameters, none of which requires a gradient"
             raise InputError(f"{kind}s", got, f"at least one {kind} with something to train")
+        if options.platform.device == "cpu":
+            _check_types(workload, shapes, sum(partition), options)
         by_stage = [[named for layer in span for named in shapes[layer]] for span in spans(partition)]
         kept = _check_optimizer(workload, by_stage, options.optimization)
         if options.platform.ranks_per_worker > 1:
@@ -524,6 +514,33 @@ def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]
                 expected = f"the form of {group[0]}, which is {forms[group[0]]}"
                 raise InputError("tied", f"{name}, which is {forms[name]}", expected)
     return shapes
+
+
+_AS_INDICES = {torch.int64, torch.int32, torch.bool}
+
+
+def _check_types(workload: Workload, shapes: Sequence[NamedParameters], layers: int, options: TrainingOptions) -> None:
+    """Where inputs have a type that none of the parameters has that they come to first, such as float64 from NumPy, the
+    layers up to there are tried for real: tensors without data go together whatever their types. Raises InputError."""
+    first = next((i for i, layer in enumerate(shapes) if any(p.is_floating_point() for _, p in layer)), None)
+    if first is None or sum(p.nbytes for layer in shapes[: first + 1] for _, p in layer) > _LARGE:
+        return
+    types = {p.dtype for _, p in shapes[first] if p.is_floating_point()}
+    try:
+        inputs = tensors_of(probe_inputs(workload, options.seed), "data")
+        if {t.dtype for t in inputs} <= types | _AS_INDICES:
+            return
+        module = build_layers(workload, range(first + 1), layers, options.seed, torch.clone)
+    except Exception:
+        return  # said elsewhere, in better words
+    try:
+        with torch.no_grad(), _nothing_compiled(), precision(options.optimization.autocast):
+            module(*inputs, seed=0)
+    except Exception as error:  # others are said by workers
+        if isinstance(error, RuntimeError) and ("dtype" in str(error) or "scalar type" in str(error)):
+            given, wanted = ", ".join(str(TensorSpec.of(t)) for t in inputs), ", ".join(sorted(map(dtype_name, types)))
+            expected = f"inputs that parameters of {wanted} go with (NumPy's are float64)"
+            raise InputError("data", f"inputs of {given} ({in_a_line(error)[:200]})", expected) from None
 
 
 # -- the optimizer ----------------------------------------------------------------------------
@@ -723,12 +740,7 @@ def _check_memory(
         # Before a micro-batch is tried, which may take the memory that there is not.
         _refuse_above(sum(plain[w.stage].total for w in workers), workers, has, "beside activations", where)
     size = sum(p.nbytes for layer in shapes for _, p in layer)
-    micro_batches = None
-    try:
-        micro_batches = micro_batch_memory(workload, partition, options.seed, optimization.autocast, size)
-    except InputError:
-        if on_cpu:  # a GPU may take other types
-            raise
+    micro_batches = micro_batch_memory(workload, partition, options.seed, optimization.autocast, size)
     each, least, held = list[StageMemory](), list[int](), _held(options)
     for stage, state in enumerate(plain):
         one = state

@@ -8,7 +8,8 @@ worker alone: then it is set back after the op (`TorchSettings.put_back`), which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,6 +117,16 @@ class TorchSettings:
 
 
 _BITS = 2
+
+
+@contextmanager
+def kept_settings() -> Iterator[None]:
+    """What is changed within is set back."""
+    kept = TorchSettings(torch.device("cpu"))
+    try:
+        yield
+    finally:
+        kept.put_back()
 
 
 def _text(value: Any) -> str:
