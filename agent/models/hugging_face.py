@@ -369,7 +369,9 @@ def pretrained_job(
             raise InputError("data", type(data).__name__, expected)
 
     def first(tokens: TokenBatches) -> dict[str, Tensor]:
-        return first_readable(tokens.batch if by_function else lambda i, *_: tokens.batch([data[i]]))
+        if by_function:
+            return first_readable(tokens.batch)
+        return first_readable(lambda i, *_: tokens.batch([data[i]]))
 
     batch = first(tokens)
     if loading.weight is None:

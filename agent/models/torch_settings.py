@@ -52,14 +52,14 @@ def _settings(device: torch.device) -> list[_Setting]:
     ]
     backend = "cuda" if device.type == "cuda" else "mkldnn"
     matmul = "torch.set_float32_matmul_precision"
+    read, write = compat.fp32_precision()
     for scope, what, name in (
         ("generic", "all", "torch.backends.fp32_precision"),
         (backend, "all", f"torch.backends.{backend}.fp32_precision"),
         (backend, "matmul", matmul),
         (backend, "conv", f"torch.backends.{'cudnn' if backend == 'cuda' else backend}.conv.fp32_precision"),
     ):
-        read, write = (partial(each, scope, what) for each in compat.fp32_precision())
-        found.append(_Setting(name, read, write, _PRECISIONS))
+        found.append(_Setting(name, partial(read, scope, what), partial(write, scope, what), _PRECISIONS))
     return found + [_Setting(name, *access) for name, access in compat.backend_flags(device.type).items()]
 
 

@@ -125,7 +125,10 @@ def test_a_console_s_job_says_that_it_waits_for_a_person() -> None:
     """Alone it would end, and say why."""
 
     def start(entry: PretendedWorker) -> None:
-        entry.process.ended(1) if entry.name == "W0_1" else entry.ready()  # type: ignore[attr-defined]
+        if entry.name == "W0_1":
+            entry.process.ended(1)  # type: ignore[attr-defined]
+        else:
+            entry.ready()
 
     def heard(line: dict[str, Any]) -> None:
         lines.append(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def precision(backend: object, value: str) -> None:
 @pytest.mark.processes
 def test_one_that_a_data_set_changes_does_not_show_in_the_bits() -> None:
     """In one worker alone, in the middle of an iteration."""
-    grid = {"pipelines": 2, "stages": 2, "micro_batches": 2}
+    grid: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
     workload = NamedWorkload("tests.agent.crashing:Meddling", TINY)
     job = LocalJob(**grid, iterations=3, workload=workload, kills=("W0_1@2:F0",)).run()
     assert job.losses == fault_free_losses(3, **grid)
