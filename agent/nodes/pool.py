@@ -531,6 +531,9 @@ class NodeHub:
     def _objection(self, hello: Mapping[str, Any]) -> str:
         """Why a node can't take part; empty when it can."""
         rank, own = hello.get("rank"), self.lead_status.rank
+        # As the lead it would have no place for some of the others, or too many.
+        if (nodes := hello.get("nodes", self._nodes)) != self._nodes:
+            return f"--nodes: got {nodes!r}, expected {self._nodes}, as on node {own}, which leads"
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self._nodes or rank == own:
             others = f"from 1 to {self._nodes - 1}" if own == 0 else f"below {self._nodes}, and not {own}, which leads"
             return f"--node-rank: got {rank!r}, expected a whole number {others}"

@@ -182,7 +182,7 @@ class NodeServer:
             host, port = self._front if self._rank == 0 else (address, 0)
             self._hub = self._listen(host, port)
             self._address = self._hub.host if self._rank == 0 else address
-        about |= {"rank": self._rank, "address": self._address, "port": self._hub.port}
+        about |= {"rank": self._rank, "nodes": self._nodes, "address": self._address, "port": self._hub.port}
         frames.send({"kind": "hello", **about, **MACHINE, "memory": memory_limit()})
         answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -157,6 +158,16 @@ def test_a_node_that_comes_while_the_job_ends_is_told_so(hub: NodeHub) -> None:
 def test_a_node_that_is_refused_for_good_gives_up(hub: NodeHub) -> None:
     with pytest.raises(LeadLost, match="--node-rank"):
         NodeServer(7, 3, (hub.host, hub.port), TOKEN, None, lambda _: None).run(60)
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_a_node_that_was_told_of_another_number_of_nodes_gives_up(hub: NodeHub, nodes: int) -> None:
+    """As the lead it would turn others away, or wait for some that do not exist."""
+    # It says something where it is taken, and would wait for the job.
+    node = NodeServer(1, nodes, (hub.host, hub.port), TOKEN, None, lambda _: node.stop(signal.SIGTERM))
+    with pytest.raises(LeadLost, match=f"--nodes: got {nodes}, expected 3"):
+        node.run(60)
+    assert not hub.links
 
 
 def test_an_address_that_this_host_lacks_is_named_at_once(hub: NodeHub) -> None:
