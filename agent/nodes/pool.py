@@ -330,6 +330,8 @@ class NodeHub:
         """Where the lead listens, if that is another launcher, as far as is known."""
         self.deposed = ""
         """Why this launcher may not lead any more; "": it may."""
+        self.hands_out = False
+        """Does it lead a job that has begun? Then every node soon gets a copy."""
         self._expected: frozenset[int] | None = frozenset() if lead_status is None else None
         """Nodes that have followed the lead before this one, and are to follow it: no others are let in meanwhile.
         None: this launcher does not lead."""
@@ -467,7 +469,7 @@ class NodeHub:
                 frames.send({"kind": "refused", "reason": refusal, "again": again})
                 raise NotTrusted(refusal)
             term, has = map(int, hello.get("resumes", (0, 0)))
-            frames.send({"kind": "welcome"})
+            frames.send({"kind": "welcome", "begun": self.hands_out})
             rank, address = int(hello["rank"]), str(hello["address"])
             link = NodeLink(frames, rank, address, self._forget, until, news=self.news)
             link.resumes = term, has
@@ -759,6 +761,7 @@ class SpreadPool(ProcessPool):
         if document is not None:
             if not self._copies:
                 self._followed_at = now  # until now there was nothing to follow
+                hub.hands_out = True
             self._copies += 1
             with hub.news:
                 nodes, links = dict(hub.members), dict(hub.links)

@@ -20,6 +20,7 @@ from tests.agent.consoles import until
 from tests.golden import golden
 
 TOKEN = "a secret of 20 signs"
+WELCOME = {"kind": "welcome", "begun": False}
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_silent_connections_shut_no_node_out(hub: NodeHub) -> None:
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection((hub.host, hub.port))) for _ in range(2 * MAX_STRANGERS)]
         met, answer = join(hub, 1)
-        assert answer == {"kind": "welcome"}
+        assert answer == WELCOME
         met.close()
         # Those that came first have made way; no address has more than its share.
         for old in silent[: -2 * MAX_STRANGERS_OF_ONE]:
@@ -126,7 +127,7 @@ def test_a_message_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub) -> None:
     first, answer = join(hub, 1)
-    assert answer == {"kind": "welcome"}
+    assert answer == WELCOME
     answering = threading.Thread(target=_tell_the_time, args=(first,), daemon=True)
     answering.start()
     until(lambda: 1 in hub.links, "the first node to be there", 10)
@@ -145,7 +146,7 @@ def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub
 
 def test_a_node_that_comes_while_the_job_ends_is_told_so(hub: NodeHub) -> None:
     met, answer = join(hub, 1)
-    assert answer == {"kind": "welcome"}
+    assert answer == WELCOME
     first = met.receive()  # the lead compares clocks: the node is not among its links yet
     hub.close("the job is over")
     while first["kind"] == "clock":
@@ -229,7 +230,7 @@ def test_who_does_not_tell_the_time_is_not_waited_for(monkeypatch: pytest.Monkey
     hub = NodeHub("127.0.0.1", 0, 3, TOKEN, lambda _: None)
     try:
         met, answer = join(hub, 1)
-        assert answer == {"kind": "welcome"}
+        assert answer == WELCOME
         until(lambda: not hub._strangers, "the lead to be rid of it", 10)
         met.close()
     finally:
