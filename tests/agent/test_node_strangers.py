@@ -165,7 +165,7 @@ def test_a_node_that_is_refused_for_good_gives_up(hub: NodeHub) -> None:
 def test_a_node_that_was_told_of_another_number_of_nodes_gives_up(hub: NodeHub, nodes: int) -> None:
     """As the lead it would turn others away, or wait for some that do not exist."""
     # It says something where it is taken, and would wait for the job.
-    node = NodeServer(1, nodes, (hub.host, hub.port), TOKEN, None, lambda _: node.stop(signal.SIGTERM))
+    node: NodeServer = NodeServer(1, nodes, (hub.host, hub.port), TOKEN, None, lambda _: node.stop(signal.SIGTERM))
     with pytest.raises(LeadLost, match=f"--nodes: got {nodes}, expected 3"):
         node.run(60)
     assert not hub.links
