@@ -333,6 +333,8 @@ class NodeHub:
         """Where the lead listens, if that is another launcher, as far as is known."""
         self.deposed = ""
         """Why this launcher may not lead any more; "": it may."""
+        self.hands_out = False
+        """Does it lead a job that has begun? Then every node soon gets a copy."""
         self._expected: frozenset[int] | None = frozenset() if lead_status is None else None
         """Nodes that have followed the lead before this one, and are to follow it: no others are let in meanwhile.
         None: this launcher does not lead."""
@@ -464,7 +466,7 @@ class NodeHub:
             frames.send({"kind": "refused", "reason": refusal, "again": again})
             raise NotTrusted(refusal)
         term, has = map(int, hello.get("resumes", (0, 0)))
-        frames.send({"kind": "welcome"})
+        frames.send({"kind": "welcome", "begun": self.hands_out})
         rank, address = int(hello["rank"]), str(hello["address"])
         link = NodeLink(frames, rank, address, self._forget, until, news=self.news)
         link.resumes = term, has
@@ -538,6 +540,9 @@ class NodeHub:
     def _objection(self, hello: Mapping[str, Any]) -> str:
         """Why a node can't take part; empty when it can."""
         rank, own = hello.get("rank"), self.lead_status.rank
+        # As the lead it would have no place for some of the others, or too many.
+        if (nodes := hello.get("nodes", self._nodes)) != self._nodes:
+            return f"--nodes: got {nodes!r}, expected {self._nodes}, as on node {own}, which leads"
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self._nodes or rank == own:
             others = f"from 1 to {self._nodes - 1}" if own == 0 else f"below {self._nodes}, and not {own}, which leads"
             return f"--node-rank: got {rank!r}, expected a whole number {others}"
@@ -763,6 +768,7 @@ class SpreadPool(ProcessPool):
         if document is not None:
             if not self._copies:
                 self._followed_at = now  # until now there was nothing to follow
+                hub.hands_out = True
             self._copies += 1
             with hub.news:
                 nodes, links = dict(hub.members), dict(hub.links)

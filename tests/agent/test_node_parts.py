@@ -522,11 +522,11 @@ def test_the_lead_waits_until_its_own_name_is_known(monkeypatch: pytest.MonkeyPa
     assert len(said) == 2, "it does not wait for ever"
 
 
-def fake_node(at: tuple[str, int], offset: int = 0, **about: Any) -> Frames:
-    """A node that comes, with a clock that is `offset` ns ahead, and then does nothing."""
+def fake_node(at: tuple[str, int], offset: int = 0, begun: bool = False, **about: Any) -> Frames:
+    """A node that comes, with a clock that is `offset` ns ahead, and then does nothing. begun: has the job?"""
     frames = greet(socket.create_connection(at), "", "node")
     frames.send({"rank": 1, "address": "127.0.0.1"} | MACHINE | about)
-    assert frames.receive() == {"kind": "welcome"}
+    assert frames.receive() == {"kind": "welcome", "begun": begun}
     for _ in range(CLOCK_SAMPLES):
         assert frames.receive() == {"kind": "clock"}
         frames.send({"kind": "clock", "at": time.monotonic_ns() + offset})
@@ -638,6 +638,7 @@ def test_a_node_that_has_come_back_counts_once_others_know_where() -> None:
         sent.clear()
         pool.decide(lambda: sent.append("decided"))
         until(hand_out, "node 2 to have it", 10)
+        fake_node((hub.host, hub.port), begun=True).close()
         nodes[2].close()  # for whose goodbye the lead would wait
     finally:
         hub.close("test")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from tests.agent.consoles import until
 from tests.golden import golden
 
 TOKEN = "a secret of 20 signs"
+WELCOME = {"kind": "welcome", "begun": False}
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def test_silent_connections_shut_no_node_out(hub: NodeHub) -> None:
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection((hub.host, hub.port))) for _ in range(2 * MAX_STRANGERS)]
         met, answer = join(hub, 1)
-        assert answer == {"kind": "welcome"}
+        assert answer == WELCOME
         met.close()
         # Those that came first have made way; no address has more than its share.
         for old in silent[: -2 * MAX_STRANGERS_OF_ONE]:
@@ -155,7 +157,7 @@ def test_a_message_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub) -> None:
     first, answer = join(hub, 1)
-    assert answer == {"kind": "welcome"}
+    assert answer == WELCOME
     answering = threading.Thread(target=_tell_the_time, args=(first,), daemon=True)
     answering.start()
     until(lambda: 1 in hub.links, "the first node to be there", 10)
@@ -174,7 +176,7 @@ def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub
 
 def test_a_node_that_comes_while_the_job_ends_is_told_so(hub: NodeHub) -> None:
     met, answer = join(hub, 1)
-    assert answer == {"kind": "welcome"}
+    assert answer == WELCOME
     first = met.receive()  # the lead compares clocks: the node is not among its links yet
     hub.close("the job is over", finished=True)
     while first["kind"] == "clock":
@@ -208,6 +210,16 @@ def test_a_node_of_a_job_that_does_not_come_to_its_end_has_not_succeeded(hub: No
 def test_a_node_that_is_refused_for_good_gives_up(hub: NodeHub) -> None:
     with pytest.raises(LeadLost, match="--node-rank"):
         NodeServer(7, 3, (hub.host, hub.port), TOKEN, None, lambda _: None).run(60)
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_a_node_that_was_told_of_another_number_of_nodes_gives_up(hub: NodeHub, nodes: int) -> None:
+    """As the lead it would turn others away, or wait for some that do not exist."""
+    # It says something where it is taken, and would wait for the job.
+    node: NodeServer = NodeServer(1, nodes, (hub.host, hub.port), TOKEN, None, lambda _: node.stop(signal.SIGTERM))
+    with pytest.raises(LeadLost, match=f"--nodes: got {nodes}, expected 3"):
+        node.run(60)
+    assert not hub.links
 
 
 def test_an_address_that_this_host_lacks_is_named_at_once(hub: NodeHub) -> None:
@@ -269,7 +281,7 @@ def test_who_does_not_tell_the_time_is_not_waited_for(monkeypatch: pytest.Monkey
     hub = NodeHub("127.0.0.1", 0, 3, TOKEN, lambda _: None)
     try:
         met, answer = join(hub, 1)
-        assert answer == {"kind": "welcome"}
+        assert answer == WELCOME
         until(lambda: not hub._strangers, "the lead to be rid of it", 10)
         met.close()
     finally:
