@@ -473,7 +473,8 @@ class NodeHub:
         return hello, link
 
     def _welcome(self, connection: socket.socket) -> None:
-        hello, link = dict[str, Any](), None
+        hello: dict[str, Any] = {}
+        link: NodeLink | None = None
         try:
             hello, link = self._meet(connection)
         except (OSError, NotTrusted, KeyError, TypeError, ValueError) as error:
