@@ -14,7 +14,7 @@ torch's own reconfiguration (2.14) is not used: 12 workers took 70 to 112 ms to 
 all knew, and 10 to 18 ms to make a new one over the store (`bench_reconfigure`, by turns in one run).
 
 The store: torch serves it, in threads of its own: inside the launcher, and whatever the launcher's Python does. Groups
-need it only while they form. Nothing is ever deleted from one, and a gloo group of n workers leaves 8 n² bytes there:
+need it only while they form. Nothing is ever deleted from one, and a gloo group of n workers leaves 14 n² bytes there:
 so every few generations a new one takes its place, whose address travels with the generation.
 """
 
