@@ -87,7 +87,7 @@ def nan_model(record: Path, *arguments: str, iterations: int, options: dict[str,
 
 
 @functools.cache
-def fault_free(*, iterations: int = ITERATIONS, **grid: int) -> Run:
+def fault_free(*, iterations: int = ITERATIONS, **grid: Any) -> Run:
     """What others are compared with, once per test process: of the small grid, or of another one. Nobody cuts it into
     stages: the same bits, from a third of the processes."""
     job = uncut(iterations=iterations, **({"pipelines": 2, "stages": 3, "micro_batches": 4} | grid))
