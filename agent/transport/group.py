@@ -289,8 +289,8 @@ class _Scatter:
     """One of a group's, which it ends in a thread of its own: what has come is added there.
 
     Each rank sends its terms of a part to the first rank that wants the sum, which adds them in the order of ranks and
-    sends the sum to the others that want it. With two that want each part, every rank sends as many bytes as the tensor
-    has, where an all-reduce sends nearly twice as many: no message carries what its receiver does not need.
+    sends the sum to the others that want it. With two that want each part, a rank sends as many bytes as the tensor
+    has; in an all-reduce of n ranks 2 (n - 1) / n times as many.
     """
 
     def __init__(self, group: GivenGlooGroup, tensor: Tensor, parts: Sequence[Part]) -> None:
