@@ -348,7 +348,7 @@ class _Scatter:
                     with self._writing:
                         if self._left:
                             raise TransferError("nobody waits for it any more")
-                        for some, more in zip(into.split(_ADDED), came.split(_ADDED), strict=True):
+                        for some, more in zip(torch.split(into, _ADDED), torch.split(came, _ADDED), strict=True):
                             some.add_(more)
             if group.rank == part.ranks[0]:
                 passed_on += [group.begin_message(True, to, into, _TOTAL) for to in part.ranks[1:]]

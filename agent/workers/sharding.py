@@ -147,9 +147,10 @@ class ShardedStage:
     def begin_reduce(self, tensor: Tensor) -> PendingTransfer | None:
         """Starts to sum a part of the gradients' buffer over the peers, in place: of each segment for those who may
         step it; of what is of none for all. None where there is nobody to sum with. In the same order on all."""
-        group, (start, end) = self._group, (tensor.storage_offset(), tensor.storage_offset() + tensor.numel())
+        group, start = self._group, int(tensor.storage_offset())
         if group is None:
             return None
+        end = start + tensor.numel()
         parts = [
             Part(max(part.start, start) - start, min(part.end, end) - start, part.ranks)
             for part in self._parts

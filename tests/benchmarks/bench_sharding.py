@@ -11,9 +11,11 @@ bytes cost next to nothing. In a network of its own, root can have the peers sha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import socket
+import stat
 import statistics
 import struct
 import time
@@ -124,13 +126,12 @@ class Stepping:
 def bytes_sent() -> int:
     """Over all connections of this process, once more where they were sent again."""
     total = 0
-    for descriptor in (int(entry.name) for entry in Path("/proc/self/fd").iterdir()):
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        except OSError:  # it is none, or closed
-            continue
-        total += struct.unpack_from("Q", about, _BYTES_SENT)[0] if len(about) >= _BYTES_SENT + 8 else 0
+    for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        with contextlib.suppress(OSError):  # it is closed by now, or no connection
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += struct.unpack_from("Q", about, _BYTES_SENT)[0]
     return total
 
 
