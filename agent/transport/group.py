@@ -64,6 +64,7 @@ import stat
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -87,7 +88,11 @@ _EXPIRED = "Timed out waiting"
 """gloo's words."""
 _KEEP_ALIVE_SECONDS = 60
 """What stands between two hosts may forget a connection over which nothing has passed for some minutes."""
-_ROW, _TABLE = 2**31 - 2, 2**31 - 3
+_ROW, _TABLE, _TERM, _TOTAL = (2**31 - n for n in (2, 3, 4, 5))
+_PIECE_BYTES, _UNDER_WAY_BYTES = 1 << 20, 16 << 20
+"""Of what is scattered: in one message at most; and of what comes, and goes, at once, about."""
+_ADDED = 1 << 15
+"""Elements: torch adds no more than these in the thread that asks for it."""
 
 
 class TransferError(RuntimeError):
@@ -96,6 +101,14 @@ class TransferError(RuntimeError):
     def __init__(self, text: str, peer: Worker | None = None) -> None:
         super().__init__(text)
         self.peer = peer
+
+
+class Part(NamedTuple):
+    """Elements `start` to `end` of a tensor, and who wants their sum, by rank; the first of them adds."""
+
+    start: int
+    end: int
+    ranks: tuple[int, ...]
 
 
 class PendingTransfer(Protocol):
@@ -151,6 +164,11 @@ class Group(Ending, Protocol):
     def sum(self, tensor: Tensor) -> None:
         """The same; returns when the sum is there."""
         self.begin_sum(tensor).wait()
+
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+        """As `begin_sum`, where no rank needs more than those of `parts` that name it: what it has of the others then
+        means nothing. The parts, the same on all ranks, cover the tensor, one after the other."""
+        return self.begin_sum(tensor)
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
         """Starts to copy `tensor`, which is contiguous, from one rank to all others, in place. All ranks begin these,
@@ -268,6 +286,88 @@ def wait_or_leave(work: Any, cancelled: Callable[[], bool], seconds: float = mat
             return False
 
 
+class _Scatter:
+    """One of a group's, which it ends in a thread of its own: what has come is added there.
+
+    Each rank sends its terms of a part to the first rank that wants the sum, which adds them in the order of ranks and
+    sends the sum to the others that want it. With two that want each part, a rank sends as many bytes as the tensor
+    has; in an all-reduce of n ranks 2 (n - 1) / n times as many.
+    """
+
+    def __init__(self, group: GivenGlooGroup, tensor: Tensor, parts: Sequence[Part]) -> None:
+        self.tensor, self._group = tensor, group
+        longest = _PIECE_BYTES // tensor.element_size()
+        self._waiting = deque(
+            Part(start, min(start + longest, part.end), part.ranks)
+            for part in parts
+            for start in range(part.start, part.end, longest)
+        )
+        self._ended, self._problem = threading.Event(), ""
+        self._writing, self._left = threading.Lock(), False
+
+    def arrived(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> Tensor:
+        group = self._group
+        while not self._ended.wait(_ASK_AGAIN) and not group.cancelled:
+            pass
+        if self._problem or not self._ended.is_set():
+            if group.cancelled:
+                # Nothing comes over connections that are closed, and nothing is added any more.
+                group.close()
+                with self._writing:
+                    self._left = True
+            raise TransferError(self._problem or "the group was cancelled", group.only_other)
+        return self.tensor
+
+    def run(self, problem: str) -> str:
+        """Returns what went wrong, before it or in it."""
+        self._problem = problem
+        try:
+            if not problem:
+                self._exchange()
+        except Exception as error:
+            self._problem = first_line(error)
+        self._ended.set()
+        return self._problem
+
+    def _exchange(self) -> None:
+        group, under_way, size = self._group, deque[tuple[Part, list[GlooPending], int]](), 0
+        passed_on: list[GlooPending] = []
+        while self._waiting or under_way:
+            if self._waiting and (not under_way or size < _UNDER_WAY_BYTES):
+                under_way.append(self._begin(self._waiting.popleft(), passed_on))
+                size += under_way[-1][2]
+                continue
+            part, terms, its = under_way.popleft()
+            size -= its
+            into = self.tensor[part.start : part.end]
+            for term in terms:
+                came = term.wait()
+                if group.rank == part.ranks[0]:
+                    with self._writing:
+                        if self._left:
+                            raise TransferError("nobody waits for it any more")
+                        for some, more in zip(torch.split(into, _ADDED), torch.split(came, _ADDED), strict=True):
+                            some.add_(more)
+            if group.rank == part.ranks[0]:
+                passed_on += [group.begin_message(True, to, into, _TOTAL) for to in part.ranks[1:]]
+        for pending in passed_on:
+            pending.wait()
+
+    def _begin(self, part: Part, passed_on: list[GlooPending]) -> tuple[Part, list[GlooPending], int]:
+        """What is to end before its sum is there, or has gone; and how many bytes that are."""
+        group, mine, first = self._group, self.tensor[part.start : part.end], part.ranks[0]
+        if group.rank == first:
+            terms = [group.begin_message(False, other, torch.empty_like(mine), _TERM) for other in group.others]
+        else:
+            terms = [group.begin_message(True, first, mine, _TERM)]
+            if group.rank in part.ranks:  # where the term lies, which the first has read by then
+                passed_on.append(group.begin_message(False, first, mine, _TOTAL))
+        return part, terms, len(terms) * mine.nbytes
+
+
 _unended: list[tuple[Any, GivenGlooGroup]] = []
 """Collectives that nobody waits for any more. Their destructors would, and those of their groups."""
 
@@ -277,7 +377,10 @@ class GivenGlooGroup(Group):
 
     def __init__(self, group: Any, rank: int, members: Sequence[Worker], timeouts: Timeouts) -> None:
         self.rank, self._members, self._group = rank, members, group
-        self._others = [other for other in range(len(members)) if other != rank]
+        self.others = [other for other in range(len(members)) if other != rank]
+        self.only_other = only_other(members, rank)
+        self._scatters, self._scattering = deque[_Scatter](), threading.Lock()
+        self._scatters_run, self._scatter_problem = False, ""
         self._waits: dict[GlooPending, None] = {}
         self._cancelled = False
         self._closing, self._closed = threading.Lock(), False
@@ -308,11 +411,38 @@ class GivenGlooGroup(Group):
         return self._begin(self._group.broadcast, tensor, options)
 
     def _begin(self, collective: Callable[[list[Tensor], Any], Any], tensor: Tensor, options: Any) -> PendingTransfer:
-        options.timeout, peer = self._sum_timeout, only_other(self._members, self.rank)
+        options.timeout, peer = self._sum_timeout, self.only_other
         try:
-            return GlooPending(collective([tensor], options), tensor, None, self, self._others, peer)
+            return GlooPending(collective([tensor], options), tensor, None, self, self.others, peer)
         except RuntimeError as error:
             raise TransferError(first_line(error), peer) from None
+
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+        scatter = _Scatter(self, tensor, parts)
+        with self._scattering:
+            self._scatters.append(scatter)
+            if not self._scatters_run:
+                self._scatters_run = True
+                threading.Thread(target=self._run_scatters, name="scatter", daemon=True).start()
+        return scatter
+
+    def _run_scatters(self) -> None:
+        """One after the other, while there are any; none after one that broke."""
+        while True:
+            with self._scattering:
+                if not self._scatters:
+                    self._scatters_run = False
+                    return
+                scatter = self._scatters.popleft()
+            self._scatter_problem = scatter.run(self._scatter_problem)
+
+    def begin_message(self, sends: bool, other: int, tensor: Tensor, tag: int) -> GlooPending:
+        """Of a collective that is made of messages. Raises TransferError."""
+        try:
+            work = (self._group.send if sends else self._group.recv)([tensor], other, tag)
+        except RuntimeError as error:
+            raise TransferError(first_line(error), self.only_other) from None
+        return GlooPending(work, tensor, self._sum_timeout, self, (other,), self.only_other)
 
     def gather(self, row: Tensor, among: Sequence[int]) -> Tensor:
         """Of the ranks `among`, which all call it, everybody's `row` (one-dimensional, equally long): shape
@@ -368,7 +498,7 @@ class GivenGlooGroup(Group):
         with self._closing:
             if not self._closed:
                 self._closed = True
-                wake(self._group, self._others)
+                wake(self._group, self.others)
 
 
 def wake(group: Any, ranks: Iterable[int]) -> None:
@@ -424,7 +554,7 @@ class GlooGroup(GivenGlooGroup):
         shared = dist.PrefixStore(f"{self._name}/ends", store)
         shared.set(str(self.rank), "\n".join(told))
         to_here = re.compile(f"(\\d+)>{listens[1]}(?: |$)")
-        for other, ends in zip(self._others, shared.multi_get([str(rank) for rank in self._others]), strict=True):
+        for other, ends in zip(self.others, shared.multi_get([str(rank) for rank in self.others]), strict=True):
             first, *lines = bytes(ends).decode().split("\n")
             host, port = first.split(" ")
             found = [made.get((host, port))]
@@ -612,6 +742,9 @@ class LateGroup(Group):
         self.begin_late()
         return begin(self._connected(), tensor)
 
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+        return self._begin(tensor, lambda group, tensor: group.begin_scatter(tensor, parts))
+
     def begin_late(self) -> None:
         group, late, self._late = self._connected(), self._late, []
         for one in late:
@@ -707,6 +840,9 @@ class HostGroup(Group):
 
     def begin_sum(self, tensor: Tensor) -> PendingTransfer:
         return Arriving(self._inner.begin_sum(host_copy(tensor)), tensor)
+
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+        return Arriving(self._inner.begin_scatter(host_copy(tensor), parts), tensor)
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
         host = host_copy(tensor) if source == self.rank else host_memory(tensor)

@@ -382,7 +382,8 @@ class Executor:
         if self.timeline.recording:
             self._queue.clock()
         self._transfers.begin(iteration, script)
-        self._reduction = GradientReduction(self._stage.gradients, self._transfers.begin_reduce)
+        reduces = self._transfers if self.sharded is None else self.sharded
+        self._reduction = GradientReduction(self._stage.gradients, reduces.begin_reduce)
         keys = {(op.pipeline, op.micro_batch) for op in script.ops if op.kind == "F"}
         self._stage.expect(sum(not self._stage.counted(key) for key in keys), self._reduction)
         self._announce(iteration, script, whole)

@@ -569,7 +569,8 @@ class WorkerLoop:
             self._channel.wait_for_generation(self._generation)
             raise Interrupted from None
         shared = functools.partial(self._channel.say, "shared", generation=self._generation)
-        sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, shared)
+        tied = {name for copies in tied_of(self._workload, self._cuts.layers) for name in copies}
+        sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, shared, tied)
         self._executor.sharded = sharded
         sharded.exchange_offers(lambda: self._serve_state(groups))
         shards.stale = any(row[1] & 1 for row in rows.values())

@@ -3,7 +3,8 @@ no processes, no torch.
 
 Why one snapshot a worker is enough. Counts are of committed iterations; m(s) is the largest of stage s.
 
-1. Who has reduced iteration i has what its step needs, and takes it whatever breaks meanwhile. Nobody
+1. Who has reduced iteration i has what its step needs, and takes it whatever breaks meanwhile (where the optimizer is
+   sharded, its step is that of the segments that it holds, and needs their sums alone: agent.workers.sharding). Nobody
    steps i before all living peers of its stage have reduced i (agent.workers.executor). So when a worker has
    committed i + 1, each living peer of its stage has committed i + 1 by the time of the next agreement,
    or is one that could not finish the reduction because the iteration broke; and then nobody of the
