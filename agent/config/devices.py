@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from openrecycle.agent.config.settings import OptionGroup, documented, option
+from openrecycle.planner.jobs.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +42,19 @@ def seed_for(*parts: int | str) -> int:
     """
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def mesh_names(dimensions: int) -> tuple[str, ...]:
+    """Of the dimensions of the mesh of a worker's ranks. dp: over which micro-batches are divided."""
+    return ("ranks",) if dimensions == 1 else ("dp", "tp")
+
+
+def _rows_of(mesh: str) -> tuple[int, int]:
+    """Raises InputError."""
+    found = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", mesh)
+    if found is None:
+        raise InputError("mesh", mesh, "rows x ranks in each, such as 2x4")
+    return int(found[1]), int(found[2])
 
 
 # ruff: noqa: RUF009 (`option` makes a field)
@@ -110,6 +126,22 @@ class Platform(OptionGroup):
         most=64,
         told="ranks_per_worker",
     )
+    mesh: str | None = option(
+        None,
+        "A worker's ranks in rows: 2x4 for a DeviceMesh of 2 x 4 ranks, with the dimensions `dp` (for fully_shard) and "
+        "`tp` (for parallelize_module). By default in one row.",
+        parse=lambda text: _rows_of(text),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if math.prod(self.shape) != self.ranks_per_worker:
+            raise self.refuse("mesh", f"as many ranks as `{self.path('ranks_per_worker')}`, {self.ranks_per_worker}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the mesh of a worker's ranks."""
+        return (self.ranks_per_worker,) if self.mesh is None else _rows_of(self.mesh)
 
     @property
     def carrier(self) -> Transport:

@@ -1,6 +1,8 @@
-"""The small GPT of agent.examples.gpt, each of whose blocks is split over the ranks of a worker.
+"""The small GPT of agent.examples.gpt, each of whose blocks is split over the ranks of a worker; over a mesh of two
+dimensions, what is left of it is fully sharded as well.
 
 openrecycle train --ranks-per-worker 2 --workload agent.examples.tensor_parallel:Gpt
+openrecycle train --ranks-per-worker 4 --mesh 2x2 --workload agent.examples.tensor_parallel:Gpt
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
@@ -38,17 +41,23 @@ class Block(nn.Module):
 
 
 class Gpt(gpt.Gpt):
-    """A Workload; arguments as of agent.examples.gpt.Gpt. heads: a multiple of the ranks."""
+    """A Workload; arguments as of agent.examples.gpt.Gpt. heads: a multiple of the ranks that split a block; batch: of
+    those that each run a part of it."""
 
     block = Block
 
     def parallelize(self, layer: nn.Module, mesh: Any) -> nn.Module:
         """Heads and the perceptron's columns are split; what enters a block and leaves it is whole on every rank."""
-        if self._heads % mesh.size():
-            raise ValueError(f"heads: got {self._heads}, expected a multiple of the {mesh.size()} ranks")
+        over = mesh["tp"] if mesh.ndim == 2 else mesh
+        if self._heads % over.size():
+            raise ValueError(f"heads: got {self._heads}, expected a multiple of the {over.size()} ranks")
         columns, rows = ColwiseParallel, RowwiseParallel
         plan = {"q": columns(), "k": columns(), "v": columns(), "out": rows(), "up": columns(), "down": rows()}
         for part in list(layer.modules()):
             if isinstance(part, Block):
-                parallelize_module(part, mesh, plan)
+                parallelize_module(part, over, plan)
+                if mesh.ndim == 2:
+                    fully_shard(part, mesh=mesh["dp"])
+        if mesh.ndim == 2:
+            fully_shard(layer, mesh=mesh["dp"])
         return layer

@@ -729,7 +729,7 @@ def _check_memory(
     has, where = memory_limit() if on_cpu else None, "on this machine"
     divided, own = False, shapes
     if ranks > 1:
-        divided, own = parts_of_a_rank(workload, sum(partition), ranks, options.seed)
+        divided, own = parts_of_a_rank(workload, sum(partition), options.platform.shape, options.seed)
 
     def states(peers: int) -> list[StageMemory]:
         by_stage = [[named for layer in span for named in own[layer]] for span in spans(partition)]
@@ -746,7 +746,7 @@ def _check_memory(
         one = state
         if micro_batches is not None:
             # Tensor parallel ranks run every sample, and split some of what they hold of it, or nothing.
-            times = 1 if divided else ranks
+            times = ranks // options.platform.shape[0] if divided else ranks
             mine = micro_batches[stage]
             one = with_activations(state, replace(mine, received=0), [(1, 0), (0, 1)], 0, 1)
             state = with_activations(state, mine, held[stage], job.micro_batches, times)

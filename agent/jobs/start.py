@@ -105,9 +105,9 @@ def make_launcher(
     partition = partition_at_start(options, layers)
     divided, seen = False, workload
     if options.platform.ranks_per_worker > 1:
-        divided, _ = parts_of_a_rank(workload, layers, options.platform.ranks_per_worker, options.seed)
+        divided, _ = parts_of_a_rank(workload, layers, options.platform.shape, options.seed)
         if divided:
-            seen = DividedBatches(workload, 0, options.platform.ranks_per_worker)
+            seen = DividedBatches(workload, 0, options.platform.shape[0])
             probe_inputs(seen, options.seed), probe_targets(seen, options.seed)
     layer_io, autocast, on_cpu = None, options.optimization.autocast, options.platform.device == "cpu"
     # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.

@@ -169,7 +169,7 @@ class ResilientTrainer:
         whose gradient is the sum over all of them, so that they take the same steps.
     stages: instead of layers, the same with one module per stage, which can't be cut.
     parallelize: (layer, torch DeviceMesh) to the layer, split over the ranks of a worker, with
-        platform=Platform(ranks_per_worker=...), by torch's parallelize_module or fully_shard.
+        platform=Platform(ranks_per_worker=...), by torch's parallelize_module or fully_shard, or with mesh=... both.
     loss: (output of the last layer, targets) to the mean loss of a micro-batch.
     stage_io: per pair of neighbouring layers (or stages) the TensorSpecs of what passes; found out if not given.
 

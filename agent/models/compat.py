@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy as shallow_copy
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from openrecycle.agent.config.devices import mesh_names
 from openrecycle.planner.jobs.errors import InputError
 
 KNOWN = ("2.13", "2.14")
@@ -106,18 +108,18 @@ def all_reduce(tensor: Tensor, group: Any) -> None:
 
 
 @contextmanager
-def imagined_ranks(size: int) -> Iterator[Any]:
-    """A DeviceMesh, as the first of so many ranks of which there are no others: collectives do nothing. Raises
+def imagined_ranks(*shape: int) -> Iterator[Any]:
+    """A DeviceMesh of that shape, as the first of ranks of which there are no others: collectives do nothing. Raises
     InputError in a process that has a default group."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.testing._internal.distributed import fake_pg  # a backend, which registers itself
 
     if dist.is_initialized():
         expected = "1, or a process without a default group of torch.distributed (destroy_process_group ends it)"
-        raise InputError("platform.ranks_per_worker", size, expected)
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=size)
+        raise InputError("platform.ranks_per_worker", prod(shape), expected)
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=prod(shape))
     try:
-        yield DeviceMesh("cpu", list(range(size)), mesh_dim_names=("ranks",))
+        yield DeviceMesh("cpu", torch.arange(prod(shape)).view(shape), mesh_dim_names=mesh_names(len(shape)))
     finally:
         dist.destroy_process_group()
 

@@ -1,5 +1,5 @@
 """Layers that are split over the ranks of a worker, as the workload's own `parallelize` says: tensor parallel, or by
-fully_shard, and then micro-batches are divided as well.
+fully_shard, and then micro-batches are divided as well; or both, over a mesh of two dimensions.
 
 `parallelize` uses torch's means, which make DTensors of a layer's parameters: parallelize_module and its plans (tensor
 parallel: each rank runs every sample), or fully_shard (data parallel: each runs a part of the samples). Sums, steps,
@@ -23,6 +23,11 @@ parameters; splits of the backward (agent.stages.backward) work on the whole one
 Divided micro-batches: rank r of R gets the r-th of R equal runs of samples: of every tensor of inputs and targets, that
 part of dimension 0. Each rank reads the whole micro-batch and keeps its part. The loss is the mean over all ranks,
 which all of them know; gradients are summed over the ranks.
+
+Both, over a mesh of D x T ranks (`dp` and `tp`): micro-batches are divided into D parts, each of which T ranks run. A
+rank holds rows of its tensor-parallel part, which a unit puts together among the D ranks that have the same part, and
+which is a DTensor over the T others when the module reads it. What is not tensor parallel, T ranks hold and sum alike:
+their groups sum numbers of the same places in messages of the same sizes, so in the same order.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.data import reseed
 from openrecycle.agent.models.layers import build_layer, copied, kind_of, nothing, without_memory
-from openrecycle.agent.models.state import Slab, Split, StageState, StateError
+from openrecycle.agent.models.state import Block, Split, StageState, StateError
 from openrecycle.agent.models.workload import Metric, Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
 
@@ -454,8 +459,7 @@ def _samples_of_a_rank(samples: int, ranks: int) -> int:
         raise InputError(
             "data",
             f"size {samples} in dimension 0",
-            f"a multiple of the {ranks} ranks of a worker: layers are fully sharded, so each rank runs an equal part "
-            "of the samples",
+            f"a multiple of {ranks}: layers are fully sharded, so so many ranks run an equal part of the samples each",
         )
     return samples // ranks
 
@@ -463,7 +467,7 @@ def _samples_of_a_rank(samples: int, ranks: int) -> int:
 # -- a workload whose layers are split over the ranks of a worker -------------------------------
 
 Way = Literal["whole", "tensor", "data"]
-"""How a layer is split over ranks: not, by parallelize_module, by fully_shard."""
+"""How a layer is split over ranks: not, by parallelize_module, by fully_shard (or over a mesh of two dimensions)."""
 FIELD = "parallelize"
 
 
@@ -473,15 +477,21 @@ class OtherRankError(RuntimeError):
 
 class Parallelized:
     """`workload`, each of whose layers comes as this rank's part of it. What it says else is unchanged. mesh: a
-    DeviceMesh of the worker's ranks. gather: among them. divided: are micro-batches divided over the ranks, too (see
-    `parts_of_a_rank`)?"""
+    DeviceMesh of the worker's ranks. gather: among them. divided: are micro-batches divided over its first dimension,
+    too (see `parts_of_a_rank`)?"""
 
-    def __init__(self, workload: Workload, rank: int, mesh: Any, gather: Gather, *, divided: bool) -> None:
-        self._workload, self._rank, self._mesh, self.divided = workload, rank, mesh, divided
-        self._gather = gather
+    def __init__(self, workload: Workload, mesh: Any, gather: Gather, *, divided: bool) -> None:
+        self._workload, self._mesh, self.divided = workload, mesh, divided
+        self._gather, self._part = gather, mesh.get_coordinate()[0]
         self._device = torch.device(mesh.device_type)
         if divided:
-            self._workload = DividedBatches(workload, rank, mesh.size(), gather)
+
+            def of_parts(numbers: Tensor) -> Tensor:
+                # Ranks of one part say the same, but that one may say NaN.
+                rows = gather(numbers)
+                return rows.view(mesh.shape[0], -1, *rows.shape[1:]).amax(1)
+
+            self._workload = DividedBatches(workload, self._part, mesh.shape[0], of_parts)
         # One of the two, as the workload has it: what it comes in shows by that.
         name = "build_stage" if kind_of(workload) == "stage" else "build_layer"
         setattr(self, name, self._build)
@@ -505,58 +515,73 @@ class Parallelized:
         module: nn.Module = self._workload.parallelize(built, self._mesh)  # type: ignore[attr-defined]
         module = module if module is not None else built
         if not self.divided:
-            return _local(module, self._rank)
-        module = _divided(module, self._rank, self._mesh)
-        # Each rank has samples of its own, and so random numbers of its own.
+            return _local(module, self._mesh)
+        module = _divided(module, self._mesh)
+        # Each part has samples of its own, and so random numbers of its own.
         module.register_forward_pre_hook(self._seed)
         return module
 
     def _seed(self, module: nn.Module, args: Any) -> None:
-        reseed(seed_for("rank", torch.default_generator.initial_seed(), self._rank), self._device)
+        reseed(seed_for("rank", torch.default_generator.initial_seed(), self._part), self._device)
 
 
 def parts_of_a_rank(
-    workload: Workload, layers: int, ranks: int, seed: int
+    workload: Workload, layers: int, shape: Sequence[int], seed: int
 ) -> tuple[bool, list[list[tuple[str, nn.Parameter]]]]:
-    """Are micro-batches divided over the ranks of a worker: has `parallelize` fully sharded any layer? And by layer
-    what the first rank holds of its parameters, by name, without memory. It is tried on modules without memory, in an
-    imagined group. Raises InputError for what can't be run."""
+    """Are micro-batches divided over the ranks of a worker: has their mesh two dimensions, or has `parallelize` fully
+    sharded any layer? And by layer what the first rank holds of its parameters, by name, without memory. It is tried on
+    modules without memory, in an imagined group. shape: of the mesh. Raises InputError for what can't be run."""
     ways: dict[Way, int] = {}
     parts = []
-    with compat.imagined_ranks(ranks) as mesh:
+    with compat.imagined_ranks(*shape) as mesh:
         for layer in range(layers):
             built = without_memory(functools.partial(build_layer, workload, layer, layers, seed))
             built = copied(built, lambda t: torch.empty_like(t, device="meta"))
             try:
                 made: nn.Module = workload.parallelize(built, mesh)  # type: ignore[attr-defined]
             except Exception as error:
-                expected = f"a function that splits layer {layer} over {ranks} ranks"
+                expected = f"a function that splits layer {layer} over {'x'.join(map(str, shape))} ranks"
                 raise InputError(FIELD, in_a_line(error)[:200], expected) from error
             made = made if made is not None else built
-            ways.setdefault(_way(made, layer, ranks), layer)
+            ways.setdefault(_way(made, layer, mesh), layer)
             held = ((f"{layer}.{name}", p, getattr(p, "to_local", p.detach)()) for name, p in made.named_parameters())
             parts.append([(name, nn.Parameter(local.detach(), p.requires_grad)) for name, p, local in held])
     if "data" in ways and "tensor" in ways:
         got = f"layer {ways['data']} by fully_shard, layer {ways['tensor']} by parallelize_module"
-        raise InputError(FIELD, got, "one of the two for all layers")
+        raise InputError(FIELD, got, f"one of the two for all layers{_OR_BOTH}")
     return "data" in ways, parts
 
 
-def _way(module: nn.Module, layer: int, ranks: int) -> Way:
+_OR_BOTH = ", or both over a mesh of two dimensions (`platform.mesh`)"
+
+
+def _way(module: nn.Module, layer: int, mesh: Any) -> Way:
     """Raises InputError."""
     units = compat.fully_sharded_units(module)
     split: list[tuple[str, Any]] = [(name, p) for name, p in module.named_parameters() if hasattr(p, "placements")]
-    if not units:
+    given = {group.group_name for group in mesh.get_all_groups()}
+    for name, parameter in split:
+        # A group that somebody has made is not connected anew.
+        if not {group.group_name for group in parameter.device_mesh.get_all_groups()} <= given:
+            got = f"{layer}.{name} over another mesh, of shape {tuple(parameter.device_mesh.shape)}"
+            raise InputError(FIELD, got, "a split over the mesh given, which `platform.mesh` gives two dimensions")
+    if not units and mesh.ndim == 1:
         return "tensor" if split else "whole"
     within = {id(p) for unit in units for p in unit.parameters()}
     for name, parameter in split:
-        if id(parameter) not in within:
+        if mesh.ndim == 1 and id(parameter) not in within:
             got = f"{layer}.{name} by parallelize_module, others of the layer by fully_shard"
-            raise InputError(FIELD, got, "one of the two for all layers")
-        shape = tuple(parameter.device_mesh.shape)
-        if shape != (ranks,) or not all(p.is_shard(0) for p in parameter.placements):
-            got = f"{layer}.{name} as {', '.join(map(str, parameter.placements))} over ranks {shape}"
-            raise InputError(FIELD, got, "fully_shard(layer, mesh=mesh), with the mesh given, which splits dimension 0")
+            raise InputError(FIELD, got, f"one of the two for all layers{_OR_BOTH}")
+        if not _runs(parameter, mesh, sharded=id(parameter) in within):
+            how = ", ".join(map(str, parameter.placements))
+            got = f"{layer}.{name} of shape {tuple(parameter.shape)} as {how}"
+            expected = "fully_shard(layer, mesh=mesh), with the mesh given, which splits dimension 0"
+            if mesh.ndim == 2:
+                expected = (
+                    'parallelize_module(..., mesh["tp"], ...), in equal parts, and then fully_shard(..., '
+                    'mesh=mesh["dp"]), which splits dimension 0'
+                )
+            raise InputError(FIELD, got, expected)
     for unit in units:
         if other := compat.other_policies(unit):
             got = f"fully_shard(..., {other}) in layer {layer}"
@@ -564,8 +589,30 @@ def _way(module: nn.Module, layer: int, ranks: int) -> Way:
     return "data"
 
 
-def _divided(module: nn.Module, rank: int, mesh: Any) -> nn.Module:
-    """The same module, whose parameters are this rank's rows, and are put together when it runs."""
+def _runs(parameter: Any, mesh: Any, *, sharded: bool) -> bool:
+    """Can a DTensor be run whose layer is divided? sharded: by fully_shard."""
+    if mesh.ndim == 1:
+        return all(p.is_shard(0) for p in parameter.placements)
+    rows, ranks = mesh.mesh_dim_names
+    over = dict(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
+    if (rows in over) != sharded or (sharded and _cut(over[rows]) != 0):
+        return False
+    if (tensor := over.get(ranks)) is None or tensor.is_replicate():
+        return True
+    # Else what all ranks of a part hold would be summed in another order on some of them.
+    return tensor.is_shard() and parameter.shape[tensor.dim] % mesh[ranks].size() == 0  # type: ignore[no-any-return]
+
+
+def _cut(placement: Any) -> int | None:
+    """The dimension of a tensor that is split in this way, if any is."""
+    dimension: int | None = getattr(placement, "dim", None)
+    return dimension
+
+
+def _divided(module: nn.Module, mesh: Any) -> nn.Module:
+    """The same module, whose parameters are this rank's rows, and are put together when it runs; of those that are
+    tensor parallel as well, its rows of its part."""
+    group = mesh.get_group(0)
     units = []
     for part in reversed(compat.fully_sharded_units(module)):  # those inside of others come first
         compat.take_off_hooks(part)
@@ -576,31 +623,35 @@ def _divided(module: nn.Module, rank: int, mesh: Any) -> nn.Module:
                     owners.setdefault(id(parameter), (parameter, []))[1].append((owner, name))
         shards = []
         for parameter, places in owners.values():
-            local = _part_of(parameter, rank)
-            shards.append(Shard(local, parameter.shape, places))
+            local = _part_of(parameter, mesh)
+            together = local.placed.gathered  # type: ignore[attr-defined]
+            shards.append(Shard(local, parameter.shape if together is None else together.part_shape, places))
             for owner, name in places:
                 compat.own_parameters(owner)[name] = local
+                if together is not None:
+                    owner.__class__ = _reading(type(owner), {name: together})
         if shards:
-            units.append(Unit(part, shards, mesh.get_group()))
+            units.append(Unit(part, shards, group))
     held = {id(shard.local) for unit in units for shard in unit.shards}
+    _local(module, mesh)
     replicated = [p for p in module.parameters() if id(p) not in held]
-    for parameter in replicated:
-        _mark(parameter, duplicate=rank > 0)
-    module.over_ranks = Layer(units[::-1], replicated, mesh.get_group())  # type: ignore[assignment]
+    module.over_ranks = Layer(units[::-1], replicated, group)  # type: ignore[assignment]
     return module
 
 
-def _part_of(parameter: Any, rank: int) -> nn.Parameter:
+def _part_of(parameter: Any, mesh: Any) -> nn.Parameter:
     """This rank's part of a DTensor."""
     # A copy: a part that is a view would keep all of it.
     local = parameter.to_local().detach().clone(memory_format=torch.contiguous_format)
     own = nn.Parameter(local, parameter.requires_grad)
-    own.placed = _SplitOf(parameter)  # type: ignore[attr-defined]
-    _mark(own, duplicate=not own.placed.split and rank > 0)  # type: ignore[attr-defined]
+    own.placed = placed = _SplitOf(  # type: ignore[attr-defined]
+        parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    )
+    _mark(own, mesh, placed)
     return own
 
 
-def _local(module: nn.Module, rank: int) -> nn.Module:
+def _local(module: nn.Module, mesh: Any) -> nn.Module:
     """The same module, whose DTensor parameters are this rank's parts of them, and DTensors when they are read."""
     from torch.distributed.tensor import DTensor  # takes a second, of which most jobs have no need
 
@@ -608,13 +659,13 @@ def _local(module: nn.Module, rank: int) -> nn.Module:
     for part in list(module.modules()):
         split: dict[str, _SplitOf] = {}
         for name, parameter in list(compat.own_parameters(part).items()):
-            if parameter is None:
+            if parameter is None or hasattr(parameter, "placed"):
                 continue
             if not isinstance(parameter, DTensor):
-                _mark(parameter, duplicate=rank > 0)
+                _mark(parameter, mesh)
                 continue
             if id(parameter) not in parts:
-                parts[id(parameter)] = _part_of(parameter, rank)
+                parts[id(parameter)] = _part_of(parameter, mesh)
             compat.own_parameters(part)[name] = own = parts[id(parameter)]
             split[name] = own.placed  # type: ignore[attr-defined]
         if split:
@@ -622,17 +673,25 @@ def _local(module: nn.Module, rank: int) -> nn.Module:
     return module
 
 
-def _mark(parameter: nn.Parameter, *, duplicate: bool) -> None:
-    """duplicate: another rank holds the same, and counts it in the norm of the gradients."""
-    parameter.duplicate = duplicate  # type: ignore[attr-defined]
+def _mark(parameter: nn.Parameter, mesh: Any, placed: _SplitOf | None = None) -> None:
+    """Says in `duplicate` whether another rank, which is the first of those with the same, counts it in the norm of the
+    gradients and writes it into checkpoints."""
+    numbers, alike = mesh.get_coordinate(), [True] * mesh.ndim
+    if placed is not None and mesh.ndim == 1:
+        alike = [not placed.split]
+    elif placed is not None:
+        cut = {
+            name for name, p in zip(placed.mesh.mesh_dim_names, placed.placements, strict=True) if not p.is_replicate()
+        }
+        alike = [name not in cut for name in mesh.mesh_dim_names]
+    parameter.duplicate = any(same and number for same, number in zip(alike, numbers, strict=True))  # type: ignore[attr-defined]
 
 
 class _SplitOf:
     """How a DTensor is split over the ranks."""
 
-    def __init__(self, tensor: Any) -> None:
-        self.mesh, self.placements = tensor.device_mesh, tensor.placements
-        self.shape, self.stride = tensor.shape, tensor.stride()
+    def __init__(self, mesh: Any, placements: Sequence[Any], shape: torch.Size, stride: tuple[int, ...]) -> None:
+        self.mesh, self.placements, self.shape, self.stride = mesh, tuple(placements), shape, stride
 
     def of_part(self, part: Tensor) -> Any:
         """The DTensor that has this part here."""
@@ -642,36 +701,63 @@ class _SplitOf:
             part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
+    def whole(self, part: Tensor) -> Tensor:
+        """All of it. All ranks must call it."""
+        if (gathered := self.gathered) is not None:
+            # One dimension after the other: at once, torch warns.
+            from torch.distributed.tensor import Shard as Split
+
+            shape, over = gathered.part_shape, self.mesh[self.mesh.mesh_dim_names[0]]
+            rows = _SplitOf(over, [Split(0)], shape, torch.empty(shape, device="meta").stride())
+            return gathered.whole(rows.whole(part))
+        found: Tensor = self.of_part(part).full_tensor()
+        return found
+
     @property
     def split(self) -> bool:
         """Or does each rank have all of it?"""
-        return any(placement.is_shard() for placement in self.placements)
+        return any(_cut(placement) is not None for placement in self.placements)
 
-    def slab(self, part: torch.Size) -> Slab:
-        """What this rank's part is of the whole. Raises StateError."""
+    @property
+    def gathered(self) -> _SplitOf | None:
+        """Of one that is fully sharded, and tensor parallel as well: how it is split while its rows are together."""
         if self.mesh.ndim == 1:
-            dimension, rank = self.placements[0].dim % len(self.shape), self.mesh.get_local_rank()
-            rows = self.shape[dimension]
-            each = -(-rows // self.mesh.size())  # as torch.chunk divides them
-            slab = Slab(dimension, min(rank * each, rows), min((rank + 1) * each, rows))
-            if slab.shape_in(self.shape) == tuple(part):
-                return slab
-        raise StateError(f"a parameter of shape {tuple(self.shape)} is split as {self.placements}, which is no slab")
+            return None
+        return _SplitOf(self.mesh[self.mesh.mesh_dim_names[1]], self.placements[1:], self.shape, self.stride)
 
-    def part_of(self, whole: Tensor) -> Tensor:
-        """The part of this rank, which all ranks have the whole of."""
-        from torch.distributed.tensor import distribute_tensor
+    @property
+    def block(self) -> Block:
+        """What this rank's part is of the whole."""
+        block = [(0, size) for size in self.shape]
+        cuts = list(zip(self.placements, self.mesh.get_coordinate(), self.mesh.shape, strict=True))
+        # What is fully sharded is rows of what is tensor parallel.
+        for placement, number, ranks in reversed(cuts):
+            if (dimension := _cut(placement)) is not None:
+                dimension %= len(block)
+                start, end = block[dimension]
+                each = -(-(end - start) // ranks)  # as torch.chunk divides them
+                block[dimension] = min(start + number * each, end), min(start + (number + 1) * each, end)
+        return tuple(block)
 
-        return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
+    @property
+    def part_shape(self) -> torch.Size:
+        """Of this rank's part."""
+        return torch.Size(end - start for start, end in self.block)
 
 
 def split_over_ranks(module: nn.Module) -> Split:
-    """What this rank has of a stage's parameters. Raises StateError where a part is no slab."""
-    return {
-        name: (parameter.placed.shape, parameter.placed.slab(parameter.shape))
-        for name, parameter in module.named_parameters()
-        if hasattr(parameter, "placed") and parameter.placed.split
-    }
+    """What this rank has of a stage's parameters, and is the first to have. Raises StateError where a part is no
+    block."""
+    out: dict[str, tuple[Sequence[int], Block]] = {}
+    for name, parameter in module.named_parameters():
+        placed: _SplitOf | None = getattr(parameter, "placed", None)
+        if placed is None or not placed.split or parameter.duplicate:  # type: ignore[attr-defined]
+            continue
+        if placed.part_shape != parameter.shape:
+            how = f"is split as {placed.placements}, which is no block"
+            raise StateError(f"{name}: a parameter of shape {tuple(placed.shape)} {how}")
+        out[name] = placed.shape, placed.block
+    return out
 
 
 def part_of_rank(module: nn.Module, state: StageState) -> StageState:
@@ -686,8 +772,8 @@ def part_of_rank(module: nn.Module, state: StageState) -> StageState:
             owner = next((p for n, p in split.items() if name.startswith(f"{n}.")), None)
         else:
             continue
-        if owner is not None and tensor.shape in (owner.shape, owner.placed.shape):  # type: ignore[attr-defined]
-            tensors[key] = owner.placed.part_of(tensor)  # type: ignore[attr-defined]
+        if owner is not None and tensor.shape == owner.placed.shape:  # type: ignore[attr-defined]
+            tensors[key] = tensor[tuple(slice(*run) for run in owner.placed.block)]  # type: ignore[attr-defined]
     return StageState(state.document, tensors)
 
 
@@ -697,7 +783,7 @@ def gathered_tensors(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str,
 
     def whole(name: str, value: Any) -> Any:
         split = getattr(parameters.get(name), "placed", None)
-        return value if split is None else split.of_part(value.detach()).full_tensor()
+        return value if split is None else split.whole(value.detach())
 
     return {name: whole(name, value) for name, value in tensors.items()}
 

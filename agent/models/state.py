@@ -349,18 +349,15 @@ def layer_of(name: str) -> int:
 # -- what each of a stage's living workers copies and writes of its state -----------------------
 
 
-class Slab(NamedTuple):
-    """Of a tensor, what is from `start` to `end` in one of its dimensions, and everything in the others."""
-
-    dimension: int
-    start: int
-    end: int
-
-    def shape_in(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (*shape[: self.dimension], self.end - self.start, *shape[self.dimension + 1 :])
+Block = tuple[tuple[int, int], ...]
+"""Of a tensor, from where to where in each of its dimensions."""
 
 
-Split = Mapping[str, tuple[Sequence[int], Slab]]
+def shape_of(block: Block) -> tuple[int, ...]:
+    return tuple(end - start for start, end in block)
+
+
+Split = Mapping[str, tuple[Sequence[int], Block]]
 """Of parameters that are split over the ranks of a worker, by name: the shape of the whole, and this rank's part."""
 
 
@@ -416,29 +413,36 @@ class Writer:
 
 @dataclass(frozen=True)
 class Piece:
-    """Of a tensor that is in several shares: the elements from `start` on, of all of it or of a slab. shape: that of
+    """Of a tensor that is in several shares: the elements from `start` on, of all of it or of a block. shape: that of
     all of it."""
 
     of: str
     shape: tuple[int, ...]
     start: int
-    slab: Slab | None = None
+    block: Block | None = None
 
     def to_json(self) -> dict[str, Any]:
-        slab = {} if self.slab is None else {"slab": list(self.slab)}
-        return {"of": self.of, "shape": list(self.shape), "start": self.start, **slab}
+        slabs: dict[str, Any] = {}
+        if self.block is not None:  # of each dimension that is cut its number, and from where to where
+            cut = [(d, *run) for d, run in enumerate(self.block) if run != (0, self.shape[d])]
+            slabs = {"slab": [number for slab in cut for number in slab]}
+        return {"of": self.of, "shape": list(self.shape), "start": self.start, **slabs}
 
     @classmethod
     def from_json(cls, document: Any) -> Piece:
         """Raises KeyError, TypeError or ValueError."""
-        shape, slab = tuple(map(whole_number, document["shape"])), document.get("slab")
-        if slab is not None:
-            slab = Slab(*map(whole_number, slab))
-            if not slab.dimension < len(shape) or not slab.start <= slab.end <= shape[slab.dimension]:
-                raise ValueError(f"{slab} of shape {shape}")
+        shape, slabs = tuple(map(whole_number, document["shape"])), document.get("slab")
+        block: Block | None = None
+        if slabs is not None:
+            numbers, runs = iter(map(whole_number, slabs)), dict[int, tuple[int, int]]()
+            for dimension in numbers:
+                runs[dimension] = start, end = next(numbers, 1), next(numbers, 0)
+                if not dimension < len(shape) or not start <= end <= shape[dimension]:
+                    raise ValueError(f"{slabs} of shape {shape}")
+            block = tuple(runs.get(dimension, (0, size)) for dimension, size in enumerate(shape))
         if not isinstance(document["of"], str):
             raise ValueError(f"{document['of']!r} is no name")
-        return cls(document["of"], shape, whole_number(document["start"]), slab)
+        return cls(document["of"], shape, whole_number(document["start"]), block)
 
 
 @dataclass
@@ -460,14 +464,14 @@ class Share:
         return sorted({layer for name in names if (layer := layer_in(name)) is not None})
 
     def put(
-        self, name: str, parts: Sequence[Tensor], shape: Sequence[int], start: int = 0, slab: Slab | None = None
+        self, name: str, parts: Sequence[Tensor], shape: Sequence[int], start: int = 0, block: Block | None = None
     ) -> None:
         """Takes a copy of elements that follow each other, of a tensor of that shape."""
         size = sum(part.numel() for part in parts)
-        if size == prod(shape) and (slab is None or not size):
+        if size == prod(shape) and (block is None or not size):
             self.tensors[name] = _copy(parts).reshape(tuple(shape))
         else:
-            self.pieces[f"{name}@{start}"] = Piece(name, tuple(shape), start, slab)
+            self.pieces[f"{name}@{start}"] = Piece(name, tuple(shape), start, block)
             self.tensors[f"{name}@{start}"] = _copy(parts).reshape(-1)
 
 
@@ -490,26 +494,27 @@ def share_of_state(
     parts = {f"model.{name}": name for name in split}
     for name in split.keys() & state.document["state"].keys() if split else ():
         parts |= dict.fromkeys(_tensors_in(state.document["state"][name]), name)
-    of_layers = list[tuple[int, str, Tensor, Sequence[int], Slab | None]]()
+    of_layers = list[tuple[int, str, Tensor, Sequence[int], Block | None]]()
     for name, tensor in state.tensors.items():
         if name in leave:
             continue
         shape: Sequence[int] = tensor.shape
-        slab: Slab | None = None
-        if (owner := parts.get(name)) is not None and _is_part(tensor, *split[owner]):
-            shape, slab = split[owner]
-        if writer.rank and (slab is None or not tensor.numel()):
+        block: Block | None = None
+        # Of each element of a parameter's part; not a count, say.
+        if (owner := parts.get(name)) is not None and tuple(tensor.shape) == shape_of(split[owner][1]):
+            shape, block = split[owner]
+        if writer.rank and (block is None or not tensor.numel()):
             continue
         if (layer := layer_in(name)) is not None:
-            of_layers.append((layer, name, tensor, shape, slab))
+            of_layers.append((layer, name, tensor, shape, block))
         elif writer.number == 0:
             share.put(name, [tensor], tensor.shape)
     of_layers.sort(key=lambda entry: entry[0])
     dealt = deal([(tensor.numel(), tensor.element_size()) for _, _, tensor, _, _ in of_layers], writer.peers)
     for place, start, end in dealt[writer.peer]:
-        _, name, tensor, shape, slab = of_layers[place]
+        _, name, tensor, shape, block = of_layers[place]
         mine = tensor if end - start == tensor.numel() else tensor.detach().reshape(-1)[start:end]
-        share.put(name, [mine], shape, start, slab)
+        share.put(name, [mine], shape, start, block)
     return share
 
 
@@ -520,11 +525,6 @@ def _tensors_in(document: Any) -> list[str]:
     if not isinstance(document, dict):
         return []
     return [document["tensor"]] if "tensor" in document else _tensors_in(list(document.values()))
-
-
-def _is_part(tensor: Tensor, shape: Sequence[int], slab: Slab) -> bool:
-    """Is it of each element of a parameter's part? Not a count, say."""
-    return tuple(tensor.shape) == slab.shape_in(shape)
 
 
 def _copy(parts: Sequence[Tensor]) -> Tensor:
@@ -544,24 +544,24 @@ def put_together(name: str, found: Sequence[tuple[Piece, Tensor]]) -> Tensor:
     """A tensor from its pieces. Nothing is allocated before they are known to be all of it, and no more. Raises
     StateError."""
     first, values = found[0]
-    shape, slabs = first.shape, dict[Slab, list[tuple[int, Tensor]]]()
-    everything = Slab(0, 0, shape[0]) if shape else None
+    shape, blocks = first.shape, dict[Block, list[tuple[int, Tensor]]]()
+    everything = tuple((0, size) for size in shape)
     for piece, tensor in found:
-        slab = piece.slab or everything
-        if slab is None or piece.shape != shape or tensor.dtype != values.dtype or tensor.dim() != 1:
+        if not shape or piece.shape != shape or tensor.dtype != values.dtype or tensor.dim() != 1:
             raise StateError(f"{name}: its pieces are not of one tensor")
-        slabs.setdefault(slab, []).append((piece.start, tensor))
+        blocks.setdefault(piece.block or everything, []).append((piece.start, tensor))
     # The empty ones first: what ends where it begins comes before what begins there.
-    in_order = sorted(slabs)
-    for slab in in_order:
-        slabs[slab].sort(key=lambda entry: (entry[0], entry[1].numel()))
-        _check_line(name, [(start, start + t.numel()) for start, t in slabs[slab]], prod(slab.shape_in(shape)))
-    if len({slab.dimension for slab in in_order}) > 1:
+    for block, parts in blocks.items():
+        parts.sort(key=lambda entry: (entry[0], entry[1].numel()))
+        _check_line(name, [(start, start + t.numel()) for start, t in parts], prod(shape_of(block)))
+    lines = [sorted({block[dimension] for block in blocks}) for dimension in range(len(shape))]
+    for line, size in zip(lines, shape, strict=True):
+        _check_line(name, line, size)
+    if len(blocks) != prod(map(len, lines)):
         raise StateError(f"{name}: its pieces are not of one tensor")
-    _check_line(name, [(slab.start, slab.end) for slab in in_order], shape[in_order[0].dimension])
     out = torch.empty(shape, dtype=values.dtype)
-    for slab, parts in slabs.items():
-        place = out.narrow(slab.dimension, slab.start, slab.end - slab.start)
+    for block, parts in blocks.items():
+        place = out[tuple(slice(*run) for run in block)]
         whole = place if place.is_contiguous() else torch.empty(place.shape, dtype=out.dtype)
         for start, tensor in parts:
             whole.view(-1)[start : start + tensor.numel()].copy_(tensor)

@@ -64,8 +64,9 @@ class Workload(Protocol):
     `parallelize(layer, mesh)` returns a layer split over the ranks of a worker, a torch DeviceMesh, by
     torch.distributed.tensor.parallel.parallelize_module, and then what enters a layer and leaves it is a plain tensor,
     of the same form on every rank as without them; or by torch.distributed.fsdp.fully_shard, and then each rank runs a
-    part of the samples (agent.models.parallelized). Where inputs are of several shapes, `varies` is true, and
-    `largest(seed)` gives the (inputs, targets) of a micro-batch that is in no dimension smaller than any.
+    part of the samples; or by both, over a mesh of two dimensions (agent.models.parallelized). Where inputs are of
+    several shapes, `varies` is true, and `largest(seed)` gives the (inputs, targets) of a micro-batch that is in no
+    dimension smaller than any.
     """
 
     @property

@@ -44,8 +44,8 @@ from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_laye
 from openrecycle.agent.models.parallelized import split_over_ranks
 from openrecycle.agent.models.state import (
     AVERAGE,
+    Block,
     Share,
-    Slab,
     Split,
     StageState,
     StateError,
@@ -620,7 +620,7 @@ class StageOptimizer:
         """Those that are the writer's. Returns what is kept of parameters of which it has the first one."""
         assert writer.primaries is not None
         kept, runs = dict[str, Any](), dict[str, list[tuple[Segment, list[Tensor]]]]()
-        forms: dict[str, tuple[Sequence[int], Slab | None]] = {}
+        forms: dict[str, tuple[Sequence[int], Block | None]] = {}
         for number, segment in enumerate(shards.segments):
             name, part = shards.parameter_names[segment.parameter], shards.parts[number]
             if writer.primaries[number] != writer.peer or (writer.rank and not (name in split and part.numel())):
@@ -643,9 +643,9 @@ class StageOptimizer:
                 elif first:
                     share.put(key, [tensor], tensor.shape)
         for key, found in runs.items():
-            shape, slab = forms[key]
+            shape, block = forms[key]
             for run, parts in found:
-                share.put(key, parts, shape, run.start, slab)
+                share.put(key, parts, shape, run.start, block)
         return kept
 
     @property

@@ -209,7 +209,7 @@ class Standby:
         self._begun: list[GlooGroup] = []
         self._groups: list[GlooGroup] | None = None
         """Connected: of all members, and where asked for, of those of the stage."""
-        self.of_ranks: Connections | None = None
+        self.of_ranks: list[Connections] = []
 
         def connect() -> None:
             begun = self._begun
@@ -351,7 +351,7 @@ class Groups:
         try:
             if self.ranks.size > 1:
                 of_ranks = dist.PrefixStore(f"generation{generation}/{me}/ranks", store)
-                self.ranks.connect(of_ranks, timeouts, None if standby is None else standby.of_ranks, begun)
+                self.ranks.connect(of_ranks, timeouts, () if standby is None else standby.of_ranks, begun)
             whole: Group | None = None
             self._connected_anew = standby is None
             """Else it is known already which connection is whose."""

@@ -29,6 +29,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from openrecycle.agent.config.devices import mesh_names
 from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import CPU
@@ -335,13 +336,15 @@ for _name in _COLLECTIVES:
 
 
 class Ranks:
-    """The ranks of this process's worker. mesh: torch's DeviceMesh of them; None where there is only this one."""
+    """The ranks of this process's worker. mesh: torch's DeviceMesh of them; None where there is only this one. Where it
+    has two dimensions, there is a group for each line of it, beside that of all."""
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU, *, over_nccl: bool = False) -> None:
         self.rank, self.size = rank, size
         self.mesh: Any = None
         self._device, self._over_nccl = device, over_nccl
-        self._group: ReplaceableGroup | None = None
+        self._groups: list[ReplaceableGroup] = []
+        """That this rank is in; that of all comes first."""
         self._outlived: list[Connections] = []
         """In which something has not ended yet."""
         self._lock = threading.Lock()
@@ -355,11 +358,12 @@ class Ranks:
         timeouts: Timeouts,
         device: torch.device = CPU,
         *,
+        shape: Sequence[int] = (),
         over_nccl: bool = False,
     ) -> Ranks:
         """Of a process that has just started. meeting: a file that all of them reach, for this time only. device: where
-        the stage computes, this process's own. over_nccl: is what is there exchanged over NCCL? Makes the process's
-        default group. Blocks until all are there."""
+        the stage computes, this process's own. shape: of the mesh; (): one line. over_nccl: is what is there exchanged
+        over NCCL? Makes the process's default group. Blocks until all are there."""
         ranks = cls(rank, size, device, over_nccl=over_nccl)
         if size > 1:
             store = dist.FileStore(meeting, size)
@@ -369,59 +373,73 @@ class Ranks:
 
             dist.Backend.register_backend(BACKEND, make, devices=sorted({"cpu", device.type}))
             dist.init_process_group(BACKEND, store=dist.PrefixStore("torch", store), rank=rank, world_size=size)
-            ranks._group = dist.group.WORLD
+            ranks._groups = [dist.group.WORLD]
+            numbers = torch.arange(size).view(*(shape or [size]))
+            if numbers.dim() > 1:
+                # All ranks make each, also those that they are not in.
+                made = [(line, dist.new_group(line)) for line in (*numbers.T.tolist(), *numbers.tolist())]
+                ranks._groups += [group for line, group in made if rank in line]
             ranks.connect(dist.PrefixStore("first", store), timeouts)
             from torch.distributed.device_mesh import DeviceMesh
 
-            ranks.mesh = DeviceMesh.from_group(ranks._group, device.type, mesh_dim_names=("ranks",))
+            groups: list[Any] = ranks._groups[1:] or ranks._groups[:1]
+            ranks.mesh = DeviceMesh.from_group(groups, device.type, numbers, mesh_dim_names=mesh_names(numbers.dim()))
         return ranks
 
-    def connections(self, store: Any, timeouts: Timeouts) -> Connections | None:
-        """For another generation, by way of `store`; None where there is only this rank. Blocks until all ranks are
+    def connections(self, store: Any, timeouts: Timeouts) -> list[Connections]:
+        """For another generation, by way of `store`; none where there is only this rank. Blocks until all ranks are
         there. From any thread. Raises RuntimeError."""
-        return None if self._group is None else Connections(store, self.rank, self.size, timeouts)
+        return [
+            Connections(dist.PrefixStore(group.group_name, store), group.rank(), group.size(), timeouts)
+            for group in self._groups
+        ]
 
     def connect(
-        self, store: Any, timeouts: Timeouts, ahead: Connections | None = None, begun: Begun | None = None
+        self, store: Any, timeouts: Timeouts, ahead: Sequence[Connections] = (), begun: Begun | None = None
     ) -> None:
         """Anew, by way of `store`. ahead: connections that there are, on all ranks. begun: gets them before anything
         is waited for in them. Blocks until all are there. Raises RuntimeError."""
-        if self._group is None:
-            return
-        before = getattr(self._group, "connections", None)
-        if before is not None:
-            before.halt()
-        made = ahead or Connections(dist.PrefixStore("gloo", store), self.rank, self.size, timeouts)
+        before = self._connected
+        for old in before:
+            old.halt()
+        made = ahead or self.connections(dist.PrefixStore("gloo", store), timeouts)
         if begun is not None:
-            begun.add(made)
+            for new in made:
+                begun.add(new)
         if self._over_nccl:
-            made.add_nccl(dist.PrefixStore("nccl", store), self._device)
+            for group, new in zip(self._groups, made, strict=True):
+                new.add_nccl(dist.PrefixStore(f"nccl/{group.group_name}", store), self._device)
         with self._lock:
-            self._group.connections = made
-            self._outlived = [old for old in (*self._outlived, before) if old is not None and _has_unended(old)]
+            for group, new in zip(self._groups, made, strict=True):
+                group.connections = new
+            self._outlived = [old for old in (*self._outlived, *before) if _has_unended(old)]
 
     def cancel(self) -> None:
         """Makes every wait for another rank fail within milliseconds, until `connect`. From any thread."""
         with self._lock:
-            connections = None if self._group is None else getattr(self._group, "connections", None)
-            if connections is None or connections.cancelled:
-                return
-            connections.cancelled = True
-        connections.cancel()
+            connections = [each for each in self._connected if not each.cancelled]
+            for each in connections:
+                each.cancelled = True
+        for each in connections:
+            each.cancel()
 
     def halt(self) -> None:
         """Ends what is under way on the device, until `connect`. What is on the CPU goes on: a sibling is woken by the
         news of a generation, which comes to all ranks."""
-        if self._group is not None:
-            self._group.connections.halt()
+        for each in self._connected:
+            each.halt()
+
+    @property
+    def _connected(self) -> list[Connections]:
+        return [group.connections for group in self._groups if hasattr(group, "connections")]
 
     @property
     def _cancelled(self) -> bool:
-        return self._group is not None and self._group.connections.cancelled
+        return any(each.cancelled for each in self._connected)
 
     def broke(self, error: BaseException) -> bool:
         """Was `error`, which a module raised, an exchange among the ranks that broke, or was ended?"""
-        return self._group is not None and (self._cancelled or _by_exchange(error))
+        return bool(self._groups) and (self._cancelled or _by_exchange(error))
 
     def together(self, work: Callable[[], T]) -> T:
         """What `work` returns, in which modules exchange something with the other ranks. Raises SiblingError where that
@@ -439,13 +457,13 @@ class Ranks:
     def gather(self, values: Tensor) -> Tensor:
         """Everybody's `values`, of equal shape and type, in the order of ranks: shape (ranks, ...). Raises
         SiblingError."""
-        if self._group is None:
+        if not self._groups:
             return values.unsqueeze(0)
         rows = torch.zeros((self.size, *values.shape), dtype=values.dtype)
         rows[self.rank] = values
         try:
             # Zeros are added, which rounds nothing.
-            self._group.allreduce([rows]).wait()
+            self._groups[0].allreduce([rows]).wait()
         except RuntimeError as error:
             raise SiblingError(f"among the ranks of this worker: {first_line(error)}") from None
         return rows

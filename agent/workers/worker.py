@@ -233,9 +233,9 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         if spec.ranks > 1:
             over_nccl = device.type == "cuda" and platform.carrier == "ordered"
             communicator.ranks = ranks = Ranks.begin(
-                *(spec.rank, spec.ranks, spec.meeting, timeouts, device), over_nccl=over_nccl
+                *(spec.rank, spec.ranks, spec.meeting, timeouts, device), shape=platform.shape, over_nccl=over_nccl
             )
-            workload = Parallelized(workload, spec.rank, ranks.mesh, ranks.gather, divided=spec.run.divided)
+            workload = Parallelized(workload, ranks.mesh, ranks.gather, divided=spec.run.divided)
         loop = WorkerLoop(spec, workload, communicator, channel, status, log, device, settings)
         del workload  # where all begin anew the loop loads another one, and this one goes
         channel.say("ready", host=socket.gethostname(), pids=[os.getpid()])

@@ -5,11 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -30,15 +41,54 @@ KEYS: list[MicroBatch] = [(0, 0), (1, 3)]
 class Residual(nn.Module):
     """Rows that no number of ranks divides, a normalization, and what is computed of parameters alone."""
 
+    hidden = 7
+
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, self.hidden), nn.Linear(self.hidden, WIDTH)
         self.table = nn.Parameter(torch.randn(WIDTH))
         self.scale = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(functional.gelu(self.up(self.norm(x)))) * self.scale(self.table)
         return y
+
+
+class Even(Residual):
+    """Is tensor parallel, too, over a mesh of two dimensions."""
+
+    hidden = 8
+
+    def split(self, mesh: Any) -> None:
+        parallelize_module(self, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+class Positions(nn.Module):
+    """Between its products ranks have parts of a sequence, and so parts of the gradients of what they all hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return y
+
+    def split(self, mesh: Any) -> None:
+        part, all_of_it = Shard(1), Replicate()
+        parallelize_module(
+            self,
+            mesh,
+            {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=part, use_local_output=False),
+                "down": RowwiseParallel(output_layouts=part, use_local_output=False),
+            },
+        )
+        enter = PrepareModuleInput(input_layouts=(all_of_it,), desired_input_layouts=(part,))
+        parallelize_module(self, mesh, enter)
+        parallelize_module(self, mesh, PrepareModuleOutput(output_layouts=part, desired_output_layouts=all_of_it))
 
 
 class Recomputed(Residual):
@@ -100,7 +150,7 @@ KINDS: list[type[nn.Module]] = [Residual, Recomputed, Partly, Counting, Shared, 
 
 
 class Task:
-    """A Workload of two layers. kind: of the first; whole: is the second left whole on each rank?"""
+    """A Workload of two layers. kind: of the first; whole: is the second not fully sharded?"""
 
     samples_per_micro_batch = SAMPLES
 
@@ -112,12 +162,14 @@ class Task:
 
     def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
         torch.manual_seed(layer)
-        return nn.Sequential(Residual() if layer else self._kind(), Residual())
+        return nn.Sequential(Even() if layer else self._kind(), Residual())
 
     def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
-        from torch.distributed.fsdp import fully_shard
-
-        if self._whole and isinstance(layer[0], Residual) and type(layer[0]) is Residual:
+        if mesh.ndim == 2:
+            if isinstance(layer[0], (Even, Positions)):
+                layer[0].split(mesh["tp"])
+            mesh = mesh["dp"]
+        if self._whole and isinstance(layer[0], Even):
             return layer  # type: ignore[no-any-return]
         fully_shard(layer[0], mesh=mesh)
         return fully_shard(layer, mesh=mesh)  # type: ignore[no-any-return]
@@ -205,6 +257,7 @@ def train(
     out["loss"] = torch.tensor(sums.loss)
     out["bits"] = sums.buffer.clone()
     out["held"] = torch.tensor(held)
+    out["counted"] = torch.tensor(sum(p.numel() for p in module.parameters() if not getattr(p, "duplicate", False)))
     sums.write_gradients()
     sums.write_buffers()
     for name, parameter in module.named_parameters():
@@ -218,17 +271,19 @@ def _loss(workload: Any, targets: Tensor, output: Tensor) -> Tensor:
     return loss
 
 
-def as_rank(rank: int, ranks: int, meeting: str, pipe: Connection) -> None:
-    """Answers (kind, whole, split, turned) with a Result, until it is told nothing more."""
+def as_rank(rank: int, shape: tuple[int, ...], meeting: str, pipe: Connection) -> None:
+    """Answers (kind, whole, split, turned) with a Result, until it is told nothing more. shape: of the mesh."""
     torch.set_num_threads(1)
-    among = Ranks.begin(rank, ranks, meeting, Timeouts())
+    among = Ranks.begin(rank, prod(shape), meeting, Timeouts(), shape=shape)
 
     def whole(parameter: Any, gradient: Tensor) -> Tensor:
         if not hasattr(parameter, "placed"):
             return gradient
-        return parameter.placed.of_part(gradient).full_tensor()  # type: ignore[no-any-return]
+        found: Tensor = parameter.placed.whole(gradient)
+        assert torch.equal(found[tuple(slice(*run) for run in parameter.placed.block)], gradient)
+        return found
 
     while (asked := pipe.recv()) is not None:
         kind, some_whole, split, turned = asked
-        task = Parallelized(Task(kind, whole=some_whole), rank, among.mesh, among.gather, divided=True)
+        task = Parallelized(Task(kind, whole=some_whole), among.mesh, among.gather, divided=True)
         pipe.send({k: v.detach().numpy() for k, v in train(task, split, whole, turned=turned).items()})

@@ -7,20 +7,21 @@ import json
 import multiprocessing
 import shutil
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from openrecycle.agent.config.options import Optimization
-from openrecycle.agent.examples import fully_sharded, tensor_parallel
+from openrecycle.agent.examples import fully_sharded, gpt, tensor_parallel
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import build_layers
@@ -31,24 +32,26 @@ from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import rank_stages
 from tests.agent.launches import warm
-from tests.agent.rank_stages import KINDS, Residual, Shared, Task, train
+from tests.agent.rank_stages import KINDS, Even, Residual, Shared, Task, train
 from tests.agent.runs import Run, forked
+from tests.agent.saved import checkpoint_bits
 from tests.conftest import at_length
 
 ITERATIONS = 5
 
 
 class Together:
-    """The ranks of one worker, each in a process of its own."""
+    """The ranks of one worker, each in a process of its own. shape: of their mesh."""
 
-    def __init__(self, ranks: int, folder: Path) -> None:
+    def __init__(self, shape: tuple[int, ...], folder: Path) -> None:
         warm()
         context = multiprocessing.get_context("forkserver")
+        self.shape = shape
         self._pipes, self._processes = [], []
-        for rank in range(ranks):
+        for rank in range(prod(shape)):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=rank_stages.as_rank, args=(rank, ranks, str(folder / "store"), theirs), daemon=True
+                target=rank_stages.as_rank, args=(rank, shape, str(folder / "store"), theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -68,11 +71,39 @@ class Together:
             process.join()
 
 
-@pytest.fixture(scope="module", params=[at_length(2), 3])
+@pytest.fixture(scope="module", params=[at_length((2,)), (3,)], ids=str)
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
     ranks = Together(request.param, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.end()
+
+
+@pytest.fixture(scope="module", params=[(2, 2), at_length((3, 2)), at_length((1, 2))], ids=str)
+def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
+    ranks = Together(request.param, tmp_path_factory.mktemp("mesh"))
+    yield ranks
+    ranks.end()
+
+
+def compare_with_one_process(ranks: Together, kind: type[nn.Module], split: Any, *, whole: bool = False) -> None:
+    """The gradients, the loss, changes of buffers, and what goes back to the stage before; and each element of a
+    parameter counts once in a norm."""
+    alone = train(Task(kind), split, lambda _, gradient: gradient, turned=False)
+    answers = ranks.ask(kind, whole, split, False)
+    for name, expected in alone.items():
+        if name in ("bits", "held", "counted"):
+            continue
+        if name.startswith("of the input"):
+            each = prod(ranks.shape[1:])
+            for first in range(each):
+                got = torch.cat([answer[name] for answer in answers[first::each]])
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+            continue
+        for answer in answers:
+            torch.testing.assert_close(answer[name], expected, rtol=1e-4, atol=1e-6)
+    assert set(alone) == set(answers[0])
+    assert whole or all(answer["held"] == 0 for answer in answers), "between two ops nobody holds whole parameters"
+    assert sum(int(answer["counted"]) for answer in answers) == int(alone["counted"])
 
 
 # torch's split counts a parameter of two places twice here; in a job it is tried, and not taken.
@@ -88,37 +119,45 @@ FEW = [(kind, split) for kind, split in SPLITS if split == "deferred" or kind is
 def test_ranks_make_of_a_micro_batch_what_one_process_makes(
     kind: type[nn.Module], split: Any, together: Together
 ) -> None:
-    """The gradients, the loss, changes of buffers, and what goes back to the stage before."""
-    alone = train(Task(kind), split, lambda _, gradient: gradient, turned=False)
-    answers = together.ask(kind, False, split, False)
-    for name, expected in alone.items():
-        if name in ("bits", "held"):
-            continue
-        if name.startswith("of the input"):
-            got = torch.cat([answer[name] for answer in answers])
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
-            continue
-        for answer in answers:
-            torch.testing.assert_close(answer[name], expected, rtol=1e-4, atol=1e-6)
-    assert set(alone) == set(answers[0])
-    assert all(answer["held"] == 0 for answer in answers), "between two ops nobody holds whole parameters"
+    compare_with_one_process(together, kind, split)
+
+
+ON_A_MESH = [(Even, True, "torch"), (Even, False, "torch"), (Even, False, "deferred"), (Even, True, "fused")]
+ON_A_MESH += [(rank_stages.Positions, False, split) for split in STRATEGIES]
+ON_A_MESH += [(kind, True, "deferred") for kind in KINDS]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "whole", "split"), [case if i < 1 else at_length(*case) for i, case in enumerate(ON_A_MESH)]
+)
+def test_layers_may_be_tensor_parallel_and_fully_sharded(
+    kind: type[nn.Module], whole: bool, split: Any, mesh: Together
+) -> None:
+    compare_with_one_process(mesh, kind, split, whole=whole)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", [Residual, rank_stages.Counting])
 def test_the_order_of_micro_batches_shows_in_no_bit(kind: type[nn.Module], together: Together) -> None:
-    once, turned = (together.ask(kind, True, "deferred", turned) for turned in (False, True))
+    compare_orders(together, kind, "deferred")
+
+
+@pytest.mark.processes
+@pytest.mark.chaos
+def test_the_order_of_micro_batches_shows_in_no_bit_on_a_mesh(mesh: Together) -> None:
+    compare_orders(mesh, Even, "torch")
+
+
+def compare_orders(ranks: Together, kind: type[nn.Module], split: Any) -> None:
+    once, turned = (ranks.ask(kind, True, split, turned) for turned in (False, True))
     for a, b in zip(once, turned, strict=True):
         assert torch.equal(a["bits"], b["bits"])
 
 
 @pytest.mark.processes
 def test_layers_may_be_left_whole(together: Together) -> None:
-    alone = train(Task(Residual), "deferred", lambda _, gradient: gradient, turned=False)
-    for answer in together.ask(Residual, True, "deferred", False):
-        for name in alone:
-            if name not in ("bits", "held") and not name.startswith("of the input"):
-                torch.testing.assert_close(answer[name], alone[name], rtol=1e-4, atol=1e-6)
+    compare_with_one_process(together, Residual, "deferred", whole=True)
 
 
 # -- jobs ---------------------------------------------------------------------------------------
@@ -156,6 +195,12 @@ def small(record: Path, *arguments: str) -> Run:
     return job(record, *arguments, iterations=4, grid="2x2x2")
 
 
+def on_a_mesh(record: Path, *arguments: str, iterations: int = 4, grid: str = "2x1x2") -> Run:
+    """Workers of four ranks: two run a part of each micro-batch together, as two others do."""
+    model = ("--workload", "agent.examples.tensor_parallel:Gpt", "--ranks-per-worker", "4", "--mesh", "2x2")
+    return job(record, *model, *arguments, iterations=iterations, grid=grid)
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = small(tmp_path_factory.mktemp("sharded") / "reference.jsonl")
@@ -183,6 +228,53 @@ def test_the_death_of_a_rank(kill: str, kept: tuple[str, ...], reference: Run, t
     assert {failure["worker"] for failure in run.failures} == {kill[:4]}
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("kill", ["W1_0.3@1:W1", at_length("W0_0@1:O"), at_length("W0_0.1@1:R")])
+def test_the_death_of_a_rank_of_a_mesh(kill: str, tmp_path: Path) -> None:
+    whole, hurt = (on_a_mesh(tmp_path / f"{len(k)}.jsonl", *k, iterations=3) for k in ((), ("--kill", kill)))
+    assert [whole.status, hurt.status] == [0, 0], hurt.errors
+    assert hurt.losses == whole.losses and hurt.final == whole.final
+    assert [failure["worker"] for failure in hurt.failures] == [kill[:4]]
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+def test_workers_of_a_mesh_train_what_one_process_trains(tmp_path: Path) -> None:
+    """Up to rounding; the gradients are clipped by the same norm."""
+    steady = ("--workload-options", json.dumps(TINY))
+    alone = ("--ranks-per-worker", "1", "--mesh", "1x1")
+    ours, theirs = (on_a_mesh(tmp_path / f"{len(k)}.jsonl", *k) for k in (steady, (*steady, *alone)))
+    assert [ours.status, theirs.status] == [0, 0], theirs.errors
+    ours_are, theirs_are = ([float.fromhex(loss) for loss in run.losses] for run in (ours, theirs))
+    assert ours_are == pytest.approx(theirs_are, rel=1e-5)
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+def test_a_checkpoint_knows_no_mesh(tmp_path: Path) -> None:
+    """Each element is in it once, whoever steps it; and a job goes on from it to the same bits, or with one process a
+    worker."""
+    folder, other = tmp_path / "checkpoints", tmp_path / "other"
+    options = ("--checkpoint", str(folder), "--checkpoint-every", "2", "--weights", str(tmp_path / "weights"))
+    run = on_a_mesh(tmp_path / "first.jsonl", *options, "--kill", "W2_0.2@1:F1", grid="3x1x3")
+    shared = ("--checkpoint", str(other), "--optimizer-sharding", "zero1")
+    sharded = on_a_mesh(tmp_path / "sharded.jsonl", *options, *shared, "--kill", "W1_0.1@3:I1", grid="3x1x3")
+    assert [run.status, sharded.status] == [0, 0], run.errors + sharded.errors
+    assert run.losses == sharded.losses and run.final == sharded.final
+    assert checkpoint_bits(folder) == checkpoint_bits(other)
+    for again in (folder, other):
+        shutil.rmtree(again / "iteration-0000000004")
+        into = ("--checkpoint", str(again), "--resume", "newest", "--weights", str(tmp_path / again.name / "weights"))
+        resumed = on_a_mesh(tmp_path / f"{again.name}.jsonl", *options, *into, grid="3x1x3")
+        assert resumed.status == 0 and resumed.final == run.final, resumed.errors
+        for file in (tmp_path / "weights").iterdir():
+            assert file.read_bytes() == (tmp_path / again.name / "weights" / file.name).read_bytes()
+    shutil.rmtree(folder / "iteration-0000000004")
+    alone = ("--resume", "newest", "--ranks-per-worker", "1", "--mesh", "1x1")
+    one = on_a_mesh(tmp_path / "alone.jsonl", *options, *alone, grid="3x1x3")
+    assert one.status == 0, one.errors
+
+
 @pytest.mark.chaos
 @pytest.mark.processes
 def test_a_checkpoint_knows_no_ranks(reference: Run, tmp_path: Path) -> None:
@@ -198,12 +290,17 @@ def test_a_checkpoint_knows_no_ranks(reference: Run, tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.processes
-def test_two_hurt_workers_make_a_whole_one(tmp_path: Path) -> None:
-    kills = ("--kill", "W1_1.1@1:F1", "--kill", "W0_0@2:I1")
-    hurt, whole = (job(tmp_path / f"{len(k)}.jsonl", *k, iterations=40) for k in (kills, ()))
+@pytest.mark.parametrize(
+    ("of", "grid", "kills"),
+    [(job, "3x2x3", ("W1_1.1@1:F1", "W0_0@2:I1")), (on_a_mesh, "3x1x3", ("W1_0.1@1:F1", "W0_0.2@2:W1"))],
+)
+def test_two_hurt_workers_make_a_whole_one(of: Any, grid: str, kills: tuple[str, str], tmp_path: Path) -> None:
+    killed = [part for kill in kills for part in ("--kill", kill)]
+    hurt, whole = (of(tmp_path / f"{len(k)}.jsonl", *k, iterations=40, grid=grid) for k in (killed, ()))
     assert hurt.status == 0, hurt.errors
     assert hurt.losses == whole.losses and hurt.final == whole.final
-    assert hurt.iterations[-1]["living"] == 5
+    pipelines, stages, _ = map(int, grid.split("x"))
+    assert hurt.iterations[-1]["living"] == pipelines * stages - 1
 
 
 @pytest.mark.chaos
@@ -288,15 +385,61 @@ class Fewer(fully_sharded.Gpt):
         return fully_shard(layer, mesh=DeviceMesh(mesh.device_type, [0]))
 
 
+class Replicated(tensor_parallel.Gpt):
+    """Held twice (HSDP)."""
+
+    def parallelize(self, layer: nn.Module, mesh: Any) -> nn.Module:
+        return fully_shard(layer, mesh=mesh)
+
+
+class Turned(tensor_parallel.Gpt):
+    """Each dimension for what the other one is for."""
+
+    def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+        return fully_shard(layer, mesh=mesh["tp"])
+
+
+class Uneven(tensor_parallel.Gpt):
+    """Columns that two ranks can't share evenly."""
+
+    def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+        layer.append(nn.Linear(32, 33))
+        parallelize_module(layer[-1], mesh["tp"], ColwiseParallel())
+        return fully_shard(layer, mesh=mesh["dp"])
+
+
+class Own(tensor_parallel.Gpt):
+    """Over a mesh of its own, whose groups nobody connects anew."""
+
+    def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+        return super().parallelize(layer, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"])
+
+
+class Apart(tensor_parallel.Gpt):
+    """Tensor parallel over ranks that have other samples."""
+
+    def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+        return super().parallelize(layer, mesh["dp"])
+
+
 def test_how_layers_are_split_is_found_out() -> None:
-    assert parts_of_a_rank(fully_sharded.Gpt(width=32, heads=2, sequence=16), 3, 2, 0)[0]
-    assert not parts_of_a_rank(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 3, 2, 0)[0]
+    assert parts_of_a_rank(fully_sharded.Gpt(width=32, heads=2, sequence=16), 3, (2,), 0)[0]
+    assert not parts_of_a_rank(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 3, (2,), 0)[0]
+    divided, layers = parts_of_a_rank(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 3, (4, 2), 0)
+    shapes = {name: tuple(p.shape) for name, p in layers[1]}
+    assert divided and shapes["1.0.up.weight"] == (16, 32) and shapes["1.0.down.weight"] == (8, 64)
+    assert shapes["1.0.down.bias"] == shapes["1.0.norm1.bias"] == (8,)
 
 
-@pytest.mark.parametrize("kind", [Mixed, Alternating, Lower, Away, Columns, Fewer])
-def test_what_can_not_be_run_is_refused(kind: type[fully_sharded.Gpt]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(kind, (2,)) for kind in (Mixed, Alternating, Lower, Away, Columns, Fewer)]
+    + [(Own, (4,))]
+    + [(kind, (2, 2)) for kind in (fully_sharded.Gpt, Replicated, Turned, Uneven, Apart)],
+)
+def test_what_can_not_be_run_is_refused(kind: type[gpt.Gpt], shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError) as refused:
-        parts_of_a_rank(kind(width=32, heads=2, sequence=16), 3, 2, 0)
+        parts_of_a_rank(kind(width=32, heads=2, sequence=16), 3, shape, 0)
     assert refused.value.field == "parallelize"
 
 
@@ -305,7 +448,7 @@ def test_modules_that_were_given_are_left_as_they_were() -> None:
     made = [task.build_layer(k, 2, 0) for k in range(2)]
     task.build_layer = lambda layer, layers, seed: made[layer]  # type: ignore[method-assign]
     before = [{name: (type(p), p.shape) for name, p in m.named_parameters()} for m in made]
-    assert parts_of_a_rank(task, 2, 2, 0)[0]  # type: ignore[arg-type]
+    assert parts_of_a_rank(task, 2, (2,), 0)[0]  # type: ignore[arg-type]
     assert before == [{name: (type(p), p.shape) for name, p in m.named_parameters()} for m in made]
     assert all(type(part).__name__ != "FSDPResidual" for m in made for part in m.modules())
 
@@ -320,7 +463,7 @@ class Tied(Task):
 def test_within_an_op_the_state_is_that_of_the_parts() -> None:
     """A hand-over reads it from another thread."""
     with compat.imagined_ranks(2) as mesh:
-        workload: Any = Parallelized(Task(Residual), 0, mesh, torch.clone, divided=True)  # type: ignore[arg-type]
+        workload: Any = Parallelized(Task(Residual), mesh, torch.clone, divided=True)  # type: ignore[arg-type]
         module = build_layers(workload, range(1), 2, 0)
         stage = stage_optimizer(workload, module, SUM_OF["fast"](module.parameters(), terms=1), Optimization())
         between = {name: tensor.data_ptr() for name, tensor in stage.state().tensors.items()}
@@ -330,7 +473,7 @@ def test_within_an_op_the_state_is_that_of_the_parts() -> None:
 
 def test_a_parameter_that_layers_share_stays_a_part() -> None:
     with compat.imagined_ranks(2) as mesh:
-        workload: Any = Parallelized(Tied(Residual), 0, mesh, torch.clone, divided=True)  # type: ignore[arg-type]
+        workload: Any = Parallelized(Tied(Residual), mesh, torch.clone, divided=True)  # type: ignore[arg-type]
         module = build_layers(workload, range(2), 2, 0)
         parts = {id(shard.local) for _, layer in module.layers for u in layer.over_ranks.units for shard in u.shards}  # type: ignore[union-attr]
     one, other = (module.get_parameter(name) for name in workload.tied(2)[0])

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import openrecycle
 from openrecycle.agent.cli import with_flags
+from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.options import (
     FLAGS,
     TOLD,
@@ -142,6 +143,9 @@ def test_every_option_is_explained_once_and_has_one_flag() -> None:
         (lambda: HandOver(rate="much"), "faults.hand_over.rate"),
         (lambda: HandOver(at_once=-1), "faults.hand_over.at_once"),
         (lambda: Checkpoints(every=0), "checkpoints.every"),
+        (lambda: Platform(ranks_per_worker=4, mesh="4"), "platform.mesh"),
+        (lambda: Platform(ranks_per_worker=4, mesh="0x4"), "platform.mesh"),
+        (lambda: Platform(ranks_per_worker=4, mesh="2x3"), "platform.mesh"),
         (lambda: Planning(technique="magic"), "planning.technique"),
         (lambda: Planning(memory=0), "planning.memory"),
         (lambda: Planning(capacity="lots"), "planning.capacity"),

@@ -24,9 +24,11 @@ TIMEOUTS = Timeouts(form=30.0, transfer=200.0, group=300.0)
 
 
 def _one(rank: int, folder: str, to: Connection, collective: str, made_ahead: bool) -> None:
-    ranks = Ranks.begin(rank, 2, f"{folder}/store", TIMEOUTS)
+    shape = (2, 1) if collective == "of a line" else ()
+    ranks = Ranks.begin(rank, 2, f"{folder}/store", TIMEOUTS, shape=shape)
+    group = ranks.mesh.get_group("dp") if shape else None
     second = distributed.PrefixStore("second", distributed.FileStore(f"{folder}/second", 2))
-    ahead = ranks.connections(distributed.PrefixStore("ahead", second), TIMEOUTS) if made_ahead else None
+    ahead = ranks.connections(distributed.PrefixStore("ahead", second), TIMEOUTS) if made_ahead else []
     if rank == 0:
         # As where gloo has forgotten a send: nothing of its own wakes the wait.
         rank_groups.wake = lambda group, ranks: None
@@ -38,13 +40,15 @@ def _one(rank: int, folder: str, to: Connection, collective: str, made_ahead: bo
                 ranks.gather(values)
             elif collective == "all_reduce":
                 distributed.all_reduce(values)
+            elif collective == "of a line":
+                distributed.all_reduce(values, group=group)
             else:
                 distributed.reduce_scatter_single(torch.zeros(2), values)
         except RuntimeError as error:
             to.send((ranks.broke(error), time.monotonic() - began))
     ranks.connect(second, TIMEOUTS, ahead)
     values = torch.tensor([1.0 + rank])
-    distributed.all_reduce(values)
+    distributed.all_reduce(values, group=group)
     to.send(float(values))
     to.poll(60)  # until all is compared: an end closes connections
 
@@ -62,7 +66,8 @@ def _pair(work: Callable[..., None], *told: object) -> list[Connection]:
 
 
 @pytest.mark.parametrize(
-    ("collective", "made_ahead"), [("gather", False), ("all_reduce", True), ("reduce_scatter", True)]
+    ("collective", "made_ahead"),
+    [("gather", False), ("all_reduce", True), ("reduce_scatter", True), ("of a line", True)],
 )
 def test_a_wait_that_nothing_wakes_ends_when_the_group_is_cancelled(
     collective: str, made_ahead: bool, tmp_path: Path

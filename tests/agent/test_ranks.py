@@ -229,7 +229,7 @@ def test_a_model_that_can_not_be_split_is_refused() -> None:
 
 def test_heads_that_ranks_can_not_share_are_refused() -> None:
     with pytest.raises(InputError) as refused:
-        parts_of_a_rank(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 2, 3, 0)
+        parts_of_a_rank(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 2, (3,), 0)
     assert refused.value.field == "parallelize"
 
 

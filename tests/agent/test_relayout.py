@@ -165,28 +165,29 @@ def test_an_op_that_raises_while_layers_move_ends_nobody() -> None:
 
 
 WAYS = ("tensor_parallel", "fully_sharded")
-"""Examples whose layers are split over the ranks of a worker."""
+"""In which the layers of examples are split over the ranks of a worker; or `both`."""
 
 
-def of_two_ranks(way: str, pipelines: int = 2) -> dict[str, Any]:
-    """A small job whose workers are two ranks each."""
+def of_several_ranks(way: str, pipelines: int = 2) -> dict[str, Any]:
+    """A small job whose workers are two ranks each, or for both ways four."""
+    example = "tensor_parallel" if way == "both" else way
     return {
         "pipelines": pipelines,
         "stages": 2,
         "micro_batches": 1,  # iterations of so many processes take CPU time
-        "workload": NamedWorkload(f"openrecycle.agent.examples.{way}:Gpt", TINY | {"layers": 4}),
-        "platform": Platform(ranks_per_worker=2),
-        "divided": way == "fully_sharded",
+        "workload": NamedWorkload(f"openrecycle.agent.examples.{example}:Gpt", TINY | {"layers": 4}),
+        "platform": Platform(ranks_per_worker=4, mesh="2x2") if way == "both" else Platform(ranks_per_worker=2),
+        "divided": way != "tensor_parallel",
     }
 
 
 @pytest.mark.processes
 @pytest.mark.chaos
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "both"])
 @pytest.mark.parametrize("sharding", ["none", at_length("zero1")])
 def test_layers_of_workers_of_several_ranks_move_and_move_back(way: str, sharding: Any) -> None:
     """After the death of a rank, and when its worker is back; until then a job without an end trains."""
-    grid = of_two_ranks(way) | {"optimization": Optimization(clip_norm=0.3, sharding=sharding), "micro_batches": 2}
+    grid = of_several_ranks(way) | {"optimization": Optimization(clip_norm=0.3, sharding=sharding), "micro_batches": 2}
 
     def act(job: LocalJob, line: Message) -> None:
         if "relayout" not in line:
@@ -216,7 +217,7 @@ def test_layers_of_workers_of_several_ranks_move_and_move_back(way: str, shardin
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_dies_while_layers_of_several_ranks_move(way: str) -> None:
     """Of a worker that gets them, whose other rank ends, too; the one beside it gets them all the same."""
-    grid = of_two_ranks(way) | {"optimization": CLIP}
+    grid = of_several_ranks(way) | {"optimization": CLIP}
     slowly = HandOver(at_once=0, rate=1e5)
     job = _job(7, {2: (3, 1)}, **grid, kills=("W1_1@1:F0", "W1_0.1@2:F0"), hand_over=slowly, pace=0.02)
     assert job.dead == ["W1_0", "W1_1"]
@@ -259,7 +260,7 @@ def test_layers_that_one_rank_of_a_worker_can_not_build_stay(tmp_path: Path) -> 
         if "iteration" in line:
             weights.unlink(missing_ok=True)
 
-    grid = of_two_ranks("fully_sharded") | {"iterations": 8, "micro_batches": 2}
+    grid = of_several_ranks("fully_sharded") | {"iterations": 8, "micro_batches": 2}
     told = {**TINY, "layers": 4, "file": str(weights)}
     workload = NamedWorkload("tests.agent.kept_weights:FromFileOfOneRank", told)
     job = LocalJob(

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from openrecycle.agent.checkpoints import CheckpointError, Identity, find, load_layers, whole_checkpoints, write_share
 from openrecycle.agent.models.layers import LayerStack
 from openrecycle.agent.models.state import (
+    Block,
     Piece,
     Share,
-    Slab,
     StageState,
     StateError,
     Writer,
@@ -221,13 +221,15 @@ def test_segments_of_a_large_parameter_come_back_in_their_places(peers: int, tmp
 @given(
     st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 4)),
     st.integers(0, 2),
-    st.integers(1, 4),
+    st.tuples(st.integers(1, 3), st.integers(1, 4)),
     st.integers(1, 3),
 )
 @examples(60)
 def test_each_rank_writes_its_part_of_what_is_split(
-    shape: tuple[int, int, int], dimension: int, ranks: int, peers: int
+    shape: tuple[int, int, int], dimension: int, mesh: tuple[int, int], peers: int
 ) -> None:
+    """Of one dimension, and of that rows."""
+    ranks = mesh[0] * mesh[1]
     whole = {
         "model.0.w": torch.randn(shape),
         "model.0.b": torch.randn(3),
@@ -244,14 +246,17 @@ def test_each_rank_writes_its_part_of_what_is_split(
         "state": {"0.w": kept},
         "groups": [group],
     }
-    each = -(-shape[dimension] // ranks)
     shares = []
     for rank in range(ranks):
-        slab = Slab(dimension, *(min(n * each, shape[dimension]) for n in (rank, rank + 1)))
-        split = {} if ranks == 1 else {"0.w": (shape, slab)}
+        block = [(0, size) for size in shape]
+        for cut, (number, of) in ((dimension, (rank % mesh[1], mesh[1])), (0, (rank // mesh[1], mesh[0]))):
+            start, end = block[cut]
+            each = -(-(end - start) // of)
+            block[cut] = min(start + number * each, end), min(start + (number + 1) * each, end)
+        split = {} if ranks == 1 else {"0.w": (shape, tuple(block))}
         tensors = dict(whole)
         for name in ("model.0.w", "optimizer.0.w.exp_avg") if ranks > 1 else ():
-            tensors[name] = whole[name].narrow(dimension, slab.start, slab.end - slab.start)
+            tensors[name] = whole[name][tuple(slice(*run) for run in block)]
         state = StageState(document, tensors)
         shares += [share_of_state(state, Writer(peer, peers, rank, ranks), split) for peer in range(peers)]
     with tempfile.TemporaryDirectory() as folder:
@@ -264,8 +269,8 @@ def test_each_rank_writes_its_part_of_what_is_split(
 # -- what is put together --------------------------------------------------------------------------
 
 
-def _piece(start: int, size: int, shape: tuple[int, ...] = (4, 3), slab: Slab | None = None) -> tuple[Piece, Tensor]:
-    return Piece("x", shape, start, slab), torch.arange(start, start + size)
+def _piece(start: int, size: int, shape: tuple[int, ...] = (4, 3), block: Block | None = None) -> tuple[Piece, Tensor]:
+    return Piece("x", shape, start, block), torch.arange(start, start + size)
 
 
 def _refused() -> Iterator[list[tuple[Piece, Tensor]]]:
@@ -279,9 +284,10 @@ def _refused() -> Iterator[list[tuple[Piece, Tensor]]]:
     yield [(Piece("x", (4, 3), 0), torch.zeros(4, 3))]
     yield [(Piece("x", (), 0), torch.zeros(1))]
     yield [_piece(0, 0, (2**40, 2**40))]
-    yield [_piece(0, 8, slab=Slab(1, 0, 2))]
-    yield [_piece(0, 8, slab=Slab(1, 0, 2)), _piece(0, 8, slab=Slab(1, 1, 3))]
-    yield [_piece(0, 6, slab=Slab(0, 0, 2)), _piece(0, 4, slab=Slab(1, 2, 3))]
+    yield [_piece(0, 8, block=((0, 4), (0, 2)))]
+    yield [_piece(0, 8, block=((0, 4), (0, 2))), _piece(0, 8, block=((0, 4), (1, 3)))]
+    yield [_piece(0, 6, block=((0, 2), (0, 3))), _piece(0, 4, block=((0, 4), (2, 3)))]
+    yield [_piece(0, 4, block=((0, 2), (0, 2))), _piece(0, 2, block=((2, 4), (2, 3)))]
 
 
 @pytest.mark.parametrize("found", list(_refused()))
@@ -293,9 +299,26 @@ def test_pieces_that_are_not_all_of_a_tensor_and_no_more(found: list[tuple[Piece
 def test_pieces_in_any_order() -> None:
     expected = torch.arange(12).view(4, 3)
     assert torch.equal(put_together("x", [_piece(7, 5), _piece(0, 4), _piece(4, 3)]), expected)
-    slabs = [(Slab(1, 2, 3), [2, 5, 8, 11]), (Slab(1, 0, 2), [0, 1, 3, 4, 6, 7, 9, 10])]
-    parts = [(Piece("x", (4, 3), 0, slab), torch.tensor(values)) for slab, values in slabs]
-    assert torch.equal(put_together("x", parts), expected)
+    for blocks in (
+        {((0, 4), (2, 3)): [2, 5, 8, 11], ((0, 4), (0, 2)): [0, 1, 3, 4, 6, 7, 9, 10]},
+        {
+            ((2, 4), (0, 2)): [6, 7, 9, 10],
+            ((0, 2), (2, 3)): [2, 5],
+            ((0, 2), (0, 2)): [0, 1, 3, 4],
+            ((2, 4), (2, 3)): [8, 11],
+        },
+    ):
+        pieces = [Piece("x", (4, 3), 0, block) for block in blocks]
+        assert [Piece.from_json(piece.to_json()) for piece in pieces] == pieces
+        parts = [(p, torch.tensor(values)) for p, values in zip(pieces, blocks.values(), strict=True)]
+        assert torch.equal(put_together("x", parts), expected)
+
+
+def test_pieces_of_checkpoints_of_any_age() -> None:
+    """One dimension was cut."""
+    document = {"of": "x", "shape": [4, 3], "start": 2, "slab": [1, 0, 2]}
+    piece = Piece("x", (4, 3), 2, ((0, 4), (0, 2)))
+    assert Piece.from_json(document) == piece and piece.to_json() == document
 
 
 @pytest.mark.parametrize(
@@ -310,6 +333,9 @@ def test_pieces_in_any_order() -> None:
         {"of": "x", "shape": [2], "start": 0, "slab": [0, 1, 3]},
         {"of": "x", "shape": [2], "start": 0, "slab": [0, 2, 1]},
         {"of": "x", "shape": [2], "start": 0, "slab": [0, 2]},
+        {"of": "x", "shape": [2], "start": 0, "slab": [0]},
+        {"of": "x", "shape": [2, 2], "start": 0, "slab": [1, 0, 1, 0]},
+        {"of": "x", "shape": [2, 2], "start": 0, "slab": [1, 0, 1, 2, 0, 1]},
         {"of": "x", "shape": [2]},
         [],
     ],

@@ -39,7 +39,7 @@ def _rank(rank: int, ranks: int, width: int, rounds: int, meeting: str, pipe: Co
     workload: Any = Gpt(width=width, heads=4, sequence=SEQUENCE, batch=BATCH)
     among = Ranks.begin(rank, ranks, meeting, Timeouts())
     if ranks > 1:
-        workload = Parallelized(workload, rank, among.mesh, among.gather, divided=True)
+        workload = Parallelized(workload, among.mesh, among.gather, divided=True)
     module = build_layers(workload, range(1, 1 + BLOCKS), BLOCKS + 2, 0)
     sums = GradientSum(module.parameters(), terms=8)
     stage = Stage(module, sums, split=Deferred(module))

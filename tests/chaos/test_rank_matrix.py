@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.runs import Run
-from tests.agent.test_fully_sharded import job
+from tests.agent.test_fully_sharded import job, on_a_mesh
 from tests.agent.test_ranks import two_ranks
 
 pytestmark = pytest.mark.processes
@@ -51,3 +51,24 @@ def test_the_death_of_a_rank_that_has_rows_of_every_parameter(kill: str, sharded
     assert run.losses == sharded.losses and run.final == sharded.final
     assert [failure["worker"] for failure in run.failures] == [kill[:4]]
     assert run.iterations[-1]["living"] == 5
+
+
+# Of a mesh of two dimensions each rank once: those of a line wait for each other, and for those of other lines.
+RANKS_OF_A_MESH = ("W0_1", "W1_0.1", "W1_1.2", "W0_0.3")
+OPS_OF_A_MESH = [op for op in OPS if "2" not in op]
+
+
+@pytest.fixture(scope="module")
+def meshed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = on_a_mesh(tmp_path_factory.mktemp("mesh") / "reference.jsonl", grid="2x2x2")
+    assert run.status == 0, run.errors
+    return run
+
+
+@pytest.mark.parametrize("kill", [f"{rank}@1:{op}" for rank in RANKS_OF_A_MESH for op in OPS_OF_A_MESH])
+def test_the_death_of_a_rank_of_a_mesh(kill: str, meshed: Run, tmp_path: Path) -> None:
+    run = on_a_mesh(tmp_path / "run.jsonl", "--kill", kill, grid="2x2x2")
+    assert run.status == 0, run.errors
+    assert run.losses == meshed.losses and run.final == meshed.final
+    assert [failure["worker"] for failure in run.failures] == [kill[:4]]
+    assert run.iterations[-1]["living"] == 3

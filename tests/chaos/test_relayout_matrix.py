@@ -14,7 +14,7 @@ import pytest
 from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import ENDLESS, TINY, LocalJob, Message, uncut
-from tests.agent.test_relayout import WAYS, Rearranging, of_two_ranks
+from tests.agent.test_relayout import WAYS, Rearranging, of_several_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -101,7 +101,7 @@ def test_other_layers_are_chosen_while_layers_move(
 @pytest.fixture(scope="module", params=[(way, wish) for way in WAYS for wish in ("clipped", "sharded")], ids="-".join)
 def calm_ranks(request: pytest.FixtureRequest) -> tuple[dict[str, Any], LocalJob]:
     way, wish = request.param
-    grid = of_two_ranks(way, pipelines=3) | {"optimization": WISHES[wish]}
+    grid = of_several_ranks(way, pipelines=3) | {"optimization": WISHES[wish]}
     return grid, LocalJob(**grid, iterations=ITERATIONS).run()
 
 
