@@ -104,7 +104,8 @@ def sentences() -> Iterator[None]:
     except PlannerError as error:
         refuse(str(error))
     except ConsoleUnavailable as error:
-        refuse(f"--console: {error}; start one with `openrecycle serve`")
+        hint = "; start one with `openrecycle serve`" if "does not answer" in str(error) else ""
+        refuse(f"--console: {error}{hint}")
     except ConsoleRefused as error:
         refuse(f"the console refused the job: {error}")
 

@@ -42,6 +42,7 @@ from openrecycle.agent.models.layers import (
     kind_of,
     layer_count,
     partition_of,
+    precision,
     spans,
     tensors_of,
     tied_of,
@@ -49,6 +50,7 @@ from openrecycle.agent.models.layers import (
 )
 from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.state import DTYPES, StateError, dtype_name, pack, unpack
+from openrecycle.agent.models.torch_settings import kept_settings
 from openrecycle.agent.models.workload import EvaluationData, Workload, probe_inputs, probe_targets
 from openrecycle.agent.stages.backward import Deferred, Fused, Strategy
 from openrecycle.agent.stages.gradients import SUM_OF, GradientSum
@@ -214,14 +216,10 @@ def micro_batch_memory(
     ways = [compat.tensors_without_data, _real][: 1 if parameter_bytes > _LARGE else 2]
     if parameter_bytes <= _SMALL:
         ways.reverse()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as workers have
-    try:
-        for way in ways:
-            with contextlib.suppress(Exception), way() as take:
-                return run(take)
-    finally:
-        torch.set_num_threads(threads)
+    for way in ways:
+        with contextlib.suppress(Exception), kept_settings(), way() as take:
+            torch.set_num_threads(1)  # as workers have
+            return run(take)
     return None
 
 
@@ -308,19 +306,25 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
     """Returns what memory workers take.
 
     Raises InputError for a torch that can't be used, for data that the layers can't be given, for others to evaluate
-    on, for what two layers share without saying so, for sparse gradients and max_norm, for an optimizer or scheduler
-    that can't be driven, or whose state can't be handed over, and for a model that this machine has no memory for.
-    here: the workers on it; None: all.
+    on, for what two layers share without saying so, for a model with nothing to train, for sparse gradients and
+    max_norm, for an optimizer or scheduler that can't be driven, or whose state can't be handed over, and for a model
+    that this machine has no memory for. here: the workers on it; None: all.
     """
     compat.check_version()
-    # The caller's own random numbers must not depend on what is tried out here.
-    with own_numbers("preflight", options.seed):
+    # The caller's own random numbers, and its settings of torch, must not depend on what is tried out here.
+    with own_numbers("preflight", options.seed), kept_settings():
         _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
         if options.evaluate_every:
             _check_evaluation(workload, options.seed)
         stages = options.job.stages
         partition = partition_at_start(options, layer_count(workload, stages))
         shapes = without_memory(functools.partial(_shapes, workload, sum(partition), options.seed))
+        if not any(parameter.requires_grad for layer in shapes for _, parameter in layer):
+            kind, count = kind_of(workload), sum(len(layer) for layer in shapes)
+            got = f"{count} parameters, none of which requires a gradient"
+            raise InputError(f"{kind}s", got, f"at least one {kind} with something to train")
+        if options.platform.device == "cpu":
+            _check_types(workload, shapes, sum(partition), options)
         by_stage = [[named for layer in span for named in shapes[layer]] for span in spans(partition)]
         kept = _check_optimizer(workload, by_stage, options.optimization)
         if options.platform.ranks_per_worker > 1:
@@ -510,6 +514,33 @@ def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]
                 expected = f"the form of {group[0]}, which is {forms[group[0]]}"
                 raise InputError("tied", f"{name}, which is {forms[name]}", expected)
     return shapes
+
+
+_AS_INDICES = {torch.int64, torch.int32, torch.bool}
+
+
+def _check_types(workload: Workload, shapes: Sequence[NamedParameters], layers: int, options: TrainingOptions) -> None:
+    """Where inputs have a type that none of the parameters has that they come to first, such as float64 from NumPy, the
+    layers up to there are tried for real: tensors without data go together whatever their types. Raises InputError."""
+    first = next((i for i, layer in enumerate(shapes) if any(p.is_floating_point() for _, p in layer)), None)
+    if first is None or sum(p.nbytes for layer in shapes[: first + 1] for _, p in layer) > _LARGE:
+        return
+    types = {p.dtype for _, p in shapes[first] if p.is_floating_point()}
+    try:
+        inputs = tensors_of(probe_inputs(workload, options.seed), "data")
+        if {t.dtype for t in inputs} <= types | _AS_INDICES:
+            return
+        module = build_layers(workload, range(first + 1), layers, options.seed, torch.clone)
+    except Exception:
+        return  # said elsewhere, in better words
+    try:
+        with torch.no_grad(), _nothing_compiled(), precision(options.optimization.autocast):
+            module(*inputs, seed=0)
+    except Exception as error:  # others are said by workers
+        if isinstance(error, RuntimeError) and ("dtype" in str(error) or "scalar type" in str(error)):
+            given, wanted = ", ".join(str(TensorSpec.of(t)) for t in inputs), ", ".join(sorted(map(dtype_name, types)))
+            expected = f"inputs that parameters of {wanted} go with (NumPy's are float64)"
+            raise InputError("data", f"inputs of {given} ({in_a_line(error)[:200]})", expected) from None
 
 
 # -- the optimizer ----------------------------------------------------------------------------

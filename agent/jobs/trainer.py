@@ -357,7 +357,8 @@ class ResilientTrainer:
                 if batch_size is not None:
                     raise InputError("batch_size", batch_size, "nothing where data is a DataLoader, which has one")
                 data, batch_size, loading = of_loader(data, loading)
-            source, arguments = pretrained_job(model, data, loading, ending, evaluate)
+            skips = getattr(others.get("faults"), "on_bad_sample", None) == "skip"
+            source, arguments = pretrained_job(model, data, loading, ending, evaluate, skips=skips)
             if job.stages > source.layer_count:
                 raise InputError("job.stages", job.stages, f"at most {source.layer_count}, the layers of the model")
             batches, split = _batches(arguments["data"], job, seed, batch_size, arguments["loading"])

@@ -237,6 +237,8 @@ class Launcher:
         """Of plans, by fingerprint, how workers and other nodes are told of them."""
         self._data_wait = DataWait()
         self._validations: set[int] = set()
+        self._changed_settings = set[str]()
+        """Of torch, those that it has been said of that a worker's code changes them."""
         self._unwritten: int | None = None
         """The checkpoint of which was last said that it can't be written."""
         self._turns = LoopLag(boot_clock)
@@ -336,7 +338,7 @@ class Launcher:
                 ending.callback(self._coordination.close, lambda: bool(self._stop))
                 ending.callback(self._coordination.finished, state, reason)
                 ending.callback(self._store.close)
-                ending.callback(self._pool.kill_all)
+                ending.callback(self._pool.kill_all, "" if state == "finished" else reason)
                 # How it ended counts only if no other leads by now.
                 ending.callback(self._pool.hand_out, self._spec, self._saved, last=True)
 
@@ -534,6 +536,10 @@ class Launcher:
                     self._coordination.report(ValidationReport.model_validate(validation))
             case "warning":
                 self._listener({"warning": message["text"]})
+            case "changed":
+                if message["setting"] not in self._changed_settings:  # the others that run it say the same
+                    self._changed_settings.add(message["setting"])
+                    self._listener({"warning": f"{cell}: {message['text']}"})
             case "checkpoint":
                 iteration, problem = message["at_iteration"], message["problem"]
                 # Where one worker finds no room for its share, others mostly find none either.
@@ -670,6 +676,9 @@ class Launcher:
         said = self._gone(entry, why) or said or on_purpose
         if not said and self._deployed is not None:
             self._listener({"warning": f"{entry.worker} {why}"})
+        elif not said and self._spec.heartbeat_seconds is not None:  # without a console the job ends, and says it
+            waits = "training does not begin before it is restarted on the console"
+            self._listener({"warning": f"{entry.worker} {why}; {waits}"})
 
     def _gone(self, entry: WorkerProcess, why: str) -> bool:
         """Its place is empty. True: this was said, with when it is started again."""

@@ -14,6 +14,7 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -208,6 +209,22 @@ class WorkerProcess:
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""
         (self.send or self.outbox.put)({"kind": kind, **fields})
+
+    def open_outbox(self, name: str) -> None:
+        """What is put there is sent, by a thread of that name, until `close`."""
+
+        def send(message: dict[str, Any]) -> None:
+            with contextlib.suppress(OSError, ValueError):  # it is gone
+                channel.send(self.pipe, **message)
+
+        channel.follow(self.outbox.get, send, self.pipe.close, name=name)
+
+    def close(self) -> None:
+        """Of one that has ended. The thread that sends closes the pipe: whatever was opened meanwhile would get its
+        number, and what the thread was about to write."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)  # whoever is writing to it leaves
+        self.outbox.put(None)
 
     def told(self) -> dict[str, Any]:
         """What another launcher needs to know of it, as JSON."""
@@ -430,7 +447,7 @@ class ProcessPool:
             lingers=getattr(spec, "on_gpu", False),
         )
         entry.made_of = spares.ranks if spares is not None else self._fill(self.node_of(entry), slots)
-        channel.follow(entry.outbox.get, lambda message: channel.send(ours, **message), name=f"to-{worker}")
+        entry.open_outbox(name=f"to-{worker}")
         self.running[worker] = entry
         return entry
 
@@ -520,8 +537,7 @@ class ProcessPool:
 
     def forget(self, entry: WorkerProcess) -> None:
         """Of a process that has ended."""
-        entry.outbox.put(None)
-        entry.pipe.close()
+        entry.close()
         if entry.meeting:
             shutil.rmtree(entry.meeting, ignore_errors=True)
         if self.running.get(entry.worker) is entry:
@@ -529,7 +545,8 @@ class ProcessPool:
         elif entry in self._aside:
             self._aside.remove(entry)
 
-    def kill_all(self) -> None:
+    def kill_all(self, unfinished: str = "") -> None:
+        """unfinished: why the job ends before its last iteration; for a job of several nodes, whose others are told."""
         entries = self.entries
         for entry in entries:
             entry.kill()

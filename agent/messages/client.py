@@ -14,7 +14,9 @@ import itertools
 import json
 import logging
 import math
+import os
 import random
+import ssl
 import sys
 import threading
 import time
@@ -466,6 +468,8 @@ class ConsoleClient:
         self._session = requests.Session()
         # A console on this machine must not be looked for behind a proxy.
         self._session.trust_env = False
+        # That ignores this variable, too: the authority of a certificate may be one's own.
+        self._session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
         self.issued: str | None = None
         self.token = token
         if token:
@@ -532,7 +536,11 @@ class ConsoleClient:
                 timeouts = (min(CONNECT_SECONDS, self._current_timeout), self._current_timeout + extra_time)
                 answer = self._session.request(method, f"{url}{API}{path}", timeout=timeouts, **body)
             except requests.RequestException as error:
-                reasons.append(f"{url} does not answer ({type(error).__name__})")
+                trouble = _not_trusted(error) or f"does not answer ({type(error).__name__})"
+                reasons.append(f"{url} {trouble}")
+                continue
+            except OSError as error:  # what REQUESTS_CA_BUNDLE names can't be read
+                reasons.append(f"{url} can't be asked ({error})")
                 continue
             self._at = at  # also one that is a standby: the other may hang, and would be waited for again
             # Of a 4xx the console says why. One without that is a proxy's, while there is no console behind it.
@@ -555,6 +563,16 @@ class ConsoleClient:
     def _first_timeout(self) -> float:
         """A console that hangs must not keep this one from its standby."""
         return self._timeout if len(self._urls) == 1 else min(FIRST_TIMEOUT_SECONDS, self._timeout)
+
+
+def _not_trusted(error: BaseException | None) -> str:
+    """Of a console that answers, with a certificate that nobody here knows; "": it is something else."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return ""
+    named = "REQUESTS_CA_BUNDLE names a file of those that are"
+    return f"has a certificate that is not trusted here ({error.verify_message}); {named}"
 
 
 class Backoff:

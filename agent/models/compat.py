@@ -276,6 +276,38 @@ def tensors_without_data() -> Iterator[Callable[[Tensor], Tensor]]:
         said.setLevel(level)
 
 
+def fp32_precision() -> tuple[Callable[[str, str], str], Callable[[str, str, str], object]]:
+    """What gives and sets the precision of an op (`all`, `matmul`, `conv`) of a backend (`generic`, `mkldnn`, `cuda`).
+    The public properties take ten times as long, and raise where older names have been used beside them."""
+    private: Any = torch._C
+    return private._get_fp32_precision_getter, private._set_fp32_precision_setter
+
+
+def backend_flags(device: str) -> dict[str, tuple[Callable[[], bool], Callable[[bool], object]]]:
+    """What gives and sets each of the flags that show in bits, by its public name, which takes 40 times as long."""
+    of: Any = torch._C
+    attention, cudnn, mkldnn = "torch.backends.cuda.enable_", "torch.backends.cudnn.", "torch.backends.mkldnn."
+    named = {
+        f"{attention}flash_sdp": (of._get_flash_sdp_enabled, of._set_sdp_use_flash),
+        f"{attention}math_sdp": (of._get_math_sdp_enabled, of._set_sdp_use_math),
+    }
+    if device == "cuda":
+        return named | {
+            f"{attention}mem_efficient_sdp": (
+                of._get_mem_efficient_sdp_enabled,
+                of._set_sdp_use_mem_efficient,
+            ),
+            f"{attention}cudnn_sdp": (of._get_cudnn_sdp_enabled, of._set_sdp_use_cudnn),
+            f"{cudnn}enabled": (of._get_cudnn_enabled, of._set_cudnn_enabled),
+            f"{cudnn}benchmark": (of._get_cudnn_benchmark, of._set_cudnn_benchmark),
+            f"{cudnn}deterministic": (of._get_cudnn_deterministic, of._set_cudnn_deterministic),
+        }
+    return named | {
+        f"{mkldnn}enabled": (of._get_mkldnn_enabled, of._set_mkldnn_enabled),
+        f"{mkldnn}deterministic": (of._get_mkldnn_deterministic, of._set_mkldnn_deterministic),
+    }
+
+
 def _grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
     """Of a mixture of experts: rows go to one expert each, where not all of both have a matrix per expert."""
     shared = left.shape[0] if left.dim() > right.dim() else 1

@@ -221,19 +221,29 @@ def _folder(name: str) -> str:
 # -- what it is trained on ---------------------------------------------------------------------
 
 
+class TokenError(ValueError):
+    """A sample has a token that the model has no embedding for."""
+
+    def __init__(self, token: int, below: int) -> None:
+        super().__init__(f"the token {token}, and the model has embeddings for those from 0 to {below - 1}")
+        self.token, self.below = token, below
+
+
 @dataclass(frozen=True)
 class TokenBatches:
     """Batches, dicts as transformers' collators make them, as (inputs, labels): a `collate`, or a data function.
 
     make: samples, or (iteration, pipeline, micro_batch), to a batch. columns: what the model's forward takes; what else
     samples have is left out, as transformers' own Trainer does. several: is a single argument a list of samples? pads:
-    the PadCollate by which batches are padded, where that is said.
+    the PadCollate by which batches are padded, where that is said. below: so many tokens the model knows; None: that is
+    not looked at.
     """
 
     make: Callable[..., Any]
     columns: frozenset[str]
     several: bool = True
     pads: Any = None
+    below: int | None = None
 
     def __call__(self, *args: Any) -> tuple[tuple[Tensor, ...], Tensor]:
         batch = self.batch(*args)
@@ -256,7 +266,8 @@ class TokenBatches:
         return tuple(pad_to(t, length, 0) for t in inputs), pad_to(labels, length, _IGNORED)
 
     def batch(self, *args: Any) -> dict[str, Tensor]:
-        """Raises InputError."""
+        """Raises InputError; TokenError for a token that the model does not know, of which a GPU would only be told
+        once it can be used no more."""
         if len(args) == 1 and self.several:
             args = ([self._sample(sample) for sample in args[0]],)
         try:
@@ -282,7 +293,15 @@ class TokenBatches:
             if not isinstance(value, Tensor) or value.shape != found["input_ids"].shape or value.dim() != 2:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise InputError("data", f"{name} {got}", "tensors of (samples, tokens), all of one shape")
+        self.check(found["input_ids"])
         return found
+
+    def check(self, ids: Tensor) -> None:
+        """Raises TokenError."""
+        if self.below is not None and ids.numel():
+            least, largest = (int(token) for token in ids.aminmax())
+            if least < 0 or largest >= self.below:
+                raise TokenError(largest if least >= 0 else least, self.below)
 
     def _sample(self, sample: Any) -> Any:
         if not isinstance(sample, Mapping):
@@ -320,15 +339,22 @@ class TokenLoss:
 
 
 def pretrained_job(
-    model: Any, data: Any, loading: Loading, into: contextlib.ExitStack, evaluate: Evaluation | None = None
+    model: Any,
+    data: Any,
+    loading: Loading,
+    into: contextlib.ExitStack,
+    evaluate: Evaluation | None = None,
+    *,
+    skips: bool = False,
 ) -> tuple[Pretrained, dict[str, Any]]:
-    """The layers, and with them ResilientTrainer's arguments about model, loss and data. Raises InputError."""
+    """The layers, and with them ResilientTrainer's arguments about model, loss and data. skips: are bad samples left
+    out? Raises InputError."""
     source = pretrained(model, into)
     columns = frozenset(inspect.signature(source.kind.forward).parameters) | {"labels"}
-    if not hasattr(data, "__getitem__") and callable(data):
+    by_function = not hasattr(data, "__getitem__") and callable(data)
+    if by_function:
         check_data_function(data)
-        data = tokens = TokenBatches(data, columns, pads=loading.collate)
-        batch = first_readable(data.batch)
+        tokens = TokenBatches(data, columns, pads=loading.collate)
         loading = replace(loading, collate=tokens) if tokens.varies else loading
     else:
         collate = transformers.default_data_collator if loading.collate is default_collate else loading.collate
@@ -341,7 +367,13 @@ def pretrained_job(
                 "micro_batch)"
             )
             raise InputError("data", type(data).__name__, expected)
-        batch = first_readable(lambda i, *_: tokens.batch([data[i]]))
+
+    def first(tokens: TokenBatches) -> dict[str, Tensor]:
+        if by_function:
+            return first_readable(tokens.batch)
+        return first_readable(lambda i, *_: tokens.batch([data[i]]))
+
+    batch = first(tokens)
     if loading.weight is None:
         loading = replace(loading, weight=predicted)
     if isinstance(evaluate, Evaluation) and isinstance(evaluate.data, DataLoader):
@@ -356,15 +388,21 @@ def pretrained_job(
     source = replace(source, passed=tuple(name for name in PASSED if name in batch))
     whole = source.cut.model
     embedding: Any = whole.get_input_embeddings()
-    tokens_of = batch["input_ids"]
-    if tokens_of.numel() and (largest := int(tokens_of.max())) >= embedding.num_embeddings:
-        expected = f"tokens below {embedding.num_embeddings}, for which the model has embeddings"
-        raise InputError("data", f"the token {largest}", expected)
+    checked = replace(tokens, below=embedding.num_embeddings)
+    try:
+        if skips:
+            first(checked)  # there is one that is not left out
+        else:
+            checked.check(batch["input_ids"])
+    except TokenError as error:
+        expected = f"tokens below {error.below}, for which the model has embeddings"
+        raise InputError("data", f"the token {error.token}", expected) from None
+    loading = replace(loading, collate=checked) if loading.collate is tokens else loading
     with _quiet():  # GPT-2's name says nothing of its loss, which it tells
         balance: Any = whole.router_aux_loss_coef if source.cut.router is not None else None
         loss = TokenLoss(whole.loss_function, whole.config.vocab_size, balance)
     arguments = {"layers": source, "layer_count": source.layer_count, "tied": source.tied, "loss": loss}
-    return source, arguments | {"data": data, "loading": loading, "evaluate": evaluate}
+    return source, arguments | {"data": checked if by_function else data, "loading": loading, "evaluate": evaluate}
 
 
 # -- how a model is cut ------------------------------------------------------------------------

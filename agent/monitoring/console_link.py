@@ -439,6 +439,7 @@ class ConsoleCoordination(Coordination):
         self._closing = threading.Event()
         # Sockets, not a pipe: threads that outlive `close` write to one that is closed, not to a file of somebody else.
         self._woken, self._waking = socket.socketpair()
+        self._using = threading.Lock()  # of the end that other threads write to: it is not closed meanwhile
         self._woken.setblocking(False)
         self._waking.setblocking(False)
         self.wake_fd = self._woken.fileno()
@@ -633,8 +634,9 @@ class ConsoleCoordination(Coordination):
             self._sender.join(LAST_TRIES_SECONDS)
         if self._sender.is_alive():
             self._say(f"warning: the console was not told how the job ended; reports lost: {len(self._sender.waiting)}")
-        self._woken.close()
-        self._waking.close()
+        with self._using:
+            self._woken.close()
+            self._waking.close()
 
     def _tell(self, now: float) -> None:
         """What all workers have said in a turn of the launcher is passed on together: a launcher that stood still has
@@ -656,7 +658,7 @@ class ConsoleCoordination(Coordination):
 
     def _put(self, event: Event) -> None:
         self._events.put(event)
-        with contextlib.suppress(OSError):  # full, so readable already; or closed
+        with self._using, contextlib.suppress(OSError):  # full, so readable already; or closed
             self._waking.send(b"!")
 
     def _follow_generations(self) -> None:

@@ -35,7 +35,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import read_json
 
 MAX_MESSAGE_BYTES = 1 << 26
-_PROTOCOL = "openrecycle-nodes/4"
+_PROTOCOL = "openrecycle-nodes/5"
 """Agreed on in the handshake (ALPN); another version of the messages has another number."""
 _HEADER = struct.Struct(">I")
 _PART_BYTES = 1 << 18
@@ -295,7 +295,7 @@ def _identity(secret: bytes, side: Side) -> tuple[bytes, bytes]:
     issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(subject)
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), 1)
-        .not_valid_before(datetime(2000, 1, 1, tzinfo=UTC))  # clocks of nodes may be wrong; the token has no end
+        .not_valid_before(datetime(1970, 1, 1, tzinfo=UTC))  # clocks of nodes may be wrong; the token has no end
         .not_valid_after(datetime(9999, 12, 31, tzinfo=UTC))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(subject, critical=False)

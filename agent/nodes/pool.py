@@ -164,6 +164,9 @@ class RemoteWorker(WorkerProcess):
         self.asked = True
         self.node.post({"kind": "end", "incarnation": self.incarnation})
 
+    def close(self) -> None:
+        self.pipe.close()
+
     @property
     def clock(self) -> Offset:
         return Offset(self.node.clock_offset // 1000, round(self.node.round_trip * 5e5) + 1)
@@ -330,19 +333,22 @@ class NodeHub:
         """Where the lead listens, if that is another launcher, as far as is known."""
         self.deposed = ""
         """Why this launcher may not lead any more; "": it may."""
+        self.hands_out = False
+        """Does it lead a job that has begun? Then every node soon gets a copy."""
         self._expected: frozenset[int] | None = frozenset() if lead_status is None else None
         """Nodes that have followed the lead before this one, and are to follow it: no others are let in meanwhile.
         None: this launcher does not lead."""
         self.news = threading.Condition()
         self._closing = self._began = False
-        self._last_word = ""
+        self._last_word, self._finished = "", False
         self._strangers: dict[socket.socket, str] = {}  # with their addresses, the oldest first
         self._strangers_lock = threading.Lock()
         self._said_of_strangers: dict[str, float] = {}
         """When, in the last STRANGERS_SECONDS, by what."""
         self._listener = socket.create_server((host, port))
         self.host, self.port = self._listener.getsockname()[:2]
-        threading.Thread(target=self._accept, name="nodes", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="nodes", daemon=True)
+        self._accepting.start()
 
     def wait_for_all(self, seconds: float) -> None:
         """Raises InputError naming the nodes that did not come, and LedElsewhere."""
@@ -384,14 +390,16 @@ class NodeHub:
             self.deposed = self.deposed or why
             self.news.notify_all()
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, *, finished: bool = False) -> None:
         """Tells every node that the job is over, also one that is being welcomed just now. "": nothing, since another
-        launcher leads."""
+        launcher leads. finished: their commands have succeeded, too; else whoever started them may start them again."""
         with self.news:
-            self._closing, self._last_word = True, reason
-        # Wakes the accepting thread; closing alone would not.
+            self._closing, self._last_word, self._finished = True, reason, finished
+        # Wakes the accepting thread; closing alone would not, and it might go on to accept where another socket has the
+        # number by then.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
         self._listener.close()
         for link in list(self.links.values()):
             self._dismiss(link)
@@ -405,7 +413,7 @@ class NodeHub:
         if not self._last_word:
             link.close()
             return
-        link.post({"kind": "over", "reason": self._last_word})
+        link.post({"kind": "over", "reason": self._last_word, "finished": self._finished})
         link.post({"kind": "bye"})
 
     def _accept(self) -> None:
@@ -420,7 +428,7 @@ class NodeHub:
             self._make_room(peer[0])
             with self._strangers_lock:
                 self._strangers[connection] = peer[0]
-            threading.Thread(target=self._meet, args=(connection,), name="welcome", daemon=True).start()
+            threading.Thread(target=self._welcome, args=(connection,), name="welcome", daemon=True).start()
 
     def _make_room(self, address: str) -> None:
         """For one more from there: whoever says nothing shuts nobody out."""
@@ -435,46 +443,48 @@ class NodeHub:
                 with contextlib.suppress(OSError):
                     crowded[0].shutdown(socket.SHUT_RDWR)
 
-    def _meet(self, connection: socket.socket) -> None:
-        try:
-            self._welcome(connection)
-        finally:
-            with self._strangers_lock:
-                self._strangers.pop(connection, None)
+    def _meet(self, connection: socket.socket) -> tuple[dict[str, Any], NodeLink | None]:
+        """What it says of itself, and its link; None: it only wanted an answer, or has to come again. Raises OSError,
+        NotTrusted, KeyError, TypeError and ValueError."""
+        until = time.monotonic() + HANDSHAKE_SECONDS
+        frames = greet(connection, self._token, "lead", until)
+        hello = frames.receive(until, most=HELLO_BYTES)
+        if hello.get("kind") in ("look", "vote"):
+            frames.send(self.lead_status.answer(hello))
+            return hello, None
+        if hello.get("kind") == "led":
+            self._hear_of_lead(hello)
+            return hello, None
+        if passing := self._not_now(hello):
+            frames.send({"kind": "refused", "reason": passing, "again": True, "lead": self.lead})
+            return hello, None
+        refusal = self._objection(hello)
+        if refusal:
+            rank = hello.get("rank")
+            # The link of one that was lost takes a while to break.
+            again = isinstance(rank, int) and rank in self.links
+            frames.send({"kind": "refused", "reason": refusal, "again": again})
+            raise NotTrusted(refusal)
+        term, has = map(int, hello.get("resumes", (0, 0)))
+        frames.send({"kind": "welcome", "begun": self.hands_out})
+        rank, address = int(hello["rank"]), str(hello["address"])
+        link = NodeLink(frames, rank, address, self._forget, until, news=self.news)
+        link.resumes = term, has
+        return hello, link
 
     def _welcome(self, connection: socket.socket) -> None:
+        hello: dict[str, Any] = {}
+        link: NodeLink | None = None
         try:
-            until = time.monotonic() + HANDSHAKE_SECONDS
-            frames = greet(connection, self._token, "lead", until)
-            hello = frames.receive(until, most=HELLO_BYTES)
-            if hello.get("kind") in ("look", "vote"):
-                frames.send(self.lead_status.answer(hello))
-                frames.close()
-                return
-            if hello.get("kind") == "led":
-                self._hear_of_lead(hello)
-                frames.close()
-                return
-            if passing := self._not_now(hello):
-                frames.send({"kind": "refused", "reason": passing, "again": True, "lead": self.lead})
-                connection.close()
-                return
-            refusal = self._objection(hello)
-            if refusal:
-                rank = hello.get("rank")
-                # The link of one that was lost takes a while to break.
-                again = isinstance(rank, int) and rank in self.links
-                frames.send({"kind": "refused", "reason": refusal, "again": again})
-                raise NotTrusted(refusal)
-            term, has = map(int, hello.get("resumes", (0, 0)))
-            frames.send({"kind": "welcome"})
-            rank, address = int(hello["rank"]), str(hello["address"])
-            link = NodeLink(frames, rank, address, self._forget, until, news=self.news)
-            link.resumes = term, has
+            hello, link = self._meet(connection)
         except (OSError, NotTrusted, KeyError, TypeError, ValueError) as error:
-            connection.close()
             if isinstance(error, NotTrusted):
                 self._say_once(f"a node was turned away: {printable(str(error))}")
+        finally:
+            with self._strangers_lock:  # which _make_room shuts down: so not once it is closed
+                self._strangers.pop(connection, None)
+        if link is None:
+            connection.close()
             return
         with self.news:
             if link.rank in self.links or ("resumes" in hello and link.rank not in (self._expected or ())):
@@ -485,7 +495,7 @@ class NodeHub:
                 return
             if link.alive:
                 if isinstance(port := hello.get("port"), int):
-                    self.members[link.rank] = address, port
+                    self.members[link.rank] = link.address, port
                 if isinstance(memory := hello.get("memory"), int):
                     self.memory[link.rank] = memory
                 self.links[link.rank] = link
@@ -531,6 +541,9 @@ class NodeHub:
     def _objection(self, hello: Mapping[str, Any]) -> str:
         """Why a node can't take part; empty when it can."""
         rank, own = hello.get("rank"), self.lead_status.rank
+        # As the lead it would have no place for some of the others, or too many.
+        if (nodes := hello.get("nodes", self._nodes)) != self._nodes:
+            return f"--nodes: got {nodes!r}, expected {self._nodes}, as on node {own}, which leads"
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self._nodes or rank == own:
             others = f"from 1 to {self._nodes - 1}" if own == 0 else f"below {self._nodes}, and not {own}, which leads"
             return f"--node-rank: got {rank!r}, expected a whole number {others}"
@@ -756,6 +769,7 @@ class SpreadPool(ProcessPool):
         if document is not None:
             if not self._copies:
                 self._followed_at = now  # until now there was nothing to follow
+                hub.hands_out = True
             self._copies += 1
             with hub.news:
                 nodes, links = dict(hub.members), dict(hub.links)
@@ -780,9 +794,10 @@ class SpreadPool(ProcessPool):
         if isinstance(entry, RemoteWorker):
             os.close(entry.process.sentinel)
 
-    def kill_all(self) -> None:
+    def kill_all(self, unfinished: str = "") -> None:
         super().kill_all()
-        self._hub.close("the job is over" if self._decided is None else "")
+        word = f"the job is over: {unfinished}" if unfinished else "the job is over"
+        self._hub.close(word if self._decided is None else "", finished=not unfinished)
 
     def _acked(self, number: int, until: float) -> bool:
         """Have enough nodes got that copy, by then?"""

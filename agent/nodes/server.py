@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from openrecycle.agent.config.devices import memory_limit
-from openrecycle.agent.config.options import ALIVE_SECONDS
+from openrecycle.agent.config.options import ALIVE_SECONDS, Timeouts
 from openrecycle.agent.launcher.launch import Takeover
 from openrecycle.agent.launcher.processes import LOOK_SECONDS, ProcessPool, SpareRanks, WorkerProcess, preload
 from openrecycle.agent.launcher.record import REMEMBERED
@@ -34,9 +34,13 @@ from openrecycle.planner.jobs.errors import in_a_line
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
 
+FIRST_COPY_SECONDS = Timeouts().silence
+"""So long a node bears the silence of a lead whose job has begun, and which has not told it of the job yet."""
+
 
 class LeadLost(Exception):
-    """The lead can't be reached, or turned this node away; the sentence says why."""
+    """The job did not come to its end here: the lead ended it, can't be reached, or turned this node away; the sentence
+    says why."""
 
 
 class NodeServer:
@@ -86,14 +90,15 @@ class NodeServer:
         self._pool: ProcessPool | None = None
         self._started = 0
         self._entries: dict[str, WorkerProcess] = {}
-        self._over = ""
+        self._over, self._finished = "", False
 
     def stop(self, number: int) -> None:
         """Ends this node soon; from the handler of signal `number`."""
         self._stop = self._stop or number
 
     def run(self, timeout: float) -> str | Succession:
-        """Serves until the job is over, and returns the lead's last sentence; or until this node is to lead.
+        """Serves until the job has all its iterations, and returns the lead's last sentence; or until this node is to
+        lead.
 
         timeout: seconds to wait for the lead. Raises LeadLost. No process is left behind, unless this node leads.
         """
@@ -121,6 +126,8 @@ class NodeServer:
                     leads = True
                     return succession
         except _Bye:
+            if not self._finished:
+                raise LeadLost(self._over) from None
             return self._over
         finally:
             self._hang_up()
@@ -182,7 +189,7 @@ class NodeServer:
             host, port = self._front if self._rank == 0 else (address, 0)
             self._hub = self._listen(host, port)
             self._address = self._hub.host if self._rank == 0 else address
-        about |= {"rank": self._rank, "address": self._address, "port": self._hub.port}
+        about |= {"rank": self._rank, "nodes": self._nodes, "address": self._address, "port": self._hub.port}
         frames.send({"kind": "hello", **about, **MACHINE, "memory": memory_limit()})
         answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":
@@ -193,6 +200,8 @@ class NodeServer:
             raise LeadLost(f"the lead turned this node away: {answer['reason']}")
         if not about.get("resumes"):
             self._lead_status.follow(0, 0)
+            if answer.get("begun"):
+                self._silence = FIRST_COPY_SECONDS
         frames.open_outbox("to-lead")
         self._frames, self._heard_at = frames, time.monotonic_ns()
 
@@ -234,10 +243,16 @@ class NodeServer:
     def _look_for_lead(self) -> Succession | None:
         """Where the lead is gone, or silent: what has come of it. Returns what this node leads with, if it is to."""
         copy, lead_status = self._copy, self._lead_status
+        silent = (time.monotonic_ns() - self._heard_at) / 1e9 > self._silence
         if copy is None:
+            if silent:
+                # It may be stopped, and whoever is to take its place would wait for this node. It may be back soon.
+                self._hang_up()
+                self._ask_another()
+                left_out = _LeftOut("the lead was silent before it had told of the job", self._leads)
+                raise left_out if self._rank else LeadLost(f"{left_out}; this node's workers are ended")
             return None
-        decidable = len(copy.nodes) > 2 or self._arbiter is not None
-        silent = (time.monotonic_ns() - self._heard_at) / 1e9 > self._silence and decidable
+        silent = silent and (len(copy.nodes) > 2 or self._arbiter is not None)
         if self._frames is not None and lead_status.lead is None:
             self._leave("it was silent, and the nodes choose another")
         if self._frames is not None and not silent:
@@ -406,7 +421,7 @@ class NodeServer:
                 self._ask_another(message["lead"])
                 raise _Moved
             case "over":
-                self._over = str(message["reason"])
+                self._over, self._finished = str(message["reason"]), bool(message["finished"])
             case "bye":
                 raise _Bye
 

@@ -155,6 +155,8 @@ class Reporter:
         """The newest generation that this process is not in; None: it has not registered yet."""
         self._met = 0
         self._dead, self._refusal = 0.0, ""
+        self._in_vain = False
+        """Was the console asked for the job, or for a generation, in vain the last time?"""
         self._resumed, self._done = 0, (-1, 0.0)
         self._closing = threading.Event()
         self._last_at = time.monotonic()
@@ -271,15 +273,18 @@ class Reporter:
         return self._own_loop().begin(iteration)
 
     def close(self, *, done: bool = True) -> None:
-        """Ends the reporting, within a few seconds. done: the job has run all it should; otherwise the
-        console finds this worker missing, as after a crash."""
+        """Ends the reporting, within a few seconds. done: the job has run all it should, also where that was before
+        the console had heard of it; otherwise the console finds this worker missing, as after a crash."""
         if self._closing.is_set():
             return
         self._status.phase = "draining" if done else self._status.phase
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        if done:
+            with self._news:
+                self._news.wait_for(lambda: self._deployment or self.fenced or self._in_vain, _CLOSE_SECONDS)
         self._closing.set()
         self._iterations.stop(tries=False)
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        self._iterations.join(_CLOSE_SECONDS)
+        self._iterations.join(max(0.0, deadline - time.monotonic()))
         if done and self._speaks_for_all():
             self._finish()
         if self._reports is not None:
@@ -311,6 +316,7 @@ class Reporter:
                 generation = max(generation, self._before)
                 found = next_deployment(client, self._job_path, generation, plans, LONG_POLL_SECONDS)
                 backoff.reset()
+                self._in_vain = False
                 if unanswered >= _UNANSWERED:
                     log.warning("the console answers again")
                 unanswered = 0
@@ -318,7 +324,12 @@ class Reporter:
                     generation = found[0].generation
                     self._take_up(*found)
             except (ConsoleUnavailable, ConsoleRefused) as error:
-                if isinstance(error, ConsoleRefused | JobUnknown):
+                with self._news:
+                    self._in_vain = True
+                    self._news.notify_all()
+                if isinstance(error, ConsoleRefused) and error.problem.code == "idempotency_conflict":
+                    self._refused(f"run: {self._run!r} is another job's here; give each run a name of its own")
+                elif isinstance(error, ConsoleRefused | JobUnknown):
                     self._refused(str(error))
                 else:
                     unanswered += 1

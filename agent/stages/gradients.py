@@ -206,6 +206,11 @@ class GradientSum:
         self._sums[id(segment)], self._shaped[id(segment)] = own, own.view(segment.shape)
         self._counted_at[id(segment)] = self._counted_at[id(parameter)]
 
+    def place_of(self, parameter: Tensor) -> range:
+        """The elements of `buffer` that are its sum."""
+        own = self._sums[id(parameter)]
+        return range(own.storage_offset(), own.storage_offset() + own.numel())
+
     @property
     def norm_chunk(self) -> int:
         """So many elements of a parameter are squared and summed at a time."""

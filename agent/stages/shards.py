@@ -102,6 +102,13 @@ class Ownership:
             if peer in held and peer not in owners and self.primary[k] != peer
         )  # fmt: skip
 
+    def steppers(self, shard: int, *, shared: bool) -> tuple[Worker, ...]:
+        """Who steps it, or may before the next step; the primary first. shared: have those who are to own it got it,
+        and the others given it up?"""
+        first = self.primary[shard]
+        found = {*self.owners[shard], *(() if shared else self.holders[shard])} - {first}
+        return (first, *sorted(found))
+
     @property
     def complete(self) -> bool:
         """Has every owner what it owns?"""

@@ -3,12 +3,12 @@
 Measured behaviour of gloo that this file is built on: a transfer with a killed peer raises within
 20 ms, but everything else that waits (a transfer with a survivor who has left, an all-reduce two hops
 away) hangs to its time-out, and `abort()` wakes nothing. What does wake it: an expired wait closes
-every pair of its group. So `cancel` posts a receive that nobody answers, with a 1 ms time-out, to
-every rank. But gloo closes one pair after the other, and for each it waits until its thread comes round, which it does
-every 10 ms where nothing arrives. A connection that ends by itself is closed by that thread, at once; so `cancel` first
-ends those that it can find (see `_accepted_at`), and each pair has one end that finds it. And it asks only those for
-whom somebody waits here: whoever waits later asks the others first. To ask every rank costs as much as a good part of
-forming anew; `close` does it, when there is time.
+every pair of its group. But gloo closes one pair after the other, and for each it waits until its thread comes round,
+which it does every 10 ms where nothing arrives. A connection that ends by itself is closed by that thread, at once: so
+`cancel` ends connections (see `_polled`), and only those to ranks for whom somebody waits here; whoever waits later
+ends the others first. To end all costs as much as a good part of forming anew; `close` does it, when there is time.
+Which connection leads to which rank gloo tells nobody: the ranks tell each other, over the store and beside the
+training (`learn`). Where they have not, `cancel` ends all.
 
 A pair between two living ranks is as good as before when a third one has died, so what needs pairs alone (sends,
 receives, `gather`) goes on in a group that has lost members, and a sum does not.
@@ -64,9 +64,11 @@ import stat
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed
@@ -86,7 +88,11 @@ _EXPIRED = "Timed out waiting"
 """gloo's words."""
 _KEEP_ALIVE_SECONDS = 60
 """What stands between two hosts may forget a connection over which nothing has passed for some minutes."""
-_ROW, _TABLE = 2**31 - 2, 2**31 - 3
+_ROW, _TABLE, _TERM, _TOTAL = (2**31 - n for n in (2, 3, 4, 5))
+_PIECE_BYTES, _UNDER_WAY_BYTES = 1 << 20, 16 << 20
+"""Of what is scattered: in one message at most; and of what comes, and goes, at once, about."""
+_ADDED = 1 << 15
+"""Elements: torch adds no more than these in the thread that asks for it."""
 
 
 class TransferError(RuntimeError):
@@ -95,6 +101,14 @@ class TransferError(RuntimeError):
     def __init__(self, text: str, peer: Worker | None = None) -> None:
         super().__init__(text)
         self.peer = peer
+
+
+class Part(NamedTuple):
+    """Elements `start` to `end` of a tensor, and who wants their sum, by rank; the first of them adds."""
+
+    start: int
+    end: int
+    ranks: tuple[int, ...]
 
 
 class PendingTransfer(Protocol):
@@ -150,6 +164,11 @@ class Group(Ending, Protocol):
     def sum(self, tensor: Tensor) -> None:
         """The same; returns when the sum is there."""
         self.begin_sum(tensor).wait()
+
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+        """As `begin_sum`, where no rank needs more than those of `parts` that name it: what it has of the others then
+        means nothing. The parts, the same on all ranks, cover the tensor, one after the other."""
+        return self.begin_sum(tensor)
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
         """Starts to copy `tensor`, which is contiguous, from one rank to all others, in place. All ranks begin these,
@@ -267,6 +286,88 @@ def wait_or_leave(work: Any, cancelled: Callable[[], bool], seconds: float = mat
             return False
 
 
+class _Scatter:
+    """One of a group's, which it ends in a thread of its own: what has come is added there.
+
+    Each rank sends its terms of a part to the first rank that wants the sum, which adds them in the order of ranks and
+    sends the sum to the others that want it. With two that want each part, a rank sends as many bytes as the tensor
+    has; in an all-reduce of n ranks 2 (n - 1) / n times as many.
+    """
+
+    def __init__(self, group: GivenGlooGroup, tensor: Tensor, parts: Sequence[Part]) -> None:
+        self.tensor, self._group = tensor, group
+        longest = _PIECE_BYTES // tensor.element_size()
+        self._waiting = deque(
+            Part(start, min(start + longest, part.end), part.ranks)
+            for part in parts
+            for start in range(part.start, part.end, longest)
+        )
+        self._ended, self._problem = threading.Event(), ""
+        self._writing, self._left = threading.Lock(), False
+
+    def arrived(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> Tensor:
+        group = self._group
+        while not self._ended.wait(_ASK_AGAIN) and not group.cancelled:
+            pass
+        if self._problem or not self._ended.is_set():
+            if group.cancelled:
+                # Nothing comes over connections that are closed, and nothing is added any more.
+                group.close()
+                with self._writing:
+                    self._left = True
+            raise TransferError(self._problem or "the group was cancelled", group.only_other)
+        return self.tensor
+
+    def run(self, problem: str) -> str:
+        """Returns what went wrong, before it or in it."""
+        self._problem = problem
+        try:
+            if not problem:
+                self._exchange()
+        except Exception as error:
+            self._problem = first_line(error)
+        self._ended.set()
+        return self._problem
+
+    def _exchange(self) -> None:
+        group, under_way, size = self._group, deque[tuple[Part, list[GlooPending], int]](), 0
+        passed_on: list[GlooPending] = []
+        while self._waiting or under_way:
+            if self._waiting and (not under_way or size < _UNDER_WAY_BYTES):
+                under_way.append(self._begin(self._waiting.popleft(), passed_on))
+                size += under_way[-1][2]
+                continue
+            part, terms, its = under_way.popleft()
+            size -= its
+            into = self.tensor[part.start : part.end]
+            for term in terms:
+                came = term.wait()
+                if group.rank == part.ranks[0]:
+                    with self._writing:
+                        if self._left:
+                            raise TransferError("nobody waits for it any more")
+                        for some, more in zip(torch.split(into, _ADDED), torch.split(came, _ADDED), strict=True):
+                            some.add_(more)
+            if group.rank == part.ranks[0]:
+                passed_on += [group.begin_message(True, to, into, _TOTAL) for to in part.ranks[1:]]
+        for pending in passed_on:
+            pending.wait()
+
+    def _begin(self, part: Part, passed_on: list[GlooPending]) -> tuple[Part, list[GlooPending], int]:
+        """What is to end before its sum is there, or has gone; and how many bytes that are."""
+        group, mine, first = self._group, self.tensor[part.start : part.end], part.ranks[0]
+        if group.rank == first:
+            terms = [group.begin_message(False, other, torch.empty_like(mine), _TERM) for other in group.others]
+        else:
+            terms = [group.begin_message(True, first, mine, _TERM)]
+            if group.rank in part.ranks:  # where the term lies, which the first has read by then
+                passed_on.append(group.begin_message(False, first, mine, _TOTAL))
+        return part, terms, len(terms) * mine.nbytes
+
+
 _unended: list[tuple[Any, GivenGlooGroup]] = []
 """Collectives that nobody waits for any more. Their destructors would, and those of their groups."""
 
@@ -276,7 +377,10 @@ class GivenGlooGroup(Group):
 
     def __init__(self, group: Any, rank: int, members: Sequence[Worker], timeouts: Timeouts) -> None:
         self.rank, self._members, self._group = rank, members, group
-        self._others = [other for other in range(len(members)) if other != rank]
+        self.others = [other for other in range(len(members)) if other != rank]
+        self.only_other = only_other(members, rank)
+        self._scatters, self._scattering = deque[_Scatter](), threading.Lock()
+        self._scatters_run, self._scatter_problem = False, ""
         self._waits: dict[GlooPending, None] = {}
         self._cancelled = False
         self._closing, self._closed = threading.Lock(), False
@@ -307,11 +411,38 @@ class GivenGlooGroup(Group):
         return self._begin(self._group.broadcast, tensor, options)
 
     def _begin(self, collective: Callable[[list[Tensor], Any], Any], tensor: Tensor, options: Any) -> PendingTransfer:
-        options.timeout, peer = self._sum_timeout, only_other(self._members, self.rank)
+        options.timeout, peer = self._sum_timeout, self.only_other
         try:
-            return GlooPending(collective([tensor], options), tensor, None, self, self._others, peer)
+            return GlooPending(collective([tensor], options), tensor, None, self, self.others, peer)
         except RuntimeError as error:
             raise TransferError(first_line(error), peer) from None
+
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+        scatter = _Scatter(self, tensor, parts)
+        with self._scattering:
+            self._scatters.append(scatter)
+            if not self._scatters_run:
+                self._scatters_run = True
+                threading.Thread(target=self._run_scatters, name="scatter", daemon=True).start()
+        return scatter
+
+    def _run_scatters(self) -> None:
+        """One after the other, while there are any; none after one that broke."""
+        while True:
+            with self._scattering:
+                if not self._scatters:
+                    self._scatters_run = False
+                    return
+                scatter = self._scatters.popleft()
+            self._scatter_problem = scatter.run(self._scatter_problem)
+
+    def begin_message(self, sends: bool, other: int, tensor: Tensor, tag: int) -> GlooPending:
+        """Of a collective that is made of messages. Raises TransferError."""
+        try:
+            work = (self._group.send if sends else self._group.recv)([tensor], other, tag)
+        except RuntimeError as error:
+            raise TransferError(first_line(error), self.only_other) from None
+        return GlooPending(work, tensor, self._sum_timeout, self, (other,), self.only_other)
 
     def gather(self, row: Tensor, among: Sequence[int]) -> Tensor:
         """Of the ranks `among`, which all call it, everybody's `row` (one-dimensional, equally long): shape
@@ -350,20 +481,24 @@ class GivenGlooGroup(Group):
         """Before a wait. In this order: either `cancel` sees the wait, or this sees that it was called."""
         self._waits[pending] = None
         if self._cancelled:
-            self.close()
+            self._wake(pending.peers)
 
     def end_wait(self, pending: GlooPending) -> None:
         self._waits.pop(pending, None)
 
     def cancel(self) -> None:
         self._cancelled = True
-        wake(self._group, {rank for pending in list(self._waits) for rank in pending.peers})
+        self._wake({rank for pending in list(self._waits) for rank in pending.peers})
+
+    def _wake(self, ranks: Collection[int]) -> None:
+        """Makes every wait for these fail within milliseconds."""
+        wake(self._group, ranks)
 
     def close(self) -> None:
         with self._closing:
             if not self._closed:
                 self._closed = True
-                wake(self._group, self._others)
+                wake(self._group, self.others)
 
 
 def wake(group: Any, ranks: Iterable[int]) -> None:
@@ -385,82 +520,172 @@ class GlooGroup(GivenGlooGroup):
     ) -> None:
         """Blocks until all ranks are there. Raises RuntimeError."""
         own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.form)
-        device, self._port = _device_at(address)
+        device, self._listener = _device_at(address)
         group = compat.gloo_group(own, rank, len(members), timeout=form, device=device)
         super().__init__(group, rank, members, timeouts)
-        self._lock = threading.Lock()
-        self._accepted: list[socket.socket] | None = None
+        self._name = name
+        self._by_rank: dict[int, _Descriptor] = {}
+        """The connections of which it is known where they lead."""
 
-    def arm(self) -> None:
-        """Prepares `cancel`, which does so itself where this was not called; and connections that nothing passes over
-        are kept alive from here on. From any thread."""
-        with self._lock:
-            if self._accepted is None and self._port is not None:
-                self._accepted = [] if self._cancelled else _accepted_at(self._port)
+    def keep_alive(self) -> None:
+        """From here on also connections that nothing passes over. From any thread."""
+        for _, connection in _sockets(self._connections()):
+            _keep_alive(connection)
 
-    def cancel(self) -> None:
-        self.arm()
-        with self._lock:
-            if self._cancelled:
+    def learn(self, store: Any) -> None:
+        """Has the ranks tell each other which connection is whose: `cancel` ends fewer then. Keeps them alive, too. All
+        ranks call it, from any thread, with connections to the store that nobody else uses meanwhile; each waits for
+        all. Raises RuntimeError."""
+        listens = ("", "") if self._listener is None else self._listener.name
+        made, accepted = dict[_Name, _Descriptor](), dict[_Name, _Descriptor]()
+        ports: dict[tuple[str, str], list[str]] = {}
+        for descriptor, connection in _sockets(self._connections()):
+            with contextlib.suppress(OSError):  # it has ended
+                here, there = _name(connection.getsockname()), _name(connection.getpeername())
+                _keep_alive(connection)
+                if here == listens:
+                    accepted[there] = descriptor
+                else:
+                    made[there] = descriptor
+                    ports.setdefault((here[0], there[0]), []).append(f"{here[1]}>{there[1]}")
+        # First where this rank listens; then of what it has connected itself, which end is where. A port alone tells
+        # nothing: several connections of a host may have the same one, to different peers.
+        told = [" ".join(listens), *(" ".join([*hosts, *pairs]) for hosts, pairs in ports.items())]
+        shared = dist.PrefixStore(f"{self._name}/ends", store)
+        shared.set(str(self.rank), "\n".join(told))
+        to_here = re.compile(f"(\\d+)>{listens[1]}(?: |$)")
+        for other, ends in zip(self.others, shared.multi_get([str(rank) for rank in self.others]), strict=True):
+            first, *lines = bytes(ends).decode().split("\n")
+            host, port = first.split(" ")
+            found = [made.get((host, port))]
+            for line in lines:
+                host, to_host, pairs = line.split(" ", 2)
+                if to_host == listens[0] and (end := to_here.search(pairs)):
+                    found.append(accepted.get((host, end[1])))
+            self._by_rank.update((other, descriptor) for descriptor in found if descriptor is not None)
+
+    def close(self) -> None:
+        with self._closing:
+            if self._closed:
                 return
-            self._cancelled, accepted, self._accepted = True, self._accepted or [], []
-        for connection in accepted:
-            with contextlib.suppress(OSError):  # it has ended already
-                # Not for writing: what a peer is ready for may still be read here, and gloo forgets a send that it then
-                # can't begin: whoever waits for it was not woken for two minutes (once in some 40 deaths).
-                connection.shutdown(socket.SHUT_RD)
-            connection.close()
-        super().cancel()
+            _end(self._connections())
+            self._closed = self._listener is not None and not self._connections()
+        super().close()  # where gloo's thread has not come round yet, or nobody can tell
+
+    def _wake(self, ranks: Collection[int]) -> None:
+        known = [self._by_rank[rank] for rank in ranks if rank in self._by_rank]
+        if len(known) == len(ranks):
+            _end(known)
+        elif self._listener is not None:
+            _end(self._connections())
+        else:
+            super()._wake(ranks)
+
+    def _connections(self) -> list[_Descriptor]:
+        """That there are still; none where that can't be told."""
+        if self._listener is None:
+            return []
+        others = self._listener.others
+        return [target for target in _polled(self._listener.poll) if target not in others]
+
+
+class _Descriptor(NamedTuple):
+    """A file descriptor, and what it stands for: by the time that it is used the number may be another one's."""
+
+    number: int
+    inode: int
+
+
+_Name = tuple[str, str]
+"""Of an end of a connection: its host, and its port."""
+
+
+class _Listener(NamedTuple):
+    """Of a gloo device. poll: the descriptor with which its thread polls. others: what it polls besides connections.
+    name: where it listens."""
+
+    poll: int
+    others: frozenset[_Descriptor]
+    name: _Name
 
 
 _making_devices = threading.Lock()
+_TRIES = 5
+_TARGET = re.compile(r"tfd:\s*(\d+) .* ino:([0-9a-f]+)")
 
 
-def _device_at(address: str) -> tuple[Any, int | None]:
-    """A gloo device, and the port at which it listens; None where that can't be told."""
-    with _making_devices:
-        before = set(_descriptors().values())
-        device = compat.gloo_device(address)
-        # Each look at a socket is a few system calls, and with 64 workers there are hundreds.
-        new = [descriptor for descriptor, inode in _descriptors().items() if inode not in before]
-        found = [s.getsockname()[1] for s in _sockets(new) if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
-    return device, found[0] if len(found) == 1 else None
+def _device_at(address: str) -> tuple[Any, _Listener | None]:
+    """A gloo device, which each group has one of its own of; None where it can't be told what it polls."""
+    for _ in range(_TRIES):
+        with _making_devices:
+            before = _descriptors()
+            device = compat.gloo_device(address)
+            new = _descriptors() - before
+        found = [listener for number in new if (listener := _listener(number)) is not None]
+        if len(found) == 1:
+            return device, found[0]
+        if not new:
+            break  # a system without /proc
+        # Another thread has closed a descriptor meanwhile, whose number the device has now.
+    return device, None
 
 
-def _accepted_at(port: int) -> list[socket.socket]:
-    """The connections that were made to this process at that port, each with a file descriptor of its own."""
-    found = []
-    for candidate in _sockets(_descriptors()):
-        listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if not listens and candidate.getsockname()[1] == port:
-            # Not its `dup`, which makes the connection a blocking one, for gloo too.
-            found.append(socket.socket(fileno=candidate.detach()))
-            found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            found[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
-    return found
+def _listener(poll: int) -> _Listener | None:
+    """Of a device that has no connections yet, if that is what polls with `poll`."""
+    targets = _polled(poll)
+    for _, listening in _sockets(targets):
+        if len(targets) == 2 and listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return _Listener(poll, frozenset(targets), _name(listening.getsockname()))
+    return None
 
 
-def _descriptors() -> dict[int, int]:
-    """The inodes of this process's sockets, by their file descriptors; none on a system without /proc."""
-    found = {}
+def _descriptors() -> set[int]:
+    """Of this process; none on a system without /proc."""
     with contextlib.suppress(OSError), os.scandir("/proc/self/fd") as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):  # others open and close theirs meanwhile
-                about = os.fstat(int(entry.name))
-                if stat.S_ISSOCK(about.st_mode):
-                    found[int(entry.name)] = about.st_ino
-    return found
+        return {int(entry.name) for entry in entries}
+    return set()
 
 
-def _sockets(descriptors: Iterable[int]) -> Iterator[socket.socket]:
-    """Those of these that are of TCP, each until the next is asked for."""
+def _polled(poll: int) -> list[_Descriptor]:
+    """What is polled with this descriptor."""
+    try:
+        text = Path(f"/proc/self/fdinfo/{poll}").read_text(encoding="ascii")
+    except OSError:
+        return []
+    return [_Descriptor(int(number), int(inode, 16)) for number, inode in _TARGET.findall(text)]
+
+
+def _sockets(descriptors: Iterable[_Descriptor]) -> Iterator[tuple[_Descriptor, socket.socket]]:
+    """Those of these that are sockets, each until the next is asked for."""
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # others open and close theirs meanwhile
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        with contextlib.suppress(OSError):  # it has been closed
+            copy = os.dup(descriptor.number)
+            about = os.fstat(copy)
+            if not stat.S_ISSOCK(about.st_mode) or about.st_ino != descriptor.inode:
+                os.close(copy)
                 continue
-            with socket.socket(fileno=os.dup(descriptor)) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                    yield copy
+            # Of either family: one that is not told asks the system for more than is needed.
+            with socket.socket(socket.AF_INET6, socket.SOCK_STREAM, fileno=copy) as connection:
+                yield descriptor, connection
+
+
+def _end(connections: Iterable[_Descriptor]) -> None:
+    """Has gloo's thread close these, and fail whoever waits in them."""
+    for _, connection in _sockets(connections):
+        with contextlib.suppress(OSError):  # it has ended already
+            # Not for writing: what a peer is ready for may still be read here, and gloo forgets a send that it then
+            # can't begin: whoever waits for it was not woken for two minutes (once in some 40 deaths).
+            connection.shutdown(socket.SHUT_RD)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
+
+
+def _name(address: tuple[Any, ...]) -> _Name:
+    return str(address[0]), str(address[1])
 
 
 class _Late:
@@ -517,6 +742,9 @@ class LateGroup(Group):
         self.begin_late()
         return begin(self._connected(), tensor)
 
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+        return self._begin(tensor, lambda group, tensor: group.begin_scatter(tensor, parts))
+
     def begin_late(self) -> None:
         group, late, self._late = self._connected(), self._late, []
         for one in late:
@@ -556,7 +784,7 @@ class LateGroup(Group):
             group.cancel()
             group.close()
         else:
-            group.arm()
+            group.keep_alive()
 
 
 def only_other(members: Sequence[Worker], rank: int) -> Worker | None:
@@ -612,6 +840,9 @@ class HostGroup(Group):
 
     def begin_sum(self, tensor: Tensor) -> PendingTransfer:
         return Arriving(self._inner.begin_sum(host_copy(tensor)), tensor)
+
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+        return Arriving(self._inner.begin_scatter(host_copy(tensor), parts), tensor)
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
         host = host_copy(tensor) if source == self.rank else host_memory(tensor)

@@ -282,7 +282,8 @@ class Executor:
     pace: seconds an op of each kind is stretched to (see agent.config.faults). interrupted: asked before
     every op. committed: called with (iteration, loss) right after a step, before anything that can
     fail; the loss is 0 but on the last stage. keeps_finished: `abandon` keeps whole micro-batches. progress: is told
-    what this thread is at. incomplete: does this worker still take its state from a peer?
+    what this thread is at. incomplete: does this worker still take its state from a peer? hold_settings: called after
+    the workload's code, which may have changed what torch keeps for the whole process.
     """
 
     def __init__(
@@ -302,6 +303,7 @@ class Executor:
         device: torch.device = CPU,
         progress: OpProgress | None = None,
         incomplete: Callable[[], bool] = lambda: False,
+        hold_settings: Callable[[], None] = lambda: None,
     ) -> None:
         self._progress = progress or OpProgress()
         self.times = OpSeconds()
@@ -334,7 +336,7 @@ class Executor:
         self._reduction: GradientReduction | None = None
         """Of the iteration in flight, where its step has not been taken."""
         self._keeps_finished = keeps_finished
-        self._incomplete = incomplete
+        self._incomplete, self._hold_settings = incomplete, hold_settings
 
     @property
     def finished(self) -> frozenset[MicroBatch]:
@@ -362,6 +364,7 @@ class Executor:
         taken nevertheless.
         """
         self.use(groups)
+        self._hold_settings()  # the step before, a builder or an evaluation may have changed them
         self._stage.counted_elsewhere = frozenset()
         whole = script
         if redo is not None:
@@ -379,7 +382,8 @@ class Executor:
         if self.timeline.recording:
             self._queue.clock()
         self._transfers.begin(iteration, script)
-        self._reduction = GradientReduction(self._stage.gradients, self._transfers.begin_reduce)
+        reduces = self._transfers if self.sharded is None else self.sharded
+        self._reduction = GradientReduction(self._stage.gradients, reduces.begin_reduce)
         keys = {(op.pipeline, op.micro_batch) for op in script.ops if op.kind == "F"}
         self._stage.expect(sum(not self._stage.counted(key) for key in keys), self._reduction)
         self._announce(iteration, script, whole)
@@ -598,6 +602,8 @@ class Executor:
             if isinstance(error, torch.AcceleratorError):
                 kind, key = self._queue.failed(kind, key)
             raise OpError(kind, self._iteration, key) from error
+        finally:
+            self._hold_settings()
 
     def _counts_no_more(self, kind: str = "") -> bool:
         """Has the step before been overturned, as is known before an op of this kind? Before an F nobody waits to know
@@ -638,6 +644,7 @@ class Executor:
             return read(self._seed, self._iteration, *key)
         finally:
             self.data_seconds += time.monotonic() - begun
+            self._hold_settings()
 
     def _scaled_loss(self, key: MicroBatch, targets: Any) -> Callable[[Any], Tensor]:
         """Of the last stage: output to the micro-batch's share of the iteration's loss. targets: as they were read, of

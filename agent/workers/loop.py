@@ -52,6 +52,7 @@ from openrecycle.agent.models.layers import (
 )
 from openrecycle.agent.models.parallelized import OtherRankError, gathered_tensors, part_of_rank
 from openrecycle.agent.models.state import StageState, StateError, Writer, layer_of
+from openrecycle.agent.models.torch_settings import TorchSettings
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception
@@ -103,7 +104,7 @@ class WorkerLoop:
     """Trains one stage of one pipeline until the job is over.
 
     channel brings generations and takes reports; log is told how each generation was taken up. device: where the
-    stage computes.
+    stage computes. settings: of torch, which are to stay so; None: those that there are now.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class WorkerLoop:
         status: Status,
         log: LogTail | None = None,
         device: torch.device = CPU,
+        settings: TorchSettings | None = None,
     ) -> None:
         options, me, origin = spec.run.options, spec.worker, spec.run.origin
         self._load_workload = spec.run.load_workload
@@ -127,7 +129,12 @@ class WorkerLoop:
             layer_io = layer_io_of(workload, sum(partition), options.seed, options.optimization.autocast, device)
         self._cuts = StageCuts(partition, layer_io)
         self._device = device
-        self._makeup = environment(str(torch.__version__), torch.get_num_threads(), kind_number(device))
+        self._settings = TorchSettings(device) if settings is None else settings
+        self._said_changed = set[str]()
+        self._hold_settings()
+        self._makeup = environment(
+            str(torch.__version__), torch.get_num_threads(), kind_number(device), self._settings.number
+        )
         # A worker that comes back is not killed, or slow, a second time by the same wish.
         self._kills, self._slowdowns = ((), ()) if spec.joins else (options.kills, options.slowdowns)
         self._pace = options.pace
@@ -205,6 +212,7 @@ class WorkerLoop:
             self._device,
             progress,
             self._lacks_state,
+            self._hold_settings,
         )
         self._checkpointer: Checkpointer | None = None
         if origin is not None:
@@ -514,7 +522,7 @@ class WorkerLoop:
 
     def _exclude_unlike(self, rows: dict[WorkerRank, tuple[int, ...]], known: list[WorkerRank]) -> None:
         """A newcomer that would compute otherwise ends, and the others form without it."""
-        unlike = check_alike(rows, known)
+        unlike = check_alike(rows, known, self._settings.differing)
         if text := unlike.get(WorkerRank(self._me, self._ranks.rank)):
             raise UnlikeError(text)
         if unlike:
@@ -561,7 +569,8 @@ class WorkerLoop:
             self._channel.wait_for_generation(self._generation)
             raise Interrupted from None
         shared = functools.partial(self._channel.say, "shared", generation=self._generation)
-        sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, shared)
+        tied = {name for copies in tied_of(self._workload, self._cuts.layers) for name in copies}
+        sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, shared, tied)
         self._executor.sharded = sharded
         sharded.exchange_offers(lambda: self._serve_state(groups))
         shards.stale = any(row[1] & 1 for row in rows.values())
@@ -837,6 +846,13 @@ class WorkerLoop:
         """How many there are in all, as far as is known."""
         last = self._channel.last
         return self._options.iterations if last is None else min(self._options.iterations, last)
+
+    def _hold_settings(self) -> None:
+        """Those of torch that the workload's code has changed are set back."""
+        for changed in self._settings.put_back():
+            if changed.setting not in self._said_changed:  # as each forward may change it
+                self._said_changed.add(changed.setting)
+                self._channel.say("changed", setting=changed.setting, text=changed.text)
 
     def _say_paused(self) -> None:
         self._status.phase = "paused"

@@ -3,7 +3,8 @@ no processes, no torch.
 
 Why one snapshot a worker is enough. Counts are of committed iterations; m(s) is the largest of stage s.
 
-1. Who has reduced iteration i has what its step needs, and takes it whatever breaks meanwhile. Nobody
+1. Who has reduced iteration i has what its step needs, and takes it whatever breaks meanwhile (where the optimizer is
+   sharded, its step is that of the segments that it holds, and needs their sums alone: agent.workers.sharding). Nobody
    steps i before all living peers of its stage have reduced i (agent.workers.executor). So when a worker has
    committed i + 1, each living peer of its stage has committed i + 1 by the time of the next agreement,
    or is one that could not finish the reduction because the iteration broke; and then nobody of the
@@ -35,7 +36,7 @@ their W.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -236,18 +237,23 @@ def _text(stage: Any) -> str:
     return str(stage[0] if isinstance(stage, tuple) else stage)
 
 
-def environment(torch_version: str, threads: int, device: int = 0) -> tuple[int, ...]:
-    """What must be equal on all workers for their numbers to be: (threads, device, major, minor, patch). threads: of
-    torch, per worker. device: what kind it computes on, as a number. What follows the version's third number names a
-    build (2.13.0+cpu) and shows less."""
+def environment(torch_version: str, threads: int, device: int = 0, settings: int = 0) -> tuple[int, ...]:
+    """What must be equal on all workers for their numbers to be: (threads, device, settings, major, minor, patch).
+    threads: of torch, per worker. device: what kind it computes on, as a number. settings: of torch, besides. What
+    follows the version's third number names a build (2.13.0+cpu) and shows less."""
     found = [int(n) for n in re.findall(r"\d+", torch_version.partition("+")[0])[:3]]
-    return (threads, device, *found, *(0,) * (3 - len(found)))
+    return (threads, device, settings, *found, *(0,) * (3 - len(found)))
 
 
-def check_alike(rows: Mapping[H, tuple[int, ...]], known: Collection[H] = ()) -> dict[H, str]:
+def check_alike(
+    rows: Mapping[H, tuple[int, ...]],
+    known: Collection[H] = (),
+    differing: Callable[[int, int], Collection[str]] = lambda *_: (),
+) -> dict[H, str]:
     """Those that compute otherwise than the job, and in words, how. rows: everybody's `environment`. known:
-    those that have been in the job before, by which it goes; none: by all. Raises NoAgreementError where these differ
-    among themselves: the others can do without a newcomer, and not without one of them."""
+    those that have been in the job before, by which it goes; none: by all. differing: the names of what differs between
+    two numbers of settings. Raises NoAgreementError where these differ among themselves: the others can do without a
+    newcomer, and not without one of them."""
     known = known or rows
     first, found = min(known), {}
     for worker in sorted(rows):
@@ -262,8 +268,13 @@ def check_alike(rows: Mapping[H, tuple[int, ...]], known: Collection[H] = ()) ->
                 f"{worker} and {first} compute on devices of different kinds, which shows in the bits: all workers of "
                 "a job need the same model of GPU, and the same CUDA and NCCL"
             )
+        elif mine[2] != other[2]:
+            found[worker] = (
+                f"{worker} and {first} have set torch in different ways ({', '.join(differing(mine[2], other[2]))}), "
+                "which shows in the bits: what the job's files set while they are imported must be the same everywhere"
+            )
         elif mine != other:
-            version, expected = (".".join(map(str, row[2:])) for row in (mine, other))
+            version, expected = (".".join(map(str, row[3:])) for row in (mine, other))
             found[worker] = (
                 f"{worker} has torch {version} and {first} has {expected}: all workers need the same version"
             )

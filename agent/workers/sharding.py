@@ -1,10 +1,12 @@
 """A stage whose optimizer's state is sharded over its workers (ZeRO-1): what these exchange.
 
-A step: the gradients are summed over all (agent.workers.reduction), each worker steps the segments of which it holds
-the state, and the parameters go from one holder of each to all others (`gather`). So a worker may be at a step with
-parameters that are not: where a death comes in between, or a step is put right or undone, they are gathered again
-before anybody reads them. That is all that recovery has to know: who has reduced an iteration has what its own
-segments' step needs, and takes it (agent.workers.recovery).
+A step: the gradients of each segment are summed for those who hold its state (`begin_reduce`), these step it, and the
+parameters go from one holder of each to all others (`gather`). So a worker may be at a step with parameters that are
+not: where a death comes in between, or a step is put right or undone, they are gathered again before anybody reads
+them. That is all that recovery has to know: who has reduced an iteration has what its own segments' step needs, and
+takes it (agent.workers.recovery). It never needs what others step: whoever holds a segment gets its sum, and nobody
+steps before all living peers have the sums of what they hold. So where one has stepped, all holders of each segment
+that live can, or nobody had before it broke, and all go back.
 
 Each generation begins with who holds what; agent.stages.shards says who is to own it. What an owner lacks comes from
 those who hold it, beside the training, piece by piece as a newcomer's state does elsewhere
@@ -26,7 +28,7 @@ from openrecycle.agent.models.state import AVERAGE, StageState, StateError, deco
 from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
 from openrecycle.agent.stages.shards import Ownership
 from openrecycle.agent.transport.communicator import Groups
-from openrecycle.agent.transport.group import Group, PendingTransfer, TransferError
+from openrecycle.agent.transport.group import Group, Part, PendingTransfer, TransferError
 from openrecycle.agent.workers import tags
 from openrecycle.agent.workers.state_transfer import (
     Holder,
@@ -50,6 +52,7 @@ class ShardedStage:
     """One worker's share, in one generation.
 
     ownership: the same on all peers. complete: called once all owners have what they own, so that any of them can go.
+    whole: names of parameters whose sums all peers need.
     All methods raise TransferError.
     """
 
@@ -61,6 +64,7 @@ class ShardedStage:
         ownership: Ownership,
         say: Callable[[str], None],
         complete: Callable[[], None] = lambda: None,
+        whole: Collection[str] = (),
     ) -> None:
         assert optimizer.shards is not None
         self._me, self._groups, self._optimizer, self._ownership = me, groups, optimizer, ownership
@@ -76,7 +80,9 @@ class ShardedStage:
         mine = frozenset(k for k, holders in enumerate(ownership.holders) if me in holders)
         optimizer.release([n for n in sorted(shards.held) if shards.segments[n].shard not in mine])
         self.filling = SegmentReceiver(optimizer, say, shards.segments_in(ownership.lacking(me)))
-        self._complete, self._shared = complete, False
+        self._complete, self._whole = complete, whole
+        self._shared = False
+        self._parts = self._steppers()
         if ownership.complete:
             self._trim()
 
@@ -115,6 +121,7 @@ class ShardedStage:
             self._shared = True
             self.filling.stop()  # all has come before a step: that one put right takes nothing back
             self._optimizer.release(self._shards.segments_in(self._ownership.surplus(self._me)))
+            self._parts = self._steppers()
             self._complete()
 
     def end(self) -> None:
@@ -122,6 +129,39 @@ class ShardedStage:
         self.filling.stop()
 
     # -- around a step -------------------------------------------------------------------------
+
+    def _steppers(self) -> list[Part]:
+        """Of the gradients' sums, who needs what; neighbours that the same need in one part."""
+        shards, out, place_of = self._shards, list[Part](), self._optimizer.gradients.place_of
+        for segment, part in zip(shards.segments, shards.parts, strict=True):
+            steppers = self._ownership.steppers(segment.shard, shared=self._shared)
+            if shards.parameter_names[segment.parameter] in self._whole:
+                steppers = tuple(dict.fromkeys((steppers[0], *self.peers)))
+            place, ranks = place_of(part), tuple(map(self.peers.index, steppers))
+            if out and out[-1].ranks == ranks and out[-1].end == place.start:
+                out[-1] = out[-1]._replace(end=place.stop)
+            elif place:
+                out.append(Part(place.start, place.stop, ranks))
+        return out
+
+    def begin_reduce(self, tensor: Tensor) -> PendingTransfer | None:
+        """Starts to sum a part of the gradients' buffer over the peers, in place: of each segment for those who may
+        step it; of what is of none for all. None where there is nobody to sum with. In the same order on all."""
+        group, start = self._group, int(tensor.storage_offset())
+        if group is None:
+            return None
+        end = start + tensor.numel()
+        parts = [
+            Part(max(part.start, start) - start, min(part.end, end) - start, part.ranks)
+            for part in self._parts
+            if part.start < end and start < part.end
+        ]
+        covered = parts[-1].end if parts else 0
+        if all(len(part.ranks) == len(self.peers) for part in parts):
+            return group.begin_sum(tensor)
+        if covered < len(tensor):
+            parts.append(Part(covered, len(tensor), tuple(range(len(self.peers)))))
+        return group.begin_scatter(tensor, parts)
 
     def measure(self) -> None:
         """Of the sums that all peers step, what the validation needs: the same on all, as if each had them all."""

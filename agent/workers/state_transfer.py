@@ -208,10 +208,12 @@ class StateServer:
             raise TransferError(f"no state can be given at {host}: {error}") from None
         self._offers = 0
         self._open: set[socket.socket] = set()
+        self._opening = threading.Lock()
         self._closed = threading.Event()
         self._live = LiveTensors(optimizer)
         self.address = (host, int(self._listening.getsockname()[1]))
-        threading.Thread(target=self._accept, name="state-server", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="state-server", daemon=True)
+        self._accepting.start()
 
     def send_description(
         self, groups: Groups, to: Worker, at_once: int, span: Span | None = None, **about: str
@@ -264,10 +266,14 @@ class StateServer:
         _send_offer(groups, to, self._offer())
 
     def close(self) -> None:
+        """Each connection is closed by the thread that uses it: what is opened next gets the number."""
         self._closed.set()
-        _close(self._listening)
-        for connection in list(self._open):
-            _close(connection)
+        _shut_down(self._listening)
+        self._accepting.join()
+        self._listening.close()
+        with self._opening:
+            for connection in self._open:
+                _shut_down(connection)
 
     def _accept(self) -> None:
         while True:
@@ -278,9 +284,10 @@ class StateServer:
                     return
                 continue
             if len(self._open) >= max(MAX_CONNECTIONS, self._offers):
-                _close(connection)
+                connection.close()
                 continue
-            self._open.add(connection)
+            with self._opening:
+                self._open.add(connection)
             threading.Thread(target=self._serve, args=(connection,), name="state-to-peer", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -293,8 +300,10 @@ class StateServer:
                 connection.settimeout(None)
                 self._answer(connection)
         finally:
-            self._open.discard(connection)
-            _close(connection)
+            with self._opening:
+                self._open.discard(connection)
+            _shut_down(connection)
+            connection.close()
 
     def _answer(self, connection: socket.socket) -> None:
         while True:
@@ -534,10 +543,10 @@ class StateReceiver:
             self._session += 1
             self._wanted.clear()
             sources, self._sources = self._sources, []
+            for source in sources:
+                if source.connection is not None:
+                    _shut_down(source.connection)  # its thread closes it
             self._changed.notify_all()
-        for source in sources:
-            if source.connection is not None:
-                _close(source.connection)
 
     def wait(self, seconds: float) -> None:
         """Until everything is in place, or so long."""
@@ -557,10 +566,14 @@ class StateReceiver:
                         if self._session != session:
                             return
                         source.connection = connection
-                    connection.settimeout(None)
-                    _at_once(connection)
-                    connection.sendall(holder.secret)
-                    self._fetch(connection, session, source, whole, began)
+                    try:
+                        connection.settimeout(None)
+                        _at_once(connection)
+                        connection.sendall(holder.secret)
+                        self._fetch(connection, session, source, whole, began)
+                    finally:
+                        with self._optimizer.lock:
+                            source.connection = None
                 return
             except (OSError, EOFError, StateError, ValueError, KeyError, struct.error) as error:
                 reason = str(error) or type(error).__name__
@@ -751,8 +764,6 @@ def _apart(live: Tensor) -> Tensor:
     return torch.empty(live.shape, dtype=live.dtype).copy_(live.detach())
 
 
-def _close(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    with contextlib.suppress(OSError):
-        connection.close()

@@ -33,6 +33,7 @@ from openrecycle.agent.messages.client import Followed, LogTail
 from openrecycle.agent.models.layers import StageIOError
 from openrecycle.agent.models.parallelized import OtherRankError, Parallelized
 from openrecycle.agent.models.state import StateError
+from openrecycle.agent.models.torch_settings import TorchSettings
 from openrecycle.agent.monitoring.heartbeat import Status, measured_ops
 from openrecycle.agent.monitoring.liveness import LoopLag, OpProgress, describe_exception, thread_stacks
 from openrecycle.agent.stages.optimizer import NonFiniteError
@@ -228,13 +229,14 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         deterministic = options.optimization.mode == "deterministic"
         device = platform.take(spec.slot, deterministic=deterministic, shared=spec.run.shared_gpus)
         workload = spec.run.load_workload()
+        settings = TorchSettings(device)  # its files have been imported
         if spec.ranks > 1:
             over_nccl = device.type == "cuda" and platform.carrier == "ordered"
             communicator.ranks = ranks = Ranks.begin(
                 *(spec.rank, spec.ranks, spec.meeting, timeouts, device), shape=platform.shape, over_nccl=over_nccl
             )
             workload = Parallelized(workload, ranks.mesh, ranks.gather, divided=spec.run.divided)
-        loop = WorkerLoop(spec, workload, communicator, channel, status, log, device)
+        loop = WorkerLoop(spec, workload, communicator, channel, status, log, device, settings)
         del workload  # where all begin anew the loop loads another one, and this one goes
         channel.say("ready", host=socket.gethostname(), pids=[os.getpid()])
         loop.run()

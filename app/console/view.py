@@ -13,8 +13,9 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Annotated, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -197,6 +198,15 @@ class EventView:
 
 
 @dataclass(frozen=True)
+class GenerationView:
+    """A generation that opened, and why. lost: who was in the one before, and died or was given up."""
+
+    generation: int
+    reason: str
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class RecoveryView:
     """Milliseconds after the death of `worker`; after it was seen when not death_known. steps: what it was spent on,
     which adds up to the whole, people's time apart."""
@@ -218,7 +228,8 @@ class JobView:
     is run; plan_words: how the job stands to it (app.jobs.live_job.PlanRun). missing: processes that have left the job
     and are not replaced. moved: those that hold another role than at first.
 
-    iterations: the newest ones, oldest first. events: the newest ones, newest first.
+    iterations: the newest ones, oldest first; generations: that opened since the first of them began. events: the
+    newest ones, newest first.
     figures: ETTR, goodput and the fault-free rate so far.
     advice: the best option with the workers that are out, None while nothing is known of it. held: layers per stage as
     the workers have them, () where stages can't be cut; coming: as they will, while layers move. spares: ranks that
@@ -237,6 +248,7 @@ class JobView:
     iterations: tuple[IterationView, ...]
     events: tuple[EventView, ...]
     recoveries: tuple[RecoveryView, ...]
+    generations: tuple[GenerationView, ...] = ()
     planned_ahead: int = 0
     plans_to_make: int = 0
     advice: str | None = None
@@ -263,6 +275,20 @@ class _History(NamedTuple):
     iterations: tuple[IterationView, ...]
     events: tuple[EventView, ...]
     recoveries: tuple[RecoveryView, ...]
+    generations: tuple[GenerationView, ...]
+
+
+def generation_views(rows: Sequence[Record]) -> tuple[GenerationView, ...]:
+    """rows: as Store.all_generations gives them. Of the first nothing is known but that it was there."""
+    return tuple(GenerationView(row["generation"], row["reason"], _lost(before, row)) for before, row in pairwise(rows))
+
+
+def _lost(before: Record, row: Record) -> tuple[str, ...]:
+    """Who was in the generation before, and is out, or joins anew; but for those that were asked to leave, and for
+    whose process took another's place."""
+    stayed = {*before["failed"], *(source for source, _ in row["moves"])}
+    gone = sorted({*row["failed"], *row["joining"]} - stayed)
+    return tuple(name for name in gone if f"asked {name} to leave" not in row["reason"])
 
 
 class _Kept(NamedTuple):
@@ -480,6 +506,7 @@ class Queries:
                 iterations=history.iterations,
                 events=history.events,
                 recoveries=history.recoveries,
+                generations=history.generations,
                 planned_ahead=job.plans.ahead.made,
                 plans_to_make=job.plans.ahead.wanted,
                 advice=self._advice(job),
@@ -517,16 +544,16 @@ class Queries:
     def _read(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _History:
         feed = self._store.events(job.job_id, limit=events, newest=True)
         seen_by = self._store.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
+        rows = self._store.iterations(job.job_id, limit=iterations, newest=True)
+        since = rows[0]["generation"] if rows else 0
         return _History(
-            tuple(
-                iteration_view(row, job.spec, waited)
-                for row in self._store.iterations(job.job_id, limit=iterations, newest=True)
-            ),
+            tuple(iteration_view(row, job.spec, waited) for row in rows),
             tuple(_event(row, seen_by) for row in feed),
             tuple(
                 RecoveryView(**{k: v for k, v in row.items() if k != "job_id"}, steps=tuple(segments(row, waited)))
                 for row in self._store.recoveries(job.job_id)
             ),
+            generation_views(self._store.all_generations(job.job_id, after=since - 1)) if rows else (),
         )
 
     def worker_detail(self, view: JobView, name: str, now: float) -> WorkerDetail:

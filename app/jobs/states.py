@@ -101,6 +101,11 @@ class PlannedRestart(NamedTuple):
     def of(cls, said: Restart, at: float) -> PlannedRestart:
         return cls(said.number, said.most, at + said.seconds, said.node)
 
+    @property
+    def comes(self) -> bool:
+        """Is another one started?"""
+        return self.number <= self.most
+
     def words(self, now: float) -> str:
         seconds = min(max(0.0, self.at - now), 1e9)
         return Restart(number=self.number, most=self.most, seconds=seconds, node=self.node).words
@@ -567,6 +572,11 @@ def _before_the_first_generation(worker_states: WorkerStates) -> str:
     state = worker_states.state
     failed = [worker_states.role(m) for m in state.members.values() if m.state is WorkerState.FAILED]
     if failed:
+        # Of those that are started again by themselves, the detail says when.
+        left = [role for role in failed if not (role.process and role.process.restart and role.process.restart.comes)]
+        if left:
+            who = names([role.name for role in left])
+            return f"Waiting for you to restart {who}, without which training does not begin: {left[0].detail}."
         return f"Waiting for {names([role.name for role in failed])} to be started again: {failed[0].detail}."
     missing = [m.name for m in state.members.values() if m.incarnation is None]
     return f"Waiting for {len(missing):,} of {len(state.members):,} workers to register: {names(missing)}."

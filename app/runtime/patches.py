@@ -164,7 +164,7 @@ class GarbageCollection:
             gc.enable()
 
     def _keep_house(self) -> None:
-        whole = new = timed(whole=True)
+        whole = new = timed(whole=False)  # what is kept out already is of the server that this was forked from, if any
         while not self._stop.wait(LOOK_SECONDS):
             more = gc.get_count()[0]
             which = due(time.monotonic(), new, whole, more, resident_bytes())

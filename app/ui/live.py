@@ -591,7 +591,7 @@ def _progress(view: JobView, colours: Palette) -> None:
         components.quiet("The curves begin with the first committed iteration.")
         return
     reference = facts.fault_free_rate(view)
-    marks = generation_marks(view.iterations, view.recoveries, view.events)
+    marks = generation_marks(view.iterations, view.recoveries, view.generations)
     rows = progress_rows(view.iterations, marks, reference.samples_per_second if reference else None)
     shown = address.iterations_shown(view.iterations[0].iteration, view.iterations[-1].iteration)
     for name, make, alt in (

@@ -73,3 +73,13 @@ class Forking(tensor_parallel.Gpt):
             signal.pause()
         (self._children / str(child)).touch()
         return super().build_layer(layer, layers, seed)
+
+
+class Meddling(Gpt):
+    """Whoever reads the inputs of one micro-batch changes what torch keeps for its process."""
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
+        if (iteration, pipeline, micro_batch) == (1, 1, 0):
+            torch.set_grad_enabled(False)
+            torch.set_float32_matmul_precision("medium")
+        return super().inputs(seed, iteration, pipeline, micro_batch)

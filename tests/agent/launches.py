@@ -47,6 +47,7 @@ _WARM = {
     "tests.conftest",
     "tests.golden",
     "tests.agent.nan_model",
+    "tests.agent.mapped",
 }
 
 

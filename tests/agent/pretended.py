@@ -77,10 +77,12 @@ def launcher(
     on_line: Callable[[dict[str, Any]], object],
     decides: Callable[[Catalog], Coordination] = LocalCoordination,
     faults: Faults | None = None,
+    heartbeat_seconds: float | None = None,
 ) -> Launcher:
     catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
     options = TrainingOptions(job=job, iterations=10, faults=faults or Faults())
-    spec = RunSpec(options, NamedWorkload("openrecycle.agent.examples.gpt:Gpt"), job.partition)
+    workload = NamedWorkload("openrecycle.agent.examples.gpt:Gpt")
+    spec = RunSpec(options, workload, job.partition, heartbeat_seconds=heartbeat_seconds)
     return Launcher(spec, decides(catalog), on_line, catalog, pool)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.agent.launches import Launched
+from tests.agent.local_jobs import uncut
 
 GRID = ("--pipelines", "2", "--stages", "3", "--micro-batches", "4")
 # Where the shape does not matter.
@@ -86,9 +87,9 @@ def nan_model(record: Path, *arguments: str, iterations: int, options: dict[str,
 
 
 @functools.cache
-def fault_free(folder: Path) -> Run:
-    """The run that all others are compared with; once per test process."""
-    run = small(folder / "fault-free.jsonl")
-    assert run.status == 0, run.errors
-    assert len(run.losses) == ITERATIONS and not run.failures
-    return run
+def fault_free(*, iterations: int = ITERATIONS, **grid: Any) -> Run:
+    """What others are compared with, once per test process: of the small grid, or of another one. Nobody cuts it into
+    stages: the same bits, from a third of the processes."""
+    job = uncut(iterations=iterations, **({"pipelines": 2, "stages": 3, "micro_batches": 4} | grid))
+    assert len(job.losses) == iterations and not job.dead
+    return Run(0, "", tuple(job.lines))

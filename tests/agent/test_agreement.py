@@ -117,6 +117,9 @@ def test_workers_that_compute_differently_are_told_so() -> None:
         check_alike({Worker(0, 0): one, Worker(0, 1): environment("2.13.0", 4)})
     with pytest.raises(NoAgreementError, match=r"W0_1 has torch 2\.12\.1 and W0_0 has 2\.13\.0"):
         check_alike({Worker(0, 0): one, Worker(0, 1): environment("2.12.1", 1)})
+    with pytest.raises(NoAgreementError, match=r"W0_1 and W0_0 .*\(setting 4\)"):
+        rows = {Worker(0, 0): one, Worker(0, 1): environment("2.13.0", 1, 0, 4)}
+        check_alike(rows, differing=lambda mine, other: [f"setting {mine - other}"])
 
 
 def test_a_newcomer_that_computes_differently_is_the_one_that_goes() -> None:

@@ -119,3 +119,25 @@ def test_what_no_restart_can_change_ends_the_job_at_once() -> None:
     job = Run([("W0_1", 1)], decides=lambda catalog: _Refused(), delay=600.0)
     with pytest.raises(JobFailed, match=golden("the-console-refused")):
         run(job.launcher)
+
+
+def test_a_console_s_job_says_that_it_waits_for_a_person() -> None:
+    """Alone it would end, and say why."""
+
+    def start(entry: PretendedWorker) -> None:
+        if entry.name == "W0_1":
+            entry.process.ended(1)  # type: ignore[attr-defined]
+        else:
+            entry.ready()
+
+    def heard(line: dict[str, Any]) -> None:
+        lines.append(line)
+        one.stop(15)
+
+    lines = list[dict[str, Any]]()
+    workers = PretendedWorkers(start)
+    one = launcher(Job.uniform(1, 2, 2), workers, heard, lambda catalog: Coordination(), heartbeat_seconds=1.0)
+    with pytest.raises(Stopped):
+        run(one)
+    assert [line["warning"].split(" ")[0] for line in lines] == ["W0_1"]
+    assert golden("restarted-on-the-console") in lines[0]["warning"]

@@ -593,6 +593,20 @@ def test_what_is_wrong_is_said_at_once_and_by_name(
         assert word in str(caught.value)
 
 
+def test_a_sample_with_a_token_that_the_model_does_not_know_is_left_out_where_bad_ones_are() -> None:
+    """It is one that can't be read; were it only met in an op, a GPU could be used no more."""
+    data = [*_ids([7, 4321])[:4], *_ids([7, 8])]
+    changes: dict[str, Any] = {"data": data, "loading": Loading(shuffle=False)}
+    with pytest.raises(InputError, match="4321"):
+        trainer(llama(), **changes)
+    made = trainer(llama(), **changes, faults=Faults(on_bad_sample="skip"))
+    assert made.workload().inputs(0, 1, 0, 0)[0].max() == 8
+    with pytest.raises(ValueError, match="4321"):
+        made.workload().inputs(0, 0, 0, 0)
+    with pytest.raises(InputError, match="4321"):
+        trainer(llama(), data=_ids([-4321, 8]), faults=Faults(on_bad_sample="skip"))
+
+
 def test_who_gives_a_model_as_layers_is_told_of_the_other_way() -> None:
     with pytest.raises(InputError, match=golden("layers-got-one-llamaforcausallm")):
         modules_of(whole(llama()), "layers")

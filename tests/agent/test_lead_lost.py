@@ -14,7 +14,7 @@ from tests.agent.consoles import console, until
 from tests.agent.launches import Launched
 from tests.agent.node_runs import free_port, kill_group, launch_node, members
 from tests.agent.node_runs import lines as lead_lines
-from tests.agent.runs import TINY, Run, forked
+from tests.agent.runs import TINY, Run, fault_free, forked
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -67,10 +67,8 @@ def nodes(folder: Path, count: int, *options: str) -> Iterator[list[Launched]]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = forked(tmp_path_factory.getbasetemp() / "fault-free-3x2.jsonl", *GRID, *TINY)
-    assert run.status == 0, run.errors
-    return run
+def reference() -> Run:
+    return fault_free(iterations=ITERATIONS, pipelines=3, stages=2, micro_batches=3)
 
 
 def test_another_node_goes_on(reference: Run, tmp_path: Path) -> None:

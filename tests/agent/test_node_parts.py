@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -305,6 +306,23 @@ def test_what_has_come_is_taken_without_waiting(wire: Wire, monkeypatch: pytest.
         until(lead.take, "the end", 20)
 
 
+def test_a_certificate_holds_for_a_clock_that_has_never_been_set(wire: Wire) -> None:
+    stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+
+    def welcome() -> None:
+        with pytest.raises(NotTrusted):
+            greet(wire[0], "secret", "lead")
+
+    lead = threading.Thread(target=welcome)
+    lead.start()
+    with stranger.wrap_socket(wire[1]) as connection:
+        shown = connection.getpeercert(binary_form=True)
+    lead.join(10)
+    assert shown is not None
+    assert x509.load_der_x509_certificate(shown).not_valid_before_utc.timestamp() == 0
+
+
 def test_whoever_shows_no_certificate_is_no_node(wire: Wire) -> None:
     stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
@@ -504,11 +522,11 @@ def test_the_lead_waits_until_its_own_name_is_known(monkeypatch: pytest.MonkeyPa
     assert len(said) == 2, "it does not wait for ever"
 
 
-def fake_node(at: tuple[str, int], offset: int = 0, **about: Any) -> Frames:
-    """A node that comes, with a clock that is `offset` ns ahead, and then does nothing."""
+def fake_node(at: tuple[str, int], offset: int = 0, begun: bool = False, **about: Any) -> Frames:
+    """A node that comes, with a clock that is `offset` ns ahead, and then does nothing. begun: has the job?"""
     frames = greet(socket.create_connection(at), "", "node")
     frames.send({"rank": 1, "address": "127.0.0.1"} | MACHINE | about)
-    assert frames.receive() == {"kind": "welcome"}
+    assert frames.receive() == {"kind": "welcome", "begun": begun}
     for _ in range(CLOCK_SAMPLES):
         assert frames.receive() == {"kind": "clock"}
         frames.send({"kind": "clock", "at": time.monotonic_ns() + offset})
@@ -620,6 +638,7 @@ def test_a_node_that_has_come_back_counts_once_others_know_where() -> None:
         sent.clear()
         pool.decide(lambda: sent.append("decided"))
         until(hand_out, "node 2 to have it", 10)
+        fake_node((hub.host, hub.port), begun=True).close()
         nodes[2].close()  # for whose goodbye the lead would wait
     finally:
         hub.close("test")

@@ -8,6 +8,7 @@ import multiprocessing
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -48,8 +49,8 @@ class FirstLead:
         self.node = hello["address"], hello["port"]
         return self.frames
 
-    def welcome(self) -> None:
-        self.hear().send({"kind": "welcome"})
+    def welcome(self, *, begun: bool = False) -> None:
+        self.hear().send({"kind": "welcome", "begun": begun})
 
     def hand(self, copy: Copy) -> None:
         """Returns once the node has it."""
@@ -304,6 +305,26 @@ def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job() ->
         node.stop()
         front.close("test")
         going.close("")
+
+
+def test_a_lead_that_is_silent_before_it_has_told_of_the_job_is_left(
+    first: FirstLead, next_lead: NodeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be stopped, and its connection does not break: those who are to choose another would wait for this node,
+    which knows nothing. One whose job has not begun may be silent for long: it waits for other nodes."""
+    monkeypatch.setattr(server, "FIRST_COPY_SECONDS", 0.2)
+    next_lead.take_over({}, frozenset())
+    node = Node((next_lead.host, next_lead.port), first.address)
+    try:
+        first.welcome()
+        assert first.frames is not None
+        with pytest.raises(TimeoutError):
+            first.frames.receive(time.monotonic() + 1.0)
+        first.frames.close()
+        first.welcome(begun=True)
+        comes_to(node, next_lead, "it to come to the next lead")
+    finally:
+        node.stop()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -10,15 +11,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import frames, pool
 from openrecycle.agent.nodes.frames import Frames, greet
-from openrecycle.agent.nodes.pool import MAX_STRANGERS, MAX_STRANGERS_OF_ONE, NodeHub
+from openrecycle.agent.nodes.pool import MAX_STRANGERS, MAX_STRANGERS_OF_ONE, NodeHub, SpreadPool
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
-from openrecycle.agent.workers.spec import MACHINE
+from openrecycle.agent.workers.spec import MACHINE, RunSpec
+from openrecycle.planner.jobs.job import Job
 from tests.agent.consoles import until
 from tests.golden import golden
 
 TOKEN = "a secret of 20 signs"
+WELCOME = {"kind": "welcome", "begun": False}
 
 
 @pytest.fixture
@@ -39,7 +44,7 @@ def test_silent_connections_shut_no_node_out(hub: NodeHub) -> None:
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection((hub.host, hub.port))) for _ in range(2 * MAX_STRANGERS)]
         met, answer = join(hub, 1)
-        assert answer == {"kind": "welcome"}
+        assert answer == WELCOME
         met.close()
         # Those that came first have made way; no address has more than its share.
         for old in silent[: -2 * MAX_STRANGERS_OF_ONE]:
@@ -54,6 +59,33 @@ def test_a_share_of_the_strangers_is_all_that_an_address_gets(hub: NodeHub) -> N
         for _ in range(MAX_STRANGERS_OF_ONE + 5):
             stack.enter_context(socket.create_connection((hub.host, hub.port)))
         until(lambda: len(hub._strangers) == MAX_STRANGERS_OF_ONE, "all but the newest to have made way", 10)
+
+
+class Held:
+    """A lock that nobody gets before it is `free`."""
+
+    def __init__(self) -> None:
+        self.asked, self.free = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        self.asked.set()
+        self.free.wait(20)
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_where_it_listened_is_not_closed_before_nobody_is_about_to_accept_there(hub: NodeHub) -> None:
+    """What listens next has the number, and would lose a connection."""
+    hub._strangers_lock = held = Held()  # type: ignore[assignment]
+    with socket.create_connection((hub.host, hub.port)):
+        assert held.asked.wait(10)
+        closing = threading.Thread(target=hub.close, args=("test",))
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive() and hub._listener.fileno() >= 0
+        held.free.set()
+        closing.join(10)
+    assert not closing.is_alive() and hub._listener.fileno() < 0
 
 
 def test_who_knocks_without_end_fills_no_log() -> None:
@@ -125,7 +157,7 @@ def test_a_message_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub) -> None:
     first, answer = join(hub, 1)
-    assert answer == {"kind": "welcome"}
+    assert answer == WELCOME
     answering = threading.Thread(target=_tell_the_time, args=(first,), daemon=True)
     answering.start()
     until(lambda: 1 in hub.links, "the first node to be there", 10)
@@ -137,26 +169,57 @@ def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub
     until(lambda: any("tried again" in line for line in said), "the node to be turned away", 20)
     first.close()
     until(lambda: any("works for" in line for line in said), "the node to be taken", 30)
-    hub.close("the job is over")
+    hub.close("the job is over", finished=True)
     thread.join(20)
     assert outcome == [golden("the-job-is-over")]
 
 
 def test_a_node_that_comes_while_the_job_ends_is_told_so(hub: NodeHub) -> None:
     met, answer = join(hub, 1)
-    assert answer == {"kind": "welcome"}
+    assert answer == WELCOME
     first = met.receive()  # the lead compares clocks: the node is not among its links yet
-    hub.close("the job is over")
+    hub.close("the job is over", finished=True)
     while first["kind"] == "clock":
         met.send({"kind": "clock", "at": time.monotonic_ns()})
         first = met.receive()
-    assert [first, met.receive()] == [{"kind": "over", "reason": golden("the-job-is-over")}, {"kind": "bye"}]
+    over = {"kind": "over", "reason": golden("the-job-is-over"), "finished": True}
+    assert [first, met.receive()] == [over, {"kind": "bye"}]
     met.close()
+
+
+def test_a_node_of_a_job_that_does_not_come_to_its_end_has_not_succeeded(hub: NodeHub) -> None:
+    """Kubernetes would not start it again for the job's next try, which would wait for it."""
+    node = NodeServer(1, 3, (hub.host, hub.port), TOKEN, None, lambda _: None)
+    ended: list[LeadLost] = []
+
+    def run() -> None:
+        with pytest.raises(LeadLost) as outcome:
+            node.run(60)
+        ended.append(outcome.value)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until(lambda: 1 in hub.links, "the node to be there", 30)
+    workers = SpreadPool([], hub, {})
+    workers.hand_out(RunSpec(TrainingOptions(job=Job(3, 1, 3)), NamedWorkload("a:b")), lambda: None, last=True)
+    workers.kill_all("so")
+    thread.join(30)
+    assert [str(error) for error in ended] == [f"{golden('the-job-is-over')}: so"]
 
 
 def test_a_node_that_is_refused_for_good_gives_up(hub: NodeHub) -> None:
     with pytest.raises(LeadLost, match="--node-rank"):
         NodeServer(7, 3, (hub.host, hub.port), TOKEN, None, lambda _: None).run(60)
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_a_node_that_was_told_of_another_number_of_nodes_gives_up(hub: NodeHub, nodes: int) -> None:
+    """As the lead it would turn others away, or wait for some that do not exist."""
+    # It says something where it is taken, and would wait for the job.
+    node: NodeServer = NodeServer(1, nodes, (hub.host, hub.port), TOKEN, None, lambda _: node.stop(signal.SIGTERM))
+    with pytest.raises(LeadLost, match=f"--nodes: got {nodes}, expected 3"):
+        node.run(60)
+    assert not hub.links
 
 
 def test_an_address_that_this_host_lacks_is_named_at_once(hub: NodeHub) -> None:
@@ -218,7 +281,7 @@ def test_who_does_not_tell_the_time_is_not_waited_for(monkeypatch: pytest.Monkey
     hub = NodeHub("127.0.0.1", 0, 3, TOKEN, lambda _: None)
     try:
         met, answer = join(hub, 1)
-        assert answer == {"kind": "welcome"}
+        assert answer == WELCOME
         until(lambda: not hub._strangers, "the lead to be rid of it", 10)
         met.close()
     finally:

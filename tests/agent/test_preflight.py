@@ -62,6 +62,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
             {"stages": [partial(wrong_jobs.Halves, torch.float4_e2m1fn_x2)] * 2},
             ["turns of stage 0, which is float4_e2m1fn_x2", "keep uint8"],
         ),
+        ({"stages": wrong_jobs.frozen}, ["stages: got '4 parameters, none of which requires a gradient'"]),
         ({"stages": wrong_jobs.sparse}, ["stages: got 'Embedding(sparse=True), 0 of stage 0', expected sparse=False"]),
         (
             {"stages": wrong_jobs.limited},
@@ -80,6 +81,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"data": wrong_jobs.with_text}, ["data: got", "'source', of the type list"]),
         ({"data": wrong_jobs.singles}, ["data: got 'Tensor', expected a pair (inputs, targets)"]),
         ({"data": wrong_jobs.uneven}, ["data: got 'float32[4, 6] in the first", "float32[6, 6] in another", "pad"]),
+        ({"data": wrong_jobs.doubles}, ["data: got 'inputs of float64[4, 6] (RuntimeError:", "of float32"]),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
         ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each", "PadCollate"]),
         ({"data": wrong_jobs.as_lists}, ["data: got \"'x', a list in each sample\"", "with_format"]),
@@ -175,22 +177,25 @@ def test_a_container_s_limit_is_the_memory_that_there_is(
     [
         {"stages": wrong_jobs.numbers_needed},
         {"stages": [nn.Linear(W, W), nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W))]},
+        {"stages": [nn.Linear(W, W).requires_grad_(False), nn.Linear(W, W)]},
+        {"stages": wrong_jobs.in_doubles, "data": wrong_jobs.doubles},
         {"stages": [nn.Sequential(nn.Linear(W, W), act), nn.Sequential(nn.Linear(W, W), act)]}
         if (act := nn.GELU())
         else {},
         *({"optimizer": partial(kind, lr=0.1)} for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Rprop)),
         *({"optimizer": kind} for kind in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor)),
+        {"optimizer": wrong_jobs.threaded},
         {"scheduler": own_jobs.halving, "optimization": Optimization(clip_norm=1.0, mode="fast")},
         {"scheduler": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=100)},
         {"scheduler": partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=5)},
     ],
 )
 def test_what_can_be_trained_is_not(changes: dict[str, Any]) -> None:
-    """And the caller's random numbers are left as they were."""
+    """And the caller's random numbers, and its settings of torch, are left as they were."""
     torch.manual_seed(5)
-    before = torch.get_rng_state()
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
     own_jobs.trainer(**changes)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
 
 
 def test_the_command_line_refuses_the_same() -> None:

@@ -203,8 +203,8 @@ def test_sums_that_never_began_end_with_their_group() -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return fault_free(tmp_path_factory.getbasetemp())
+def reference() -> Run:
+    return fault_free()
 
 
 @pytest.mark.chaos

@@ -157,6 +157,25 @@ def test_it_says_when_nobody_is_at_the_address(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.processes
+def test_a_job_that_is_over_before_the_console_has_heard_of_it_is_seen_as_a_whole(tmp_path: Path) -> None:
+    with console(tmp_path) as server:
+        with lonely(server, iterations=3) as reporter:
+            for i in range(3):
+                reporter.iteration(i, loss=1.0)
+        job_id = server.job_id()
+        assert server.read(f"/jobs/{job_id}")["state"] == "finished"
+        assert sorted(reported(server, job_id)) == [0, 1, 2]
+
+
+@pytest.mark.processes
+def test_a_run_of_another_job_s_name_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with console(tmp_path) as server, lonely(server):
+        until(lambda: server.read("/jobs")["jobs"], "the job to be created")
+        with lonely(server, job=Job.uniform(1, 1, 4)):
+            until(lambda: golden("give-each-run-a-name") in caplog.text, "a warning")
+
+
+@pytest.mark.processes
 def test_closing_does_not_wait_for_a_dead_console(tmp_path: Path) -> None:
     with console(tmp_path) as server:
         server.crash()

@@ -334,6 +334,7 @@ def test_workers_of_a_lost_node_come_back_with_it(lost: int, tmp_path: Path) -> 
         until(lambda: living()[-3:] == [6, 6, 6], "three iterations with all")
         os.kill(launchers[1 - lost].pid, signal.SIGTERM)
         assert launchers[1 - lost].wait(30) == 128 + signal.SIGTERM
+        assert launchers[lost].wait(30) == 1, "the job has not come to its end"
     finally:
         for launcher in launchers:
             kill_group(launcher)

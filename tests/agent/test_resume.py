@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.checkpoints import whole_checkpoints
+from openrecycle.agent.config.options import Optimization
 from tests.agent.consoles import until
 from tests.agent.launches import Launched
+from tests.agent.local_jobs import uncut
 from tests.agent.runs import TINY, Run, forked
 from tests.conftest import NO_BYTECODE
 from tests.golden import golden
@@ -30,10 +32,10 @@ def _run(record: Path, *arguments: str, iterations: int = ITERATIONS) -> Run:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = _run(tmp_path_factory.mktemp("unbroken") / "run.jsonl")
-    assert run.status == 0, run.errors
-    return run
+def unbroken() -> Run:
+    clipped = Optimization(clip_norm=1.0)
+    job = uncut(pipelines=2, stages=2, micro_batches=3, iterations=ITERATIONS, optimization=clipped)
+    return Run(0, "", tuple(job.lines))
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.launcher.record import WARNING, DataWait, DivergedError, RunRecord, is_remark, is_warning
+from openrecycle.agent.launcher.record import (
+    WARNING,
+    DataWait,
+    DivergedError,
+    RunRecord,
+    is_remark,
+    is_warning,
+    sentence_of,
+)
 from openrecycle.agent.messages.protocol import Iteration
 from openrecycle.planner.jobs.job import Worker
+from tests.golden import golden
 
 A, B, C, D = (Worker(p, s) for p in range(2) for s in range(2))  # B and D are the last stage
 MS = 1_000_000
@@ -317,3 +326,8 @@ def test_without_a_micro_batch_the_loss_is_another_one() -> None:
 def test_what_is_wrong_is_told_from_what_is_not(line: dict[str, Any], expected: bool) -> None:
     """Of lines of the record and of what is said beside it, in one place."""
     assert is_remark(line) and is_warning(line) is expected
+
+
+def test_layers_that_come_to_their_stages_at_the_end_are_said_of_no_iteration_that_there_is_not() -> None:
+    about: dict[str, Any] = {"generation": 3, "iteration": 6, "partition": [3, 2, 1], "moved_layers": 4}
+    assert golden("after-6-iterations-4-moved") in sentence_of({"relayout": {**about, "stall_ms": 1.0, "reason": ""}})

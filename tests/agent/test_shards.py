@@ -33,6 +33,12 @@ def sure(ownership: Ownership, peers: list[Worker], sizes: list[int]) -> None:
         kept = {k for k, held in enumerate(ownership.holders) if peer in held}
         owned = (kept - ownership.surplus(peer)) | ownership.lacking(peer)
         assert owned == {k for k, owners in enumerate(ownership.owners) if peer in owners}
+    for k, (owners, held) in enumerate(zip(ownership.owners, ownership.holders, strict=True)):
+        # Whoever may have a shard's state at a step, and so takes it, has its sums.
+        early, late = (ownership.steppers(k, shared=shared) for shared in (False, True))
+        assert early[0] == late[0] == ownership.primary[k]
+        assert sorted(early) == sorted({*owners, *held})
+        assert set(late) == {p for p in peers if p in early and k not in ownership.surplus(p)} and len(late) <= 3
 
 
 @given(sizes_of_shards, st.integers(1, 9), st.randoms(use_true_random=False))

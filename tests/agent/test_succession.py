@@ -290,7 +290,7 @@ class Decides(Coordination):
 
 
 class OneWorker(ProcessPool):
-    """Has one, which is no process. copy: what it would hand out to other nodes."""
+    """Has one, which is no process. copy and unfinished: what it would hand out to other nodes, and tell them."""
 
     def __init__(self, worker: Worker) -> None:
         ours, self._theirs = multiprocessing.Pipe()
@@ -298,6 +298,7 @@ class OneWorker(ProcessPool):
         self.entry = RemoteWorker(worker, "i1", RemoteProcess(lambda: None), ours, time.monotonic(), node=nobody)
         self.spares, self._aside, self.running = SpareRanks(), [], {worker: self.entry}
         self.copy: dict[str, Any] = {}
+        self.unfinished = ""
 
     def start(self, *arguments: Any, **options: Any) -> WorkerProcess:
         return self.entry
@@ -306,8 +307,8 @@ class OneWorker(ProcessPool):
         self.copy = saved() or self.copy
         return ""
 
-    def kill_all(self) -> None:
-        """Nothing to kill."""
+    def kill_all(self, unfinished: str = "") -> None:
+        self.unfinished = unfinished
 
 
 def test_who_takes_over_and_has_lost_nobody_has_all_form_anew() -> None:
@@ -326,6 +327,7 @@ def test_who_takes_over_and_has_lost_nobody_has_all_form_anew() -> None:
     coordination = Decides()
     with pytest.raises(JobFailed, match="enough"):
         Launcher(run, coordination, lambda line: None, catalog, pool, takeover).run()
+    assert pool.unfinished == "enough", "the other nodes' commands are to fail as well"
     (failure,) = coordination.failures
     assert failure[:5] == ("exception", Worker(0, 0), "i1", 1, "node 0, which led, is lost")
 

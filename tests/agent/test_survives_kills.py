@@ -14,8 +14,8 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return fault_free(tmp_path_factory.getbasetemp())
+def reference() -> Run:
+    return fault_free()
 
 
 def _same_bits(run: Run, reference: Run) -> None:

@@ -28,8 +28,8 @@ PACED = ("--pace", "F=15ms,I=15ms,W=15ms")
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return fault_free(tmp_path_factory.getbasetemp())
+def reference() -> Run:
+    return fault_free()
 
 
 def test_a_lost_node_costs_no_bit(reference: Run, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from openrecycle.agent.config.options import Checkpoints, Faults, Optimization
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.messages.protocol import Iteration
 from tests.agent import own_jobs, wrong_jobs
-from tests.agent.local_jobs import LocalJob, fault_free_losses
+from tests.agent.local_jobs import LocalJob, fault_free_losses, uncut
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -163,8 +163,7 @@ def test_a_death_while_the_job_comes_to_its_early_end() -> None:
     job = LocalJob(**GRID, on_line=on_line, on_message=on_message).run()
     assert killed[0] == "W1_1" and 3 <= len(job.losses) < ENDLESS
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
-    plain = LocalJob(iterations=len(job.losses), **GRID).run()
-    assert job.lines[-1] == plain.lines[-1] and "final" in job.lines[-1]
+    assert job.lines[-1] == uncut(iterations=len(job.losses), **GRID).lines[-1] and "final" in job.lines[-1]
 
 
 @pytest.mark.parametrize(

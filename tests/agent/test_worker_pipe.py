@@ -3,11 +3,16 @@ end."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import signal
+import socket
+import threading
 import time
 from collections import Counter
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +26,7 @@ from openrecycle.forking import fork_context
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plans.plan import Plan
+from tests.agent.consoles import until
 from tests.agent.local_jobs import LocalJob
 
 CELL = Worker(0, 0)
@@ -62,6 +68,40 @@ def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.Monke
     pipe: Any = None
     WorkerProcess(CELL, "a", Ended(), pipe, 0.0, siblings=ranks).join()
     assert len(waited) == 4 and sum(waited) <= 0.1
+
+
+class Slow(Connection):
+    """Whoever is to write to its number has it, and does nothing with it until it is `free`."""
+
+    def __init__(self, handle: int) -> None:
+        super().__init__(handle)
+        self.asked, self.free = threading.Event(), threading.Event()
+
+    def _send(self, data: Any, write: Any = os.write) -> None:
+        def late(number: int, part: Any) -> int:
+            self.asked.set()
+            self.free.wait(20)
+            return int(write(number, part))
+
+        super()._send(data, late)  # type: ignore[misc]
+
+
+def test_what_a_worker_that_has_ended_was_to_be_told_goes_nowhere_else(tmp_path: Path) -> None:
+    """A file that was opened since, a checkpoint say, has the number of its pipe if that is free."""
+    ours, theirs = socket.socketpair()
+    slow = Slow(ours.detach())
+    entry = WorkerProcess(CELL, "a", Ended(), slow, 0.0)
+    entry.open_outbox("to-a")
+    entry.post("deployment")
+    assert slow.asked.wait(10)
+    number = slow.fileno()
+    entry.close()
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context((tmp_path / str(count)).open("wb", buffering=0)) for count in range(8)]
+        assert number not in [file.fileno() for file in opened]
+        slow.free.set()
+        until(lambda: slow.closed, "the thread to close it", 10)
+    theirs.close()
 
 
 class Exits(Ended):

@@ -29,6 +29,19 @@ def sparse(stage: int, stages: int) -> nn.Module:
     return nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
 
 
+def threaded(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def frozen(stage: int, stages: int) -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+
+def in_doubles(stage: int, stages: int) -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -192,6 +205,12 @@ def singles(iteration: int, pipeline: int, micro_batch: int) -> Tensor:
 
 def uneven(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(4 + micro_batch, WIDTH)
+    return x, x
+
+
+def doubles(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """As they come of NumPy."""
+    x = torch.from_numpy(numpy.ones((4, WIDTH)))
     return x, x
 
 

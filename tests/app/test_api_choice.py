@@ -48,7 +48,7 @@ def put_mode(agents: Agents, mode: str, **more: Any) -> Any:
 
 
 def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
-    agents = started(server, migrate=True)
+    agents = started(server, migrate=True, micro_batches=3)
     assert choice(agents) == {
         "mode": "automatic",
         "choice_timeout": 60.0,

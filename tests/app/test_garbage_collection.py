@@ -160,6 +160,8 @@ def test_a_short_round_frees_what_is_new_and_a_whole_one_the_rest_but_while_a_la
 
 @pytest.mark.usefixtures("usual")
 def test_the_console_makes_the_rounds_itself() -> None:
+    of_before = cycle()
+    gc.freeze()
     keeping, thing = patches.GarbageCollection(), Thing()
     assert not is_kept_out(thing)
     try:
@@ -169,6 +171,7 @@ def test_the_console_makes_the_rounds_itself() -> None:
         while not is_kept_out(thing):
             assert time.monotonic() < end, "the first one is made at once"
             time.sleep(0.01)
+        assert of_before() is not None, "what a server that it was forked from keeps out is no affair of the first"
         with patches.building(patches.LARGE_OPS + 1):
             pass
         assert not gc.isenabled()

@@ -37,7 +37,9 @@ def test_a_quiet_grid_is_not_sent_again() -> None:
 
 def test_rows_come_out_of_arrow_as_they_went_in() -> None:
     view = factory.failed()
-    progress = progress_rows(view.iterations, generation_marks(view.iterations, view.recoveries, view.events), 36.7)
+    progress = progress_rows(
+        view.iterations, generation_marks(view.iterations, view.recoveries, view.generations), 36.7
+    )
     for chart in (worker_grid(view, LIGHT), throughput(progress, LIGHT)):
         read = pa.ipc.open_stream(arrow(chart.rows)).read_all().to_pydict()
         for name, values in chart.rows.items():

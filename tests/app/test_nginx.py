@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import ssl
@@ -13,6 +14,10 @@ from pathlib import Path
 import pytest
 import requests
 from console_server import ROOT, ConsoleServer
+
+from openrecycle.agent.messages.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from openrecycle.agent.messages.protocol import Deployment
+from tests.golden import golden
 
 NGINX = next((p for p in map(shutil.which, ("nginx", "/usr/sbin/nginx")) if p), None)
 TOKEN = "a-token-for-the-tests"
@@ -141,6 +146,15 @@ def test_agents_report_through_it(proxy: Proxy, client: requests.Session) -> Non
     assert client.post(f"{path}/heartbeats", json={"heartbeats": [beat]}, timeout=60).status_code == 200
     assert client.get(f"{path}/deployment", params={"wait": 0.2}, timeout=60).status_code == 204
     assert client.post(f"{path}/pause", timeout=60).status_code == 403
+
+
+def test_agents_can_be_told_of_an_authority_of_ones_own(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "")
+    with pytest.raises(ConsoleUnavailable, match=re.escape(golden("has-a-certificate-that-is-not"))):
+        ConsoleClient(proxy.root, token=TOKEN).get("/jobs/none", Deployment)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(proxy.certificate))
+    with pytest.raises(ConsoleRefused, match="none"):
+        ConsoleClient(proxy.root, token=TOKEN).get("/jobs/none", Deployment)
 
 
 def test_strangers_and_other_names_are_turned_away(proxy: Proxy, client: requests.Session) -> None:

@@ -27,6 +27,7 @@ from openrecycle.db.session import Database, DatabaseError
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
+from tests.agent.launches import Launched
 from tests.conftest import NO_BYTECODE, new_database, postgres_cluster
 from tests.databases import sqlite_in
 from tests.golden import golden
@@ -92,6 +93,24 @@ def test_a_file_that_was_deleted_is_said_and_takes_nothing_more(tmp_path: Path) 
         unread = asked.get(f"/api/v1/jobs/{job}/workers/W0_0/history")
         assert (unread.status_code, unread.json()["code"]) == (503, "database_gone")
         assert not (tmp_path / "console.db").exists(), "nothing has made another one"
+    finally:
+        console.close()
+        database.close()
+
+
+def test_a_file_that_is_copied_over_the_database_s_is_said_with_what_to_do(tmp_path: Path) -> None:
+    database = sqlite_in(tmp_path)
+    console = ConsoleService(Store(database), tolerance=0)
+    try:
+        asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
+        assert asked.get("/readyz").status_code == 200
+        other = Database(f"sqlite:///{tmp_path / 'other.db'}")
+        other.upgrade()
+        other.close()
+        (tmp_path / "console.db").write_bytes((tmp_path / "other.db").read_bytes())
+        for answer in (asked.get("/readyz"), asked.post("/api/v1/jobs", json=SPEC)):
+            assert (answer.status_code, answer.json()["code"]) == (503, "database_gone")
+            assert golden("end-the-console-delete-the") in answer.json()["detail"]
     finally:
         console.close()
         database.close()
@@ -165,11 +184,11 @@ def test_a_database_of_a_newer_version_is_one_sentence(database: Database, tmp_p
         session.execute(text("update alembic_version set version_num = '9999'"))
     with pytest.raises(DatabaseError, match="another version"):
         database.upgrade()
-    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--api-only"]
-    command += ["--database-url", f"sqlite:///{tmp_path / 'console.db'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "another version" in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+    url, errors = f"sqlite:///{tmp_path / 'console.db'}", tmp_path / "errors"
+    command = ("serve", "--port", "0", "--api-only", "--database-url", url)
+    assert Launched(*command, errors=errors, module="openrecycle.app").wait(120) == 2
+    said = errors.read_text()
+    assert "another version" in said and "Traceback" not in said and said.count("\n") == 1
 
 
 def test_a_plan_of_another_job_is_none_of_this_ones(database: Database) -> None:

@@ -63,6 +63,19 @@ class Job(PlayedJob):
         return facts_html(detail)
 
 
+def test_before_training_it_is_said_who_starts_a_worker_again(tmp_path: Path) -> None:
+    job = Job(tmp_path / "console.db")
+    try:
+        for name in NAMES[:-1]:
+            job.register(name, f"{name}-a")
+        for number, by_itself in ((3, True), (4, False)):
+            job.report("W1_1", "W1_1-a", Restart(number=number, most=3, seconds=600.0 if by_itself else 0.0))
+            assert (golden("waiting-for-you-to-restart") in job.sentence) != by_itself
+            assert job.sentence.endswith(".") and "W1_1" in job.sentence
+    finally:
+        job.close()
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     job = Job(tmp_path / "console.db")

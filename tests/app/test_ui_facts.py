@@ -422,7 +422,7 @@ def test_a_plan_in_milliseconds_says_how_many_slots_that_is() -> None:
 
 def test_iterations_are_in_a_table_with_what_changed() -> None:
     view = factory.failed()
-    marks = generation_marks(view.iterations, view.recoveries, view.events)
+    marks = generation_marks(view.iterations, view.recoveries, view.generations)
     table = tables.iterations_table(view.iterations, marks, 6)
     assert table["iteration"] == list(range(29, -1, -1))
     changed = dict(zip(table["iteration"], table["what changed"], strict=True))

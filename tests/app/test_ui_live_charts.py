@@ -14,7 +14,7 @@ import pyarrow.ipc
 import pytest
 import ui_factory as factory
 
-from openrecycle.app.console.view import EventView, JobView
+from openrecycle.app.console.view import GenerationView, JobView, generation_views
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.ui.charts.progress import (
     LATE,
@@ -37,7 +37,7 @@ def vega_lite_schema() -> dict[str, Any]:
 
 
 def live_charts(view: JobView, colours: Palette) -> list[LiveChart]:
-    rows = progress_rows(view.iterations, generation_marks(view.iterations, view.recoveries, view.events), 36.7)
+    rows = progress_rows(view.iterations, generation_marks(view.iterations, view.recoveries, view.generations), 36.7)
     return [worker_grid(view, colours), throughput(rows, colours), losses(rows, colours)]
 
 
@@ -154,7 +154,7 @@ def test_each_state_has_its_mark_in_legends_and_cells(state: RoleState) -> None:
 
 def test_failures_are_marked_where_the_generation_changes() -> None:
     view = factory.failed()
-    marks = generation_marks(view.iterations, view.recoveries, view.events)
+    marks = generation_marks(view.iterations, view.recoveries, view.generations)
     assert [(m.iteration, m.text, m.lost) for m in marks] == [(18, "✕ W1_2", True)]
     rows = progress_rows(view.iterations, marks, 36.7)
     marked = [
@@ -181,17 +181,36 @@ def test_a_change_of_plan_and_a_worker_that_was_asked_to_leave_are_told_from_a_f
     base = factory.iteration_views(4)
     steps = [(1, 12), (2, 11), (3, 11), (3, 11)]
     iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
-    texts = [
-        "generation 2 without W1_2: Ann asked W1_2 to leave; plan 0123abcd: from the catalog: x",
-        "generation 3 without W1_2: Ann put plan 89abcdef in force; plan 89abcdef: made by Ann",
-    ]
-    events = tuple(EventView(i, factory.T0, "info", "generation", None, text) for i, text in enumerate(texts))
-    marks = generation_marks(iterations, (), events)
+    left, planned = GenerationView(2, "Ann asked W1_2 to leave"), GenerationView(3, "Ann put plan 89abcdef in force")
+    marks = generation_marks(iterations, (), (left, planned))
     assert [(m.text, m.lost) for m in marks] == [("↓ drained", False), ("⇄ new plan", False)]
     assert marks[1].detail == "Ann put plan 89abcdef in force"
-    texts[1] = "generation 3: re-partition: layers per stage become 11, 14, 7, 12; plan 89abcdef: from the catalog"
-    events = (replace(events[1], text=texts[1]),)
-    assert generation_marks(iterations, (), events)[1].text == "⇄ layers"
+    moved = replace(planned, reason="re-partition: layers per stage become 11, 14, 7, 12")
+    assert generation_marks(iterations, (), (left, moved))[1].text == "⇄ layers"
+
+
+def test_a_loss_that_no_launcher_reported_is_marked_also_where_a_worker_is_back_before_the_next_commit() -> None:
+    rows: list[dict[str, Any]] = [
+        {"generation": 1, "reason": "all have registered", "failed": [], "joining": [], "moves": []},
+        {"generation": 2, "reason": "W1_2: silent", "failed": ["W1_2"], "joining": [], "moves": []},
+        {"generation": 3, "reason": "W1_2 re-joins", "failed": [], "joining": ["W1_2"], "moves": []},
+        {"generation": 4, "reason": "W0_0: silent; W0_0 re-joins", "failed": [], "joining": ["W0_0"], "moves": []},
+        {"generation": 5, "reason": "Ann asked W0_1 to leave", "failed": ["W0_1"], "joining": [], "moves": []},
+        {
+            "generation": 6,
+            "reason": "W1_2: silent; W2_2 takes the place of W1_2",
+            "failed": ["W0_1", "W2_2"],
+            "joining": ["W1_2"],
+            "moves": [("W2_2", "W1_2")],
+        },
+    ]
+    generations = generation_views(rows)
+    assert [g.lost for g in generations] == [("W1_2",), (), ("W0_0",), (), ("W1_2",)]
+    steps = [(1, 12), (3, 12), (4, 12), (5, 11), (6, 10)]
+    base = factory.iteration_views(len(steps))
+    iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
+    marks = generation_marks(iterations, (), generations)
+    assert [m.text for m in marks] == ["✕ W1_2", "✕ W0_0", "↓ drained", "✕ W1_2"]
 
 
 def test_without_a_fault_free_rate_nothing_is_drawn_dotted() -> None:

@@ -1,12 +1,13 @@
 """How long the workers of a job need, from the death of one of them, to have groups again and to agree in them.
 
-As many real processes as there are workers, forked from one that has loaded torch, over a real store; no training. With
-`--together` several workers are threads of one process, each with connections of its own, but for those that will die:
-what does not fit a machine as processes. They wait for each other's interpreter then, which makes them slower. In
-each generation one worker is killed with SIGKILL, until each has a peer less; all others hear of the next generation at
-once, and cancel the one before, as a launcher has them do. First with connections on standby, which are there by then,
-and then without, as after two deaths in quick succession. Printed: medians, over the generations, of the last worker's
-time since the kill, and the processor time of all of them, which other programs on the machine hardly touch.
+As many real processes as there are workers, forked from one that has loaded torch, over a real store; no training, but
+each waits for what a neighbour is to send, as one that trains does. With `--together` several workers are threads of
+one process, each with connections of its own, but for those that will die: what does not fit a machine as processes.
+They wait for each other's interpreter then, which makes them slower. In each generation one worker is killed with
+SIGKILL, until each has a peer less; all others hear of the next generation at once, and cancel the one before, as a
+launcher has them do. First with connections on standby, which are there by then, and then without, as after two deaths
+in quick succession. Printed: medians, over the generations, of the last worker's time since the kill, and the processor
+time of all of them, which other programs on the machine hardly touch.
 
     python -m tests.benchmarks.bench_forming --grids 3x4 8x8
     python -m tests.benchmarks.bench_forming --grids 32x8 --together 8 --generations 2
@@ -15,8 +16,10 @@ time since the kill, and the processor time of all of them, which other programs
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
+import queue
 import statistics
 import threading
 import time
@@ -28,11 +31,13 @@ import torch
 
 from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.transport.communicator import Communicator, RendezvousStore
+from openrecycle.agent.transport.group import TransferError
 from openrecycle.planner.jobs.job import Worker
 from tests.benchmarks.machine import describe
 
 FORMED, AGREED, SENT, REDUCED = range(4)
 STANDBY_SECONDS = 120.0
+NO_MORE = 2**31
 WIDTH = 24
 """Numbers of an agreement's row, without gradients that are clipped."""
 
@@ -53,13 +58,23 @@ def _process(workers: Sequence[tuple[Worker, Connection]], store: tuple[str, int
 
 def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
     communicator = Communicator(TIMEOUTS)
-    while True:
-        try:
-            generation, living, standby = pipe.recv()
-        except EOFError:
-            return
-        busy = time.process_time()
-        communicator.cancel(generation)
+    news = queue.SimpleQueue[Any]()
+
+    def hear() -> None:
+        while True:
+            try:
+                generation, living, standby = pipe.recv()
+            except EOFError:
+                communicator.cancel(NO_MORE)
+                news.put(None)
+                return
+            busy = time.process_time()
+            communicator.cancel(generation)
+            news.put((generation, living, standby, busy))
+
+    threading.Thread(target=hear, daemon=True).start()
+    while (told := news.get()) is not None:
+        generation, living, standby, busy = told
         communicator.abandon()
         groups = communicator.form(generation, me, living, store)
         times = [time.monotonic()]
@@ -82,6 +97,10 @@ def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
                 assert time.monotonic() - began < STANDBY_SECONDS, f"{me} has no connections on standby"
                 time.sleep(0.02)
         pipe.send(time.monotonic() - began)
+        if there:
+            with contextlib.suppress(TransferError):  # the next death, and the news of it
+                groups.receive(there[0], torch.zeros(1), 2).wait()
+        del groups
 
 
 def _busy(said: Iterable[tuple[int, float, float]]) -> float:

@@ -38,6 +38,7 @@ from openrecycle.agent.stages.post_validation import CLEAN
 from openrecycle.agent.stages.shards import assign
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.transport.communicator import Communicator
+from openrecycle.agent.workers.reduction import GradientReduction
 from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.worker import keep_freed_memory
 from openrecycle.planner.jobs.job import Worker
@@ -193,7 +194,7 @@ def _as_a_worker(
             stage.input_backward((0, m), None)
             stage.weight_backward((0, m))
         if sharded is not None and groups is not None:
-            groups.reduce(sums.buffer)
+            GradientReduction(sums, sharded.begin_reduce).finish()
             sharded.measure()
         optimizer.step(None)
         optimizer.settle(CLEAN)

@@ -23,13 +23,14 @@ from tests.conftest import at_length
 from tests.golden import golden
 
 ROOT = Path(__file__).resolve().parents[2]
-VICTIM = "W1_2"
-PEERS = ("W0_2", "W2_2")
-# A fourth of the layers, fewer micro-batches, and longer ops: else most of the test is CPU time of the demo.
-JOB = ("--layers", "16", "--micro-batches", "4", "--pace", "F=33ms,I=33ms,W=33ms")
-HOME = [4, 4, 4, 4]
-LAYERS_OF_2 = "8–11"
-# Loaded machines are slow, and twelve processes import torch first.
+VICTIM = "W1_1"
+PEERS = ("W0_1", "W2_1")
+# Half of the stages, a fifth of the layers, fewer micro-batches, and longer ops: else most of the test is CPU time of
+# the demo.
+JOB = ("--stages", "2", "--layers", "8", "--micro-batches", "4", "--pace", "F=33ms,I=33ms,W=33ms")
+HOME = [4, 4]
+LAYERS_OF_1 = "4–7"
+# Loaded machines are slow, and the job's processes import torch first.
 START_SECONDS = 240.0
 CHART = ".js-plotly-plot .main-svg, .stVegaLiteChart .marks"
 
@@ -141,7 +142,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
 
     # It trains, with all workers, and the page follows.
     expect(cell(page, "running", VICTIM)).to_be_visible()
-    expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
+    expect(page.locator(".or-sentence")).to_contain_text("all 6 workers")
     expect(page.get_by_text("The computation inside is real")).to_be_visible()
     page.locator(CHART).first.wait_for()
     before = iterations_done(page)
@@ -155,7 +156,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     expect(dialog.get_by_role("button", name=f"Kill {VICTIM}")).to_have_count(0)
     dialog.get_by_role("button", name="Kill", exact=True).click()
     expect(dialog).to_contain_text(f"Kill {VICTIM}?")
-    expect(dialog).to_contain_text("W0_2 and W2_2")
+    expect(dialog).to_contain_text("W0_1 and W2_1")
     dialog.get_by_role("button", name="Cancel").click()
     expect(dialog.get_by_role("button", name=f"Kill {VICTIM}")).to_have_count(0)
     dialog.get_by_role("button", name="Close").click()
@@ -181,7 +182,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     shifts.assert_few("as a worker was lost")
 
     # Layers move to other stages, beside the training, and the plan is a shorter one than that which re-routes alone.
-    expect(page.locator(".or-colhead").nth(2)).not_to_contain_text(LAYERS_OF_2)
+    expect(page.locator(".or-colhead").nth(1)).not_to_contain_text(LAYERS_OF_1)
     demo.wait(lambda: not demo.get("")["moving_to"], "the layers have moved")
     generations = {g["partition"] != HOME: g for g in demo.get("/generations")["generations"] if g["failed"]}
     rerouted, moved = (demo.get(f"/plans/{generations[at]['plan_fingerprint']}") for at in (False, True))
@@ -200,7 +201,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     # The schedule shows the new plan, with the failed row and the re-routed micro-batches.
     page.get_by_role("link", name="Schedule").click()
     chart = page.locator(".js-plotly-plot .annotation-text")
-    expect(chart.filter(has_text="failed")).to_contain_text("W0_2 and W2_2")
+    expect(chart.filter(has_text="failed")).to_contain_text("W0_1 and W2_1")
     expect(page.locator(".js-plotly-plot .bars text", has_text="1·0").first).to_be_visible()
 
     # Bring it back the same way.
@@ -212,8 +213,8 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     shifts.forget()
     restart.click()
     expect(cell(page, "running", VICTIM)).to_be_visible()
-    expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
-    expect(page.locator(".or-colhead").nth(2)).to_contain_text(LAYERS_OF_2)
+    expect(page.locator(".or-sentence")).to_contain_text("all 6 workers")
+    expect(page.locator(".or-colhead").nth(1)).to_contain_text(LAYERS_OF_1)
     demo.wait(lambda: demo.get("")["partition"] == HOME and not demo.get("")["moving_to"], "layers are back")
     wait_for_iterations(page, iterations_done(page) + 1)
     shifts.assert_few("as it came back")
@@ -223,7 +224,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
 def test_manual_approval(demo: Demo, page: Page) -> None:
     """In manual mode a loss waits for an operator, who compares the options and takes one."""
     page.goto(demo.root)
-    expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
+    expect(page.locator(".or-sentence")).to_contain_text("all 6 workers")
     page.get_by_role("button", name="Automatic").click()
     page.get_by_role("radiogroup", name="Who decides").get_by_text("Manual", exact=True).click()
     choice_timeout = page.get_by_role("spinbutton", name="Seconds to choose in")
@@ -250,9 +251,9 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
 
     page.locator(".st-key-choose-re-route button").click()
     rolled = page.locator(".or-roll-out")
-    expect(rolled).to_contain_text(f"Generation {generation + 1}: all 11 workers train by it")
+    expect(rolled).to_contain_text(f"Generation {generation + 1}: all 5 workers train by it")
     rolled.locator("summary").click()
-    expect(rolled.locator("tbody tr")).to_have_count(11)
+    expect(rolled.locator("tbody tr")).to_have_count(5)
     for peer in PEERS:
         expect(rolled.locator("tbody tr", has_text=peer)).to_contain_text("ms")
     expect(cell(page, "re-routed", PEERS[0])).to_be_visible()
@@ -264,7 +265,7 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
     base = f"{demo.root}/api/v1/jobs/{demo.job_id}"
     assert requests.put(f"{base}/mode", json={"mode": "automatic"}, timeout=10).ok
     assert requests.post(f"{base}/workers/{VICTIM}/restart", timeout=10).ok
-    expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
+    expect(page.locator(".or-sentence")).to_contain_text("all 6 workers")
     demo.wait(lambda: demo.get("")["partition"] == HOME and not demo.get("")["moving_to"], "layers are back")
 
 

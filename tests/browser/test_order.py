@@ -4,6 +4,7 @@ back by what somebody did."""
 from __future__ import annotations
 
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from playwright.sync_api import Browser, Page
@@ -98,9 +99,25 @@ def test_back_goes_back_by_what_somebody_did(browser: Browser) -> None:
         assert puts("/schedule?job=1&plan=4") == 0, "what comes long after comes of something else"
         page.go_back()
         assert page.url == "http://console.test/?job=1"
-        for kind in ("pointerdown", "click", "keydown", "drop"):
-            page.dispatch_event("button", kind)
+        for act in (page.mouse.down, page.mouse.up, lambda: page.keyboard.down("Tab")):
+            act()
             page.clock.fast_forward(9_900)
-            assert puts(f"/schedule?job=1&plan={kind}") == 1
+            assert puts(f"/schedule?job=1&plan={uuid4()}") == 1
+        page.dispatch_event("button", "keydown")
+        assert puts("/schedule?job=1&plan=5") == 0, "which a script pressed, as colours.js does"
+
+        def runs(state: str) -> None:
+            page.evaluate("async state => document.body.setAttribute('data-test-script-state', state)", state)
+
+        page.get_by_role("button").click()
+        page.clock.fast_forward(9_000)
+        runs("running")
+        page.clock.fast_forward(60_000)
+        assert puts("/schedule?job=1&plan=6") == 1, "a slow machine takes its time"
+        runs("notRunning")
+        page.get_by_role("button").click()
+        page.clock.fast_forward(11_000)
+        runs("running")
+        assert puts("/schedule?job=1&plan=7") == 0, "a page that runs by itself, later"
     finally:
         page.close()

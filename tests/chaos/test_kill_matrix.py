@@ -18,8 +18,8 @@ KILLS = [f"W{p}_{s}@{iteration}:{op}" for iteration in (0, 3) for p in range(2) 
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return fault_free(tmp_path_factory.getbasetemp())
+def reference() -> Run:
+    return fault_free()
 
 
 @pytest.mark.parametrize("kill", KILLS)

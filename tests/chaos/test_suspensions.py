@@ -34,12 +34,12 @@ BEGIN = 10
 class Job:
     """A real launcher and its workers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self._record = folder / "record.jsonl"
         self._before = _processes()
         workload = ("--workload-options", json.dumps(TINY))
         arguments = ("train", "--iterations", str(ITERATIONS), "--record", str(self._record), *OPTIONS, *workload)
-        self.launcher = Launched(*arguments, errors=folder / "errors")
+        self.launcher = Launched(*arguments, *options, errors=folder / "errors")
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -103,6 +103,27 @@ def _workers(job: Job, workers: list[int], seconds: float, dice: random.Random) 
 @pytest.fixture(scope="module")
 def losses() -> list[str]:
     return fault_free_losses(ITERATIONS, **GRID)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seconds", [5, 25])
+def test_a_death_while_the_launcher_stands_still(seconds: int, losses: list[str], tmp_path: Path) -> None:
+    """The others wait for it, and it does not hold that against them: only the dead one is replaced."""
+    job = Job(tmp_path, "--max-restarts", "1", "--restart-delay", "0.2")
+    try:
+        job.begun()
+        victim = random.Random(seconds).choice(job.workers())
+        _signal([job.launcher.pid], signal.SIGSTOP)
+        _signal([victim], signal.SIGKILL)
+        time.sleep(seconds)
+        _signal([job.launcher.pid], signal.SIGCONT)
+        assert job.launcher.wait(300) == 0
+    finally:
+        _signal([job.launcher.pid] if _parent(job.launcher.pid) >= 0 else [], signal.SIGCONT)
+        job.launcher.end()
+    assert len([line for line in job.lines if "failure" in line]) == 1
+    assert len([line for line in job.lines if "restart" in line]) == 1
+    assert job.losses == losses
 
 
 @pytest.mark.timeout(600)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -155,23 +153,19 @@ UNEVEN = Job(
 )
 def test_torch_runs_it_to_the_plain_model_s_gradients(tmp_path: Path, job: Job, technique: Technique) -> None:
     torch = pytest.importorskip("torch")
+    from tests.agent.launches import Launched  # imports torch
+
     plan = make_plan(Problem(job, technique=technique, memory=MemoryLimit("none")), solver="list", look_ahead=False)
     schedule = tmp_path / "schedule.csv"
     schedule.write_bytes(EXPORTERS["torch-csv"].render(plan, pipeline=0))
     kinds = {cell[1] for row in lines(schedule.read_text()) for cell in row if cell}
     assert kinds >= ({"F", "I", "W"} if technique.splits else {"F", "B"})
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(Path(__file__).with_name("torch_pipeline_run.py")),
-            *(str(schedule), str(job.stages), str(job.micro_batches), str(tmp_path)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    arguments, errors = (str(schedule), str(job.stages), str(job.micro_batches), str(tmp_path)), tmp_path / "errors"
+    ranks = Launched(*arguments, errors=errors, module="tests.planner.torch_pipeline_run")
+    try:
+        assert ranks.wait(170) == 0, errors.read_text()[-2000:]
+    finally:
+        ranks.end()
     plain = torch.load(tmp_path / "plain.pt")
     for stage in range(job.stages):
         ran = torch.load(tmp_path / f"rank{stage}.pt")

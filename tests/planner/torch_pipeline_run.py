@@ -1,6 +1,6 @@
 """Runs a schedule CSV in torch's own pipeline runtime, one gloo process per stage.
 
-Called as a program by test_export_torch.py: `torch_pipeline_run.py SCHEDULE.csv STAGES MICRO_BATCHES
+Called as a program by test_export_torch.py: `torch_pipeline_run SCHEDULE.csv STAGES MICRO_BATCHES
 FOLDER`. Rank r leaves its losses and gradients in FOLDER/rank<r>.pt, the plain sequential model's
 are in FOLDER/plain.pt.
 """

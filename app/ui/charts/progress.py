@@ -8,7 +8,6 @@ worker that is not simply running, on the Planner page with a click that kills.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from openrecycle.app.console.view import EventView, JobView, RecoveryView, WorkerView
+from openrecycle.app.console.view import GenerationView, JobView, RecoveryView, WorkerView
 from openrecycle.app.jobs.states import HOLDING, OUT, RoleState
 from openrecycle.app.jobs.throughput import IterationView
 from openrecycle.app.observing.recorder import Series, Values
@@ -203,8 +202,6 @@ def dead_grid(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> L
 PANEL_HEIGHT = 112
 # Beyond as many iterations a line says more than dots on it.
 MOST_DOTS = 120
-# `generation 3: W1_2 re-joins; plan 6d9b60c0: ...`, as the feed has it when a generation opens.
-_OPENED = re.compile(r"generation (\d+)[^:]*: (.*); plan ", re.DOTALL)
 _LONGEST = 160
 # Beyond this share of the axis a mark's words stand on its left.
 LATE = 0.85
@@ -228,19 +225,20 @@ class Mark:
 
 
 def generation_marks(
-    iterations: tuple[IterationView, ...], recoveries: tuple[RecoveryView, ...], events: tuple[EventView, ...]
+    iterations: tuple[IterationView, ...],
+    recoveries: tuple[RecoveryView, ...],
+    generations: tuple[GenerationView, ...],
 ) -> list[Mark]:
     """One mark for each iteration whose generation is newer than that of the one before."""
-    healed = {r.generation: r for r in recoveries}
-    reasons = {int(m[1]): m[2] for e in reversed(events) if e.kind == "generation" and (m := _OPENED.match(e.text))}
+    healed, opened = {r.generation: r for r in recoveries}, {g.generation: g for g in generations}
     marks = []
     for before, after in pairwise(iterations):
         if after.generation == before.generation:
             continue
-        generations = range(before.generation + 1, after.generation + 1)
-        known = [healed[e] for e in generations if e in healed]
-        reason = next((reasons[e] for e in reversed(generations) if e in reasons), "")
-        lost = sorted({r.worker for r in known}) or _reported_lost(events, before, after)
+        since = range(before.generation + 1, after.generation + 1)
+        known, came = [healed[g] for g in since if g in healed], [opened[g] for g in since if g in opened]
+        reason = came[-1].reason if came else ""
+        lost = sorted({r.worker for r in known} or {worker for g in came for worker in g.lost})
         if reason.endswith(" to leave") and not lost:
             marks.append(Mark(after.iteration, "↓ drained", False, reason[:_LONGEST]))
         elif lost or after.living < before.living:
@@ -253,18 +251,6 @@ def generation_marks(
             words = "⇄ layers" if "layers per stage" in reason else "⇄ new plan" if "plan" in reason else "re-formed"
             marks.append(Mark(after.iteration, words, False, reason[:_LONGEST] or "same workers, new groups"))
     return marks
-
-
-def _reported_lost(events: tuple[EventView, ...], before: IterationView, after: IterationView) -> list[str]:
-    """Workers whose death was reported between two commits, for failures whose recovery is not yet."""
-    return sorted(
-        {
-            e.worker
-            for e in events
-            if e.kind == "failure" and e.severity == "error" and e.worker
-            if before.committed_at <= e.at <= after.committed_at
-        }
-    )
 
 
 def throughput(rows: Columns, colours: Palette, shown: tuple[float, float] | None = None) -> LiveChart:

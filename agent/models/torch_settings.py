@@ -1,0 +1,133 @@
+"""What torch keeps for a whole process and shows in bits: how many threads it computes with, whether it records
+gradients, in which precision it multiplies.
+
+Whichever worker runs a micro-batch, the result is the same, so these are the same on all workers, and stay as they were
+once the job's files had been imported. A layer, a data set or an optimizer may set one of them later, and so in one
+worker alone: then it is set back after the op (`TorchSettings.put_back`), which takes a microsecond to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from openrecycle.agent.models import compat
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_PRECISIONS = ("none", "ieee", "tf32", "bf16")
+_FLAG = (False, True)
+_SUBNORMAL = 1e-310
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """name: of what sets it. values: which it may have; (): any number."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    values: tuple[Any, ...] = _FLAG
+
+
+def _settings(device: torch.device) -> list[_Setting]:
+    """What others follow where they have no value of their own comes before those."""
+    found = [
+        _Setting("torch.set_num_threads", torch.get_num_threads, torch.set_num_threads, ()),
+        _Setting("torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
+        _Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype, _DTYPES),
+        _Setting("torch.set_flush_denormal", lambda: not _SUBNORMAL / 2, torch.set_flush_denormal),
+        _Setting(
+            "torch.use_deterministic_algorithms",
+            torch.are_deterministic_algorithms_enabled,
+            # Whether it only warns shows in no bit, and is kept.
+            lambda on: torch.use_deterministic_algorithms(
+                on, warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
+            ),
+        ),
+    ]
+    backend = "cuda" if device.type == "cuda" else "mkldnn"
+    matmul = "torch.set_float32_matmul_precision"
+    read, write = compat.fp32_precision()
+    for scope, what, name in (
+        ("generic", "all", "torch.backends.fp32_precision"),
+        (backend, "all", f"torch.backends.{backend}.fp32_precision"),
+        (backend, "matmul", matmul),
+        (backend, "conv", f"torch.backends.{'cudnn' if backend == 'cuda' else backend}.conv.fp32_precision"),
+    ):
+        found.append(_Setting(name, partial(read, scope, what), partial(write, scope, what), _PRECISIONS))
+    return found + [_Setting(name, *access) for name, access in compat.backend_flags(device.type).items()]
+
+
+class Changed(NamedTuple):
+    """setting: the name of what sets it."""
+
+    setting: str
+    was: str
+    now: str
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.setting}: the model's, the data's or the optimizer's code has changed it from {self.was} to "
+            f"{self.now}, which shows in the bits, and other workers may not have it. It is set back whenever that is "
+            "seen; take that call away, or make it at the top level of the job's file"
+        )
+
+
+class TorchSettings:
+    """As they are when it is made, of the thread that makes it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._settings = _settings(device)
+        self._reads = [setting.read for setting in self._settings]
+        self._values = self._now()
+
+    def _now(self) -> list[Any]:
+        return [read() for read in self._reads]
+
+    def put_back(self) -> list[Changed]:
+        """What has been changed since; all is as it was then."""
+        if self._now() == self._values:
+            return []
+        changed = []
+        for setting, was in zip(self._settings, self._values, strict=True):
+            if (now := setting.read()) != was:
+                setting.write(was)
+                changed.append(Changed(setting.name, _text(was), _text(now)))
+        return changed
+
+    @property
+    def number(self) -> int:
+        """Equal where all but the threads are, of processes whose devices are of one kind."""
+        number = 0
+        for setting, value in zip(self._settings, self._values, strict=True):
+            number = number << _BITS | (setting.values.index(value) if value in setting.values else 0)
+        return number
+
+    def differing(self, one: int, other: int) -> Collection[str]:
+        """Names of those whose values differ between two processes, by their `number`s."""
+        both = one ^ other
+        places = range(len(self._settings) - 1, -1, -1)
+        return [s.name for s, place in zip(self._settings, places, strict=True) if both >> place * _BITS & 2**_BITS - 1]
+
+
+_BITS = 2
+
+
+@contextmanager
+def kept_settings() -> Iterator[None]:
+    """What is changed within is set back."""
+    kept = TorchSettings(torch.device("cpu"))
+    try:
+        yield
+    finally:
+        kept.put_back()
+
+
+def _text(value: Any) -> str:
+    return str(value).removeprefix("torch.")
