@@ -81,8 +81,8 @@ def current(keeper: Keeper) -> tuple[WhatIf, list[InputError]]:
     keeper: finds a profile by the name that people keep it under. Raises ConsoleError.
     """
     words = {name: st.query_params[name] for name in PARAMS if name in st.query_params}
-    if not words and SAVED_PARAM not in st.query_params and QUESTION in st.session_state:
-        words = st.session_state[QUESTION].params()
+    if not words and SAVED_PARAM not in st.query_params:
+        words = _words(now())
         st.query_params.update(words)
     kept = None
     if word := words.get(PROFILE):
@@ -99,6 +99,12 @@ def current(keeper: Keeper) -> tuple[WhatIf, list[InputError]]:
     return made, wrong
 
 
+def _words(question: WhatIf) -> dict[str, str]:
+    """For the URL. The usual question has a word there too: Back comes to it as to any other, and one without any is
+    that of a link between pages."""
+    return question.params() or {GRID: question.words()[GRID]}
+
+
 def now() -> WhatIf:
     """For callbacks, which run before the page does."""
     return st.session_state.get(QUESTION) or WhatIf()
@@ -111,7 +117,7 @@ def change(made: WhatIf, *, saved: str | None = None, example: bool = False) -> 
         for name in (SHOW, WINDOW):
             address.put(name, None)
     st.session_state[QUESTION] = made
-    words = made.params()
+    words = _words(made)
     if saved:
         words[SAVED_PARAM] = saved
     if example or (EXAMPLE in st.query_params and step_of(made)):

@@ -22,6 +22,9 @@ from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
+# What the address says of the question that the page begins with.
+USUAL = {"grid": "3x4x6"}
+
 
 @pytest.fixture
 def console(here: ConsoleHere) -> Iterator[ConsoleService]:
@@ -34,7 +37,7 @@ def console(here: ConsoleHere) -> Iterator[ConsoleService]:
 def test_without_a_job_the_page_asks_and_starts_nothing(console: ConsoleService) -> None:
     test = open_page()
     assert golden("no-plan-can-be-shorter-than-21") in words(test)
-    assert console.plans.solves.all() == [] and params(test) == {}
+    assert console.plans.solves.all() == [] and params(test) == USUAL
     assert not test.button(key="planner-plan").disabled
     assert all("alive" in test.button(key=f"worker-W{p}_{s}").label for p in range(3) for s in range(4))
 
@@ -48,7 +51,7 @@ def test_a_click_kills_and_another_revives(console: ConsoleService) -> None:
     assert params(test) == {"fail": "W0_0.W1_2"}
     click(test, "worker-W1_2")
     assert params(test) == {"fail": "W0_0"}
-    assert params(click(test, "planner-revive")) == {}
+    assert params(click(test, "planner-revive")) == USUAL
     assert console.plans.solves.all() == []
 
 
@@ -70,7 +73,7 @@ def test_each_technique_includes_the_ones_before(console: ConsoleService) -> Non
     assert switches() == [False, False, False] and params(test) == {"technique": "fault-free"}
     switch("Staggered optimizer").set_value(True)
     run(test)
-    assert switches() == [True, True, True] and params(test) == {}
+    assert switches() == [True, True, True] and params(test) == USUAL
 
 
 def test_every_control_is_in_the_link_and_a_link_sets_every_control(console: ConsoleService) -> None:
@@ -102,8 +105,20 @@ def test_every_control_is_in_the_link_and_a_link_sets_every_control(console: Con
     again.query_params.clear()
     turn_to(again, "planner")
     assert params(run(again)) == link
-    assert params(click(again, "planner-reset")) == {}
+    assert params(click(again, "planner-reset")) == USUAL
     assert console.plans.solves.all() == []
+
+
+def test_back_comes_to_the_usual_question_too(console: ConsoleService) -> None:
+    test = open_page()
+    assert params(test) == USUAL
+    test.number_input(key="planner-pipelines").set_value(5)
+    assert params(run(test)) == {"grid": "5x4x6"}
+    test.query_params.clear()
+    for name, word in USUAL.items():
+        test.query_params[name] = word
+    assert run(test).number_input(key="planner-pipelines").value == 3
+    assert params(test) == USUAL
 
 
 def test_some_at_random(console: ConsoleService) -> None:
