@@ -14,7 +14,7 @@ torch's own reconfiguration (2.14) is not used: 12 workers took 70 to 112 ms to 
 all knew, and 10 to 18 ms to make a new one over the store (`bench_reconfigure`, by turns in one run).
 
 The store: torch serves it, in threads of its own: inside the launcher, and whatever the launcher's Python does. Groups
-need it only while they form. Nothing is ever deleted from one, and a gloo group of n workers leaves 14 n² bytes there:
+need it only while they form. Nothing is ever deleted from one, and a gloo group of n workers leaves 8 n² bytes there:
 so every few generations a new one takes its place, whose address travels with the generation.
 """
 
@@ -198,11 +198,11 @@ class Standby:
         ranks: Ranks,
         *,
         with_stage: bool,
-        first: Callable[[Any], None],
+        first: Callable[[], None],
     ) -> None:
         """Begins to connect, in a thread of its own; where a peer does not come, nothing follows but that there are no
         such connections. ranks: of this worker, which connect to each other, too. with_stage: for the sums of the
-        stage, too. first: called in that thread, with its connection to the store."""
+        stage, too. first: called in that thread."""
         self.generation, self._me, self.members = generation, me, tuple(members)
         self._lock = threading.Lock()
         self._dropped = False
@@ -219,18 +219,15 @@ class Standby:
             if with_stage and len(stage) > 1:
                 parts.append((f"stage{me.stage}", stage))
             try:
+                first()
                 # A connection to the store serves one caller at a time, and gloo may wait in it for long.
                 store = stores.borrow(address_of_store, timeouts.form)
-                first(store)
                 for name, workers in parts:
                     group = GlooGroup(store, plane + name, workers.index(me), workers, timeouts, address)
                     begun.append(group)
                     if self._dropped:
                         break
-                    if workers is self.members:
-                        group.learn(store)
-                    else:
-                        group.keep_alive()
+                    group.arm()
                 if not self._dropped:
                     of_ranks = dist.PrefixStore(f"generation{generation}/{me}/standby", store)
                     self.of_ranks = ranks.connections(of_ranks, timeouts)
@@ -353,8 +350,6 @@ class Groups:
                 of_ranks = dist.PrefixStore(f"generation{generation}/{me}/ranks", store)
                 self.ranks.connect(of_ranks, timeouts, () if standby is None else standby.of_ranks, begun)
             whole: Group | None = None
-            self._connected_anew = standby is None
-            """Else it is known already which connection is whose."""
             if standby is None:
                 self._control = gloo("world", living)
             else:
@@ -420,15 +415,11 @@ class Groups:
             for w, row in zip(self._living, plane, strict=True)
         }
 
-    def arm(self, store: Any) -> None:
-        """Prepares `cancel`, which costs less then. All workers call it, from any thread, and wait for each other.
-        store: a connection of that thread's own. Raises RuntimeError."""
+    def arm(self) -> None:
+        """Prepares `cancel`, which is quicker then. From any thread."""
         for group in self._all:
             if isinstance(group, GlooGroup):
-                if group is self._control and self._connected_anew:
-                    group.learn(store)
-                else:
-                    group.keep_alive()
+                group.arm()
 
     def cancel(self) -> None:
         """Makes every wait on these groups fail within milliseconds. From any thread."""

@@ -3,12 +3,12 @@
 Measured behaviour of gloo that this file is built on: a transfer with a killed peer raises within
 20 ms, but everything else that waits (a transfer with a survivor who has left, an all-reduce two hops
 away) hangs to its time-out, and `abort()` wakes nothing. What does wake it: an expired wait closes
-every pair of its group. But gloo closes one pair after the other, and for each it waits until its thread comes round,
-which it does every 10 ms where nothing arrives. A connection that ends by itself is closed by that thread, at once: so
-`cancel` ends connections (see `_polled`), and only those to ranks for whom somebody waits here; whoever waits later
-ends the others first. To end all costs as much as a good part of forming anew; `close` does it, when there is time.
-Which connection leads to which rank gloo tells nobody: the ranks tell each other, over the store and beside the
-training (`learn`). Where they have not, `cancel` ends all.
+every pair of its group. So `cancel` posts a receive that nobody answers, with a 1 ms time-out, to
+every rank. But gloo closes one pair after the other, and for each it waits until its thread comes round, which it does
+every 10 ms where nothing arrives. A connection that ends by itself is closed by that thread, at once; so `cancel` first
+ends those that it can find (see `_accepted_at`), and each pair has one end that finds it. And it asks only those for
+whom somebody waits here: whoever waits later asks the others first. To ask every rank costs as much as a good part of
+forming anew; `close` does it, when there is time.
 
 A pair between two living ranks is as good as before when a third one has died, so what needs pairs alone (sends,
 receives, `gather`) goes on in a group that has lost members, and a sum does not.
@@ -67,7 +67,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -481,18 +480,14 @@ class GivenGlooGroup(Group):
         """Before a wait. In this order: either `cancel` sees the wait, or this sees that it was called."""
         self._waits[pending] = None
         if self._cancelled:
-            self._wake(pending.peers)
+            self.close()
 
     def end_wait(self, pending: GlooPending) -> None:
         self._waits.pop(pending, None)
 
     def cancel(self) -> None:
         self._cancelled = True
-        self._wake({rank for pending in list(self._waits) for rank in pending.peers})
-
-    def _wake(self, ranks: Collection[int]) -> None:
-        """Makes every wait for these fail within milliseconds."""
-        wake(self._group, ranks)
+        wake(self._group, {rank for pending in list(self._waits) for rank in pending.peers})
 
     def close(self) -> None:
         with self._closing:
@@ -520,172 +515,82 @@ class GlooGroup(GivenGlooGroup):
     ) -> None:
         """Blocks until all ranks are there. Raises RuntimeError."""
         own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.form)
-        device, self._listener = _device_at(address)
+        device, self._port = _device_at(address)
         group = compat.gloo_group(own, rank, len(members), timeout=form, device=device)
         super().__init__(group, rank, members, timeouts)
-        self._name = name
-        self._by_rank: dict[int, _Descriptor] = {}
-        """The connections of which it is known where they lead."""
+        self._lock = threading.Lock()
+        self._accepted: list[socket.socket] | None = None
 
-    def keep_alive(self) -> None:
-        """From here on also connections that nothing passes over. From any thread."""
-        for _, connection in _sockets(self._connections()):
-            _keep_alive(connection)
+    def arm(self) -> None:
+        """Prepares `cancel`, which does so itself where this was not called; and connections that nothing passes over
+        are kept alive from here on. From any thread."""
+        with self._lock:
+            if self._accepted is None and self._port is not None:
+                self._accepted = [] if self._cancelled else _accepted_at(self._port)
 
-    def learn(self, store: Any) -> None:
-        """Has the ranks tell each other which connection is whose: `cancel` ends fewer then. Keeps them alive, too. All
-        ranks call it, from any thread, with connections to the store that nobody else uses meanwhile; each waits for
-        all. Raises RuntimeError."""
-        listens = ("", "") if self._listener is None else self._listener.name
-        made, accepted = dict[_Name, _Descriptor](), dict[_Name, _Descriptor]()
-        ports: dict[tuple[str, str], list[str]] = {}
-        for descriptor, connection in _sockets(self._connections()):
-            with contextlib.suppress(OSError):  # it has ended
-                here, there = _name(connection.getsockname()), _name(connection.getpeername())
-                _keep_alive(connection)
-                if here == listens:
-                    accepted[there] = descriptor
-                else:
-                    made[there] = descriptor
-                    ports.setdefault((here[0], there[0]), []).append(f"{here[1]}>{there[1]}")
-        # First where this rank listens; then of what it has connected itself, which end is where. A port alone tells
-        # nothing: several connections of a host may have the same one, to different peers.
-        told = [" ".join(listens), *(" ".join([*hosts, *pairs]) for hosts, pairs in ports.items())]
-        shared = dist.PrefixStore(f"{self._name}/ends", store)
-        shared.set(str(self.rank), "\n".join(told))
-        to_here = re.compile(f"(\\d+)>{listens[1]}(?: |$)")
-        for other, ends in zip(self.others, shared.multi_get([str(rank) for rank in self.others]), strict=True):
-            first, *lines = bytes(ends).decode().split("\n")
-            host, port = first.split(" ")
-            found = [made.get((host, port))]
-            for line in lines:
-                host, to_host, pairs = line.split(" ", 2)
-                if to_host == listens[0] and (end := to_here.search(pairs)):
-                    found.append(accepted.get((host, end[1])))
-            self._by_rank.update((other, descriptor) for descriptor in found if descriptor is not None)
-
-    def close(self) -> None:
-        with self._closing:
-            if self._closed:
+    def cancel(self) -> None:
+        self.arm()
+        with self._lock:
+            if self._cancelled:
                 return
-            _end(self._connections())
-            self._closed = self._listener is not None and not self._connections()
-        super().close()  # where gloo's thread has not come round yet, or nobody can tell
-
-    def _wake(self, ranks: Collection[int]) -> None:
-        known = [self._by_rank[rank] for rank in ranks if rank in self._by_rank]
-        if len(known) == len(ranks):
-            _end(known)
-        elif self._listener is not None:
-            _end(self._connections())
-        else:
-            super()._wake(ranks)
-
-    def _connections(self) -> list[_Descriptor]:
-        """That there are still; none where that can't be told."""
-        if self._listener is None:
-            return []
-        others = self._listener.others
-        return [target for target in _polled(self._listener.poll) if target not in others]
-
-
-class _Descriptor(NamedTuple):
-    """A file descriptor, and what it stands for: by the time that it is used the number may be another one's."""
-
-    number: int
-    inode: int
-
-
-_Name = tuple[str, str]
-"""Of an end of a connection: its host, and its port."""
-
-
-class _Listener(NamedTuple):
-    """Of a gloo device. poll: the descriptor with which its thread polls. others: what it polls besides connections.
-    name: where it listens."""
-
-    poll: int
-    others: frozenset[_Descriptor]
-    name: _Name
+            self._cancelled, accepted, self._accepted = True, self._accepted or [], []
+        for connection in accepted:
+            with contextlib.suppress(OSError):  # it has ended already
+                # Not for writing: what a peer is ready for may still be read here, and gloo forgets a send that it then
+                # can't begin: whoever waits for it was not woken for two minutes (once in some 40 deaths).
+                connection.shutdown(socket.SHUT_RD)
+            connection.close()
+        super().cancel()
 
 
 _making_devices = threading.Lock()
-_TRIES = 5
-_TARGET = re.compile(r"tfd:\s*(\d+) .* ino:([0-9a-f]+)")
 
 
-def _device_at(address: str) -> tuple[Any, _Listener | None]:
-    """A gloo device, which each group has one of its own of; None where it can't be told what it polls."""
-    for _ in range(_TRIES):
-        with _making_devices:
-            before = _descriptors()
-            device = compat.gloo_device(address)
-            new = _descriptors() - before
-        found = [listener for number in new if (listener := _listener(number)) is not None]
-        if len(found) == 1:
-            return device, found[0]
-        if not new:
-            break  # a system without /proc
-        # Another thread has closed a descriptor meanwhile, whose number the device has now.
-    return device, None
+def _device_at(address: str) -> tuple[Any, int | None]:
+    """A gloo device, and the port at which it listens; None where that can't be told."""
+    with _making_devices:
+        before = set(_descriptors().values())
+        device = compat.gloo_device(address)
+        # Each look at a socket is a few system calls, and with 64 workers there are hundreds.
+        new = [descriptor for descriptor, inode in _descriptors().items() if inode not in before]
+        found = [s.getsockname()[1] for s in _sockets(new) if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+    return device, found[0] if len(found) == 1 else None
 
 
-def _listener(poll: int) -> _Listener | None:
-    """Of a device that has no connections yet, if that is what polls with `poll`."""
-    targets = _polled(poll)
-    for _, listening in _sockets(targets):
-        if len(targets) == 2 and listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return _Listener(poll, frozenset(targets), _name(listening.getsockname()))
-    return None
+def _accepted_at(port: int) -> list[socket.socket]:
+    """The connections that were made to this process at that port, each with a file descriptor of its own."""
+    found = []
+    for candidate in _sockets(_descriptors()):
+        listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if not listens and candidate.getsockname()[1] == port:
+            # Not its `dup`, which makes the connection a blocking one, for gloo too.
+            found.append(socket.socket(fileno=candidate.detach()))
+            found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            found[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
+    return found
 
 
-def _descriptors() -> set[int]:
-    """Of this process; none on a system without /proc."""
+def _descriptors() -> dict[int, int]:
+    """The inodes of this process's sockets, by their file descriptors; none on a system without /proc."""
+    found = {}
     with contextlib.suppress(OSError), os.scandir("/proc/self/fd") as entries:
-        return {int(entry.name) for entry in entries}
-    return set()
+        for entry in entries:
+            with contextlib.suppress(OSError):  # others open and close theirs meanwhile
+                about = os.fstat(int(entry.name))
+                if stat.S_ISSOCK(about.st_mode):
+                    found[int(entry.name)] = about.st_ino
+    return found
 
 
-def _polled(poll: int) -> list[_Descriptor]:
-    """What is polled with this descriptor."""
-    try:
-        text = Path(f"/proc/self/fdinfo/{poll}").read_text(encoding="ascii")
-    except OSError:
-        return []
-    return [_Descriptor(int(number), int(inode, 16)) for number, inode in _TARGET.findall(text)]
-
-
-def _sockets(descriptors: Iterable[_Descriptor]) -> Iterator[tuple[_Descriptor, socket.socket]]:
-    """Those of these that are sockets, each until the next is asked for."""
+def _sockets(descriptors: Iterable[int]) -> Iterator[socket.socket]:
+    """Those of these that are of TCP, each until the next is asked for."""
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # it has been closed
-            copy = os.dup(descriptor.number)
-            about = os.fstat(copy)
-            if not stat.S_ISSOCK(about.st_mode) or about.st_ino != descriptor.inode:
-                os.close(copy)
+        with contextlib.suppress(OSError):  # others open and close theirs meanwhile
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
-            # Of either family: one that is not told asks the system for more than is needed.
-            with socket.socket(socket.AF_INET6, socket.SOCK_STREAM, fileno=copy) as connection:
-                yield descriptor, connection
-
-
-def _end(connections: Iterable[_Descriptor]) -> None:
-    """Has gloo's thread close these, and fail whoever waits in them."""
-    for _, connection in _sockets(connections):
-        with contextlib.suppress(OSError):  # it has ended already
-            # Not for writing: what a peer is ready for may still be read here, and gloo forgets a send that it then
-            # can't begin: whoever waits for it was not woken for two minutes (once in some 40 deaths).
-            connection.shutdown(socket.SHUT_RD)
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has ended
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
-
-
-def _name(address: tuple[Any, ...]) -> _Name:
-    return str(address[0]), str(address[1])
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                    yield copy
 
 
 class _Late:
@@ -784,7 +689,7 @@ class LateGroup(Group):
             group.cancel()
             group.close()
         else:
-            group.keep_alive()
+            group.arm()
 
 
 def only_other(members: Sequence[Worker], rank: int) -> Worker | None:

@@ -17,7 +17,7 @@ import torch
 
 from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.transport import communicator
-from openrecycle.agent.transport.communicator import Communicator, Groups, RendezvousStore, StoreClient
+from openrecycle.agent.transport.communicator import Communicator, Groups, RendezvousStore
 from openrecycle.agent.transport.group import GlooGroup, TransferError
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 
@@ -69,9 +69,6 @@ class Job:
         for worker in workers:
             self.mine[worker].stand_by()
         until(lambda: all(self.mine[w].stands_by for w in workers))
-
-    def arm(self, groups: dict[Worker, Groups]) -> None:
-        self.all(list(groups), lambda me: groups[me].arm(StoreClient().connect(self.address, PATIENT.form)))
 
     def exchange(self, groups: dict[Worker, Groups]) -> None:
         """Rows, a message to each neighbour, and a sum per stage."""
@@ -203,7 +200,8 @@ def test_whoever_waits_for_any_rank_is_woken(armed: bool, late: bool, store: Ren
     job = Job(store)
     groups = job.form(1, GRID)
     if armed:
-        job.arm(groups)
+        for mine in groups.values():
+            mine.arm()
     first = groups[GRID[0]]
     pending = [first.receive(w, torch.zeros(1), 5) for w in GRID[1:]]
     woken = []
@@ -224,32 +222,6 @@ def test_whoever_waits_for_any_rank_is_woken(armed: bool, late: bool, store: Ren
     for thread in threads:
         thread.join()
     assert sorted(woken) == list(range(len(pending)))
-
-
-def test_whoever_is_woken_loses_no_connection_but_that_in_which_it_waits(store: RendezvousStore) -> None:
-    """To end all of them would cost the survivors more than all else that they do to go on."""
-    job = Job(store)
-    groups = job.form(1, GRID)
-    job.arm(groups)
-    partner = {w: GRID[i ^ 1] for i, w in enumerate(GRID)}
-
-    def wait(me: Worker) -> None:
-        with pytest.raises(TransferError):
-            groups[me].receive(partner[me], torch.zeros(1), 5).wait()
-
-    with ThreadPoolExecutor(len(GRID)) as pool:
-        waiting = [pool.submit(wait, me) for me in GRID]
-        for me in GRID:
-            job.mine[me].cancel(2)
-        for each in waiting:
-            each.result()
-    # Nobody waits here, since that would end the connection: what comes is there some time.
-    pairs = [(me, other) for me in GRID for other in GRID if other not in (me, partner[me])]
-    coming = [groups[me].receive(other, torch.zeros(1), 6) for me, other in pairs]
-    going = [groups[me].send(other, torch.full((1,), 1.0 + GRID.index(me)), 6) for me, other in pairs]
-    expected = [1.0 + GRID.index(other) for _, other in pairs]
-    until(lambda: [float(pending.tensor) for pending in coming] == expected)
-    del going
 
 
 def test_old_connections_are_closed_once_the_next_generation_trains(store: RendezvousStore) -> None:
