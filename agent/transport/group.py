@@ -288,7 +288,7 @@ def wait_or_leave(work: Any, cancelled: Callable[[], bool], seconds: float = mat
 class _Scatter:
     """One of a group's, which it ends in a thread of its own: what has come is added there.
 
-    Each rank sends its terms of a part to the first rank that wants the sum, which adds them in the order of ranks and
+    Each rank sends its terms of a part to the first rank that wants the sum, which adds them to its own and
     sends the sum to the others that want it. With two that want each part, a rank sends as many bytes as the tensor
     has; in an all-reduce of n ranks 2 (n - 1) / n times as many.
     """
@@ -302,6 +302,7 @@ class _Scatter:
             for start in range(part.start, part.end, longest)
         )
         self._ended, self._problem = threading.Event(), ""
+        self._fault: Exception | None = None
         self._writing, self._left = threading.Lock(), False
 
     def arrived(self) -> bool:
@@ -312,11 +313,13 @@ class _Scatter:
         while not self._ended.wait(_ASK_AGAIN) and not group.cancelled:
             pass
         if self._problem or not self._ended.is_set():
-            if group.cancelled:
+            if not self._ended.is_set():
                 # Nothing comes over connections that are closed, and nothing is added any more.
                 group.close()
                 with self._writing:
                     self._left = True
+            if self._fault is not None:
+                raise self._fault
             raise TransferError(self._problem or "the group was cancelled", group.only_other)
         return self.tensor
 
@@ -328,7 +331,12 @@ class _Scatter:
                 self._exchange()
         except Exception as error:
             self._problem = first_line(error)
+            self._fault = None if isinstance(error, TransferError) else error  # no memory, say: no peer's doing
         self._ended.set()
+        if self._problem and not problem:
+            # What peers still send has no memory here any more: gloo's thread would look at it without end. And nobody
+            # waits for a sum that can't come.
+            self._group.close()
         return self._problem
 
     def _exchange(self) -> None:
@@ -421,8 +429,8 @@ class GivenGlooGroup(Group):
         with self._scattering:
             self._scatters.append(scatter)
             if not self._scatters_run:
-                self._scatters_run = True
                 threading.Thread(target=self._run_scatters, name="scatter", daemon=True).start()
+                self._scatters_run = True
         return scatter
 
     def _run_scatters(self) -> None:

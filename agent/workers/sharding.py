@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -161,6 +162,7 @@ class ShardedStage:
             return group.begin_sum(tensor)
         if covered < len(tensor):
             parts.append(Part(covered, len(tensor), tuple(range(len(self.peers)))))
+        assert all(a.end == b.start for a, b in pairwise([Part(0, 0, ()), *parts])), "sums are left out"
         return group.begin_scatter(tensor, parts)
 
     def measure(self) -> None:
