@@ -16,15 +16,12 @@ compared with another, and each may be set.
 from __future__ import annotations
 
 import fcntl
-import os
-import secrets
-import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from sqlalchemy import (
@@ -87,25 +84,6 @@ class FileGone(SQLAlchemyError):
     """The SQLite file is not there any more, or another one is. Nothing has been stored. `str(error)` says which."""
 
 
-class FileOverwritten(FileGone):
-    """The SQLite file has this name still, and another one was copied into it. Not to be read either."""
-
-
-class _Header(NamedTuple):
-    """What SQLite has written at the beginning of a file. Of one file it only rises, whoever writes it.
-
-    name: of the database, a number that `upgrade` has drawn; 0: none. changes: of its first page. pages: its length.
-    """
-
-    name: int
-    changes: int
-    pages: int
-
-    def follows(self, earlier: _Header) -> bool:
-        """Can it be of the same file, later?"""
-        return earlier.name in (0, self.name) and self[1:] >= earlier[1:]
-
-
 class Database:
     """One database. Thread-safe.
 
@@ -126,11 +104,10 @@ class Database:
         self._writer = threading.Lock()
         self.patience = PATIENCE_SECONDS
         self._held = False  # has the last one found that another process writes, and goes on to?
-        self._lead: IO[bytes] | None = None
+        self._lead: IO[str] | None = None
         if self.is_sqlite:
-            self._path, self._open = _sqlite_file(self.url)
+            self._path = _sqlite_path(self.url)
             self._file = _identity(self._path)
-            self._reading, self._header = threading.Lock(), _header(self._open)
             # Nothing makes another one in the place of a file that is gone.
             there = self.url.set(database=f"file://{quote(str(self._path))}")
             there = there.update_query_dict({"mode": "rw", "uri": "true"})
@@ -154,9 +131,7 @@ class Database:
         Raises DatabaseError when another console has it. Who leads on PostgreSQL: db.session.
         """
         assert self.is_sqlite
-        lock = _lock_file(self._path)
-        lock.touch()
-        handle = lock.open("r+b", buffering=0)  # held until close
+        handle = Path(f"{self._path}.lock").open("w")  # noqa: SIM115 (held until close)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -164,10 +139,7 @@ class Database:
             raise DatabaseError(
                 f"database {self.shown_url} is in use by another console; stop that one, or name another database"
             ) from None
-        handle.truncate(0)  # of the console before
-        with self._reading:
-            self._lead = handle
-            self._keep_header()
+        self._lead = handle
 
     def upgrade(self) -> None:
         """Brings the tables to this version of the program. Processes that start together take turns."""
@@ -185,38 +157,12 @@ class Database:
                     f"database {self.shown_url} was used by another version of this program, whose tables this one "
                     "does not know: run that version, or name another database"
                 ) from None
-            unnamed = self.is_sqlite and not connection.scalar(text("pragma application_id"))
-            if unnamed:
-                connection.execute(text(f"pragma application_id={1 + secrets.randbits(30)}"))
-        if unnamed:
-            with explained(self.shown_url), self.engine.connect() as made:
-                driver: Any = made.connection.driver_connection
-                driver.execute("pragma wal_checkpoint(passive)")  # else the name is in the file -wal alone
 
     def check_file(self) -> None:
         """Raises FileGone where SQLite's file is not the one that was opened. What is written to that is in no folder
         any more, and goes with this process; and what opens the file anew makes another one, or reads it."""
-        if self.is_sqlite:
-            if _identity(self._path) != self._file:
-                raise FileGone(f"{self._path} was moved, deleted or replaced")
-            self._check_header()
-
-    def _check_header(self) -> None:
-        """Raises FileOverwritten. What was written since the other file was copied, and is kept in mind or in
-        console.db-wal, would be mixed with it."""
-        with self._reading:
-            if self._open.closed or (found := _header(self._open)) == self._header:
-                return
-            if self._header is not None and not (found and found.follows(self._header)):
-                raise FileOverwritten(f"{self._path} was overwritten")
-            self._header = found
-            self._keep_header()
-
-    def _keep_header(self) -> None:
-        """For whoever opens the file after this process was killed: see _check_newest."""
-        if self._lead is not None and self._header is not None:
-            with suppress(OSError):  # the disk may be full
-                os.pwrite(self._lead.fileno(), " ".join(f"{number:10}" for number in self._header).encode(), 0)
+        if self.is_sqlite and _identity(self._path) != self._file:
+            raise FileGone(f"{self._path} was moved, deleted or replaced")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -230,8 +176,6 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        if self.is_sqlite:
-            self._check_header()
         with Session(self.engine) as session:
             yield session
 
@@ -277,14 +221,10 @@ class Database:
         return dialect.insert(model.__table__).on_conflict_do_nothing()
 
     def close(self) -> None:
+        if self._lead is not None:
+            self._lead.close()
+            self._lead = None
         self.engine.dispose()
-        if self.is_sqlite:
-            with self._reading:
-                if self._lead is not None:
-                    self._lead.truncate(0)  # it was not killed
-                    self._lead.close()
-                    self._lead = None
-                self._open.close()  # after SQLite, whose locks of the file go with any of its descriptors
 
     @contextmanager
     def _writing(self, lasting: bool = True) -> Iterator[Connection]:
@@ -379,8 +319,7 @@ def _parse(url: str) -> URL:
     return parsed
 
 
-def _sqlite_file(url: URL) -> tuple[Path, IO[bytes]]:
-    """Where it is, and the file, open."""
+def _sqlite_path(url: URL) -> Path:
     if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
         raise DatabaseError("--database-url: got an SQLite database in memory, expected sqlite:///path/to/file.db")
     path = Path(url.database).absolute()
@@ -398,54 +337,17 @@ def _sqlite_file(url: URL) -> tuple[Path, IO[bytes]]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Tells "not allowed" from other troubles before SQLite's own "unable to open database file".
-        opened = path.open("a+b", buffering=0)
+        with path.open("ab"):
+            pass
     except OSError as error:
         raise DatabaseError(f"database file {path} can't be written: {error.strerror or error}") from None
-    try:
-        _check_file_system(path)
-        _check_newest(path, opened)
-    except DatabaseError:
-        opened.close()
-        raise
-    return path, opened
-
-
-def _check_file_system(path: Path) -> None:
     kind = file_system(path)
     if kind.startswith(_NETWORK_FILE_SYSTEMS):
         raise DatabaseError(
             f"database file {path} is on a network file system ({kind}), which SQLite does not bear; "
             "name a file on a local disk, or a PostgreSQL database"
         )
-
-
-def _check_newest(path: Path, opened: IO[bytes]) -> None:
-    """Raises DatabaseError where a console was killed, and a backup put in the place of its file: SQLite would read
-    what was stored last of the other one over it."""
-    newest = Path(f"{path.resolve()}-wal")
-    try:
-        kept = _Header(*map(int, _lock_file(path).read_text().split()))
-    except (OSError, ValueError, TypeError):
-        return  # no console runs, and none was killed
-    now = _header(opened)
-    if _size(newest) and not (now and now.follows(kept)):
-        raise DatabaseError(
-            f"database file {path} is another one than {newest} was written beside, or an older one: delete {newest} "
-            f"where {path} is a backup, or {_lock_file(path)} where both belong together"
-        )
-
-
-def _lock_file(path: Path) -> Path:
-    return Path(f"{path.resolve()}.lock")
-
-
-def _header(file: IO[bytes]) -> _Header | None:
-    """As the file has it, whatever SQLite has in memory; None: nothing is in it yet."""
-    begin = os.pread(file.fileno(), 100, 0)
-    if len(begin) < 100:
-        return None
-    changes, pages = struct.unpack_from(">II", begin, 24)
-    return _Header(struct.unpack_from(">I", begin, 68)[0], changes, pages)
+    return path
 
 
 def _size(path: Path) -> int:

@@ -58,13 +58,10 @@ def unavailable(error: SQLAlchemyError) -> ConsoleError:
     """In words, where the database has said what it is. What it can never store is not to be tried again."""
     from sqlalchemy.exc import DataError
 
-    from openrecycle.db.session import FileGone, FileOverwritten
+    from openrecycle.db.session import FileGone
 
     if isinstance(error, DataError):
         return ConsoleError(422, "invalid", "a text has a NUL character, or a number is larger than what can be stored")
-    if isinstance(error, FileOverwritten):
-        detail = "another file was copied into the database's while the console used it: end the console, delete the "
-        return ConsoleError(503, "database_gone", detail + "files -wal and -shm beside it, and copy again")
     if isinstance(error, FileGone):
         detail = "the file of the database was moved, deleted or replaced: nothing can be stored until it is back, "
         return ConsoleError(503, "database_gone", detail + "and not all can be read")

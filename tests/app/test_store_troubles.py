@@ -98,24 +98,6 @@ def test_a_file_that_was_deleted_is_said_and_takes_nothing_more(tmp_path: Path) 
         database.close()
 
 
-def test_a_file_that_is_copied_over_the_database_s_is_said_with_what_to_do(tmp_path: Path) -> None:
-    database = sqlite_in(tmp_path)
-    console = ConsoleService(Store(database), tolerance=0)
-    try:
-        asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
-        assert asked.get("/readyz").status_code == 200
-        other = Database(f"sqlite:///{tmp_path / 'other.db'}")
-        other.upgrade()
-        other.close()
-        (tmp_path / "console.db").write_bytes((tmp_path / "other.db").read_bytes())
-        for answer in (asked.get("/readyz"), asked.post("/api/v1/jobs", json=SPEC)):
-            assert (answer.status_code, answer.json()["code"]) == (503, "database_gone")
-            assert golden("end-the-console-delete-the") in answer.json()["detail"]
-    finally:
-        console.close()
-        database.close()
-
-
 @pytest.mark.xdist_group("full disk")
 def test_a_full_disk_of_postgresql_is_said_in_words_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server on a disk of its own, which is filled up, and has room again; then the server is gone."""

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from sqlalchemy import URL, event, text
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.db.session import Database, DatabaseError, FileGone, FileOverwritten, file_system
+from openrecycle.db.session import Database, DatabaseError, FileGone, file_system
 from tests.databases import sqlite_in
 from tests.golden import golden
 
@@ -182,104 +181,6 @@ def test_what_was_stored_last_outlives_a_file_that_is_away(tmp_path: Path, empti
     assert again.scalars(text("select id from job")) == ["a"]
     again.close()
     database.close()
-
-
-INSERT = "insert into job (id, name, spec, state, reason, created_at) values ('{0}', 'a', '{{}}', 's', '', 0)"
-
-
-def insert_job(database: Database, name: str) -> None:
-    with database.write() as session:
-        session.execute(text(INSERT.format(name)))
-
-
-def backed_up(file: Path, to: Path) -> Path:
-    """As `sqlite3 console.db ".backup"` does."""
-    with closing(sqlite3.connect(file)) as found, closing(sqlite3.connect(to)) as made:
-        found.backup(made)
-    return to
-
-
-def grown(database: Database) -> None:
-    """More than fits what it is long, and written to the file itself."""
-    with database.write() as session:
-        session.execute(text("create table if not exists more (x)"))
-        session.execute(text("insert into more values (zeroblob(100000))"))
-    database.rows(text("pragma wal_checkpoint(passive)"))
-
-
-@pytest.mark.parametrize("another", [False, True], ids=["an older one", "another"])
-def test_a_file_that_is_copied_into_the_one_in_use_is_not_mixed_with_it(tmp_path: Path, another: bool) -> None:
-    """What a program does beside it in SQLite's own ways is no reason to stop."""
-    file, copied = tmp_path / "console.db", tmp_path / "other.db"
-    database = sqlite_in(tmp_path)
-    insert_job(database, "a")
-    grown(database)
-    backed_up(file, copied)
-    for turn in range(3):
-        grown(database)
-        with closing(sqlite3.connect(file)) as beside:
-            beside.execute("delete from more where rowid % 2 = 0" if turn else "insert into more values (1)")
-            beside.commit()
-            beside.execute("vacuum")
-            beside.execute("pragma wal_checkpoint(truncate)")
-        insert_job(database, f"b{turn}")
-    if another:
-        copied.unlink()
-        other = Database(f"sqlite:///{copied}")
-        other.upgrade()
-        for _ in range(30):
-            grown(other)
-        other.close()
-    file.write_bytes(copied.read_bytes())
-    with pytest.raises(FileOverwritten), database.write():
-        pass
-    with pytest.raises(FileOverwritten):
-        database.rows(text("select id from job"))
-    database.close()
-
-
-@pytest.mark.parametrize("another", [False, True], ids=["an older one", "another"])
-def test_a_backup_in_the_place_of_a_killed_console_s_file_is_not_overlaid(tmp_path: Path, another: bool) -> None:
-    """SQLite would take what the file -wal has for newer pages of it."""
-    killed, backup = tmp_path / "killed", tmp_path / "backup.db"
-    killed.mkdir()
-    file, newest, lock = (killed / name for name in ("console.db", "console.db-wal", "console.db.lock"))
-    database = sqlite_in(tmp_path)
-    database.lead()
-    insert_job(database, "a")
-    backed_up(tmp_path / "console.db", backup)
-    grown(database)
-    insert_job(database, "b")
-    names = [path.name for path in tmp_path.glob("console.db*")]
-    left = {name: (tmp_path / name).read_bytes() for name in names if not name.endswith("-shm")}
-    database.close()
-    assert not lock.exists() and not (tmp_path / "console.db-wal").exists()
-    sqlite_in(tmp_path).close()
-
-    for name, content in left.items():
-        (killed / name).write_bytes(content)
-    again = sqlite_in(killed)
-    assert again.scalars(text("select id from job order by id")) == ["a", "b"], "what was stored last is there"
-    again.close()
-
-    if another:
-        backup.unlink()
-        made = Database(f"sqlite:///{backup}")
-        made.upgrade()
-        for _ in range(10):
-            grown(made)
-        insert_job(made, "a")
-        made.close()
-    for name, content in left.items():
-        (killed / name).write_bytes(content)
-    file.write_bytes(backup.read_bytes())
-    with pytest.raises(DatabaseError, match=golden("or-an-older-one-delete")):
-        sqlite_in(killed)
-    assert newest.read_bytes() == left[newest.name], "for whoever finds that the two belong together"
-    newest.unlink()
-    restored = sqlite_in(killed)
-    assert restored.scalars(text("select id from job")) == ["a"]
-    restored.close()
 
 
 def test_a_failed_transaction_leaves_nothing(database: Database) -> None:
