@@ -399,7 +399,7 @@ class NodeHub:
         # number by then.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._accepting.join()
+        self._accepting.join(5.0)  # where shutting down wakes nobody, as on macOS
         self._listener.close()
         for link in list(self.links.values()):
             self._dismiss(link)

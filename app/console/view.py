@@ -269,6 +269,7 @@ SHARED, SHARED_SECONDS = 256, 1.0
 # And some at a time: while another thread is at work, the event loop gets its turn once for each heartbeat, which is
 # not often enough for thousands a second.
 AT_ONCE, PAUSE_SECONDS = 256, 0.001
+_MOST_GENERATIONS = 500
 
 
 class _History(NamedTuple):
@@ -545,7 +546,8 @@ class Queries:
         feed = self._store.events(job.job_id, limit=events, newest=True)
         seen_by = self._store.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
         rows = self._store.iterations(job.job_id, limit=iterations, newest=True)
-        since = rows[0]["generation"] if rows else 0
+        # Of a job that forms anew again and again, and commits little, the newest ones say enough.
+        since = max(rows[0]["generation"], rows[-1]["generation"] - _MOST_GENERATIONS) if rows else 0
         return _History(
             tuple(iteration_view(row, job.spec, waited) for row in rows),
             tuple(_event(row, seen_by) for row in feed),
