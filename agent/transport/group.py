@@ -358,6 +358,8 @@ class _Scatter:
                             raise TransferError("nobody waits for it any more")
                         for some, more in zip(torch.split(into, _ADDED), torch.split(came, _ADDED), strict=True):
                             some.add_(more)
+                    if came.nbytes == _PIECE_BYTES:
+                        group.spare.append(came)
             if group.rank == part.ranks[0]:
                 passed_on += [group.begin_message(True, to, into, _TOTAL) for to in part.ranks[1:]]
         for pending in passed_on:
@@ -367,12 +369,18 @@ class _Scatter:
         """What is to end before its sum is there, or has gone; and how many bytes that are."""
         group, mine, first = self._group, self.tensor[part.start : part.end], part.ranks[0]
         if group.rank == first:
-            terms = [group.begin_message(False, other, torch.empty_like(mine), _TERM) for other in group.others]
+            terms = [group.begin_message(False, other, self._memory(mine), _TERM) for other in group.others]
         else:
             terms = [group.begin_message(True, first, mine, _TERM)]
             if group.rank in part.ranks:  # where the term lies, which the first has read by then
                 passed_on.append(group.begin_message(False, first, mine, _TOTAL))
         return part, terms, len(terms) * mine.nbytes
+
+    def _memory(self, like: Tensor) -> Tensor:
+        # Used again: what a thread of its own gives back, the system's allocator does not find again.
+        spare = self._group.spare
+        fits = spare and like.nbytes == _PIECE_BYTES and spare[-1].dtype == like.dtype
+        return spare.pop() if fits else torch.empty_like(like)
 
 
 _unended: list[tuple[Any, GivenGlooGroup]] = []
@@ -388,6 +396,8 @@ class GivenGlooGroup(Group):
         self.only_other = only_other(members, rank)
         self._scatters, self._scattering = deque[_Scatter](), threading.Lock()
         self._scatters_run, self._scatter_problem = False, ""
+        self.spare: list[Tensor] = []
+        """Memory for pieces that come, in which nothing comes."""
         self._waits: dict[GlooPending, None] = {}
         self._cancelled = False
         self._closing, self._closed = threading.Lock(), False
