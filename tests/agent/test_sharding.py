@@ -144,7 +144,7 @@ def test_writers_that_die_with_their_share(options: tuple[str, ...], whole: tupl
     ours = checkpoint_bits(folder)
     assert ITERATIONS in ours and ours.items() <= checkpoint_bits(whole[1]).items()
     assert [len(shares) for shares in whole_checkpoints(folder)[0].shares] == [2, 2]
-    assert not list(folder.glob(".*")), "what was begun and never finished is gone"
+    assert [path.name for path in folder.glob(".*")] == [".lock"], "what was begun and never finished is gone"
 
 
 @pytest.mark.chaos
