@@ -242,6 +242,9 @@ class NodeServer:
 
     def _look_for_lead(self) -> Succession | None:
         """Where the lead is gone, or silent: what has come of it. Returns what this node leads with, if it is to."""
+        # What this node itself stood still, also in the turn just over, is no silence of the lead's.
+        stood_still = int(1e9 * self._lag.late(MOST_OF_A_TURN))
+        self._heard_at = min(time.monotonic_ns(), self._heard_at + stood_still)
         copy, lead_status = self._copy, self._lead_status
         silent = (time.monotonic_ns() - self._heard_at) / 1e9 > self._silence
         if copy is None:
@@ -319,9 +322,6 @@ class NodeServer:
     # -- one turn of the loop -----------------------------------------------------------------
 
     def _turn(self) -> None:
-        # What this node itself stood still is no silence of the lead's.
-        stood_still = int(1e9 * self._lag.late(MOST_OF_A_TURN))
-        self._heard_at = min(time.monotonic_ns(), self._heard_at + stood_still)
         frames = self._frames
         pipes = {entry.pipe: incarnation for incarnation, entry in self._entries.items() if not entry.hung_up}
         sentinels = [entry.process.sentinel for entry in self._entries.values()]

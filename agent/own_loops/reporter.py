@@ -284,7 +284,7 @@ class Reporter:
                 self._news.wait_for(lambda: self._deployment or self.fenced or self._in_vain, _CLOSE_SECONDS)
         self._closing.set()
         self._iterations.stop(tries=False)
-        self._iterations.join(max(0.0, deadline - time.monotonic()))
+        self._iterations.join(max(1.0, deadline - time.monotonic()))  # also where the console was heard of late
         if done and self._speaks_for_all():
             self._finish()
         if self._reports is not None:
