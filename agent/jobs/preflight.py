@@ -539,7 +539,12 @@ def _check_types(workload: Workload, shapes: Sequence[NamedParameters], layers: 
     except Exception as error:  # others are said by workers
         if isinstance(error, RuntimeError) and ("dtype" in str(error) or "scalar type" in str(error)):
             given, wanted = ", ".join(str(TensorSpec.of(t)) for t in inputs), ", ".join(sorted(map(dtype_name, types)))
-            expected = f"inputs that parameters of {wanted} go with (NumPy's are float64)"
+            odd, hint = [t for t in inputs if t.dtype not in types | _AS_INDICES], ""
+            if any(t.dtype == torch.float64 for t in odd):
+                hint = " (NumPy's are float64)"
+            elif not any(t.is_floating_point() for t in odd):
+                hint = " (indices, such as tokens, are int64)"
+            expected = f"inputs that parameters of {wanted} go with{hint}"
             raise InputError("data", f"inputs of {given} ({in_a_line(error)[:200]})", expected) from None
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy as shallow_copy
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -42,6 +43,11 @@ def check_version() -> None:
     gloo = getattr(dist, "ProcessGroupGloo", None)
     if gloo is not None and not hasattr(gloo, "_Options"):
         missing.append("ProcessGroupGloo._Options")
+    for settings in (fp32_precision, legacy_precisions, partial(backend_flags, "cpu"), partial(backend_flags, "cuda")):
+        try:
+            settings()
+        except AttributeError as error:
+            missing.append(f"_C.{error.name}")
     if missing:
         known = f"torch {', '.join(KNOWN)}, which is known to work"
         raise InputError("torch", f"{torch.__version__}, without {', '.join(missing)}", known)
@@ -277,21 +283,37 @@ def tensors_without_data() -> Iterator[Callable[[Tensor], Tensor]]:
 
 
 def fp32_precision() -> tuple[Callable[[str, str], str], Callable[[str, str, str], object]]:
-    """What gives and sets the precision of an op (`all`, `matmul`, `conv`) of a backend (`generic`, `mkldnn`, `cuda`).
-    The public properties take ten times as long, and raise where older names have been used beside them."""
+    """What gives and sets the precision of an op (`all`, `matmul`, `conv`, `rnn`) of a backend (`generic`, `mkldnn`,
+    `cuda`). The public properties take ten times as long, and raise where older names have been used beside them."""
     private: Any = torch._C
     return private._get_fp32_precision_getter, private._set_fp32_precision_setter
 
 
-def backend_flags(device: str) -> dict[str, tuple[Callable[[], bool], Callable[[bool], object]]]:
-    """What gives and sets each of the flags that show in bits, by its public name, which takes 40 times as long."""
+def legacy_precisions() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """What gives and sets what older functions keep beside those of `fp32_precision`: set_float32_matmul_precision and
+    backends.cudnn.allow_tf32. The former raise a RuntimeError where the two don't fit."""
     of: Any = torch._C
-    attention, cudnn, mkldnn = "torch.backends.cuda.enable_", "torch.backends.cudnn.", "torch.backends.mkldnn."
+    return [
+        (of._get_float32_matmul_precision, of._set_float32_matmul_precision),
+        (of._get_cudnn_allow_tf32, of._set_cudnn_allow_tf32),
+    ]
+
+
+def backend_flags(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """What gives and sets each of the flags that show in bits, by its public name, which takes 40 times as long. One
+    may be a pair of flags."""
+    of: Any = torch._C
+    attention, matmul = "torch.backends.cuda.enable_", "torch.backends.cuda.matmul.allow_"
+    cudnn, mkldnn = "torch.backends.cudnn.", "torch.backends.mkldnn."
     named = {
         f"{attention}flash_sdp": (of._get_flash_sdp_enabled, of._set_sdp_use_flash),
         f"{attention}math_sdp": (of._get_math_sdp_enabled, of._set_sdp_use_math),
     }
     if device == "cuda":
+        set_fp16, set_bf16 = (
+            of._set_cublas_allow_fp16_reduced_precision_reduction,
+            of._set_cublas_allow_bf16_reduced_precision_reduction,
+        )
         return named | {
             f"{attention}mem_efficient_sdp": (
                 of._get_mem_efficient_sdp_enabled,
@@ -301,6 +323,19 @@ def backend_flags(device: str) -> dict[str, tuple[Callable[[], bool], Callable[[
             f"{cudnn}enabled": (of._get_cudnn_enabled, of._set_cudnn_enabled),
             f"{cudnn}benchmark": (of._get_cudnn_benchmark, of._set_cudnn_benchmark),
             f"{cudnn}deterministic": (of._get_cudnn_deterministic, of._set_cudnn_deterministic),
+            f"{matmul}fp16_accumulation": (
+                of._get_cublas_allow_fp16_accumulation,
+                of._set_cublas_allow_fp16_accumulation,
+            ),
+            # Beside each: may it split the sum?
+            f"{matmul}fp16_reduced_precision_reduction": (
+                of._get_cublas_allow_fp16_reduced_precision_reduction,
+                lambda both: set_fp16(*both),
+            ),
+            f"{matmul}bf16_reduced_precision_reduction": (
+                of._get_cublas_allow_bf16_reduced_precision_reduction,
+                lambda both: set_bf16(*both),
+            ),
         }
     return named | {
         f"{mkldnn}enabled": (of._get_mkldnn_enabled, of._set_mkldnn_enabled),

@@ -3,7 +3,7 @@ gradients, in which precision it multiplies.
 
 Whichever worker runs a micro-batch, the result is the same, so these are the same on all workers, and stay as they were
 once the job's files had been imported. A layer, a data set or an optimizer may set one of them later, and so in one
-worker alone: then it is set back after the op (`TorchSettings.put_back`), which takes a microsecond to find out.
+worker alone: then it is set back after the op (`TorchSettings.put_back`), which takes a few microseconds to find out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 from openrecycle.agent.models import compat
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_PRECISIONS = ("none", "ieee", "tf32", "bf16")
+_PRECISIONS = ("ieee", "tf32", "bf16")
 _FLAG = (False, True)
+_TWO_FLAGS = ((False, False), (False, True), (True, False), (True, True))
 _SUBNORMAL = 1e-310
 
 
@@ -32,6 +33,10 @@ class _Setting:
     read: Callable[[], Any]
     write: Callable[[Any], object]
     values: tuple[Any, ...] = _FLAG
+
+    def in_bits(self, value: Any) -> Any:
+        """Alike for two values that give the same bits: a precision is none where nobody has set it, which is ieee."""
+        return "ieee" if self.values is _PRECISIONS and value == "none" else value
 
 
 def _settings(device: torch.device) -> list[_Setting]:
@@ -52,15 +57,19 @@ def _settings(device: torch.device) -> list[_Setting]:
     ]
     backend = "cuda" if device.type == "cuda" else "mkldnn"
     matmul = "torch.set_float32_matmul_precision"
+    nested = "cudnn" if backend == "cuda" else backend
     read, write = compat.fp32_precision()
     for scope, what, name in (
         ("generic", "all", "torch.backends.fp32_precision"),
         (backend, "all", f"torch.backends.{backend}.fp32_precision"),
         (backend, "matmul", matmul),
-        (backend, "conv", f"torch.backends.{'cudnn' if backend == 'cuda' else backend}.conv.fp32_precision"),
+        (backend, "conv", f"torch.backends.{nested}.conv.fp32_precision"),
+        (backend, "rnn", f"torch.backends.{nested}.rnn.fp32_precision"),
     ):
         found.append(_Setting(name, partial(read, scope, what), partial(write, scope, what), _PRECISIONS))
-    return found + [_Setting(name, *access) for name, access in compat.backend_flags(device.type).items()]
+    for name, (get, put) in compat.backend_flags(device.type).items():
+        found.append(_Setting(name, get, put, _TWO_FLAGS if isinstance(get(), tuple) else _FLAG))
+    return found
 
 
 class Changed(NamedTuple):
@@ -86,6 +95,9 @@ class TorchSettings:
         self._settings = _settings(device)
         self._reads = [setting.read for setting in self._settings]
         self._values = self._now()
+        read, _ = compat.fp32_precision()
+        self._precisions = [(at, op, read(at, op)) for at in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
+        self._legacy = [(get, put, _or_none(get)) for get, put in compat.legacy_precisions()]
 
     def _now(self) -> list[Any]:
         return [read() for read in self._reads]
@@ -98,14 +110,28 @@ class TorchSettings:
         for setting, was in zip(self._settings, self._values, strict=True):
             if (now := setting.read()) != was:
                 setting.write(was)
-                changed.append(Changed(setting.name, _text(was), _text(now)))
+                if setting.in_bits(now) != setting.in_bits(was):
+                    changed.append(Changed(setting.name, _text(was), _text(now)))
+        self._put_back_legacy()
         return changed
+
+    def _put_back_legacy(self) -> None:
+        """Older functions keep values of their own, and raise where these don't fit the precisions. They set those of
+        both backends, too."""
+        read, write = compat.fp32_precision()
+        for get, put, was in self._legacy:
+            if was is not None and _or_none(get) != was:
+                put(was)
+        for backend, op, value in self._precisions:
+            if read(backend, op) != value:
+                write(backend, op, value)
 
     @property
     def number(self) -> int:
         """Equal where all but the threads are, of processes whose devices are of one kind."""
         number = 0
-        for setting, value in zip(self._settings, self._values, strict=True):
+        for setting, found in zip(self._settings, self._values, strict=True):
+            value = setting.in_bits(found)
             number = number << _BITS | (setting.values.index(value) if value in setting.values else 0)
         return number
 
@@ -122,11 +148,20 @@ _BITS = 2
 @contextmanager
 def kept_settings() -> Iterator[None]:
     """What is changed within is set back."""
-    kept = TorchSettings(torch.device("cpu"))
+    kept = [TorchSettings(torch.device(kind)) for kind in ("cpu", "cuda")]
     try:
         yield
     finally:
-        kept.put_back()
+        for settings in kept:
+            settings.put_back()
+
+
+def _or_none(read: Callable[[], Any]) -> Any:
+    """None: older and newer functions have been used beside each other, so that the older raise."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
 
 
 def _text(value: Any) -> str:

@@ -66,12 +66,13 @@ _ONCE: Mapping[str, tuple[str, ...]] = {
     "broken": ("generation", "peer"),
     "state_lost": ("generation",),
     "unmoved": ("generation",),
+    "changed": ("setting",),
     "dying": (),
     "error": (),
     "fatal": (),
 }
 """Those that it says as soon as one rank has."""
-
+_OF_NO_GENERATION = ("ready", "alive", "held", "changed")
 
 _HASH = 64
 """Letters of the hash of one layer; those of a stage's layers follow each other."""
@@ -147,7 +148,7 @@ class MergedMessages:
     def _forget(self, generation: int) -> None:
         """What some ranks have said in an earlier one all won't say any more: they have left it."""
         for known in (self._waiting, self._said):
-            for key in [k for k in known if k[0] not in ("ready", "alive", "held") and k[1:2] and k[1] < generation]:
+            for key in [k for k in known if k[0] not in _OF_NO_GENERATION and k[1:2] and k[1] < generation]:
                 known.pop(key) if isinstance(known, dict) else known.discard(key)
 
 

@@ -82,6 +82,13 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"data": wrong_jobs.singles}, ["data: got 'Tensor', expected a pair (inputs, targets)"]),
         ({"data": wrong_jobs.uneven}, ["data: got 'float32[4, 6] in the first", "float32[6, 6] in another", "pad"]),
         ({"data": wrong_jobs.doubles}, ["data: got 'inputs of float64[4, 6] (RuntimeError:", "of float32"]),
+        (
+            {"stages": wrong_jobs.embedding, "data": wrong_jobs.small_tokens},
+            [
+                "inputs of uint8[4, 6] (RuntimeError:",
+                "of float32 go with (indices, such as tokens, are int64)",
+            ],
+        ),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
         ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each", "PadCollate"]),
         ({"data": wrong_jobs.as_lists}, ["data: got \"'x', a list in each sample\"", "with_format"]),

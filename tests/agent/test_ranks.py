@@ -316,6 +316,17 @@ def test_bad_news_of_a_rank_is_the_worker_s_at_once_and_only_once() -> None:
     assert merged.take(0, {**broken, "generation": 4}) is not None
 
 
+def test_a_setting_that_any_rank_has_changed_is_named_once() -> None:
+    merged = MergedMessages(2)
+    changed = {"kind": "changed", "setting": "torch.set_grad_enabled", "text": "...", "at": 1}
+    assert merged.take(1, changed) == changed
+    for rank in range(2):
+        adopted = merged.take(rank, {"kind": "adopted", "generation": 2, "iteration": 4, "at": 2})
+    assert adopted is not None
+    assert merged.take(0, changed) is None
+    assert merged.take(0, {**changed, "setting": "torch.set_num_threads"}) is not None
+
+
 def test_hashes_of_all_ranks_make_the_worker_s() -> None:
     def told(*hashes: str) -> Any:
         merged, out = MergedMessages(len(hashes)), None

@@ -214,6 +214,15 @@ def doubles(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Te
     return x, x
 
 
+def small_tokens(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    ids = torch.zeros(4, WIDTH, dtype=torch.uint8)
+    return ids, ids
+
+
+def embedding(stage: int, stages: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
 def absent(iteration: int, pipeline: int, micro_batch: int) -> Any:
     raise FileNotFoundError("points.csv")
 
