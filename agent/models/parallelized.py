@@ -484,6 +484,7 @@ class Parallelized:
         self._workload, self._mesh, self.divided = workload, mesh, divided
         self._gather, self._part = gather, mesh.get_coordinate()[0]
         self._device = torch.device(mesh.device_type)
+        compat.keep_random_states(mesh)
         if divided:
 
             def of_parts(numbers: Tensor) -> Tensor:
