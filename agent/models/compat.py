@@ -125,9 +125,19 @@ def imagined_ranks(*shape: int) -> Iterator[Any]:
         raise InputError("platform.ranks_per_worker", prod(shape), expected)
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=prod(shape))
     try:
-        yield DeviceMesh("cpu", torch.arange(prod(shape)).view(shape), mesh_dim_names=mesh_names(len(shape)))
+        numbers = torch.arange(prod(shape), device="cpu").view(shape)
+        yield DeviceMesh("cpu", numbers, mesh_dim_names=mesh_names(len(shape)))
     finally:
         dist.destroy_process_group()
+
+
+def keep_random_states(mesh: Any) -> None:
+    """Has each rank go on with its own random numbers. Else torch sends those of the first of all ranks to all with the
+    first random op on a DTensor, also to those that have other samples."""
+    if mesh.device_type == "cuda":  # on a CPU torch does nothing about it
+        from torch.distributed.tensor import _random
+
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:

@@ -146,8 +146,10 @@ def tied_of(workload: Workload, layers: int) -> Tied:
 
 def _copy(source: nn.Module, name: str, target: nn.Module, its_name: str) -> None:
     """Gives `target` a parameter with the values of another one, under all names that it has there."""
-    values, own = source.get_parameter(name), target.get_parameter(its_name)
-    if hasattr(own, "duplicate"):  # a part of a rank, which its layer knows (agent.models.parallelized)
+    # Not get_parameter: of one that is tensor parallel a module shows a DTensor (agent.models.parallelized).
+    values = dict(source.named_parameters(remove_duplicate=False))[name]
+    own = dict(target.named_parameters(remove_duplicate=False))[its_name]
+    if hasattr(own, "duplicate"):  # a part of a rank, which its layer knows
         with torch.no_grad():
             own.copy_(values)
         return

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.data import reseed
-from openrecycle.agent.models.layers import build_layer, copied, kind_of, nothing, without_memory
+from openrecycle.agent.models.layers import build_layer, copied, kind_of, nothing, tied_of, without_memory
 from openrecycle.agent.models.state import Block, Split, StageState, StateError
 from openrecycle.agent.models.workload import Metric, Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
@@ -459,7 +459,8 @@ def _samples_of_a_rank(samples: int, ranks: int) -> int:
         raise InputError(
             "data",
             f"size {samples} in dimension 0",
-            f"a multiple of {ranks}: layers are fully sharded, so so many ranks run an equal part of the samples each",
+            f"a multiple of {ranks}: micro-batches are divided into {ranks} equal parts, which ranks run at the same "
+            "time (layers are fully sharded, or `platform.mesh` has two dimensions)",
         )
     return samples // ranks
 
@@ -484,6 +485,7 @@ class Parallelized:
         self._workload, self._mesh, self.divided = workload, mesh, divided
         self._gather, self._part = gather, mesh.get_coordinate()[0]
         self._device = torch.device(mesh.device_type)
+        compat.keep_random_states(mesh)
         if divided:
 
             def of_parts(numbers: Tensor) -> Tensor:
@@ -533,6 +535,8 @@ def parts_of_a_rank(
     modules without memory, in an imagined group. shape: of the mesh. Raises InputError for what can't be run."""
     ways: dict[Way, int] = {}
     parts = []
+    tied = tied_of(workload, layers)
+    members, splits = {name for group in tied for name in group}, dict[str, dict[str, Any]]()
     with compat.imagined_ranks(*shape) as mesh:
         for layer in range(layers):
             built = without_memory(functools.partial(build_layer, workload, layer, layers, seed))
@@ -544,11 +548,18 @@ def parts_of_a_rank(
                 raise InputError(FIELD, in_a_line(error)[:200], expected) from error
             made = made if made is not None else built
             ways.setdefault(_way(made, layer, mesh), layer)
+            for name, parameter in made.named_parameters(remove_duplicate=False):
+                if (full := f"{layer}.{name}") in members:
+                    splits[full] = _split_by(parameter)
             held = ((f"{layer}.{name}", p, getattr(p, "to_local", p.detach)()) for name, p in made.named_parameters())
             parts.append([(name, nn.Parameter(local.detach(), p.requires_grad)) for name, p, local in held])
     if "data" in ways and "tensor" in ways:
         got = f"layer {ways['data']} by fully_shard, layer {ways['tensor']} by parallelize_module"
         raise InputError(FIELD, got, f"one of the two for all layers{_OR_BOTH}")
+    for group in tied:
+        for one, other in pairwise(name for name in group if name in splits):
+            if splits[one] != splits[other]:
+                raise InputError("tied", f"{one} and {other}, split in different ways", "the same split of both")
     return "data" in ways, parts
 
 
@@ -559,10 +570,10 @@ def _way(module: nn.Module, layer: int, mesh: Any) -> Way:
     """Raises InputError."""
     units = compat.fully_sharded_units(module)
     split: list[tuple[str, Any]] = [(name, p) for name, p in module.named_parameters() if hasattr(p, "placements")]
-    given = {group.group_name for group in mesh.get_all_groups()}
+    given = _lines(mesh, named=mesh.ndim == 2)
     for name, parameter in split:
-        # A group that somebody has made is not connected anew.
-        if not {group.group_name for group in parameter.device_mesh.get_all_groups()} <= given:
+        # A group that somebody has made is not connected anew, and which line one is, its name says.
+        if not _lines(parameter.device_mesh, named=mesh.ndim == 2) <= given:
             got = f"{layer}.{name} over another mesh, of shape {tuple(parameter.device_mesh.shape)}"
             raise InputError(FIELD, got, "a split over the mesh given, which `platform.mesh` gives two dimensions")
     if not units and mesh.ndim == 1:
@@ -587,6 +598,21 @@ def _way(module: nn.Module, layer: int, mesh: Any) -> Way:
             got = f"fully_shard(..., {other}) in layer {layer}"
             raise InputError(FIELD, got, "fully_shard without it; `optimization.autocast` sets the types to compute in")
     return "data"
+
+
+def _lines(mesh: Any, *, named: bool) -> set[tuple[str | None, str]]:
+    """The dimensions of a mesh by name, if that counts, and group."""
+    groups = [group.group_name for group in mesh.get_all_groups()]
+    names = mesh.mesh_dim_names if named else None
+    return set(zip(names or [None] * len(groups), groups, strict=True))
+
+
+def _split_by(parameter: Any) -> dict[str, Any]:
+    """Among which groups a parameter is split, and how."""
+    if not hasattr(parameter, "placements"):
+        return {}
+    groups = (group.group_name for group in parameter.device_mesh.get_all_groups())
+    return {group: p for group, p in zip(groups, parameter.placements, strict=True) if not p.is_replicate()}
 
 
 def _runs(parameter: Any, mesh: Any, *, sharded: bool) -> bool:

@@ -425,6 +425,8 @@ class Piece:
         slabs: dict[str, Any] = {}
         if self.block is not None:  # of each dimension that is cut its number, and from where to where
             cut = [(d, *run) for d, run in enumerate(self.block) if run != (0, self.shape[d])]
+            # What is cut nowhere, rows of one, say, is written as before two dimensions could be cut.
+            cut = cut or [(0, *run) for run in self.block[:1]]
             slabs = {"slab": [number for slab in cut for number in slab]}
         return {"of": self.of, "shape": list(self.shape), "start": self.start, **slabs}
 

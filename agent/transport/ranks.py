@@ -374,7 +374,7 @@ class Ranks:
             dist.Backend.register_backend(BACKEND, make, devices=sorted({"cpu", device.type}))
             dist.init_process_group(BACKEND, store=dist.PrefixStore("torch", store), rank=rank, world_size=size)
             ranks._groups = [dist.group.WORLD]
-            numbers = torch.arange(size).view(*(shape or [size]))
+            numbers = torch.arange(size, device="cpu").view(*(shape or [size]))
             if numbers.dim() > 1:
                 # All ranks make each, also those that they are not in.
                 made = [(line, dist.new_group(line)) for line in (*numbers.T.tolist(), *numbers.tolist())]

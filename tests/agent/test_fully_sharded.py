@@ -416,6 +416,33 @@ class Own(tensor_parallel.Gpt):
         return super().parallelize(layer, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"])
 
 
+class Line(tensor_parallel.Gpt):
+    """Over a mesh of its own, of a group that it was given. names: of its dimension."""
+
+    names: tuple[str, ...] | None = ("x",)
+
+    def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+        own = DeviceMesh.from_group(mesh.get_group("tp"), "cpu", mesh_dim_names=self.names)
+        for part in layer.modules():
+            if isinstance(part, tensor_parallel.Block):
+                parallelize_module(part, own, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return layer  # type: ignore[no-any-return]
+
+
+class Unnamed(Line):
+    """Without a name."""
+
+    names = None
+
+
+class Misnamed(tensor_parallel.Gpt):
+    """With the other one's."""
+
+    def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+        own = DeviceMesh.from_group(mesh.get_group("tp"), "cpu", mesh_dim_names=("dp",))
+        return fully_shard(layer, mesh=own)
+
+
 class Apart(tensor_parallel.Gpt):
     """Tensor parallel over ranks that have other samples."""
 
@@ -432,11 +459,16 @@ def test_how_layers_are_split_is_found_out() -> None:
     assert shapes["1.0.down.bias"] == shapes["1.0.norm1.bias"] == (8,)
 
 
+def test_the_default_device_is_not_where_ranks_are_numbered() -> None:
+    with torch.device("meta"), compat.imagined_ranks(2, 2) as mesh:
+        assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+
+
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [(kind, (2,)) for kind in (Mixed, Alternating, Lower, Away, Columns, Fewer)]
     + [(Own, (4,))]
-    + [(kind, (2, 2)) for kind in (fully_sharded.Gpt, Replicated, Turned, Uneven, Apart)],
+    + [(kind, (2, 2)) for kind in (fully_sharded.Gpt, Replicated, Turned, Uneven, Line, Unnamed, Misnamed, Apart)],
 )
 def test_what_can_not_be_run_is_refused(kind: type[gpt.Gpt], shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError) as refused:
@@ -457,8 +489,38 @@ def test_modules_that_were_given_are_left_as_they_were() -> None:
 class Tied(Task):
     """Its layers share a parameter."""
 
+    name = "scale.weight"
+
     def tied(self, layers: int) -> tuple[tuple[str, ...], ...]:
-        return (("0.0.scale.weight", "1.0.scale.weight"),)
+        return ((f"0.0.{self.name}", f"1.0.{self.name}"),)
+
+
+class TiedColumns(Tied):
+    """One that is tensor parallel over a mesh of two dimensions."""
+
+    name = "up.weight"
+
+
+class TiedParts(TiedColumns):
+    """One that is tensor parallel alone."""
+
+    def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+        for part in layer:
+            if isinstance(part, Even):
+                part.split(mesh)
+        return layer  # type: ignore[no-any-return]
+
+
+class Rows(Even):
+    """Is fully sharded alone, where others are tensor parallel alone."""
+
+
+class TiedAcross(TiedColumns):
+    def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+        if isinstance(layer[0], Rows):
+            return fully_shard(layer, mesh=mesh["dp"])  # type: ignore[no-any-return]
+        layer[0].split(mesh["tp"])
+        return layer  # type: ignore[no-any-return]
 
 
 def test_within_an_op_the_state_is_that_of_the_parts() -> None:
@@ -472,14 +534,31 @@ def test_within_an_op_the_state_is_that_of_the_parts() -> None:
             assert {name: tensor.data_ptr() for name, tensor in stage.state().tensors.items()} == between
 
 
-def test_a_parameter_that_layers_share_stays_a_part() -> None:
-    with compat.imagined_ranks(2) as mesh:
-        workload: Any = Parallelized(Tied(Residual), mesh, torch.clone, divided=True)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("task", "shape"),
+    [(Tied(Residual), (2,)), (TiedParts(Even), (2,)), (Tied(Even), (2, 2)), (TiedColumns(Even), (2, 2))],
+    ids=lambda it: type(it).__name__ if isinstance(it, Task) else "x".join(map(str, it)),
+)
+def test_a_parameter_that_layers_share_stays_a_part(task: Tied, shape: tuple[int, ...]) -> None:
+    divided, _ = parts_of_a_rank(task, 2, shape, 0)  # type: ignore[arg-type]
+    with compat.imagined_ranks(*shape) as mesh:
+        workload: Any = Parallelized(task, mesh, torch.clone, divided=divided)  # type: ignore[arg-type]
         module = build_layers(workload, range(2), 2, 0)
-        parts = {id(shard.local) for _, layer in module.layers for u in layer.over_ranks.units for shard in u.shards}  # type: ignore[union-attr]
-    one, other = (module.get_parameter(name) for name in workload.tied(2)[0])
+    named = dict(module.named_parameters())
+    one, other = (named[name] for name in workload.tied(2)[0])
     assert torch.equal(one, other) and one is not other
-    assert {id(one), id(other)} <= parts
+    for part in (one, other):
+        assert part.placed.split and part.placed.part_shape == part.shape  # type: ignore[attr-defined]
+    if divided:
+        units = [unit for _, layer in module.layers for unit in layer.over_ranks.units]  # type: ignore[union-attr]
+        assert {id(one), id(other)} <= {id(shard.local) for unit in units for shard in unit.shards}
+
+
+def test_what_layers_share_they_split_alike() -> None:
+    """Else a rank's part of the one is not that of the other, though the first rank has the same of both."""
+    with pytest.raises(InputError) as refused:
+        parts_of_a_rank(TiedAcross(Rows), 2, (2, 2), 0)  # type: ignore[arg-type]
+    assert refused.value.field == "tied"
 
 
 def test_a_micro_batch_is_divided_into_runs_of_samples() -> None:

@@ -25,7 +25,8 @@ TIMEOUTS = Timeouts(form=30.0, transfer=200.0, group=300.0)
 
 def _one(rank: int, folder: str, to: Connection, collective: str, made_ahead: bool) -> None:
     shape = (2, 1) if collective == "of a line" else ()
-    ranks = Ranks.begin(rank, 2, f"{folder}/store", TIMEOUTS, shape=shape)
+    with torch.device("meta"):  # whose default device is another
+        ranks = Ranks.begin(rank, 2, f"{folder}/store", TIMEOUTS, shape=shape)
     group = ranks.mesh.get_group("dp") if shape else None
     second = distributed.PrefixStore("second", distributed.FileStore(f"{folder}/second", 2))
     ahead = ranks.connections(distributed.PrefixStore("ahead", second), TIMEOUTS) if made_ahead else []

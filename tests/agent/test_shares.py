@@ -319,6 +319,8 @@ def test_pieces_of_checkpoints_of_any_age() -> None:
     document = {"of": "x", "shape": [4, 3], "start": 2, "slab": [1, 0, 2]}
     piece = Piece("x", (4, 3), 2, ((0, 4), (0, 2)))
     assert Piece.from_json(document) == piece and piece.to_json() == document
+    one_row = Piece("x", (1, 3), 0, ((0, 1), (0, 3)))
+    assert one_row.to_json()["slab"] == [0, 0, 1] and Piece.from_json(one_row.to_json()) == one_row
 
 
 @pytest.mark.parametrize(
