@@ -322,23 +322,35 @@ def ranks(told: Told) -> Said:
     """Workers of two ranks, which share a GPU where there are few."""
     from openrecycle.agent.config.devices import Platform
 
-    if told.transport == "nccl":
-        _check_sharing(told, 8)
     done = []
     for name in ("tensor_parallel", "fully_sharded"):
-        options: dict[str, Any] = {
-            "workload": f"openrecycle.agent.examples.{name}:Gpt",
-            "platform": Platform(device=told.device, transport=told.carrier, ranks_per_worker=2),  # type: ignore[arg-type]
-            "divided": name == "fully_sharded",
-        }
-        reference = _result(_job(told, **options))
-        job = _job(told, kills=("W1_1.1@1:I0",), **options)
-        if job.dead != ["W1_1"]:
-            raise CheckFailed(f"{name}: dead are {', '.join(job.dead) or 'none'}")
-        if _result(job) != reference:
-            raise CheckFailed(f"{name}: other bits than without a failure")
+        computes_on = Platform(device=told.device, transport=told.carrier, ranks_per_worker=2)  # type: ignore[arg-type]
+        _lose_a_rank(told, name, "W1_1.1@1:I0", platform=computes_on, divided=name == "fully_sharded")
         done.append(name.replace("_", " "))
     return "", f"a rank was killed: the same bits ({', '.join(done)})"
+
+
+def mesh(told: Told) -> Said:
+    """Workers whose ranks are a mesh of two dimensions: 2 workers of 4."""
+    from openrecycle.agent.config.devices import Platform
+
+    about: Any = {"device": told.device, "transport": told.carrier}
+    computes_on = Platform(**about, ranks_per_worker=4, mesh="2x2")
+    _lose_a_rank(told, "tensor_parallel", "W1_0.3@1:I0", platform=computes_on, divided=True, stages=1)
+    return "", "a rank was killed: the same bits (tensor parallel over one dimension, fully sharded over the other)"
+
+
+def _lose_a_rank(told: Told, name: str, kill: str, **options: Any) -> None:
+    """name: of the example."""
+    if told.transport == "nccl":
+        _check_sharing(told, 8)
+    options["workload"] = f"openrecycle.agent.examples.{name}:Gpt"
+    reference = _result(_job(told, **options))
+    job, worker = _job(told, kills=(kill,), **options), kill.partition(".")[0]
+    if job.dead != [worker]:
+        raise CheckFailed(f"{name}: dead are {', '.join(job.dead) or 'none'}")
+    if _result(job) != reference:
+        raise CheckFailed(f"{name}: other bits than without a failure")
 
 
 def command(told: Told) -> Said:
@@ -521,6 +533,7 @@ CHECKS: dict[str, Callable[[Told], Said]] = {
     "hand-over": hand_over,
     "sharded": sharded,
     "ranks": ranks,
+    "mesh": mesh,
     "command": command,
     "sums": sums,
     "profile": profile,
