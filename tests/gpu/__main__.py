@@ -38,7 +38,7 @@ LIMITS = {
     "hand-over": 120,
     "sharded": 120,
     "ranks": 240,
-    "mesh": 150,
+    "mesh": 240,
     "command": 120,
     "sums": 60,
     "profile": 75,

@@ -217,7 +217,7 @@ def _calls(device: torch.device, third: Group, spare: Any) -> dict[str, Callable
         cuda.memory._set_allocator_settings("expandable_segments:False")
 
     return {
-        "a launch": launched,
+        "a kernel's first use": launched,
         "a launch beside a wait for the device": beside_a_wait,
         "memory": lambda: torch.ones(big, dtype=torch.uint8, device=device),
         "pinned memory": lambda: torch.empty(big, dtype=torch.uint8, pin_memory=device.type == "cuda"),
