@@ -143,7 +143,8 @@ class Ending(Protocol):
 
 
 class Group(Ending, Protocol):
-    """Ranks that exchange tensors. All but `cancel` from one thread only; all raise TransferError.
+    """Ranks that exchange tensors. All but `cancel`, and what a scatter does by itself, from one thread only; all raise
+    TransferError.
 
     whole_buffers: must what is sent fill the buffer of its receive?
     """
