@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.data import reseed
-from openrecycle.agent.models.layers import build_layer, copied, kind_of, nothing, tied_of, without_memory
+from openrecycle.agent.models.layers import build_layer, copied, first_names, kind_of, nothing, tied_of, without_memory
 from openrecycle.agent.models.state import Block, Split, StageState, StateError
 from openrecycle.agent.models.workload import Metric, Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
@@ -541,6 +541,7 @@ def parts_of_a_rank(
         for layer in range(layers):
             built = without_memory(functools.partial(build_layer, workload, layer, layers, seed))
             built = copied(built, lambda t: torch.empty_like(t, device="meta"))
+            shared = [pair for pair in first_names(built).items() if pair[0] != pair[1]]
             try:
                 made: nn.Module = workload.parallelize(built, mesh)  # type: ignore[attr-defined]
             except Exception as error:
@@ -548,6 +549,7 @@ def parts_of_a_rank(
                 raise InputError(FIELD, in_a_line(error)[:200], expected) from error
             made = made if made is not None else built
             ways.setdefault(_way(made, layer, mesh), layer)
+            _check_shared(made, shared, layer)
             for name, parameter in made.named_parameters(remove_duplicate=False):
                 if (full := f"{layer}.{name}") in members:
                     splits[full] = _split_by(parameter)
@@ -598,6 +600,16 @@ def _way(module: nn.Module, layer: int, mesh: Any) -> Way:
             got = f"fully_shard(..., {other}) in layer {layer}"
             raise InputError(FIELD, got, "fully_shard without it; `optimization.autocast` sets the types to compute in")
     return "data"
+
+
+def _check_shared(module: nn.Module, shared: Iterable[tuple[str, str]], layer: int) -> None:
+    """shared: pairs of names that had one parameter before `module` was split. parallelize_module makes a new one for
+    each module that its plan names, and they would be trained apart. Raises InputError."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    for one, other in shared:
+        if one in named and other in named and named[one] is not named[other]:
+            got = f"layer {layer}, where {other} and {one} are one parameter before it and two after"
+            raise InputError(FIELD, got, f"what sets {one} to {other}'s parameter again after parallelize_module")
 
 
 def _lines(mesh: Any, *, named: bool) -> set[tuple[str | None, str]]:

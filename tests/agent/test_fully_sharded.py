@@ -561,6 +561,33 @@ def test_what_layers_share_they_split_alike() -> None:
     assert refused.value.field == "tied"
 
 
+class TiedWithin(Task):
+    """Two modules of a layer share a parameter, and parallelize_module makes one for each."""
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__(Even)
+        self.again = again
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        pair = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        pair[1].weight = pair[0].weight
+        return pair
+
+    def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+        parallelize_module(layer, mesh, {"0": ColwiseParallel(), "1": ColwiseParallel()})
+        if self.again:
+            layer[1].weight = layer[0].weight
+        return layer  # type: ignore[no-any-return]
+
+
+def test_what_modules_of_a_layer_share_stays_one_parameter() -> None:
+    with pytest.raises(InputError) as refused:
+        parts_of_a_rank(TiedWithin(again=False), 2, (2,), 0)  # type: ignore[arg-type]
+    assert refused.value.field == "parallelize"
+    _, (held, _) = parts_of_a_rank(TiedWithin(again=True), 2, (2,), 0)  # type: ignore[arg-type]
+    assert [name for name, _ in held] == ["0.0.weight", "0.0.bias", "0.1.bias"]
+
+
 def test_a_micro_batch_is_divided_into_runs_of_samples() -> None:
     class Data:
         samples_per_micro_batch = 4
