@@ -93,8 +93,8 @@ def warm_up() -> None:
 
 
 def _draw() -> None:
-    from openrecycle.app.ui.charts.gantt import gantt
-    from openrecycle.app.ui.theme import LIGHT
+    from openrecycle.app.charts.gantt import gantt
+    from openrecycle.app.charts.theme import LIGHT
 
     schedule = one_forward_one_backward(Problem(Job.uniform(2, 2, 2)))
     gantt(Drawing.of(schedule), LIGHT).to_json()

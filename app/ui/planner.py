@@ -15,18 +15,20 @@ import numpy as np
 import plotly.graph_objects as go
 import streamlit as st
 
+from openrecycle.app.charts import gantt as charts
+from openrecycle.app.charts import text
+from openrecycle.app.charts.gantt import MAX_NODES, gantt
+from openrecycle.app.charts.theme import CHART_CONFIG, Palette, style
+from openrecycle.app.charts.vega import LiveChart, y_axis
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.plans.solving import Migrations, PlanAsked, Solve
 from openrecycle.app.plans.whatif import LIMITS, PARAMS, STEPS, Checked, WhatIf, checked, parse_word, step_of
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import address, components, facts, planning, tables, text
+from openrecycle.app.ui import address, components, facts, planning, tables
 from openrecycle.app.ui.access import acting, actor, say_error, told
 from openrecycle.app.ui.address import choose_time, control
-from openrecycle.app.ui.charts import gantt as charts
-from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
-from openrecycle.app.ui.charts.vega import LiveChart, y_axis
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card, gap_words, many_words
 from openrecycle.app.ui.planning import (
@@ -45,7 +47,6 @@ from openrecycle.app.ui.planning import (
 )
 from openrecycle.app.ui.plans import export_button
 from openrecycle.app.ui.tables import beside_html, differences, workers_table
-from openrecycle.app.ui.theme import CHART_CONFIG, Palette, style
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, Worker

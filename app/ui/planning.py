@@ -19,6 +19,9 @@ from typing import Any
 import streamlit as st
 from streamlit.runtime.uploaded_file_manager import UploadedFile
 
+from openrecycle.app.charts import text
+from openrecycle.app.charts.progress import PICKED, dead_grid
+from openrecycle.app.charts.theme import Palette
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.profiles import HELP, ProfileInfo, edited, measured_profile, row_name, table
 from openrecycle.app.plans.solving import MAX_SECONDS
@@ -50,13 +53,11 @@ from openrecycle.app.plans.whatif import (
     to_keep,
     uploaded,
 )
-from openrecycle.app.ui import address, components, text
+from openrecycle.app.ui import address, components
 from openrecycle.app.ui.access import acting, actor, told, why_not
 from openrecycle.app.ui.address import control, field_error
-from openrecycle.app.ui.charts.progress import PICKED, dead_grid
 from openrecycle.app.ui.facts import SOLVER_WORDS
 from openrecycle.app.ui.plans import file_uploader, read_file, show_reading
-from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import AUTO, MOST_ACTIVATIONS, Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
