@@ -29,7 +29,7 @@ from openrecycle.app.ui.access import say_error
 from openrecycle.app.ui.address import BEGAN_WITH, choose_time
 from openrecycle.app.ui.components import open_job, schedule_of
 from openrecycle.app.ui.facts import Card
-from openrecycle.app.ui.plans import clock, export_button, newest, open_file, say_measured, wait_for
+from openrecycle.app.ui.plan_pickers import clock, export_button, newest, open_file, say_measured, wait_for
 from openrecycle.app.ui.schedule import choose_rows
 from openrecycle.app.ui.tables import beside_html, differences, stage_table
 from openrecycle.planner.export.compare import comparable

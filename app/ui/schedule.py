@@ -27,7 +27,7 @@ from openrecycle.app.ui import address, components, facts, tables
 from openrecycle.app.ui.address import Range, TimeRange, choose_time, show_all, within
 from openrecycle.app.ui.components import open_job, schedule_of
 from openrecycle.app.ui.facts import critical_words, many_words
-from openrecycle.app.ui.plans import export_button, open_file, pick_plan, say_measured, show_instead
+from openrecycle.app.ui.plan_pickers import export_button, open_file, pick_plan, say_measured, show_instead
 from openrecycle.app.ui.tables import Table, operations_table, workers_table
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Technique, Worker

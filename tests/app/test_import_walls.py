@@ -156,6 +156,15 @@ def test_no_room_of_the_console_lies_deep() -> None:
     assert 3 < len(longest) <= DEEPEST, " <- ".join(longest)
 
 
+def test_the_root_of_the_console_holds_entry_points_only() -> None:
+    """Whatever a folder imports is a feature, and stands in one."""
+    arrows = arrows_between_features("app", types=True)
+    folders = {own for own in arrows if (ROOT / own.replace(".", "/")).is_dir()} - {"app"}
+    assert len(folders) > 5
+    found = {other for own in folders for other in arrows[own] - folders}
+    assert not found
+
+
 @pytest.mark.parametrize("room", ["planner", "agent"])
 def test_no_folder_lies_deep(room: str) -> None:
     longest = longest_chain(arrows_between_features(room, types=False))

@@ -1,8 +1,8 @@
-"""The Planner page's question: the URL is its only truth, and every control writes to it.
+"""The controls of the Planner page. The URL is the only truth of its question (app.plans.whatif), and every control
+writes to it.
 
-Its controls: grid, technique, memory, solver, and where a question may be taken from; the grid of workers, where a
-click kills one, or brings it back; and the profile: chosen, uploaded or measured, edited in a table, and kept under a
-name.
+Grid, technique, memory, solver, and where a question may be taken from; the grid of workers, where a click kills one,
+or brings it back; and the profile: chosen, uploaded or measured, edited in a table, and kept under a name.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from openrecycle.app.ui import address, components
 from openrecycle.app.ui.access import acting, actor, told, why_not
 from openrecycle.app.ui.address import control, field_error
 from openrecycle.app.ui.facts import SOLVER_WORDS
-from openrecycle.app.ui.plans import file_uploader, read_file, show_reading
+from openrecycle.app.ui.plan_pickers import file_uploader, read_file, show_reading
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import AUTO, MOST_ACTIVATIONS, Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
