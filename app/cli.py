@@ -19,7 +19,7 @@ import typer
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.app.history import HistoryError, delete_job, export, import_history
+from openrecycle.app.observing.history import HistoryError, delete_job, export, import_history
 from openrecycle.app.runtime.errors import ConsoleError, SettingsError
 from openrecycle.app.runtime.processes import prepare_children
 from openrecycle.app.runtime.settings import RetentionLimits, Settings, default_database_url, read_token, seconds

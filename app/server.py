@@ -2,7 +2,7 @@
 
 A Starlette application carries both: the routes of the API first (FastAPI below /api/v1, health at the root),
 Streamlit's for everything else, the guards of app.security around all of it. Where several consoles share a database,
-it is there while this one leads (app.leadership).
+it is there while this one leads (app.console.leadership).
 
 The pages' modules, and what Plotly reads for a figure, take half a second of processor time. It begins when the console
 has told its address, or, where workers are heard meanwhile, when a page is first asked for or the console has been up
@@ -50,8 +50,8 @@ from openrecycle.app.api import access, agents, jobs, plans, streams
 from openrecycle.app.api.connection import connections
 from openrecycle.app.api.idempotency import HEADER, MOST_CHARACTERS, Idempotency, keeps_keys
 from openrecycle.app.api.models import ReadBeside, known_query
+from openrecycle.app.console.leadership import ConsoleHost, Gate, make_host, set_host
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.leadership import ConsoleHost, Gate, make_host, set_host
 from openrecycle.app.observing.metrics import Metering, NamedRoutes
 from openrecycle.app.runtime import problems, runner
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError, SettingsError
@@ -93,8 +93,8 @@ def warm_up() -> None:
 
 
 def _draw() -> None:
-    from openrecycle.app.ui.charts.gantt import gantt
-    from openrecycle.app.ui.theme import LIGHT
+    from openrecycle.app.charts.gantt import gantt
+    from openrecycle.app.charts.theme import LIGHT
 
     schedule = one_forward_one_backward(Problem(Job.uniform(2, 2, 2)))
     gantt(Drawing.of(schedule), LIGHT).to_json()

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         Timeouts,
     )
     from openrecycle.agent.jobs.callbacks import Callback, MLflow, ProgressBar, TensorBoard, WeightsAndBiases
-    from openrecycle.agent.jobs.trainer import ResilientTrainer, TrainingResult
+    from openrecycle.agent.jobs.results import TrainingResult
+    from openrecycle.agent.jobs.trainer import ResilientTrainer
     from openrecycle.agent.launcher.launch import JobFailed
     from openrecycle.agent.models.data import Evaluation, Loading, MicroBatchSampler, PadCollate
     from openrecycle.agent.models.layers import TensorSpec
@@ -67,7 +68,7 @@ _HOMES = {
     "TensorBoard": "openrecycle.agent.jobs.callbacks",
     "TensorSpec": "openrecycle.agent.models.layers",
     "Timeouts": "openrecycle.agent.config.options",
-    "TrainingResult": "openrecycle.agent.jobs.trainer",
+    "TrainingResult": "openrecycle.agent.jobs.results",
     "WeightsAndBiases": "openrecycle.agent.jobs.callbacks",
     "load_weights": "openrecycle.agent.checkpoints",
 }

@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openrecycle.agent.jobs.results import TrainingResult, WrittenCheckpoint
 from openrecycle.agent.launcher.record import LONG_WAIT, EvaluationResult
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.planner.jobs.errors import InputError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-
-    from openrecycle.agent.jobs.trainer import TrainingResult, WrittenCheckpoint
 
 RATE_OVER = 0.9
 """Of the rate shown so far that stays with each iteration."""

@@ -51,10 +51,10 @@ from openrecycle.app.api.models import (
 from openrecycle.app.console.operators import Choice
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import summary
-from openrecycle.app.history import Imported
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import RECENT
 from openrecycle.app.observing.as_run import MeasuredIteration
+from openrecycle.app.observing.history import Imported
 from openrecycle.app.observing.recorder import Series
 from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS

@@ -50,12 +50,12 @@ from openrecycle.app.catalogs.contents import MAX_WORKERS
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.console.operators import Operators
 from openrecycle.app.console.view import Queries, RollOuts
-from openrecycle.app.history import Histories
 from openrecycle.app.jobs.live_job import TICK_SECONDS, IncomingReport, LiveJob
 from openrecycle.app.jobs.states import Arrival, Condition, JobSummary, PlannedRestart, over_sentence
 from openrecycle.app.jobs.throughput import Waited
 from openrecycle.app.observing.goodput import Accounts
-from openrecycle.app.observing.measuring import Measuring
+from openrecycle.app.observing.history import Histories
+from openrecycle.app.observing.measured_iterations import Measuring
 from openrecycle.app.observing.metrics import OVER_SHOWN, JobMetrics, Metrics
 from openrecycle.app.observing.recorder import Recorder
 from openrecycle.app.plans.service import PlansService

@@ -232,7 +232,7 @@ WORKED_EXAMPLE = (
 
 class PlanSources:
     """One per console. Its methods raise ConsoleError. find: a job by its id; raises ConsoleError. plans: the stored
-    ones. measured: an iteration of a job as it ran (app.observing.measuring.Measuring.iteration)."""
+    ones. measured: an iteration of a job as it ran (app.observing.measured_iterations.Measuring.iteration)."""
 
     def __init__(
         self,

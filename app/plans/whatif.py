@@ -1,4 +1,5 @@
-"""The Planner page's question: a grid, its profile, who is dead, what may be used. It is what a link to the page says.
+"""What is asked on the Planner page, as data: a grid, its profile, who is dead, what may be used; and as the words of
+a link to the page. The controls that ask it are `app.ui.planner_controls`.
 
 `WhatIf.params` and `parse` go from and to the words of a URL; `asked` makes the planner's request of it.
 

@@ -10,9 +10,9 @@ from typing import Protocol
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
+from openrecycle.app.charts import text
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.access import CALLER, SIGN_OUT, Security
-from openrecycle.app.ui import text
 from openrecycle.planner.jobs.errors import PlannerError
 
 

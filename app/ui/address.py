@@ -28,9 +28,9 @@ import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
 from streamlit.navigation.page import Page
 
+from openrecycle.app.charts.theme import CHART_CONFIG
+from openrecycle.app.charts.vega import ZOOM
 from openrecycle.app.plans.whatif import PARAMS
-from openrecycle.app.ui.charts.vega import ZOOM
-from openrecycle.app.ui.theme import CHART_CONFIG
 
 T = TypeVar("T")
 D = TypeVar("D")

@@ -22,13 +22,14 @@ from openrecycle.app.catalogs.contents import (
     whole_counts,
 )
 from openrecycle.app.catalogs.service import Filling, exported, json_refusal
+from openrecycle.app.charts import text
+from openrecycle.app.charts.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, note, style
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import address, components, tables, text
+from openrecycle.app.ui import address, components, tables
 from openrecycle.app.ui.access import acting, say_error, told
 from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.tables import rows_html
-from openrecycle.app.ui.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, note, style
 from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo
 from openrecycle.planner.jobs.job import Technique
 from openrecycle.planner.plans.plan import job_doc

@@ -7,6 +7,9 @@ from functools import partial
 
 import streamlit as st
 
+from openrecycle.app.charts import text
+from openrecycle.app.charts.gantt import MAX_BARS, MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
+from openrecycle.app.charts.theme import Palette
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.sources import (
@@ -21,16 +24,14 @@ from openrecycle.app.plans.sources import (
     pinned,
 )
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import address, components, facts, tables, text
+from openrecycle.app.ui import address, components, facts, tables
 from openrecycle.app.ui.access import say_error
 from openrecycle.app.ui.address import BEGAN_WITH, choose_time
-from openrecycle.app.ui.charts.gantt import MAX_BARS, MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
 from openrecycle.app.ui.components import open_job, schedule_of
 from openrecycle.app.ui.facts import Card
-from openrecycle.app.ui.plans import clock, export_button, newest, open_file, say_measured, wait_for
+from openrecycle.app.ui.plan_pickers import clock, export_button, newest, open_file, say_measured, wait_for
 from openrecycle.app.ui.schedule import choose_rows
 from openrecycle.app.ui.tables import beside_html, differences, stage_table
-from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.drawing import Drawing

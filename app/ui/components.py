@@ -26,17 +26,18 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.agent.messages.protocol import JobSpec
+from openrecycle.app.charts import text
+from openrecycle.app.charts.progress import LOOKS
+from openrecycle.app.charts.theme import Palette, palette
+from openrecycle.app.charts.vega import LiveChart
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.console.view import JobView, RecoveryView, WorkerView
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import Condition, JobSummary
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import access, address, text
+from openrecycle.app.ui import access, address
 from openrecycle.app.ui.address import BEGAN_WITH, FOLLOWED_CONFIG, ITERATIONS, TimeRange, follow
-from openrecycle.app.ui.charts.progress import LOOKS
-from openrecycle.app.ui.charts.vega import LiveChart
 from openrecycle.app.ui.facts import OVER, Card, is_old, op_time_words
-from openrecycle.app.ui.theme import Palette, palette
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.drawing import legend as op_keys

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from openrecycle.agent.coordination.membership import ACK_ORDER, START, back_to
 from openrecycle.agent.messages.protocol import JobSpec, JobState
+from openrecycle.app.charts import text
+from openrecycle.app.charts.gantt import MAX_NODES
 from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.jobs.live_job import INTERIM, LAST, SOON
 from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, Condition, Loss, RoleState, lost_name, words_of
 from openrecycle.app.jobs.throughput import Baseline, recent_rate, share_of
 from openrecycle.app.observing.as_run import MeasuredIteration
-from openrecycle.app.ui import text
-from openrecycle.app.ui.charts.gantt import MAX_NODES
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import names
 from openrecycle.planner.layers.migration import SECONDS

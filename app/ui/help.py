@@ -7,12 +7,12 @@ from html import escape
 
 import streamlit as st
 
+from openrecycle.app.charts.progress import LOOKS
+from openrecycle.app.charts.theme import Palette
 from openrecycle.app.console.service import get_console
 from openrecycle.app.plans.whatif import JOB, IntroductionPicture, pictures
 from openrecycle.app.ui import address, components
-from openrecycle.app.ui.charts.progress import LOOKS
 from openrecycle.app.ui.facts import OVER
-from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.export.picture import draw_svg, small
 from openrecycle.planner.plans.drawing import OP_WORDS
 

@@ -27,6 +27,18 @@ from openrecycle.agent.coordination.membership import (
     Mode,
 )
 from openrecycle.agent.messages.protocol import API
+from openrecycle.app.charts import text
+from openrecycle.app.charts.progress import (
+    PICKED,
+    generation_marks,
+    losses,
+    progress_rows,
+    throughput,
+    worker_grid,
+    worker_sentence,
+)
+from openrecycle.app.charts.theme import Palette
+from openrecycle.app.charts.vega import ZOOM
 from openrecycle.app.console.operators import Choice
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.console.view import JobView, RollOut, WorkerView
@@ -36,22 +48,11 @@ from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import address, components, facts, standby, tables, text, worker_dialog
+from openrecycle.app.ui import address, components, facts, standby, tables, worker_dialog
 from openrecycle.app.ui.access import acting, actor, say_error, told
 from openrecycle.app.ui.address import forget_job
-from openrecycle.app.ui.charts.progress import (
-    PICKED,
-    generation_marks,
-    losses,
-    progress_rows,
-    throughput,
-    worker_grid,
-    worker_sentence,
-)
-from openrecycle.app.ui.charts.vega import ZOOM
 from openrecycle.app.ui.components import open_job
 from openrecycle.app.ui.facts import OVER, SOLVER_WORDS, ready_words, roll_out_words
-from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.worker_dialog import open_worker, page_wanted, say_later, show_opened
 from openrecycle.planner.jobs.words import names
 from openrecycle.planner.solvers.portfolio import SOLVERS

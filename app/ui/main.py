@@ -6,7 +6,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from openrecycle.app.leadership import standby_status
+from openrecycle.app.console.leadership import standby_status
 from openrecycle.app.runtime.patches import PAGES
 from openrecycle.app.ui import address, components, standby
 

@@ -15,21 +15,24 @@ import numpy as np
 import plotly.graph_objects as go
 import streamlit as st
 
+from openrecycle.app.charts import gantt as charts
+from openrecycle.app.charts import text
+from openrecycle.app.charts.gantt import MAX_NODES, gantt
+from openrecycle.app.charts.theme import CHART_CONFIG, Palette, style
+from openrecycle.app.charts.vega import LiveChart, y_axis
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.plans.solving import Migrations, PlanAsked, Solve
 from openrecycle.app.plans.whatif import LIMITS, PARAMS, STEPS, Checked, WhatIf, checked, parse_word, step_of
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import address, components, facts, planning, tables, text
+from openrecycle.app.ui import address, components, facts, planner_controls, tables
 from openrecycle.app.ui.access import acting, actor, say_error, told
 from openrecycle.app.ui.address import choose_time, control
-from openrecycle.app.ui.charts import gantt as charts
-from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
-from openrecycle.app.ui.charts.vega import LiveChart, y_axis
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card, gap_words, many_words
-from openrecycle.app.ui.planning import (
+from openrecycle.app.ui.plan_pickers import export_button
+from openrecycle.app.ui.planner_controls import (
     BEFORE,
     PAGE,
     SAVED_PARAM,
@@ -43,9 +46,7 @@ from openrecycle.app.ui.planning import (
     said,
     say,
 )
-from openrecycle.app.ui.plans import export_button
 from openrecycle.app.ui.tables import beside_html, differences, workers_table
-from openrecycle.app.ui.theme import CHART_CONFIG, Palette, style
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, Worker
@@ -235,7 +236,7 @@ def page() -> None:
     console = get_console()
     console.plans.solves.warm()
     saved = _saved(console)
-    question, misread = planning.current(console.plans.profiles.kept)
+    question, misread = planner_controls.current(console.plans.profiles.kept)
     found = checked(question)
     solve = console.plans.solves.find(found.asked) if found.asked is not None else None
     # Looked at once, and before the plan: it may be done at any moment, and the page must not be of two minds.
@@ -246,25 +247,25 @@ def page() -> None:
             '<h1 class="or-title">Planner</h1><div class="or-about">Mark workers dead and see what it costs, '
             "before it happens. The link in the address bar says the whole question.</div>"
         )
-        planning.sources(console)
+        planner_controls.sources(console)
     for error in misread:
         say_error(f"{error}. The default is used instead.")
     if words := said(PAGE):
         say_error(words)
-    if planning.EXAMPLE in st.query_params:
+    if planner_controls.EXAMPLE in st.query_params:
         _example(console, question)
     left, right = st.columns([3, 2], gap="medium")
     with left, st.container(gap="xsmall"):
-        planning.sizes(question, found)
+        planner_controls.sizes(question, found)
         if found.job is not None:
             grid(question, found, plan, colours)
     with right, st.container(gap="xsmall"):
         components.heading("What may be used")
-        planning.techniques(question, found)
-        planning.limits(question, found)
+        planner_controls.techniques(question, found)
+        planner_controls.limits(question, found)
         profile(console, question, found)
         _go(console, found, solve, plan, running=running, misread=bool(misread))
-    steps = [step.question for step in STEPS] if planning.EXAMPLE in st.query_params else [question]
+    steps = [step.question for step in STEPS] if planner_controls.EXAMPLE in st.query_params else [question]
     others(console, [step.asked().id for step in steps] if found.asked else [])
     if solve is not None and running and found.job is not None:
         search(console, solve, found.job.time_unit, colours)
@@ -352,7 +353,7 @@ def _example(console: ConsoleService, question: WhatIf) -> None:
             _choose_step,
         )
         if any(s is None for s in solves):
-            st.button("Plan all four", key="planner-example-go", on_click=planning.example, args=(console,))
+            st.button("Plan all four", key="planner-example-go", on_click=planner_controls.example, args=(console,))
 
 
 def _steps(console: ConsoleService, chosen: str | None, going: bool) -> None:

@@ -15,19 +15,20 @@ from typing import Any
 import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
 
+from openrecycle.app.charts import gantt as charts
+from openrecycle.app.charts import text
+from openrecycle.app.charts.gantt import MAX_BARS, MAX_NODES, Detail, gantt
+from openrecycle.app.charts.theme import Palette
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.sources import Made, OfJob, Source, job_of, parse_reference
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import address, components, facts, tables, text
+from openrecycle.app.ui import address, components, facts, tables
 from openrecycle.app.ui.address import Range, TimeRange, choose_time, show_all, within
-from openrecycle.app.ui.charts import gantt as charts
-from openrecycle.app.ui.charts.gantt import MAX_BARS, MAX_NODES, Detail, gantt
 from openrecycle.app.ui.components import open_job, schedule_of
 from openrecycle.app.ui.facts import critical_words, many_words
-from openrecycle.app.ui.plans import export_button, open_file, pick_plan, say_measured, show_instead
+from openrecycle.app.ui.plan_pickers import export_button, open_file, pick_plan, say_measured, show_instead
 from openrecycle.app.ui.tables import Table, operations_table, workers_table
-from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Technique, Worker
 from openrecycle.planner.plans.drawing import Drawing, pipeline_workers, stage_workers, touched_workers

@@ -11,6 +11,8 @@ from typing import Any
 import plotly.graph_objects as go
 import streamlit as st
 
+from openrecycle.app.charts import text
+from openrecycle.app.charts.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, style
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.jobs.live_job import Row
 from openrecycle.app.plans.simulations import (
@@ -22,11 +24,10 @@ from openrecycle.app.plans.simulations import (
     parse_request,
     shapes,
 )
-from openrecycle.app.ui import address, components, text
+from openrecycle.app.ui import address, components
 from openrecycle.app.ui.access import say_error
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import Table, rows_html
-from openrecycle.app.ui.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, style
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.traces import public_traces
 

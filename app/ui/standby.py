@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import streamlit as st
 
+from openrecycle.app.console.leadership import LeaderStatus, standby_status
 from openrecycle.app.jobs.states import TRAINING_ALONE
-from openrecycle.app.leadership import LeaderStatus, standby_status
 from openrecycle.app.ui.components import use_style
 from openrecycle.planner.jobs.words import capital, whole_sentence
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import streamlit as st
 
+from openrecycle.app.charts import text
+from openrecycle.app.charts.progress import LOOKS, QUIET, Mark
 from openrecycle.app.console.view import WorkerView
 from openrecycle.app.jobs.throughput import IterationView
-from openrecycle.app.ui import text
-from openrecycle.app.ui.charts.progress import LOOKS, QUIET, Mark
 from openrecycle.planner.export.compare import by_stage, compare
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import micro_batch_names

@@ -17,14 +17,15 @@ from typing import NamedTuple
 import streamlit as st
 
 from openrecycle.agent.messages.protocol import Doing
+from openrecycle.app.charts import text
+from openrecycle.app.charts.progress import LOOKS, memory, op_times
+from openrecycle.app.charts.theme import palette
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import EventView, JobView, StateInterval, WorkerDetail, WorkerView
 from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, Loss, RankState, RoleState
 from openrecycle.app.observing.recorder import Series
-from openrecycle.app.ui import address, components, facts, tables, text
+from openrecycle.app.ui import address, components, facts, tables
 from openrecycle.app.ui.access import actor, told
-from openrecycle.app.ui.charts.progress import LOOKS, memory, op_times
-from openrecycle.app.ui.theme import palette
 from openrecycle.planner.jobs.words import names
 from openrecycle.planner.plans.drawing import OP_WORDS
 

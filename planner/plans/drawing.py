@@ -1,7 +1,7 @@
 """One model of a drawn schedule: rows, bars, marks, memory, words. Pictures of all kinds are made from it.
 
 It knows nothing of Plotly, SVG or PNG. Times are ticks. Back ends: `planner.export.picture` (SVG, PNG) and
-`app.ui.charts` (Plotly, and the overview of a large schedule).
+`app.charts` (Plotly, and the overview of a large schedule).
 """
 
 from __future__ import annotations

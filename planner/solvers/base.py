@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from openrecycle.planner.jobs.job import Over, Problem
+from openrecycle.planner.plans.bounds import Bound
 from openrecycle.planner.plans.schedule import Schedule
 
 
@@ -20,6 +21,16 @@ class SolverProgress:
     elapsed: float
     incumbent: int | None
     bound: int
+
+
+class ChosenLayout(Protocol):
+    """By which a problem was cut and staffed (`layers.partition.Layout`): no plan is shorter than `bound`, over
+    all that it was chosen from."""
+
+    @property
+    def bound(self) -> Bound: ...
+    @property
+    def over(self) -> Over: ...
 
 
 ProgressCallback = Callable[[SolverProgress], None]

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import failures_per_stage, with_one_more
@@ -18,12 +17,9 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Worker
 from openrecycle.planner.plans.baseline import REFERENCES, reference_period, reference_schedule
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, SolverDoc
-from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Run, Solution, Solver
+from openrecycle.planner.solvers.base import Cancelled, ChosenLayout, ProgressCallback, Run, Solution, Solver
 from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler, best_fault_free, tries
 from openrecycle.planner.solvers.local_search import COMPILED_SECONDS, Rearranger, Tuner, rearrangeable
-
-if TYPE_CHECKING:
-    from openrecycle.planner.layers.partition import Layout
 
 SOLVERS = ("auto", "list", "cp-sat", "milp")
 # Ops up to which CP-SAT has most of the time, and beyond which the local search has.
@@ -43,7 +39,7 @@ def make_plan(
     on_progress: ProgressCallback | None = None,
     cancelled: Cancelled | None = None,
     look_ahead: bool = True,
-    layout: Layout | None = None,
+    layout: ChosenLayout | None = None,
 ) -> Plan:
     """Solves `problem` and puts the result, its bound and its references in a Plan; see `best_solution`.
 
@@ -56,7 +52,7 @@ def make_plan(
     return plan_of(solution, seconds=run.elapsed)
 
 
-def of_layout(solution: Solution, layout: Layout) -> Solution:
+def of_layout(solution: Solution, layout: ChosenLayout) -> Solution:
     """With the bound over all layouts that `layout` was chosen from."""
     if layout.over == "schedules":
         return solution

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from openrecycle import Callback, Checkpoints, ExponentialMovingAverage, Faults, InputError, Optimization, Planning
-from openrecycle.agent.jobs.trainer import TrainingResult, WrittenCheckpoint
+from openrecycle.agent.jobs.results import TrainingResult, WrittenCheckpoint
 from tests.agent import masked_jobs
 from tests.conftest import at_length
 

@@ -16,7 +16,8 @@ from openrecycle import Callback, InputError, MLflow, Optimization, ProgressBar,
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.jobs import trainer
 from openrecycle.agent.jobs.callbacks import TrainingStart
-from openrecycle.agent.jobs.trainer import TrainingResult, _Lines
+from openrecycle.agent.jobs.results import TrainingResult
+from openrecycle.agent.jobs.trainer import _Lines
 from openrecycle.agent.launcher.record import EvaluationResult
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from tests.agent import own_jobs

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from openrecycle import Faults, Job, ResilientTrainer
 from openrecycle.agent.examples.gpt import Block
-from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.stages.stage import Probe, choose_split
 
 

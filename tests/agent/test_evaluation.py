@@ -16,7 +16,7 @@ from torch.nn import functional
 from openrecycle import Callback, Checkpoints, Evaluation, Faults, InputError, Loading, Optimization, Planning
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.jobs.callables import CallableWorkload, EvaluationBatches
-from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.launcher.record import EvaluationResult
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.agent.models.data import MicroBatchSampler

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from openrecycle import Faults, InputError, Job, Optimization, ResilientTrainer
-from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.models.state import StageState
 from openrecycle.agent.stages.gradients import SUM_OF, Mode
 from openrecycle.agent.stages.optimizer import StageOptimizer

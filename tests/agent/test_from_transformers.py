@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning, load_weights
 from openrecycle.agent.checkpoints import save_weights
-from openrecycle.agent.jobs.trainer import ResilientTrainer, TrainingResult
+from openrecycle.agent.jobs.results import TrainingResult
+from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.agent.models.layers import LayerStack, TensorSpec, build_layer, build_layers
 from openrecycle.agent.models.torch_pipelining import modules_of
 from openrecycle.planner.jobs.errors import InputError

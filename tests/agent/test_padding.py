@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from openrecycle import Faults, InputError, Job, JobFailed, Loading, Optimization, PadCollate, Platform
-from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.transport.group import GivenGlooGroup
 from tests.agent import masked_jobs
 from tests.conftest import at_length

@@ -31,7 +31,8 @@ from openrecycle import (
     Planning,
     ProgressBar,
 )
-from openrecycle.agent.jobs.trainer import ResilientTrainer, TrainingResult
+from openrecycle.agent.jobs.results import TrainingResult
+from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from openrecycle import Checkpoints, Evaluation, Faults, InputError, Loading, Planning
 from openrecycle.agent.config.options import OnBadSample
-from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.models.data import StreamBatches, StreamEndedError, stream_of
 from openrecycle.agent.monitoring.liveness import describe_exception

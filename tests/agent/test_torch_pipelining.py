@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
 
 from openrecycle import Faults, Job, Planning
-from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.models.torch_pipelining import layers_of
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import pipe_jobs as jobs

@@ -17,7 +17,7 @@ import pytest
 from openrecycle import Callback
 from openrecycle.agent.config.devices import Mode
 from openrecycle.agent.config.options import Checkpoints, Faults, Optimization
-from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.messages.protocol import Iteration
 from tests.agent import own_jobs, wrong_jobs
 from tests.agent.local_jobs import LocalJob, fault_free_losses, uncut

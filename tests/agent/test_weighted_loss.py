@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from openrecycle import Evaluation, Faults, InputError, Job, Loading, Optimization, Planning, ResilientTrainer
 from openrecycle.agent.config.devices import Mode, seed_for
-from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.models.data import MicroBatchSampler
 from tests.conftest import at_length
 

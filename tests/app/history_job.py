@@ -19,8 +19,8 @@ from openrecycle.agent.messages.protocol import (
     Registration,
 )
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.history import LEFT_OUT
 from openrecycle.app.observing.as_run import IterationAsRun, WorkerOps
+from openrecycle.app.observing.history import LEFT_OUT
 from openrecycle.db.job_rows import MODELS, table
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

@@ -13,7 +13,7 @@ from ui_console import MAIN, ConsoleHere, errors, turn_to, until
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.whatif import PARAMS
-from openrecycle.app.ui.planning import EXAMPLE, SAVED_PARAM
+from openrecycle.app.ui.planner_controls import EXAMPLE, SAVED_PARAM
 
 
 def page_console(here: ConsoleHere) -> Iterator[ConsoleService]:

@@ -17,11 +17,12 @@ from ui_console import until
 from openrecycle.app.catalogs.contents import CatalogRequest, needed, parse_request, stale, summary
 from openrecycle.app.catalogs.contents import report as contents_report
 from openrecycle.app.catalogs.service import Catalogs, Filling, documents, json_refusal, stored_zip
+from openrecycle.app.charts import text
+from openrecycle.app.charts.theme import DARK, LIGHT
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel, Children
-from openrecycle.app.ui import catalog, text
+from openrecycle.app.ui import catalog
 from openrecycle.app.ui.catalog import catalog_curves
-from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo, open_folder
 from openrecycle.planner.check import check

@@ -12,9 +12,9 @@ import ui_factory as factory
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from openrecycle.app.ui.charts.gantt import ASIDE_OPACITY, BOTTOM, TOP, Strip, comparison, gantt
+from openrecycle.app.charts.gantt import ASIDE_OPACITY, BOTTOM, TOP, Strip, comparison, gantt
+from openrecycle.app.charts.theme import DARK, LIGHT
 from openrecycle.app.ui.components import WIDTH, chart_placeholder
-from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.drawing import Drawing, Rows
 from openrecycle.planner.plans.schedule import Schedule

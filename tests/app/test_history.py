@@ -22,9 +22,10 @@ from sqlalchemy import func, select, update
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from openrecycle.app import history as histories
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.history import (
+from openrecycle.app.jobs.job_plans import stored_plan
+from openrecycle.app.observing import history as histories
+from openrecycle.app.observing.history import (
     EXPORTED,
     LEFT_OUT,
     Histories,
@@ -36,7 +37,6 @@ from openrecycle.app.history import (
     import_history,
     table_file,
 )
-from openrecycle.app.jobs.job_plans import stored_plan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel, Children
 from openrecycle.app.server import create_routes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.app.leadership import Action, LeaseTimes, Seen, decide
+from openrecycle.app.console.leadership import Action, LeaseTimes, Seen, decide
 from openrecycle.db.session import Lease
 
 TIMES = LeaseTimes(renew=1.0, lease=4.0, poll=0.5)

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from openrecycle.app.console.leadership import ConsoleHost, Gate, LeaderStatus
 from openrecycle.app.console.service import ConsoleService, get_console
-from openrecycle.app.leadership import ConsoleHost, Gate, LeaderStatus
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import EventLoopWatch
 from openrecycle.app.runtime.settings import Settings

@@ -14,8 +14,8 @@ import structlog
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
+from openrecycle.app.console.leadership import ActiveConsole, ConsoleHost, Leadership, LeaseTimes
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.leadership import ActiveConsole, ConsoleHost, Leadership, LeaseTimes
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderSession
 from openrecycle.db.store import Store
 from tests.conftest import new_database

@@ -10,10 +10,10 @@ import pytest
 import ui_factory as factory
 from ui_console import JobHere, until
 
+from openrecycle.app.charts.progress import generation_marks, progress_rows, throughput, worker_grid
+from openrecycle.app.charts.theme import LIGHT
+from openrecycle.app.charts.vega import arrow
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.ui.charts.progress import generation_marks, progress_rows, throughput, worker_grid
-from openrecycle.app.ui.charts.vega import arrow
-from openrecycle.app.ui.theme import LIGHT
 
 pytestmark = pytest.mark.processes
 

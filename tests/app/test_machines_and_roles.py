@@ -18,6 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from openrecycle.agent.coordination.membership import ACK_ORDER, Candidate, Mode, Offer, Offered
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.catalogs.service import Catalogs
+from openrecycle.app.charts.progress import LOOKS, worker_grid
+from openrecycle.app.charts.theme import LIGHT
 from openrecycle.app.console.view import JobView, Queries, RollOuts, WorkerDetail, summary
 from openrecycle.app.jobs.states import OUT, Condition, RoleState, words_of
 from openrecycle.app.observing.goodput import Accounts
@@ -25,8 +27,6 @@ from openrecycle.app.plans.library import Library, PlanCache
 from openrecycle.app.plans.solving import Making
 from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.ui import facts
-from openrecycle.app.ui.charts.progress import LOOKS, worker_grid
-from openrecycle.app.ui.theme import LIGHT
 from openrecycle.app.ui.worker_dialog import facts_html
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from tests.agent.coordinator_run import LADDER

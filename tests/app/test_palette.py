@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from openrecycle.app.charts.theme import DARK, LIGHT, Palette
 from openrecycle.app.ui.simulate import LOOKS, look
-from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 
 Colour = NDArray[np.float64]
 

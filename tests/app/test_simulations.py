@@ -8,6 +8,7 @@ import time
 import pytest
 from ui_console import ConsoleHere, JobHere
 
+from openrecycle.app.charts.theme import DARK, LIGHT
 from openrecycle.app.plans.simulations import (
     GONE,
     HISTORY,
@@ -19,7 +20,6 @@ from openrecycle.app.plans.simulations import (
     run,
 )
 from openrecycle.app.ui.simulate import policy_words, sensitivity, thinned, throughput_over_time
-from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration
+from openrecycle.app.charts.progress import SPARE, worker_grid, worker_sentence
+from openrecycle.app.charts.theme import LIGHT
 from openrecycle.app.console.view import JobView, WorkerDetail
 from openrecycle.app.jobs.live_job import process_rows, read_processes
 from openrecycle.app.jobs.states import ProcessState, RankState
 from openrecycle.app.ui import facts
-from openrecycle.app.ui.charts.progress import SPARE, worker_grid, worker_sentence
-from openrecycle.app.ui.theme import LIGHT
 from openrecycle.app.ui.worker_dialog import facts_html, ranks_html
 from tests.app.played_launcher import PlayedJob
 

@@ -10,8 +10,8 @@ import pytest
 
 from openrecycle.agent.coordination.membership import PlanReady, Stalled
 from openrecycle.agent.messages.protocol import JobSpec, JobState, WorkerState
-from openrecycle.app.history import Histories
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.observing.history import Histories
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.job_rows import JobRows
 from tests.agent.coordinator_run import LADDER, Run

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from openrecycle.app.catalogs.contents import needed, report
-from openrecycle.app.ui import catalog, facts, text
-from openrecycle.app.ui.charts.gantt import gantt
+from openrecycle.app.charts import text
+from openrecycle.app.charts.gantt import gantt
+from openrecycle.app.charts.theme import LIGHT
+from openrecycle.app.ui import catalog, facts
 from openrecycle.app.ui.tables import workers_table
-from openrecycle.app.ui.theme import LIGHT
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, decode_header, pack, plan_name

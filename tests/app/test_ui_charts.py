@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from openrecycle.app.ui.charts import gantt as charts
-from openrecycle.app.ui.charts.gantt import ASIDE_OPACITY
+from openrecycle.app.charts import gantt as charts
+from openrecycle.app.charts.gantt import ASIDE_OPACITY
+from openrecycle.app.charts.theme import DARK, LIGHT, Palette
 from openrecycle.app.ui.components import chart_placeholder
-from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans import drawing as model
 from openrecycle.planner.plans.drawing import BAR_HEIGHT, OP_WORDS, Drawing, Rows

@@ -13,13 +13,13 @@ import ui_factory as factory
 from streamlit.testing.v1 import AppTest
 from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, errors, turn_to, until
 
+from openrecycle.app.charts import gantt as charts
+from openrecycle.app.charts import text
+from openrecycle.app.charts.gantt import RELATIVE, Strip, comparison
+from openrecycle.app.charts.theme import LIGHT
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.sources import MOST, WORKED_EXAMPLE
-from openrecycle.app.ui import text
-from openrecycle.app.ui.charts import gantt as charts
-from openrecycle.app.ui.charts.gantt import RELATIVE, Strip, comparison
 from openrecycle.app.ui.tables import stage_table
-from openrecycle.app.ui.theme import LIGHT
 from openrecycle.planner.export.compare import by_stage
 from openrecycle.planner.plans.drawing import OP_WORDS, Drawing
 from openrecycle.planner.plans.plan import Plan

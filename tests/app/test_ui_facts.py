@@ -11,6 +11,8 @@ import ui_factory as factory
 
 from openrecycle.agent.coordination.membership import TransferBroken, WorkerRegistered, back_to
 from openrecycle.agent.messages.protocol import JobState
+from openrecycle.app.charts import text
+from openrecycle.app.charts.progress import generation_marks
 from openrecycle.app.console.view import JobView, OpTime, WorkerDetail
 from openrecycle.app.jobs.states import (
     OUT,
@@ -23,8 +25,7 @@ from openrecycle.app.jobs.states import (
     sentence,
 )
 from openrecycle.app.jobs.throughput import Baseline, Figures
-from openrecycle.app.ui import facts, tables, text
-from openrecycle.app.ui.charts.progress import generation_marks
+from openrecycle.app.ui import facts, tables
 from openrecycle.app.ui.components import tone_of
 from openrecycle.app.ui.worker_dialog import feed_html, op_times_html
 from openrecycle.planner.jobs.job import Job, StageProfile

@@ -13,10 +13,10 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, turn_to
 
 from openrecycle.agent.messages.protocol import JobFinished
+from openrecycle.app.charts.theme import DARK, LIGHT, Palette
 from openrecycle.app.console.service import set_console
 from openrecycle.app.plans.whatif import pictures
 from openrecycle.app.ui.help import SECTIONS, reporter, token_line, trainer
-from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.planner.check import check
 from openrecycle.planner.export.picture import draw_svg, small
 from tests.golden import golden

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from ui_console import Address
 
+from openrecycle.app.charts.progress import losses, progress_rows, throughput
+from openrecycle.app.charts.theme import LIGHT
+from openrecycle.app.charts.vega import ZOOM
 from openrecycle.app.ui import address
-from openrecycle.app.ui.charts.progress import losses, progress_rows, throughput
-from openrecycle.app.ui.charts.vega import ZOOM
-from openrecycle.app.ui.theme import LIGHT
 from tests.golden import golden
 
 

@@ -14,9 +14,7 @@ import pyarrow.ipc
 import pytest
 import ui_factory as factory
 
-from openrecycle.app.console.view import GenerationView, JobView, generation_views
-from openrecycle.app.jobs.states import RoleState
-from openrecycle.app.ui.charts.progress import (
+from openrecycle.app.charts.progress import (
     LATE,
     LOOKS,
     WORDS,
@@ -27,8 +25,10 @@ from openrecycle.app.ui.charts.progress import (
     throughput,
     worker_grid,
 )
-from openrecycle.app.ui.charts.vega import LiveChart
-from openrecycle.app.ui.theme import DARK, LIGHT, Palette
+from openrecycle.app.charts.theme import DARK, LIGHT, Palette
+from openrecycle.app.charts.vega import LiveChart
+from openrecycle.app.console.view import GenerationView, JobView, generation_views
+from openrecycle.app.jobs.states import RoleState
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_live_charts_are_valid_vega_lite(vega_lite_schema: dict[str, Any], colou
 
 
 def test_vega_knows_each_row_again_when_new_ones_come() -> None:
-    """Else it keeps what it drew for thousands of earlier ones (app.ui.charts.vega)."""
+    """Else it keeps what it drew for thousands of earlier ones (app.charts.vega)."""
     for chart in live_charts(factory.failed(), LIGHT):
         whole = chart.whole()
         with pyarrow.ipc.open_stream(whole["datasets"]["rows"]) as stream:

@@ -8,8 +8,8 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN
 
+from openrecycle.app.console.leadership import ConsoleHost, LeaderStatus, set_host
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.leadership import ConsoleHost, LeaderStatus, set_host
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from openrecycle.app.charts.progress import broken, memory, op_times
+from openrecycle.app.charts.theme import LIGHT
 from openrecycle.app.observing.recorder import MetricSeries, Series
-from openrecycle.app.ui.charts.progress import broken, memory, op_times
-from openrecycle.app.ui.theme import LIGHT
 
 
 def series(**metrics: MetricSeries) -> Series:

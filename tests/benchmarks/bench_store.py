@@ -21,8 +21,8 @@ import numpy as np
 from sqlalchemy import text
 
 from openrecycle.agent.messages.protocol import Heartbeat, JobSpec
-from openrecycle.app.history import export, import_history
 from openrecycle.app.jobs.measurements import Recording
+from openrecycle.app.observing.history import export, import_history
 from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.db.heartbeats import (
     GROUP,

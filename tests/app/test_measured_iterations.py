@@ -9,9 +9,9 @@ from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.observing import measuring as measuring_module
+from openrecycle.app.observing import measured_iterations
 from openrecycle.app.observing.as_run import as_plan, as_schedule
-from openrecycle.app.observing.measuring import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
+from openrecycle.app.observing.measured_iterations import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Worker
@@ -155,7 +155,7 @@ def test_what_a_link_names_is_kept_and_the_rest_is_not(
     assert there(Measuring(Store(here.database), here.console.plans.cache.plan, 1.0)) == kept, (
         "a console that is started anew has them, too"
     )
-    monkeypatch.setattr(measuring_module, "MOST_KEPT", 2)
+    monkeypatch.setattr(measured_iterations, "MOST_KEPT", 2)
     asking.measuring.kept(asking.live, seen[0])
     wanted = asking.run(int(UNASKED_SECONDS) + 3)
     assert wanted is not None

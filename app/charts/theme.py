@@ -1,4 +1,4 @@
-"""Colours and figure defaults, light and dark. No Streamlit here: charts import it.
+"""Colours and figure defaults, light and dark.
 
 The colours of policies, like those of ops (planner.plans.drawing), were searched for the largest smallest distance
 under full deutan-, protan- and tritanomaly; wherever two states are near in colour, shape and words carry the

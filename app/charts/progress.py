@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from openrecycle.app.charts import text
+from openrecycle.app.charts.theme import Palette
+from openrecycle.app.charts.vega import ZOOM, Columns, LiveChart, y_axis
 from openrecycle.app.console.view import GenerationView, JobView, RecoveryView, WorkerView
 from openrecycle.app.jobs.states import HOLDING, OUT, RoleState
 from openrecycle.app.jobs.throughput import IterationView
 from openrecycle.app.observing.recorder import Series, Values
 from openrecycle.app.plans.whatif import WhatIf
-from openrecycle.app.ui import text
-from openrecycle.app.ui.charts.vega import ZOOM, Columns, LiveChart, y_axis
-from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.words import milliseconds
 from openrecycle.planner.plans.drawing import OP_WORDS
 

@@ -1,8 +1,8 @@
-"""The Planner page's question: the URL is its only truth, and every control writes to it.
+"""The controls of the Planner page. The URL is the only truth of its question (app.plans.whatif), and every control
+writes to it.
 
-Its controls: grid, technique, memory, solver, and where a question may be taken from; the grid of workers, where a
-click kills one, or brings it back; and the profile: chosen, uploaded or measured, edited in a table, and kept under a
-name.
+Grid, technique, memory, solver, and where a question may be taken from; the grid of workers, where a click kills one,
+or brings it back; and the profile: chosen, uploaded or measured, edited in a table, and kept under a name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 import streamlit as st
 from streamlit.runtime.uploaded_file_manager import UploadedFile
 
+from openrecycle.app.charts import text
+from openrecycle.app.charts.progress import PICKED, dead_grid
+from openrecycle.app.charts.theme import Palette
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.profiles import HELP, ProfileInfo, edited, measured_profile, row_name, table
 from openrecycle.app.plans.solving import MAX_SECONDS
@@ -50,13 +53,11 @@ from openrecycle.app.plans.whatif import (
     to_keep,
     uploaded,
 )
-from openrecycle.app.ui import address, components, text
+from openrecycle.app.ui import address, components
 from openrecycle.app.ui.access import acting, actor, told, why_not
 from openrecycle.app.ui.address import control, field_error
-from openrecycle.app.ui.charts.progress import PICKED, dead_grid
 from openrecycle.app.ui.facts import SOLVER_WORDS
-from openrecycle.app.ui.plans import file_uploader, read_file, show_reading
-from openrecycle.app.ui.theme import Palette
+from openrecycle.app.ui.plan_pickers import file_uploader, read_file, show_reading
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import AUTO, MOST_ACTIVATIONS, Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from openrecycle.app.ui.theme import FONT, Palette
+from openrecycle.app.charts.theme import FONT, Palette
 
 # Column name to its values, all of one length.
 Columns = dict[str, Any]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from openrecycle.app.ui import text
-from openrecycle.app.ui.theme import Palette, note, style
+from openrecycle.app.charts import text
+from openrecycle.app.charts.theme import Palette, note, style
 from openrecycle.planner.export.picture import raster_png
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.drawing import (

@@ -15,6 +15,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 from streamlit.runtime.uploaded_file_manager import UploadedFile
 
+from openrecycle.app.charts import text
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.files import Export, Reading, ReadPlan, offers, render
 from openrecycle.app.plans.sources import (
@@ -29,7 +30,7 @@ from openrecycle.app.plans.sources import (
     pinned,
 )
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError
-from openrecycle.app.ui import address, text
+from openrecycle.app.ui import address
 from openrecycle.app.ui.access import actor, say_error, why_not
 from openrecycle.app.ui.facts import measured_words
 from openrecycle.planner.jobs.errors import InputError
