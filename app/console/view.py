@@ -50,6 +50,7 @@ from openrecycle.app.plans.library import PlanCache
 from openrecycle.app.runtime.errors import plain, storing, unknown_plan, unknown_worker
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.words import STAND_BY
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
 
@@ -285,11 +286,15 @@ def generation_views(rows: Sequence[Record]) -> tuple[GenerationView, ...]:
 
 
 def _lost(before: Record, row: Record) -> tuple[str, ...]:
-    """Who was in the generation before, and is out, or joins anew; but for those that were asked to leave, and for
-    whose process took another's place."""
+    """Who was in the generation before, and is out, or joins anew; but for those that were asked to leave or to stand
+    by, and for whose process took another's place. Nor has anybody died who joined before and has no state yet, nor
+    where the state of a whole stage is gone, of those that have held it (happening.StateLost begins with the stage)."""
+    reason = row["reason"]
     stayed = {*before["failed"], *(source for source, _ in row["moves"])}
-    gone = sorted({*row["failed"], *row["joining"]} - stayed)
-    return tuple(name for name in gone if f"asked {name} to leave" not in row["reason"])
+    out = {name for name in row["failed"] if STAND_BY not in reason or f"{name}: " in reason}
+    joins = {name for name in row["joining"] if not reason.startswith(f"stage {Worker.parse(name).stage}: ")}
+    gone = sorted((out | (joins - {*before["joining"]})) - stayed)
+    return tuple(name for name in gone if f"asked {name} to leave" not in reason)
 
 
 class _Kept(NamedTuple):
