@@ -111,19 +111,36 @@ Moment = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)
 
 
 InARow = Annotated[int, Field(ge=1, le=2**53)]
-ProcessLine = tuple[
-    Identifier,
-    Annotated[str, StringConstraints(max_length=255), AfterValidator(_no_nul)],
-    Annotated[int, Field(ge=0, le=2**53)],
-    Annotated[list[tuple[WorkerName, Moment]], Field(min_length=1)],
-    Literal["", "failed", "drained"],
-    Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)],
-    Annotated[list[Annotated[int, Field(ge=0, le=2**53)]], Field(max_length=RANKS)],
-    Annotated[list[RankNumber], Field(max_length=RANKS)],
-    Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)],
-    tuple[InARow, InARow, Moment, NodeNumber | None] | None,
-]
-"""See app.jobs.live_job.process_rows."""
+Number = Annotated[int, Field(ge=0, le=2**53)]
+Text255 = Annotated[str, StringConstraints(max_length=255), AfterValidator(_no_nul)]
+
+
+class RestartLine(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    number: InARow
+    most: InARow
+    at: Moment
+    node: NodeNumber | None = None
+
+
+class ProcessLine(BaseModel):
+    """A ProcessState, as app.jobs.live_job.process_rows has it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    incarnation: Identifier
+    host: Text255
+    pid: Number
+    held: Annotated[list[tuple[WorkerName, Moment]], Field(min_length=1)]
+    ended: Literal["", "failed", "drained"] = ""
+    detail: Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)] = ""
+    ranks: Annotated[list[Number], Field(max_length=RANKS)] = []
+    spare: Annotated[list[RankNumber], Field(max_length=RANKS)] = []
+    made_of: Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)] = []
+    restart: RestartLine | None = None
+
+
 Place = Annotated[str, StringConstraints(pattern=r"^(W[0-9]{1,6}_[0-9]{1,6})?$")]
 _STRICTER: dict[str, Any] = {
     "job.id": Identifier,
@@ -223,7 +240,7 @@ def format_of(name: str) -> TableFormat:
             write[column.name] = _inflated_json if deflate else json.loads
             read[column.name] = _deflated_json if deflate else BaseModel.model_dump_json
         elif isinstance(column.type, Text) and stricter is not None:
-            write[column.name], read[column.name] = json.loads, json.dumps
+            write[column.name], read[column.name] = json.loads, _dumped
     model = create_model(
         name, __config__=ConfigDict(extra="forbid", protected_namespaces=(), use_enum_values=True), **fields
     )
@@ -254,6 +271,10 @@ def _type(column: Column[Any]) -> Any:
 
 def _encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, default=lambda model: model.model_dump(exclude_unset=True))
 
 
 def _inflated_json(data: bytes) -> Any:
