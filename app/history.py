@@ -31,7 +31,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import islice
@@ -833,6 +833,9 @@ class JobReader(Protocol):
     def follow(self) -> None:
         """Notes jobs that have come into the database, or gone. Raises SQLAlchemyError."""
 
+    def left_out(self, job_id: str) -> str | None:
+        """The name of one that can't be read."""
+
     def let_go(self, job_id: str) -> None:
         """Of a job that is deleted."""
 
@@ -942,10 +945,16 @@ class Histories:
 
     def delete(self, job_id: str, actor: str) -> None:
         """From now on there is no such job; its rows are deleted in the background. Raises ConsoleError."""
-        job = self._jobs.find(job_id)
-        audit = audit_row(named(actor), "delete", job_id, job_id=job_id, detail=job.spec.name)
-        with job.lock, storing():  # nobody registers meanwhile
-            if why := self.kept_for(job_id):
+        job: LiveJob | None = None
+        try:
+            job = self._jobs.find(job_id)
+            name: str | None = job.spec.name
+        except ConsoleError:  # of one that can't be read nobody knows how it is; whoever deletes it has looked
+            if (name := self._jobs.left_out(job_id)) is None:
+                raise
+        audit = audit_row(named(actor), "delete", job_id, job_id=job_id, detail=name)
+        with job.lock if job else nullcontext(), storing():  # nobody registers meanwhile
+            if job and (why := self.kept_for(job_id)):
                 raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
             self._rows.hide(job_id, audit)
             self._jobs.let_go(job_id)
