@@ -948,10 +948,11 @@ class Histories:
         job: LiveJob | None = None
         try:
             job = self._jobs.find(job_id)
-            name: str | None = job.spec.name
+            name = job.spec.name
         except ConsoleError:  # of one that can't be read nobody knows how it is; whoever deletes it has looked
-            if (name := self._jobs.left_out(job_id)) is None:
+            if (known := self._jobs.left_out(job_id)) is None:
                 raise
+            name = known
         audit = audit_row(named(actor), "delete", job_id, job_id=job_id, detail=name)
         with job.lock if job else nullcontext(), storing():  # nobody registers meanwhile
             if job and (why := self.kept_for(job_id)):
