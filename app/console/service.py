@@ -209,6 +209,7 @@ class JobRegistry:
         known = dict.fromkeys(self.past.lines(), True)
         known |= {job_id: bool(job.state.over) for job_id, job in self._jobs.copy().items()}
         states = self._store.job_states()
+        self._left_out = {job_id: name for job_id, name in self._left_out.items() if job_id in states}
         new = [j for j, state in states.items() if state in OVER and j not in known and j not in self._left_out]
         if new:
             self._left_out |= self.past.read(new)

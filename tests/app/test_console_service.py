@@ -36,6 +36,8 @@ from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.server import create_routes
+from openrecycle.db.access import audit_row
+from openrecycle.db.job_rows import JobRows
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Record, Store
 from tests.app.flaky_database import FlakyDatabase
@@ -407,6 +409,10 @@ def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(
         assert all(said.count(job_id) == 1 for job_id in (bad, cut, old)) and f"name={SPEC.name}" in said
         again.histories.delete(bad, "ada")
         assert again.jobs.create(SPEC, "runs")[1], "its key is free"
+        assert again.jobs.left_out(cut) == SPEC.name
+        JobRows(store.database).hide(cut, audit_row("ada", "delete"))  # by the command line
+        again.jobs.follow()
+        assert again.jobs.left_out(cut) is None, "another may come under its id"
         with pytest.raises(ConsoleError, match=golden("expected-the-id-of-a")):
             again.histories.delete(bad, "ada")
     finally:
