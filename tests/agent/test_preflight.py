@@ -185,6 +185,11 @@ def test_a_container_s_limit_is_the_memory_that_there_is(
         {"stages": wrong_jobs.numbers_needed},
         {"stages": [nn.Linear(W, W), nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W))]},
         {"stages": [nn.Linear(W, W).requires_grad_(False), nn.Linear(W, W)]},
+        {"stages": [nn.Linear(W, W).requires_grad_(False), nn.Linear(W, W)], "optimizer": wrong_jobs.trained_ones},
+        *(
+            {"stages": [nn.Flatten(), nn.Linear(W, W, bias=False)], "optimizer": kind}
+            for kind in (torch.optim.Adagrad, torch.optim.Muon)
+        ),
         {"stages": wrong_jobs.in_doubles, "data": wrong_jobs.doubles},
         {"stages": [nn.Sequential(nn.Linear(W, W), act), nn.Sequential(nn.Linear(W, W), act)]}
         if (act := nn.GELU())

@@ -34,6 +34,10 @@ def threaded(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+def trained_ones(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(filter(lambda p: p.requires_grad, parameters), lr=0.1)
+
+
 def frozen(stage: int, stages: int) -> nn.Module:
     return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
