@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -318,13 +319,13 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
             _check_evaluation(workload, options.seed)
         stages = options.job.stages
         partition = partition_at_start(options, layer_count(workload, stages))
-        shapes = without_memory(functools.partial(_shapes, workload, sum(partition), options.seed))
+        shapes, looking_up = without_memory(functools.partial(_shapes, workload, sum(partition), options.seed))
         if not any(parameter.requires_grad for layer in shapes for _, parameter in layer):
             kind, count = kind_of(workload), sum(len(layer) for layer in shapes)
             got = f"{count} parameters, none of which requires a gradient"
             raise InputError(f"{kind}s", got, f"at least one {kind} with something to train")
         if options.platform.device == "cpu":
-            _check_types(workload, shapes, sum(partition), options)
+            _check_types(workload, shapes, looking_up, options)
         by_stage = [[named for layer in span for named in shapes[layer]] for span in spans(partition)]
         kept = _check_optimizer(workload, by_stage, options.optimization)
         if options.platform.ranks_per_worker > 1:
@@ -442,11 +443,12 @@ def _specs(read: tuple[tuple[Tensor, ...], Any]) -> str:
 # -- layers -----------------------------------------------------------------------------------
 
 
-def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
-    """Per layer its parameters' names and stand-ins; of all layers that could be built."""
+def _shapes(workload: Workload, layers: int, seed: int) -> tuple[list[NamedParameters], set[int]]:
+    """Per layer its parameters' names and stand-ins; of all layers that could be built. And those that have an
+    Embedding."""
     # Of what is still alive when its layer is gone, a later layer may hold the same.
     seen: list[tuple[weakref.ref[Tensor], int, str]] = []
-    kind, shapes = kind_of(workload), list[NamedParameters]()
+    kind, shapes, looking_up = kind_of(workload), list[NamedParameters](), set[int]()
     tied = tied_of(workload, layers)
     members = {name: group for group in tied for name in group}
     forms: dict[str, str] = {}
@@ -460,10 +462,13 @@ def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]
                 raise
             raise InputError(f"{kind}s", in_a_line(error)[:200], f"a builder that makes {kind} {layer}") from error
         for name, part in module.named_modules():
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            if not isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                continue
+            looking_up.add(layer)
+            if part.sparse:
                 got = f"{type(part).__name__}(sparse=True), {name or 'which is the whole'} of {kind} {layer}"
                 raise InputError(f"{kind}s", got, "sparse=False: gradients are summed as dense tensors")
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            if part.max_norm is not None:
                 got = f"{type(part).__name__}(max_norm=...), {name or 'which is the whole'} of {kind} {layer}"
                 expected = (
                     "no max_norm: each forward would rescale the rows that it looks up, and peers look up others; "
@@ -513,39 +518,48 @@ def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]
             if forms[name] != forms[group[0]]:
                 expected = f"the form of {group[0]}, which is {forms[group[0]]}"
                 raise InputError("tied", f"{name}, which is {forms[name]}", expected)
-    return shapes
+    return shapes, looking_up
 
 
+_OF_TYPES = "dtype|datatype|scalar type|Input type|not implemented for"
+"""What torch and its modules say where types don't go together."""
 _AS_INDICES = {torch.int64, torch.int32, torch.bool}
 
 
-def _check_types(workload: Workload, shapes: Sequence[NamedParameters], layers: int, options: TrainingOptions) -> None:
+def _check_types(
+    workload: Workload, shapes: Sequence[NamedParameters], looking_up: Collection[int], options: TrainingOptions
+) -> None:
     """Where inputs have a type that none of the parameters has that they come to first, such as float64 from NumPy, the
-    layers up to there are tried for real: tensors without data go together whatever their types. Raises InputError."""
+    layers up to there are tried for real: tensors without data go together whatever their types. looking_up: layers
+    that indices may come to. Raises InputError."""
     first = next((i for i, layer in enumerate(shapes) if any(p.is_floating_point() for _, p in layer)), None)
     if first is None or sum(p.nbytes for layer in shapes[: first + 1] for _, p in layer) > _LARGE:
         return
     types = {p.dtype for _, p in shapes[first] if p.is_floating_point()}
     try:
         inputs = tensors_of(probe_inputs(workload, options.seed), "data")
-        if {t.dtype for t in inputs} <= types | _AS_INDICES:
+        if {t.dtype for t in inputs} <= (types | _AS_INDICES if first in looking_up else types):
             return
-        module = build_layers(workload, range(first + 1), layers, options.seed, torch.clone)
+        module = build_layers(workload, range(first + 1), len(shapes), options.seed, torch.clone)
     except Exception:
         return  # said elsewhere, in better words
     try:
         with torch.no_grad(), _nothing_compiled(), precision(options.optimization.autocast):
             module(*inputs, seed=0)
-    except Exception as error:  # others are said by workers
-        if isinstance(error, RuntimeError) and ("dtype" in str(error) or "scalar type" in str(error)):
-            given, wanted = ", ".join(str(TensorSpec.of(t)) for t in inputs), ", ".join(sorted(map(dtype_name, types)))
-            odd, hint = [t for t in inputs if t.dtype not in types | _AS_INDICES], ""
-            if any(t.dtype == torch.float64 for t in odd):
-                hint = " (NumPy's are float64)"
-            elif not any(t.is_floating_point() for t in odd):
-                hint = " (indices, such as tokens, are int64)"
-            expected = f"inputs that parameters of {wanted} go with{hint}"
-            raise InputError("data", f"inputs of {given} ({in_a_line(error)[:200]})", expected) from None
+    except Exception as error:
+        text = in_a_line(error)
+        if not isinstance(error, (RuntimeError, ValueError)) or not re.search(_OF_TYPES, text):
+            return  # said by workers
+        given, wanted = ", ".join(str(TensorSpec.of(t)) for t in inputs), ", ".join(sorted(map(dtype_name, types)))
+        odd, hint = {t.dtype for t in inputs} - types, ""
+        if "indices" in text or "embedding" in text:
+            hint = " (indices, such as tokens, are int64)"
+        elif torch.float64 in odd:
+            hint = " (NumPy's are float64)"
+        elif torch.float32 in types and not any(dtype.is_floating_point for dtype in odd):
+            hint = " (.float() makes such of them)"
+        expected = f"inputs that parameters of {wanted} go with{hint}"
+        raise InputError("data", f"inputs of {given} ({text[:200]})", expected) from None
 
 
 # -- the optimizer ----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from openrecycle.agent.jobs.callables import CallableWorkload
 from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.models.compat import tensors_without_data
 from openrecycle.agent.models.layers import build_layers
+from openrecycle.agent.models.state import dtype_name
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
@@ -88,6 +89,20 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
                 "inputs of uint8[4, 6] (RuntimeError:",
                 "of float32 go with (indices, such as tokens, are int64)",
             ],
+        ),
+        *(
+            (
+                {"stages": [nn.Sequential(first, nn.Linear(W, W)), nn.Linear(W, W)], "data": data},
+                [f"inputs of {dtype_name(dtype)}[4, 6] (", "of float32 go with (.float() makes"],
+            )
+            for dtype, first in (
+                (torch.int64, nn.Identity()),
+                (torch.bool, nn.Identity()),
+                (torch.uint8, nn.Identity()),
+                (torch.uint8, nn.LayerNorm(W)),
+                (torch.int32, nn.Sequential(nn.Unflatten(1, (1, W)), nn.Conv1d(1, 1, 1), nn.Flatten())),
+            )
+            if (data := partial(wrong_jobs.of_type, dtype))
         ),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
         ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each", "PadCollate"]),
@@ -191,6 +206,7 @@ def test_a_container_s_limit_is_the_memory_that_there_is(
             for kind in (torch.optim.Adagrad, torch.optim.Muon)
         ),
         {"stages": wrong_jobs.in_doubles, "data": wrong_jobs.doubles},
+        {"stages": [wrong_jobs.OneHot, nn.Linear(W, W)], "data": partial(wrong_jobs.of_type, torch.int64)},
         {"stages": [nn.Sequential(nn.Linear(W, W), act), nn.Sequential(nn.Linear(W, W), act)]}
         if (act := nn.GELU())
         else {},

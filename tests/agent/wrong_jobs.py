@@ -218,6 +218,24 @@ def doubles(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Te
     return x, x
 
 
+def of_type(dtype: torch.dtype, iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """As images are stored, or columns of a table."""
+    x = torch.ones(4, WIDTH, dtype=dtype)
+    return x, x.float()
+
+
+class OneHot(nn.Module):
+    """Indices may come to it, though it has no Embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(9, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(nn.functional.one_hot(x, 9).float()).mean(1)
+        return y
+
+
 def small_tokens(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
     ids = torch.zeros(4, WIDTH, dtype=torch.uint8)
     return ids, ids
