@@ -476,6 +476,9 @@ def _shapes(workload: Workload, layers: int, seed: int) -> tuple[list[NamedParam
                 )
                 raise InputError(f"{kind}s", got, expected)
         mine = [*module.named_parameters(), *module.named_buffers()]
+        if lazy := next((name for name, tensor in mine if nn.parameter.is_lazy(tensor)), None):
+            got = f"{lazy} of {kind} {layer}, whose shape its first input gives"
+            raise InputError(f"{kind}s", got, "modules with given sizes, no lazy ones")
         for name, parameter in module.named_parameters():
             if parameter.is_complex():
                 got = f"{name} of {kind} {layer}, which is {dtype_name(parameter.dtype)}"

@@ -46,6 +46,10 @@ def in_doubles(stage: int, stages: int) -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
 
+def lazy(stage: int, stages: int) -> nn.Module:
+    return nn.LazyLinear(WIDTH) if stage else nn.Linear(WIDTH, WIDTH)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
