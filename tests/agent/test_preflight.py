@@ -57,6 +57,12 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ),
         ({"stages": wrong_jobs.numbers_needed_and_tied}, ["table.weight of stage 0, which is table.weight of stage 1"]),
         ({"stages": [wrong_jobs.WithStatistics] * 2}, ["statistics of stage 0, which is", "no buffer in two"]),
+        (
+            {"stages": [nn.Linear(W, W), nn.utils.parametrizations.weight_norm(nn.Linear(W, W))]},
+            ["stages: got 'list with a parametrized module', expected a function of (layer, layers)"],
+        ),
+        ({"stages": wrong_jobs.lazy}, ["stages: got 'weight of stage 1, whose shape", "no lazy ones"]),
+        ({"stages": [nn.Linear(W, W), nn.LazyBatchNorm1d(affine=False)]}, ["running_mean of stage 1", "no lazy ones"]),
         ({"stages": wrong_jobs.complex_weights}, ["weight of stage 1, which is complex64"]),
         ({"stages": [wrong_jobs.Halves, wrong_jobs.Halves]}, ["turns of stage 0, which is complex32"]),
         (
