@@ -191,11 +191,26 @@ def with_activations(
 # -- a micro-batch ----------------------------------------------------------------------------------
 
 
+class _LossRaised(Exception):
+    """Its cause is what the loss has raised for `output`."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
 def micro_batch_memory(
-    workload: Workload, partition: Partition, seed: int, autocast: Autocast | None, parameter_bytes: int
+    workload: Workload,
+    partition: Partition,
+    seed: int,
+    autocast: Autocast | None,
+    parameter_bytes: int,
+    *,
+    as_workers: bool = False,
 ) -> list[MicroBatchMemory] | None:
     """By stage; None where the layers can't be run here: that is said elsewhere, in better words. parameter_bytes: of
-    the whole model."""
+    the whole model. as_workers: do workers run whole micro-batches on a CPU, too?
+
+    Raises InputError for a loss that gives no number; and where it raises in a run for real that is as in workers."""
     layers = sum(partition)
     try:
         read, wanted = tensors_of(probe_inputs(workload, seed), "data"), probe_targets(workload, seed)
@@ -205,10 +220,16 @@ def micro_batch_memory(
     def run(take: Callable[[Tensor], Tensor]) -> list[MicroBatchMemory]:
         inputs, targets = tuple(map(take, read)), compat.copied(wanted, take)
         found: list[MicroBatchMemory] = []
+
+        def measured(output: Any) -> Tensor:
+            try:
+                return workload.loss(output, targets)
+            except Exception as error:
+                raise _LossRaised(output) from error
+
         for stage, span in enumerate(spans(partition)):
             module = build_layers(workload, span, layers, seed, take)
-            last = stage == len(partition) - 1
-            loss = (lambda y: workload.loss(y, targets)) if last else None
+            loss = measured if stage == len(partition) - 1 else None
             with _nothing_compiled():
                 memory, inputs = _one(module, inputs, loss, autocast, first=stage == 0)
             found.append(memory)
@@ -218,10 +239,27 @@ def micro_batch_memory(
     if parameter_bytes <= _SMALL:
         ways.reverse()
     for way in ways:
-        with contextlib.suppress(Exception), kept_settings(), way() as take:
-            torch.set_num_threads(1)  # as workers have
-            return run(take)
+        try:
+            with kept_settings(), way() as take:
+                torch.set_num_threads(1)  # as workers have
+                return run(take)
+        except _LossRaised as raised:
+            error = raised.__cause__
+            if isinstance(error, InputError):
+                raise error from None
+            if error is not None and as_workers and way is _real:
+                got = f"{in_a_line(error)[:200]} (output {_forms(raised.output)}; targets {_forms(wanted)})"
+                expected = "a function that takes what the last layer gives, and a micro-batch's targets"
+                raise InputError("loss", got, expected) from error
+        except Exception:
+            continue
     return None
+
+
+def _forms(value: Any) -> str:
+    """Of the tensors in it, as the loss gets them."""
+    leaves, _ = compat.tree_flatten(value)
+    return ", ".join(str(TensorSpec.of(t)) if isinstance(t, Tensor) else type(t).__name__ for t in leaves)
 
 
 def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
@@ -762,7 +800,9 @@ def _check_memory(
         # Before a micro-batch is tried, which may take the memory that there is not.
         _refuse_above(sum(plain[w.stage].total for w in workers), workers, has, "beside activations", where)
     size = sum(p.nbytes for layer in shapes for _, p in layer)
-    micro_batches = micro_batch_memory(workload, partition, options.seed, optimization.autocast, size)
+    micro_batches = micro_batch_memory(
+        workload, partition, options.seed, optimization.autocast, size, as_workers=on_cpu and not divided
+    )
     each, least, held = list[StageMemory](), list[int](), _held(options)
     for stage, state in enumerate(plain):
         one = state

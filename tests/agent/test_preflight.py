@@ -110,6 +110,15 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
             )
             if (data := partial(wrong_jobs.of_type, dtype))
         ),
+        (
+            {"data": wrong_jobs.classes, "loss": nn.functional.cross_entropy},
+            ["loss: got 'IndexError: Target 6 is out of bounds. (output float32[4, 6]; targets int64[4])', expected"],
+        ),
+        (
+            {"data": partial(wrong_jobs.classes, dtype=torch.float32), "loss": nn.functional.cross_entropy},
+            ["loss: got 'RuntimeError: ", "targets float32[4])'"],
+        ),
+        ({"loss": nn.MSELoss(reduction="none")}, ["loss: got [4, 6], expected a tensor with one number"]),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
         ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each", "PadCollate"]),
         ({"data": wrong_jobs.as_lists}, ["data: got \"'x', a list in each sample\"", "with_format"]),

@@ -228,6 +228,11 @@ def of_type(dtype: torch.dtype, iteration: int, pipeline: int, micro_batch: int)
     return x, x.float()
 
 
+def classes(iteration: int, pipeline: int, micro_batch: int, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
+    """Numbered from 1."""
+    return torch.randn(4, WIDTH), torch.arange(WIDTH - 3, WIDTH + 1).to(dtype)
+
+
 class OneHot(nn.Module):
     """Indices may come to it, though it has no Embedding."""
 
