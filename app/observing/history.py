@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 import socket
 import tempfile
 import threading
@@ -820,7 +819,7 @@ MOST_FILES = 4
 CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
 """For the next bytes of it: others wait for the place. And for which what is refused is thrown away."""
 MOST_MEMORY = 8 * 2**30
-"""A file that asks for more than any history needs ends the process that reads it, and harms no other."""
+"""What asks for more than any history needs ends the process that reads or writes it, and harms no other."""
 FOLLOW_SECONDS = 5.0
 
 
@@ -841,14 +840,15 @@ class JobReader(Protocol):
 
 
 class Histories:
-    """One per console. Thread-safe; export and take_in are called in an event loop."""
+    """One per console. Thread-safe; export and take_in are called in an event loop. memory: bytes that a process may
+    take for one."""
 
-    def __init__(self, jobs: JobReader, database: Database) -> None:
+    def __init__(self, jobs: JobReader, database: Database, memory: int = MOST_MEMORY) -> None:
         self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
         self._exporting, self._importing = threading.Lock(), threading.Lock()
         self._files: set[Path] = set()  # that were exported; their readers delete them
-        self._children = Children(work, name="history")
+        self._children = Children(work, name="history", memory=memory)
         self._stop, self._deleted = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
 
@@ -1003,7 +1003,6 @@ def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
             made = export(database, arguments[0], Path(arguments[1]), audit="audit" in arguments[2:])
             said: dict[str, Any] = {"found": made is not None}
         else:
-            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
             new_id = arguments[2] if len(arguments) > 2 else None
             said = asdict(import_history(database, Path(arguments[0]), actor=arguments[1], new_id=new_id))
     except (HistoryError, DatabaseError) as error:
