@@ -120,6 +120,11 @@ class SpareRanks:
         node = next((node for node, left in sorted(self._left.items()) if len(left) >= ranks), None)
         return None if node is None else Spares(node, self.take_of(node, self._left[node][:ranks]))
 
+    def first(self, node: int, ranks: int) -> tuple[SpareRank, ...]:
+        """In whose place a worker of so many ranks begins there that was promised none: those that there are. The lead
+        and the node, each by its own books, must have the same of them."""
+        return self.on(node)[:ranks]
+
     def take_of(self, node: int, spares: Collection[SpareRank]) -> tuple[SpareRank, ...]:
         """These, which are spare no more."""
         self._left[node] = [spare for spare in self._left.get(node, ()) if spare not in spares]
@@ -136,7 +141,7 @@ class WorkerProcess:
 
     spoke: it has said something. waits: it has asked for its place, and is in no generation yet. fenced: it was held
     for dead while it still is a process: whatever it says is void. since: the generation with which it came to its
-    place; what it says of earlier ones concerns its place before, came_from. slots: of each of its ranks the lowest
+    place; what it says of earlier ones concerns its place before, came_from. slots: of each of its ranks a
     number that no other process of this node had at its start, so also its GPU's where it has one. whole: it has all
     of its stage's state.
     asked: as `end` does, to show which of its ranks still can.
@@ -400,17 +405,20 @@ class ProcessPool:
         node: int | None = None,
     ) -> WorkerProcess:
         """Starts a process for `worker`, or one for each of its ranks; make_spec maps its new incarnation to what it is
-        told, to which its slot is added. spares: in their place. node: there. Without either, where its place is."""
+        told, to which its slot is added. spares: in their place; None: in the place of those that there are, as far as
+        they go. node: there; None: where its place is."""
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=True)
         # Those put aside still hold what they held, until they have ended.
         taken = {slot for entry in self.entries if not entry.elsewhere for slot in entry.slots}
         spec = make_spec(incarnation)
         ranks = getattr(spec, "ranks", 1)  # those of agent.profiling have none, and no slot
-        if spares is not None:
-            slots = tuple(spare.slot for spare in spares.left)
-        else:
-            slots = tuple(itertools.islice((n for n in itertools.count() if n not in taken), ranks))
+        filled = self.spares.first(self.own_node, ranks) if spares is None else spares.left
+        taken |= {spare.slot for spare in filled}
+        free = (n for n in itertools.count() if n not in taken)
+        slots = (*(spare.slot for spare in filled), *itertools.islice(free, ranks - len(filled)))
+        if spares is None:
+            slots = tuple(sorted(slots))
         meeting = tempfile.mkdtemp(prefix="openrecycle-ranks-") if ranks > 1 else ""
         pairs = [self.context.Pipe(duplex=True) for _ in slots[1:]]
 
@@ -446,7 +454,9 @@ class ProcessPool:
             meeting=meeting,
             lingers=getattr(spec, "on_gpu", False),
         )
-        entry.made_of = spares.ranks if spares is not None else self._fill(self.node_of(entry), slots)
+        entry.made_of = tuple(spare.rank for spare in filled)
+        if spares is None:
+            self.spares.take_of(self.own_node, filled)
         entry.open_outbox(name=f"to-{worker}")
         self.running[worker] = entry
         return entry
@@ -461,13 +471,12 @@ class ProcessPool:
         """So many of one node that is there. None: no node has as many."""
         return self.spares.take(ranks)
 
-    def _fill(self, node: int, slots: Collection[int]) -> tuple[RankOf, ...]:
-        """Of the spare ranks of a node those in these slots, which are spare no more."""
-        taken = self.spares.take_of(node, [spare for spare in self.spares.on(node) if spare.slot in slots])
-        return tuple(spare.rank for spare in taken)
+    @property
+    def own_node(self) -> int:
+        return 0
 
     def node_of(self, entry: WorkerProcess) -> int:
-        return 0
+        return self.own_node
 
     def has_node(self, node: int) -> bool:
         """Is it there, so that processes can be started on it?"""

@@ -685,7 +685,7 @@ class SpreadPool(ProcessPool):
         node: int | None = None,
     ) -> WorkerProcess:
         links = dict(self._hub.links)
-        own = self._hub.lead_status.rank
+        own = self.own_node
         if spares is not None:
             node = spares.node
         elif node is None:
@@ -706,8 +706,12 @@ class SpreadPool(ProcessPool):
         self.spares.keep({self._hub.lead_status.rank, *self._hub.links})
         return super().take_spares(ranks)
 
+    @property
+    def own_node(self) -> int:
+        return self._hub.lead_status.rank
+
     def node_of(self, entry: WorkerProcess) -> int:
-        return entry.node.rank if isinstance(entry, RemoteWorker) else self._hub.lead_status.rank
+        return entry.node.rank if isinstance(entry, RemoteWorker) else self.own_node
 
     def has_node(self, node: int) -> bool:
         link = self._hub.links.get(node)
@@ -836,11 +840,11 @@ class SpreadPool(ProcessPool):
         spec = make_spec(incarnation)
         process = link.start(replace(spec, address=link.address), theirs)
         entry = self._remote(link, worker, incarnation, process, ours, now)
-        there = self.spares.on(link.rank)
         if spares is not None:
             entry.made_of = spares.ranks
-        elif spec.joins and spec.ranks > 1:  # as many as there are, as the node does it (agent.nodes.server)
-            entry.made_of = tuple(spare.rank for spare in self.spares.take_of(link.rank, there[: spec.ranks]))
+        else:
+            filled = self.spares.take_of(link.rank, self.spares.first(link.rank, spec.ranks))
+            entry.made_of = tuple(spare.rank for spare in filled)
         return entry
 
     def _remote(

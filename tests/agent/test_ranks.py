@@ -423,6 +423,12 @@ def test_spare_ranks_make_a_worker_where_they_ran_however_often_something_died_t
         lose(other, 0)
         spares = pool.take_spares(2)
         assert spares is not None and start(0, spares).slots == (1, 3)
-        assert start(1).slots == (0, 2)
+        other = start(1)
+        assert other.slots == (0, 2)
+        lose(pool.running[Worker(0, 0)], 0)
+        pool.spares.keep(())  # as if it had left none
+        lose(other, 0)
+        one = start(0)
+        assert one.slots == (0, 2) and not pool.spares.all(), "as a lead on another node books it, which knows no slots"
     finally:
         pool.kill_all()
