@@ -60,8 +60,11 @@ class ProcessHandle(Protocol):
     def kill(self) -> None: ...
 
 
+LATE_SECONDS = 0.25
+"""For the ranks to end whose sibling has died: who needs longer, as one that is stopped, is killed. The launcher's loop
+waits for it, and so do all other workers."""
 JOIN_SECONDS = 2.0
-"""For the ranks to end whose sibling has ended."""
+"""The same of a worker that was silent: who does not end in that time was the one that hangs."""
 KILLED_SECONDS = 5.0
 """For those to end that were killed."""
 END_SECONDS = 1.0
@@ -189,6 +192,7 @@ class WorkerProcess:
     hung_up: bool = False
     lingers: bool = False
     _tell_at: float | None = None
+    _codes: tuple[int | None, ...] = ()
     send: Callable[[dict[str, Any]], None] | None = None
     _activity: Mapping[int, Activity] = field(default_factory=dict)
 
@@ -299,9 +303,8 @@ class WorkerProcess:
     @property
     def first_end(self) -> tuple[int, int | None]:
         """(rank, exit code) of the rank that has ended first."""
-        ranks = enumerate((self.process, *self.siblings))
         follow = (None, channel.ORPHANED, channel.FENCED)
-        first = next(((n, p.exitcode) for n, p in ranks if p.exitcode not in follow), None)
+        first = next(((rank, code) for rank, code in enumerate(self._ends) if code not in follow), None)
         return (0, self.process.exitcode) if first is None else first
 
     @property
@@ -320,17 +323,24 @@ class WorkerProcess:
         others can."""
         if (self.fenced and not self.asked) or not self.siblings:
             return ()
-        return spare_of([process.exitcode for process in (self.process, *self.siblings)])
+        return spare_of(self._ends, silent=self.asked)
+
+    @property
+    def _ends(self) -> tuple[int | None, ...]:
+        """Exit codes of its ranks; once it was joined, None of those that did not end by themselves."""
+        return self._codes or tuple(process.exitcode for process in (self.process, *self.siblings))
 
     def join(self) -> None:
-        """Returns when it has ended, with all its ranks: each ends when another one of them has."""
+        """Returns when it has ended, with all its ranks: each ends when another one of them has, or is killed."""
         self.process.join()
+        seconds = JOIN_SECONDS if self.asked else LATE_SECONDS
         if self.lingers:
-            deadline = time.monotonic() + JOIN_SECONDS
+            deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and not all(process.is_ending() for process in self.siblings):
                 time.sleep(LOOK_SECONDS)
         else:
-            _join(self.siblings, JOIN_SECONDS)
+            _join(self.siblings, seconds)
+        self._codes = self._ends
         self.kill()
 
 
@@ -351,10 +361,17 @@ def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def spare_of(codes: Sequence[int | None]) -> tuple[int, ...]:
-    """Exit codes of a worker's ranks: those that ended because they were told to, or because another one had. Where all
-    did, nobody is known to be at fault, and none is to be used again."""
-    spare = tuple(rank for rank, code in enumerate(codes) if code in (channel.ORPHANED, channel.FENCED))
+def spare_of(codes: Sequence[int | None], *, silent: bool) -> tuple[int, ...]:
+    """Exit codes of a worker's ranks, None of those that did not end in time: those that ended because they were told
+    to, or because another one had. Where all did, nobody is known to be at fault, and none is to be used again.
+
+    silent: it was put out for that; who does not end is the one that hangs. Else it is only late, where another one is
+    known to have died.
+    """
+    follow = (channel.ORPHANED, channel.FENCED)
+    died = any(code is not None and code not in follow for code in codes)
+    late_too = died and not silent
+    spare = tuple(rank for rank, code in enumerate(codes) if code in follow or (code is None and late_too))
     return spare if len(spare) < len(codes) else ()
 
 

@@ -62,7 +62,7 @@ class Lasting(Ended):
 
 
 def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "LATE_SECONDS", 0.1)
     waited = list[float]()
     ranks = tuple(Lasting(waited) for _ in range(4))
     pipe: Any = None
@@ -119,6 +119,23 @@ def test_a_worker_has_ended_as_the_rank_did_that_ended_by_itself() -> None:
         entry = WorkerProcess(CELL, "a", Exits(others), pipe, 0.0, siblings=(Exits(-signal.SIGKILL),))
         assert entry.first_end == (1, -signal.SIGKILL)
         assert entry.spare_ranks == (0,)
+
+
+@pytest.mark.parametrize(("silent", "spare"), [(False, (0, 1)), (True, (0,))])
+def test_a_rank_that_is_late_is_not_the_one_that_has_ended(
+    silent: bool, spare: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed, since all others wait for it; and of a worker that was silent it was the one that hangs."""
+    monkeypatch.setattr(processes, "JOIN_SECONDS", 0.1)
+    pipe: Any = None
+    late: Any = Lasting(waited := list[float]())
+    late.exitcode = None
+    ranks = (late, Exits(1))
+    entry = WorkerProcess(CELL, "a", Exits(channel.ORPHANED), pipe, 0.0, siblings=ranks, asked=silent)
+    entry.join()
+    late.exitcode = -signal.SIGKILL
+    assert len(waited) == 1 and waited[0] < 1.0
+    assert entry.first_end == (2, 1) and entry.spare_ranks == spare
 
 
 def test_the_other_ranks_are_told_of_a_dead_one_once_its_last_words_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
