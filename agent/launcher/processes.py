@@ -18,6 +18,7 @@ import socket
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -223,8 +224,13 @@ class WorkerProcess:
         """What is put there is sent, by a thread of that name, until `close`."""
 
         def send(message: dict[str, Any]) -> None:
-            with contextlib.suppress(OSError, ValueError):  # it is gone
+            try:
                 channel.send(self.pipe, **message)
+            except (OSError, ValueError):
+                pass  # it is gone
+            except TypeError:  # no JSON: a fault of ours, after which it would wait for good
+                traceback.print_exc()
+                self.kill()
 
         channel.follow(self.outbox.get, send, self.pipe.close, name=name)
 

@@ -206,6 +206,23 @@ def test_a_worker_has_every_plan_that_it_is_told_of_and_both_keep_the_newest() -
 
 
 @pytest.mark.processes
+def test_a_worker_that_can_not_be_told_something_dies_as_others_do(capfd: pytest.CaptureFixture[str]) -> None:
+    """The loop of its launcher still looks at its pipe until its end is seen."""
+    ours, theirs = fork_context().Pipe()
+    process = fork_context().Process(target=echo, args=(theirs,))
+    process.start()
+    theirs.close()
+    entry = WorkerProcess(CELL, "a", process, ours, 0.0)
+    entry.open_outbox("to-a")
+    entry.post("deployment", plans={1, 2})
+    process.join(20)
+    assert process.exitcode == -signal.SIGKILL and not ours.closed
+    assert "TypeError" in capfd.readouterr().err
+    entry.close()
+    until(lambda: ours.closed, "the thread to close it", 10)
+
+
+@pytest.mark.processes
 def test_a_plan_is_written_once_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     written, to_json = Counter[str](), Plan.to_json
 
