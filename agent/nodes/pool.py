@@ -87,6 +87,9 @@ CLOCK_SAMPLES = 7
 CALL_SECONDS = 2.0
 """So often a lead that has taken over looks for those that come back."""
 
+MOVED_SECONDS = 2.0
+"""For the nodes that have come to be told that another one leads."""
+
 NODE_SECONDS = 600.0
 """A cluster may start its nodes one after the other."""
 
@@ -263,6 +266,11 @@ class NodeLink:
         self._lines, self._plan, self.handed = copy.lines, copy.plan, copy.number
         self.post(message)
 
+    def flush(self, until: float) -> None:
+        """As of Frames."""
+        if self.alive:
+            self._frames.flush(until)
+
     def close(self) -> None:
         self._frames.close()
 
@@ -354,11 +362,8 @@ class NodeHub:
         """Raises InputError naming the nodes that did not come, and LedElsewhere."""
         with self.news:
             came = self.news.wait_for(lambda: self.lead or len(self.links) == self._nodes - 1, seconds)
-            if self.lead is not None:
-                for link in self.links.values():
-                    link.post({"kind": "moved", "lead": self.lead})
-                raise LedElsewhere(*self.lead)
-            self._began = True
+            lead, links = self.lead, list(self.links.values())
+            self._began = lead is None
             if not came:
                 missing = sorted(set(range(1, self._nodes)) - set(self.links))
                 raise InputError(
@@ -367,6 +372,13 @@ class NodeHub:
                     f"so many to come to {self.host}:{self.port} within {seconds:.0f} s; "
                     f"missing: node {', '.join(map(str, missing))}",
                 )
+        if lead is not None:
+            for link in links:
+                link.post({"kind": "moved", "lead": lead})
+            until = time.monotonic() + MOVED_SECONDS
+            for link in links:  # the connection is closed next
+                link.flush(until)
+            raise LedElsewhere(*lead)
 
     def take_over(self, members: Mapping[int, Address], expected: frozenset[int]) -> None:
         """This launcher leads from now on. expected: nodes that have followed the lead before, and are to follow."""
