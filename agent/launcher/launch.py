@@ -676,9 +676,15 @@ class Launcher:
         said = self._gone(entry, why) or said or on_purpose
         if not said and self._deployed is not None:
             self._listener({"warning": f"{entry.worker} {why}"})
-        elif not said and self._spec.heartbeat_seconds is not None:  # without a console the job ends, and says it
+        elif not said and self._waits_for_a_person:
             waits = "training does not begin before it is restarted on the console"
             self._listener({"warning": f"{entry.worker} {why}; {waits}"})
+
+    @property
+    def _waits_for_a_person(self) -> bool:
+        """Before training: is there a console, and somebody who waits? Otherwise the job ends, and says why."""
+        others_live = any(entry.process.is_alive() for entry in self._pool.running.values())
+        return self._spec.heartbeat_seconds is not None and others_live and not self._stop
 
     def _gone(self, entry: WorkerProcess, why: str) -> bool:
         """Its place is empty. True: this was said, with when it is started again."""

@@ -18,6 +18,7 @@ import socket
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,8 +61,11 @@ class ProcessHandle(Protocol):
     def kill(self) -> None: ...
 
 
+LATE_SECONDS = 0.25
+"""For the ranks to end whose sibling has died: who needs longer, as one that is stopped, is killed. The launcher's loop
+waits for it, and so do all other workers."""
 JOIN_SECONDS = 2.0
-"""For the ranks to end whose sibling has ended."""
+"""The same of a worker that was silent: who does not end in that time was the one that hangs."""
 KILLED_SECONDS = 5.0
 """For those to end that were killed."""
 END_SECONDS = 1.0
@@ -120,6 +124,11 @@ class SpareRanks:
         node = next((node for node, left in sorted(self._left.items()) if len(left) >= ranks), None)
         return None if node is None else Spares(node, self.take_of(node, self._left[node][:ranks]))
 
+    def first(self, node: int, ranks: int) -> tuple[SpareRank, ...]:
+        """In whose place a worker of so many ranks begins there that was promised none: those that there are. The lead
+        and the node, each by its own books, must have the same of them."""
+        return self.on(node)[:ranks]
+
     def take_of(self, node: int, spares: Collection[SpareRank]) -> tuple[SpareRank, ...]:
         """These, which are spare no more."""
         self._left[node] = [spare for spare in self._left.get(node, ()) if spare not in spares]
@@ -136,7 +145,7 @@ class WorkerProcess:
 
     spoke: it has said something. waits: it has asked for its place, and is in no generation yet. fenced: it was held
     for dead while it still is a process: whatever it says is void. since: the generation with which it came to its
-    place; what it says of earlier ones concerns its place before, came_from. slots: of each of its ranks the lowest
+    place; what it says of earlier ones concerns its place before, came_from. slots: of each of its ranks a
     number that no other process of this node had at its start, so also its GPU's where it has one. whole: it has all
     of its stage's state.
     asked: as `end` does, to show which of its ranks still can.
@@ -184,6 +193,7 @@ class WorkerProcess:
     hung_up: bool = False
     lingers: bool = False
     _tell_at: float | None = None
+    _codes: tuple[int | None, ...] = ()
     send: Callable[[dict[str, Any]], None] | None = None
     _activity: Mapping[int, Activity] = field(default_factory=dict)
 
@@ -214,8 +224,13 @@ class WorkerProcess:
         """What is put there is sent, by a thread of that name, until `close`."""
 
         def send(message: dict[str, Any]) -> None:
-            with contextlib.suppress(OSError, ValueError):  # it is gone
+            try:
                 channel.send(self.pipe, **message)
+            except (OSError, ValueError):
+                pass  # it is gone
+            except TypeError:  # no JSON: a fault of ours, after which it would wait for good
+                traceback.print_exc()
+                self.kill()
 
         channel.follow(self.outbox.get, send, self.pipe.close, name=name)
 
@@ -294,9 +309,8 @@ class WorkerProcess:
     @property
     def first_end(self) -> tuple[int, int | None]:
         """(rank, exit code) of the rank that has ended first."""
-        ranks = enumerate((self.process, *self.siblings))
         follow = (None, channel.ORPHANED, channel.FENCED)
-        first = next(((n, p.exitcode) for n, p in ranks if p.exitcode not in follow), None)
+        first = next(((rank, code) for rank, code in enumerate(self._ends) if code not in follow), None)
         return (0, self.process.exitcode) if first is None else first
 
     @property
@@ -315,17 +329,24 @@ class WorkerProcess:
         others can."""
         if (self.fenced and not self.asked) or not self.siblings:
             return ()
-        return spare_of([process.exitcode for process in (self.process, *self.siblings)])
+        return spare_of(self._ends, silent=self.asked)
+
+    @property
+    def _ends(self) -> tuple[int | None, ...]:
+        """Exit codes of its ranks; once it was joined, None of those that did not end by themselves."""
+        return self._codes or tuple(process.exitcode for process in (self.process, *self.siblings))
 
     def join(self) -> None:
-        """Returns when it has ended, with all its ranks: each ends when another one of them has."""
+        """Returns when it has ended, with all its ranks: each ends when another one of them has, or is killed."""
         self.process.join()
+        seconds = JOIN_SECONDS if self.asked else LATE_SECONDS
         if self.lingers:
-            deadline = time.monotonic() + JOIN_SECONDS
+            deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and not all(process.is_ending() for process in self.siblings):
                 time.sleep(LOOK_SECONDS)
         else:
-            _join(self.siblings, JOIN_SECONDS)
+            _join(self.siblings, seconds)
+        self._codes = self._ends
         self.kill()
 
 
@@ -346,10 +367,17 @@ def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def spare_of(codes: Sequence[int | None]) -> tuple[int, ...]:
-    """Exit codes of a worker's ranks: those that ended because they were told to, or because another one had. Where all
-    did, nobody is known to be at fault, and none is to be used again."""
-    spare = tuple(rank for rank, code in enumerate(codes) if code in (channel.ORPHANED, channel.FENCED))
+def spare_of(codes: Sequence[int | None], *, silent: bool) -> tuple[int, ...]:
+    """Exit codes of a worker's ranks, None of those that did not end in time: those that ended because they were told
+    to, or because another one had. Where all did, nobody is known to be at fault, and none is to be used again.
+
+    silent: it was put out for that; who does not end is the one that hangs. Else it is only late, where another one is
+    known to have died.
+    """
+    follow = (channel.ORPHANED, channel.FENCED)
+    died = any(code is not None and code not in follow for code in codes)
+    late_too = died and not silent
+    spare = tuple(rank for rank, code in enumerate(codes) if code in follow or (code is None and late_too))
     return spare if len(spare) < len(codes) else ()
 
 
@@ -400,17 +428,20 @@ class ProcessPool:
         node: int | None = None,
     ) -> WorkerProcess:
         """Starts a process for `worker`, or one for each of its ranks; make_spec maps its new incarnation to what it is
-        told, to which its slot is added. spares: in their place. node: there. Without either, where its place is."""
+        told, to which its slot is added. spares: in their place; None: in the place of those that there are, as far as
+        they go. node: there; None: where its place is."""
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=True)
         # Those put aside still hold what they held, until they have ended.
         taken = {slot for entry in self.entries if not entry.elsewhere for slot in entry.slots}
         spec = make_spec(incarnation)
         ranks = getattr(spec, "ranks", 1)  # those of agent.profiling have none, and no slot
-        if spares is not None:
-            slots = tuple(spare.slot for spare in spares.left)
-        else:
-            slots = tuple(itertools.islice((n for n in itertools.count() if n not in taken), ranks))
+        filled = self.spares.first(self.own_node, ranks) if spares is None else spares.left
+        taken |= {spare.slot for spare in filled}
+        free = (n for n in itertools.count() if n not in taken)
+        slots = (*(spare.slot for spare in filled), *itertools.islice(free, ranks - len(filled)))
+        if spares is None:
+            slots = tuple(sorted(slots))
         meeting = tempfile.mkdtemp(prefix="openrecycle-ranks-") if ranks > 1 else ""
         pairs = [self.context.Pipe(duplex=True) for _ in slots[1:]]
 
@@ -446,7 +477,9 @@ class ProcessPool:
             meeting=meeting,
             lingers=getattr(spec, "on_gpu", False),
         )
-        entry.made_of = spares.ranks if spares is not None else self._fill(self.node_of(entry), slots)
+        entry.made_of = tuple(spare.rank for spare in filled)
+        if spares is None:
+            self.spares.take_of(self.own_node, filled)
         entry.open_outbox(name=f"to-{worker}")
         self.running[worker] = entry
         return entry
@@ -461,13 +494,12 @@ class ProcessPool:
         """So many of one node that is there. None: no node has as many."""
         return self.spares.take(ranks)
 
-    def _fill(self, node: int, slots: Collection[int]) -> tuple[RankOf, ...]:
-        """Of the spare ranks of a node those in these slots, which are spare no more."""
-        taken = self.spares.take_of(node, [spare for spare in self.spares.on(node) if spare.slot in slots])
-        return tuple(spare.rank for spare in taken)
+    @property
+    def own_node(self) -> int:
+        return 0
 
     def node_of(self, entry: WorkerProcess) -> int:
-        return 0
+        return self.own_node
 
     def has_node(self, node: int) -> bool:
         """Is it there, so that processes can be started on it?"""

@@ -536,7 +536,8 @@ class ConsoleClient:
                 timeouts = (min(CONNECT_SECONDS, self._current_timeout), self._current_timeout + extra_time)
                 answer = self._session.request(method, f"{url}{API}{path}", timeout=timeouts, **body)
             except requests.RequestException as error:
-                trouble = _not_trusted(error) or f"does not answer ({type(error).__name__})"
+                trouble = _not_trusted(error) or self._no_authorities(error)
+                trouble = trouble or f"does not answer ({type(error).__name__})"
                 reasons.append(f"{url} {trouble}")
                 continue
             except OSError as error:  # what REQUESTS_CA_BUNDLE names can't be read
@@ -559,6 +560,16 @@ class ConsoleClient:
         # One that is only slow is given more time.
         self._current_timeout = min(2 * self._current_timeout, self._timeout)
         raise kind("; ".join(reasons))
+
+    def _no_authorities(self, error: requests.RequestException) -> str:
+        """Why nobody can be trusted here; "": it is something else."""
+        named = self._session.verify
+        if isinstance(error, requests.exceptions.SSLError) and isinstance(named, str) and Path(named).is_file():
+            try:
+                ssl.create_default_context(cafile=named)
+            except ssl.SSLError:
+                return f"can't be asked: REQUESTS_CA_BUNDLE names {named}, in which no certificate can be read"
+        return ""
 
     def _first_timeout(self) -> float:
         """A console that hangs must not keep this one from its standby."""

@@ -38,7 +38,11 @@ KNOWN = ("2.13", "2.14")
 
 def check_version() -> None:
     """Raises InputError for a torch that lacks one of these names."""
-    holders = {torch: ("_foreach_mul_", "_foreach_copy_"), torch.nn.modules.conv.Conv2d: ("_conv_forward",)}
+    holders = {
+        torch: ("_foreach_mul_", "_foreach_copy_"),
+        Tensor: ("_version", "_is_view"),
+        torch.nn.modules.conv.Conv2d: ("_conv_forward",),
+    }
     missing = [name for holder, names in holders.items() for name in names if not hasattr(holder, name)]
     gloo = getattr(dist, "ProcessGroupGloo", None)
     if gloo is not None and not hasattr(gloo, "_Options"):
@@ -157,6 +161,16 @@ def running_statistics(module: torch.nn.Module) -> list[Tensor]:
     """Buffers that norms in `module`, of any kind that keeps some, change in a forward; no version shows it."""
     norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase) and m.training]
     return [t for m in norms if m.track_running_stats for t in m.buffers(recurse=False)]
+
+
+def version(tensor: Tensor) -> int:
+    """Another one after each write in place. A tensor that was made in inference mode has none."""
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """As autograd has it: such a one can't be detached in place."""
+    return tensor._is_view()
 
 
 def has_forward(module: torch.nn.Module) -> bool:

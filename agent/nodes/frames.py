@@ -19,7 +19,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -132,6 +132,17 @@ class Frames:
     def post_all(self, messages: Iterable[dict[str, Any]]) -> None:
         """As `post` of each. Taken from there when it is their turn."""
         self._outbox.put(messages)
+
+    def flush(self, until: float) -> None:
+        """Returns once what was posted is sent. until: monotonic seconds at which it returns anyway."""
+        sent = threading.Event()
+
+        def last() -> Iterator[dict[str, Any]]:
+            sent.set()
+            yield from ()
+
+        self.post_all(last())
+        sent.wait(max(0.0, until - time.monotonic()))
 
     def receive(self, until: float | None = None, *, most: int | None = None) -> dict[str, Any]:
         """until: monotonic seconds by which all of it must have come; None: it may begin whenever it does. most: bytes;

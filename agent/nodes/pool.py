@@ -87,6 +87,9 @@ CLOCK_SAMPLES = 7
 CALL_SECONDS = 2.0
 """So often a lead that has taken over looks for those that come back."""
 
+MOVED_SECONDS = 2.0
+"""For the nodes that have come to be told that another one leads."""
+
 NODE_SECONDS = 600.0
 """A cluster may start its nodes one after the other."""
 
@@ -263,6 +266,11 @@ class NodeLink:
         self._lines, self._plan, self.handed = copy.lines, copy.plan, copy.number
         self.post(message)
 
+    def flush(self, until: float) -> None:
+        """As of Frames."""
+        if self.alive:
+            self._frames.flush(until)
+
     def close(self) -> None:
         self._frames.close()
 
@@ -354,11 +362,8 @@ class NodeHub:
         """Raises InputError naming the nodes that did not come, and LedElsewhere."""
         with self.news:
             came = self.news.wait_for(lambda: self.lead or len(self.links) == self._nodes - 1, seconds)
-            if self.lead is not None:
-                for link in self.links.values():
-                    link.post({"kind": "moved", "lead": self.lead})
-                raise LedElsewhere(*self.lead)
-            self._began = True
+            lead, links = self.lead, list(self.links.values())
+            self._began = lead is None
             if not came:
                 missing = sorted(set(range(1, self._nodes)) - set(self.links))
                 raise InputError(
@@ -367,6 +372,13 @@ class NodeHub:
                     f"so many to come to {self.host}:{self.port} within {seconds:.0f} s; "
                     f"missing: node {', '.join(map(str, missing))}",
                 )
+        if lead is not None:
+            for link in links:
+                link.post({"kind": "moved", "lead": lead})
+            until = time.monotonic() + MOVED_SECONDS
+            for link in links:  # the connection is closed next
+                link.flush(until)
+            raise LedElsewhere(*lead)
 
     def take_over(self, members: Mapping[int, Address], expected: frozenset[int]) -> None:
         """This launcher leads from now on. expected: nodes that have followed the lead before, and are to follow."""
@@ -685,7 +697,7 @@ class SpreadPool(ProcessPool):
         node: int | None = None,
     ) -> WorkerProcess:
         links = dict(self._hub.links)
-        own = self._hub.lead_status.rank
+        own = self.own_node
         if spares is not None:
             node = spares.node
         elif node is None:
@@ -706,8 +718,12 @@ class SpreadPool(ProcessPool):
         self.spares.keep({self._hub.lead_status.rank, *self._hub.links})
         return super().take_spares(ranks)
 
+    @property
+    def own_node(self) -> int:
+        return self._hub.lead_status.rank
+
     def node_of(self, entry: WorkerProcess) -> int:
-        return entry.node.rank if isinstance(entry, RemoteWorker) else self._hub.lead_status.rank
+        return entry.node.rank if isinstance(entry, RemoteWorker) else self.own_node
 
     def has_node(self, node: int) -> bool:
         link = self._hub.links.get(node)
@@ -836,11 +852,11 @@ class SpreadPool(ProcessPool):
         spec = make_spec(incarnation)
         process = link.start(replace(spec, address=link.address), theirs)
         entry = self._remote(link, worker, incarnation, process, ours, now)
-        there = self.spares.on(link.rank)
         if spares is not None:
             entry.made_of = spares.ranks
-        elif spec.joins and spec.ranks > 1:  # as many as there are, as the node does it (agent.nodes.server)
-            entry.made_of = tuple(spare.rank for spare in self.spares.take_of(link.rank, there[: spec.ranks]))
+        else:
+            filled = self.spares.take_of(link.rank, self.spares.first(link.rank, spec.ranks))
+            entry.made_of = tuple(spare.rank for spare in filled)
         return entry
 
     def _remote(

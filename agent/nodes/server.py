@@ -468,12 +468,9 @@ class NodeServer:
             self._pool = ProcessPool(worker.main, preload(spec.run.workload))
         # The pool files processes by cell; here one cell may have several, as workers migrate.
         self._started += 1
-        spares = self._pool.take_spares(spec.ranks) if spec.joins and spec.ranks > 1 else None
         try:
-            entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic(), spares)
+            entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic())
         except (OSError, EOFError) as error:
-            if spares is not None:
-                self._pool.spares.put_back(spares)
             self._say(f"a process for {spec.worker} can't be started ({error})")
             self._tell({"kind": "exited", "incarnation": spec.incarnation, "code": 1, "spare": []})
             return

@@ -156,7 +156,7 @@ class Reporter:
         self._met = 0
         self._dead, self._refusal = 0.0, ""
         self._in_vain = False
-        """Was the console asked for the job, or for a generation, in vain the last time?"""
+        """Was the console asked for the job, a place in it, or a generation, in vain the last time?"""
         self._resumed, self._done = 0, (-1, 0.0)
         self._closing = threading.Event()
         self._last_at = time.monotonic()
@@ -284,12 +284,13 @@ class Reporter:
                 self._news.wait_for(lambda: self._deployment or self.fenced or self._in_vain, _CLOSE_SECONDS)
         self._closing.set()
         self._iterations.stop(tries=False)
-        self._iterations.join(max(1.0, deadline - time.monotonic()))  # also where the console was heard of late
+        # Each has a second, also where the console was heard of late.
+        self._iterations.join(max(1.0, deadline - time.monotonic()))
         if done and self._speaks_for_all():
             self._finish()
         if self._reports is not None:
             self._reports.stop()
-            self._reports.join(max(0.0, deadline - time.monotonic()))
+            self._reports.join(max(1.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Reporter:
         return self
@@ -324,9 +325,7 @@ class Reporter:
                     generation = found[0].generation
                     self._take_up(*found)
             except (ConsoleUnavailable, ConsoleRefused) as error:
-                with self._news:
-                    self._in_vain = True
-                    self._news.notify_all()
+                self._asked_in_vain()
                 if isinstance(error, ConsoleRefused) and error.problem.code == "idempotency_conflict":
                     self._refused(f"run: {self._run!r} is another job's here; give each run a name of its own")
                 elif isinstance(error, ConsoleRefused | JobUnknown):
@@ -337,15 +336,19 @@ class Reporter:
                         log.warning("%s; your loop goes on, and the console is told once it answers", error)
                 self._closing.wait(backoff.seconds())
 
+    def _asked_in_vain(self) -> None:
+        with self._news:
+            self._in_vain = True
+            self._news.notify_all()
+
     def _refused(self, why: str) -> None:
         self._refusal = why
         self._say_once(f"the console refuses: {why}")
 
     def _know_place(self, answer: BatchReply | ConsoleRefused) -> None:
-        if isinstance(answer, ConsoleRefused):
-            self._refused(str(answer))
-        elif answer.refused:
-            self._refused(answer.refused[0].detail)
+        if isinstance(answer, ConsoleRefused) or answer.refused:
+            self._asked_in_vain()
+            self._refused(str(answer) if isinstance(answer, ConsoleRefused) else answer.refused[0].detail)
         else:
             self._before = answer.before.get(str(self._me), 0)
 

@@ -95,8 +95,8 @@ class MovingBuffers:
         for buffer, copy in zip(self._moving, copies, strict=True):
             for present, key in buffer.places:
                 present[key] = copy
-        versions = [b.tensor._version for b in self._watched]
-        written = [copy._version for copy in copies]
+        versions = [compat.version(b.tensor) for b in self._watched]
+        written = [compat.version(copy) for copy in copies]
         try:
             yield
         except BaseException:
@@ -115,12 +115,12 @@ class MovingBuffers:
                             f"a forward changes the buffer {b.name}, which begins with numbers that are not finite: no "
                             "change can be added to them. Begin with finite ones"
                         )
-                    if copy._version != v or bool(d.ne(0).any()):
+                    if compat.version(copy) != v or bool(d.ne(0).any()):
                         self.changed.add(id(b.tensor))
             if self._tried and replaced:
                 self._check_replaced(replaced)
         for buffer, version in zip(self._watched, versions, strict=True):
-            if buffer.tensor._version != version:
+            if compat.version(buffer.tensor) != version:
                 raise StageIOError(_forbidden(buffer, own=any(buffer is b for b in self._moving)))
 
     def _put_back(self) -> dict[int, Tensor | None]:
@@ -649,7 +649,7 @@ class TorchSplit:
         if state.late:
             return
         # A view can't be detached in place, which is how torch's function frees the upper graph.
-        outputs = [y.clone() if y._is_view() else y for y in state.outputs]
+        outputs = [y.clone() if compat.is_view(y) else y for y in state.outputs]
         inputs = [x for x in state.inputs if x.requires_grad]
         dys = None if state.dys == (None,) else list(state.dys)
         state.seed.put()

@@ -631,7 +631,8 @@ class _Late:
     def wait(self) -> Tensor:
         if self.begun is None:
             self._group.begin_late()
-        assert self.begun is not None
+        if self.begun is None:
+            raise TransferError("one that was to begin before it broke")
         return self.begun.wait()
 
 

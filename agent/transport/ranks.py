@@ -12,8 +12,8 @@ whoever waits for a collective waits on the host: an op whose collective was cut
 it. NCCL's communicator is not made ahead: a kernel of the training that waits for a peer and the memory that a new
 communicator takes from the device may wait for each other.
 
-On a GPU this has connected, and has trained no iteration yet (see agent.transport.group). That other devices than the
-CPU go by way of the host is tested with a simulated one.
+Over NCCL this has trained on one GPU that all ranks share, and between GPUs never (app/docs/gpus.md). That other
+devices than the CPU go by way of the host is tested with a simulated one.
 """
 
 from __future__ import annotations

@@ -141,3 +141,32 @@ def test_a_console_s_job_says_that_it_waits_for_a_person() -> None:
         run(one)
     assert [line["warning"].split(" ")[0] for line in lines] == ["W0_1"]
     assert golden("restarted-on-the-console") in lines[0]["warning"]
+
+
+class _Stopping(Coordination):
+    """Somebody stops the job, whose workers get the signal too."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+
+    def ready(self, *about: Any) -> None:
+        self._stop()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_console_s_job_that_ends_does_not_say_that_it_waits(stopped: bool) -> None:
+    """All fail at their start, or somebody stops it."""
+
+    def start(entry: PretendedWorker) -> None:
+        if entry.name == "W0_0" and stopped:
+            entry.ready()
+        else:
+            entry.process.ended(-15 if stopped else 1)  # type: ignore[attr-defined]
+
+    lines = list[dict[str, Any]]()
+    decides = _Stopping(lambda: one.stop(15)) if stopped else Coordination()
+    job, workers = Job.uniform(1, 2, 2), PretendedWorkers(start)
+    one = launcher(job, workers, lines.append, lambda catalog: decides, heartbeat_seconds=1.0)
+    with pytest.raises(Stopped if stopped else JobFailed):
+        run(one)
+    assert not lines

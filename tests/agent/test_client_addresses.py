@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -154,6 +155,20 @@ def test_one_that_hangs_is_not_asked_first_again(stack: ExitStack) -> None:
     standby.answer = GOOD
     assert read(client) == 7
     assert len(silent.asked) == 1
+
+
+@pytest.mark.parametrize("text", ["", "-----BEGIN CERTIFICATE-----\nnone\n-----END CERTIFICATE-----\n"])
+def test_a_file_of_authorities_that_names_none_is_said_to(
+    text: str, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The console would answer."""
+    file = tmp_path / "ca.pem"
+    file.write_text(text)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(file))
+    client = ConsoleClient(answering(stack, GOOD).url.replace("http:", "https:"))
+    with pytest.raises(ConsoleUnavailable) as raised:
+        client.get("/clock", ClockReading)
+    assert golden("no-certificate-can-be-read", file) in str(raised.value)
 
 
 def test_a_refusal_is_an_answer(stack: ExitStack) -> None:

@@ -32,7 +32,7 @@ from openrecycle.agent.nodes import frames as frames_module
 from openrecycle.agent.nodes import server
 from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, open_pool, place, stand_in, wait_for_name
-from openrecycle.agent.nodes.role import NodeRole, check_alone, check_token, first_host, role_of
+from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_alone, check_token, first_host, role_of
 from openrecycle.agent.nodes.server import Succession
 from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, decode_spec, encode_spec, source_of
@@ -604,6 +604,22 @@ def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> 
     hub.wait_for_all(5)
     assert pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0).process.is_alive()
     assert again.receive()["spec"]["address"] == "127.0.0.1"
+
+
+def test_who_has_come_to_a_launcher_that_does_not_lead_hears_who_does(hub: NodeHub) -> None:
+    """Or it would take the end of the connection for the end of its lead, before it knows the job."""
+    node = fake_node((hub.host, hub.port))
+    until(lambda: hub.links, "the node to be there", 5)
+    hub._hear_of_lead({"lead": ("127.0.0.1", 7)})
+    sending = hub.links[1]._frames._sending
+    sending.acquire()
+    late = threading.Timer(0.3, sending.release)  # the thread that sends does not get to run before
+    late.start()
+    with pytest.raises(LedElsewhere):
+        hub.wait_for_all(5)
+    hub.close("")
+    late.join()
+    assert node.receive() == {"kind": "moved", "lead": ["127.0.0.1", 7]}
 
 
 def test_a_node_that_has_come_back_counts_once_others_know_where() -> None:

@@ -17,6 +17,7 @@ import pytest
 from openrecycle.agent.config.options import TrainingOptions
 from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.monitoring.liveness import LoopLag
 from openrecycle.agent.nodes import frames, server, succession
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import NodeHub, RemoteWorker
@@ -159,6 +160,24 @@ def test_a_lead_that_reads_nothing_keeps_no_node_from_looking_for_another(first:
         until(lambda: status.times or node.ended, "it to look for another", 20)
         assert node.ended is None, node.said
     assert isinstance(node.ended, LeadLost) and "SIGTERM" in str(node.ended)
+
+
+def test_what_a_node_itself_stood_still_is_no_silence_of_its_lead() -> None:
+    """Also in the turn just over: what the lead has said meanwhile is not read yet."""
+    nodes, stood = {rank: ("127.0.0.1", 1 + rank) for rank in range(NODES)}, 2 * SILENCE
+    node, now, lead = NodeServer(RANK, NODES, nodes[0], None, None, lambda _: None), [0.0], object()
+    copy = copy_for(nodes)
+    node._lead_status.follow(0, 0)
+    assert node._lead_status.take(copy)
+    node._copy, node._silence, node._frames = copy, SILENCE, lead  # type: ignore[assignment]
+    node._lag = LoopLag(lambda: now[0])
+    for seconds in (stood, 0.0):
+        node._heard_at = time.monotonic_ns() - int(1e9 * stood)
+        now[0] += seconds
+        assert node._look_for_lead() is None
+        assert (node._search is None) == bool(seconds), "else the lead was silent"
+    assert node._search is not None
+    node._search.cancel()
 
 
 def test_a_lead_that_does_not_answer_is_not_waited_for(first: FirstLead, monkeypatch: pytest.MonkeyPatch) -> None:

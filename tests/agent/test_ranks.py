@@ -341,12 +341,14 @@ def test_hashes_of_all_ranks_make_the_worker_s() -> None:
     assert told("a", "") == ""  # one that has not all of its state has nothing to compare
 
 
-@given(st.lists(st.sampled_from([FENCED, ORPHANED, 0, 1, -9, None]), min_size=1, max_size=8))
-def test_ranks_that_ended_for_another_s_sake_are_spare(codes: list[int | None]) -> None:
-    spare = spare_of(codes)
-    assert all(codes[rank] in (FENCED, ORPHANED) for rank in spare)
-    at_fault = sum(code not in (FENCED, ORPHANED) for code in codes)
-    assert len(spare) == (len(codes) - at_fault if at_fault else 0), "where nobody was, nobody is known to be fit"
+@given(st.lists(st.sampled_from([FENCED, ORPHANED, 0, 1, -9, None]), min_size=1, max_size=8), st.booleans())
+def test_ranks_that_ended_for_another_s_sake_are_spare(codes: list[int | None], silent: bool) -> None:
+    spare = spare_of(codes, silent=silent)
+    died = {rank for rank, code in enumerate(codes) if code not in (FENCED, ORPHANED, None)}
+    late = {rank for rank, code in enumerate(codes) if code is None}
+    at_fault = died | late if silent or not died else died
+    expected = set(range(len(codes))) - at_fault if at_fault else set()
+    assert set(spare) == expected, "where nobody was at fault, nobody is known to be fit"
 
 
 @given(
@@ -423,6 +425,12 @@ def test_spare_ranks_make_a_worker_where_they_ran_however_often_something_died_t
         lose(other, 0)
         spares = pool.take_spares(2)
         assert spares is not None and start(0, spares).slots == (1, 3)
-        assert start(1).slots == (0, 2)
+        other = start(1)
+        assert other.slots == (0, 2)
+        lose(pool.running[Worker(0, 0)], 0)
+        pool.spares.keep(())  # as if it had left none
+        lose(other, 0)
+        one = start(0)
+        assert one.slots == (0, 2) and not pool.spares.all(), "as a lead on another node books it, which knows no slots"
     finally:
         pool.kill_all()

@@ -149,8 +149,11 @@ class Connected:
 
     def __init__(self) -> None:
         self.begun: list[int] = []
+        self.breaks = False
 
     def begin_sum(self, tensor: Tensor) -> Connected:
+        if self.breaks:
+            raise TransferError("the connection was closed")
         self.begun.append(int(tensor))
         return self
 
@@ -200,6 +203,17 @@ def test_sums_that_never_began_end_with_their_group() -> None:
             pending.wait()
     connect.set()
     assert not there.begun
+
+
+def test_sums_behind_one_that_could_not_begin_end_as_it_did() -> None:
+    """Or whoever waits for them would end its process instead of its generation."""
+    group, connect, there = still_connecting()
+    there.breaks = True
+    late = [group.begin_sum(torch.tensor(n)) for n in (1, 2)]
+    connect.set()
+    for pending in (*late, *late):
+        with pytest.raises(TransferError):
+            pending.wait()
 
 
 @pytest.fixture(scope="module")

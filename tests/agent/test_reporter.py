@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 
 from openrecycle import InputError, Job, Reporter
+from openrecycle.agent.monitoring.heartbeat import WorkerReports
+from openrecycle.agent.own_loops import reporter as reporter_module
 from openrecycle.agent.own_loops.reporter import MAX_ITERATIONS
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.own_loop import JOB
@@ -173,6 +176,35 @@ def test_a_run_of_another_job_s_name_is_told_so(tmp_path: Path, caplog: pytest.L
         until(lambda: server.read("/jobs")["jobs"], "the job to be created")
         with lonely(server, job=Job.uniform(1, 1, 4)):
             until(lambda: golden("give-each-run-a-name") in caplog.text, "a warning")
+
+
+@pytest.mark.processes
+def test_closing_waits_for_no_plan_of_a_job_that_is_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's name was used again. What has been said goes out all the same, however late it is by then."""
+    joined, join = list[float](), WorkerReports.join
+
+    def joining(reports: WorkerReports, seconds: float) -> None:
+        joined.append(seconds)
+        join(reports, seconds)
+
+    monkeypatch.setattr(WorkerReports, "join", joining)
+    with console(tmp_path) as server:
+        with lonely(server):
+            until(lambda: server.read(f"/jobs/{server.job_id()}")["generation"] == 1, "the first generation")
+        again = lonely(server)
+        until(lambda: caplog.records, "the refusal")
+        monkeypatch.setattr(reporter_module, "_CLOSE_SECONDS", 3600.0)
+        closing = threading.Thread(target=again.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+        monkeypatch.setattr(reporter_module, "_CLOSE_SECONDS", 0.0)
+        last = lonely(server, worker="W0_1", job=Job.uniform(1, 2, 2), run="of two")
+        until(lambda: server.read(f"/jobs/{server.job_id('of two')}/workers")["workers"][1]["host"], "it to register")
+        last.close()
+        assert joined[-1] > 0.5
 
 
 @pytest.mark.processes

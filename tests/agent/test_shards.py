@@ -56,36 +56,46 @@ def test_at_first_all_hold_all_and_keep_their_share(sizes: list[int], n: int, ch
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[int, int, list[tuple[str, int, bool]]]:
-    """(peers, hosts, events): who dies or returns, and whether all that lacked something had got it before."""
+    """(peers, hosts, events): who dies, returns or leaves, or that layers move: then so many percent of the shards are
+    this stage's from there on. And whether all that lacked something had got it before."""
     n = draw(st.integers(2, 9))
-    events = draw(
-        st.lists(st.tuples(st.sampled_from(["die", "return"]), st.integers(0, n - 1), st.booleans()), max_size=24)
-    )
+    goes = st.tuples(st.sampled_from(["die", "return", "leave"]), st.integers(0, n - 1), st.booleans())
+    moves = st.tuples(st.just("move"), st.integers(1, 100), st.booleans())
+    events = draw(st.lists(st.one_of(goes, goes, moves), max_size=24))
     return n, draw(st.integers(1, n)), events
 
 
 @given(histories(), sizes_of_shards)
 @examples(300)
 def test_no_history_leaves_a_shard_without_an_owner(
-    history: tuple[int, int, list[tuple[str, int, bool]]], sizes: list[int]
+    history: tuple[int, int, list[tuple[str, int, bool]]], every: list[int]
 ) -> None:
     """As long as whoever dies is not the only one that has got some shard yet."""
     n, machines, events = history
     hosts = {p: i % machines for i, p in enumerate(PEERS)}
-    living = PEERS[:n]
+    living, sizes = PEERS[:n], every
     held = {p: frozenset(range(len(sizes))) for p in living}
     for kind, number, filled in events:
         ownership = assign(living, held, hosts, sizes)
         sure(ownership, living, sizes)
         if filled:
-            held = {p: frozenset(k for k, owners in enumerate(ownership.owners) if p in owners) for p in living}
+            held = _owned(ownership, living)
             again = assign(living, held, hosts, sizes)
             assert again.complete and not any(again.surplus(p) for p in living)  # nothing moves for nothing
             if machines > 1 and len({hosts[p] for p in living}) > 1:
                 assert all(len({hosts[p] for p in owners}) == 2 for owners in again.owners)
+        if kind == "move":
+            before, sizes = len(sizes), every[: -(-len(every) * number // 100)]
+            # Whoever takes layers gets all of them (agent.workers.relayout).
+            held = {p: frozenset(k for k in range(len(sizes)) if k >= before or k in held[p]) for p in living}
+            continue
         peer = PEERS[number]
         if kind == "return" and peer not in living:
             living, held = sorted([*living, peer]), held | {peer: frozenset()}
+        elif kind == "leave" and peer in living and len(living) > 1:
+            held = _owned(assign(living, held, hosts, sizes, [peer]), living)  # it goes once the others have that
+            living = [p for p in living if p != peer]
+            assert not held.pop(peer)
         elif kind == "die" and peer in living and len(living) > 1:
             alone = any(holders == [peer] for holders in _held_by(held, sizes))
             living = [p for p in living if p != peer]
@@ -121,6 +131,10 @@ def test_those_that_leave_take_nothing_with_them(
     filled = {p: (held[p] | ownership.lacking(p)) - ownership.surplus(p) for p in staying}
     after = assign(staying, filled, hosts, sizes)
     assert after.complete and after.owners == ownership.owners  # nothing moves once more
+
+
+def _owned(ownership: Ownership, living: list[Worker]) -> dict[Worker, frozenset[int]]:
+    return {p: frozenset(k for k, owners in enumerate(ownership.owners) if p in owners) for p in living}
 
 
 def _held_by(held: dict[Worker, frozenset[int]], sizes: list[int]) -> list[list[Worker]]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from openrecycle.agent.models import compat
 from openrecycle.agent.models.compat import check_version, fp32_precision
 from openrecycle.agent.models.torch_settings import TorchSettings, kept_settings
 from openrecycle.agent.models.workload import NamedWorkload
@@ -150,6 +154,19 @@ def test_a_torch_that_can_not_be_asked_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(torch._C, name)
     with pytest.raises(InputError, match=name):
         check_version()
+
+
+def test_private_names_of_tensors_stand_in_one_file() -> None:
+    """Where it is asked before the start whether this torch has them."""
+    agent = Path(compat.__file__).parents[1]
+    found = {
+        (path.name, ast.unparse(node))
+        for path in agent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr) and hasattr(torch.Tensor, node.attr)
+    }
+    others = {name for file, name in found if file != "compat.py" and not name.startswith("self.")}
+    assert found and not others
 
 
 def precision(backend: object, value: str) -> None:

@@ -62,7 +62,7 @@ class Lasting(Ended):
 
 
 def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "LATE_SECONDS", 0.1)
     waited = list[float]()
     ranks = tuple(Lasting(waited) for _ in range(4))
     pipe: Any = None
@@ -119,6 +119,23 @@ def test_a_worker_has_ended_as_the_rank_did_that_ended_by_itself() -> None:
         entry = WorkerProcess(CELL, "a", Exits(others), pipe, 0.0, siblings=(Exits(-signal.SIGKILL),))
         assert entry.first_end == (1, -signal.SIGKILL)
         assert entry.spare_ranks == (0,)
+
+
+@pytest.mark.parametrize(("silent", "spare"), [(False, (0, 1)), (True, (0,))])
+def test_a_rank_that_is_late_is_not_the_one_that_has_ended(
+    silent: bool, spare: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed, since all others wait for it; and of a worker that was silent it was the one that hangs."""
+    monkeypatch.setattr(processes, "JOIN_SECONDS", 0.1)
+    pipe: Any = None
+    late: Any = Lasting(waited := list[float]())
+    late.exitcode = None
+    ranks = (late, Exits(1))
+    entry = WorkerProcess(CELL, "a", Exits(channel.ORPHANED), pipe, 0.0, siblings=ranks, asked=silent)
+    entry.join()
+    late.exitcode = -signal.SIGKILL
+    assert len(waited) == 1 and waited[0] < 1.0
+    assert entry.first_end == (2, 1) and entry.spare_ranks == spare
 
 
 def test_the_other_ranks_are_told_of_a_dead_one_once_its_last_words_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +203,23 @@ def test_a_worker_has_every_plan_that_it_is_told_of_and_both_keep_the_newest() -
     channel.send(ours, "over")
     process.join(10)
     assert process.exitcode == 0
+
+
+@pytest.mark.processes
+def test_a_worker_that_can_not_be_told_something_dies_as_others_do(capfd: pytest.CaptureFixture[str]) -> None:
+    """The loop of its launcher still looks at its pipe until its end is seen."""
+    ours, theirs = fork_context().Pipe()
+    process = fork_context().Process(target=echo, args=(theirs,))
+    process.start()
+    theirs.close()
+    entry = WorkerProcess(CELL, "a", process, ours, 0.0)
+    entry.open_outbox("to-a")
+    entry.post("deployment", plans={1, 2})
+    process.join(20)
+    assert process.exitcode == -signal.SIGKILL and not ours.closed
+    assert "TypeError" in capfd.readouterr().err
+    entry.close()
+    until(lambda: ours.closed, "the thread to close it", 10)
 
 
 @pytest.mark.processes

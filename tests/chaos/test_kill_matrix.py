@@ -13,7 +13,7 @@ from tests.agent.runs import ITERATIONS, Run, fault_free, small
 
 pytestmark = pytest.mark.processes
 
-OPS = [f"{kind}{micro_batch}" for kind in "FIW" for micro_batch in range(4)] + ["R", "O"]
+OPS = [f"{kind}{micro_batch}" for kind in "FIW" for micro_batch in range(4)] + ["R", "O", "V"]
 KILLS = [f"W{p}_{s}@{iteration}:{op}" for iteration in (0, 3) for p in range(2) for s in range(3) for op in OPS]
 
 

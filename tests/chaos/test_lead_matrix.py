@@ -16,6 +16,7 @@ from tests.agent.launches import Launched
 from tests.agent.node_runs import free_port, kill_group
 from tests.agent.node_runs import lines as lines_of
 from tests.agent.runs import TINY, Run, forked
+from tests.agent.test_ranks import TWO_RANKS
 
 pytestmark = [pytest.mark.processes, pytest.mark.chaos]
 
@@ -23,20 +24,31 @@ OPS = [f"{kind}{micro_batch}" for kind in "FIW" for micro_batch in range(2)] + [
 NODES = ("--pipelines", "3", "--stages", "2", "--micro-batches", "2", "--iterations", "8")
 
 
+SHARDED = (*TINY, "--optimizer-sharding", "zero1")
+
+
 @functools.cache
-def calm(folder: Path) -> Run:
-    run = forked(folder / "calm-leads.jsonl", *NODES, *TINY)
+def calm(folder: Path, model: tuple[str, ...]) -> Run:
+    run = forked(folder / f"calm-leads-{len(model)}.jsonl", *NODES, *model)
     assert run.status == 0, run.errors
     return run
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("where", [f"{name}@{i}" for name in ("W0_1", "W1_0", "W2_1") for i in (2, 3)])
-def test_the_lead_is_lost(where: str, op: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize(
+    ("where", "op", "model"),
+    [
+        *((f"{name}@{i}", op, TINY) for op in OPS for name in ("W0_1", "W1_0", "W2_1") for i in (2, 3)),
+        ("W1_0@3", "O", SHARDED),
+        ("W1_0@3", "W1", TWO_RANKS),
+    ],
+)
+def test_the_lead_is_lost(
+    where: str, op: str, model: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Pipeline 0 is on the node that leads, and ends with it."""
     victim, address = tmp_path / "victim", f"127.0.0.1:{free_port()}"
     victim.touch()
-    job = (*NODES, *TINY, "--nodes", "3", "--lead", address, "--kill", f"{where}:{op}")
+    job = (*NODES, *model, "--nodes", "3", "--lead", address, "--kill", f"{where}:{op}")
 
     def begin(rank: int) -> Launched:
         own = ("--node-rank", str(rank), "--record", str(tmp_path / f"run{rank}.jsonl"))
@@ -54,6 +66,6 @@ def test_the_lead_is_lost(where: str, op: str, tmp_path: Path, tmp_path_factory:
         for launcher in launchers:
             kill_group(launcher)
     (run,) = [record for record in records if record.lines]
-    expected = calm(tmp_path_factory.getbasetemp())
+    expected = calm(tmp_path_factory.getbasetemp(), model)
     assert run.losses == expected.losses and run.final == expected.final
     assert sorted(failure["worker"] for failure in run.failures) == ["W0_0", "W0_1"]
