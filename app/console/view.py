@@ -292,7 +292,7 @@ def _lost(before: Record, row: Record) -> tuple[str, ...]:
     return tuple(name for name in gone if f"asked {name} to leave" not in row["reason"])
 
 
-class _Kept(NamedTuple):
+class _KeptView(NamedTuple):
     """What was made for those who looked last, for those who look next: as long as its key is the same, and until
     then. until: monotonic seconds."""
 
@@ -458,7 +458,7 @@ class Queries:
         self._find, self._live, self._past = find, live, past
         self._plans = plans
         self._figures, self._waited, self._advice = figures, waited, advice
-        self._seen: WeakKeyDictionary[LiveJob, dict[Hashable, _Kept]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[LiveJob, dict[Hashable, _KeptView]] = WeakKeyDictionary()
 
     def list_jobs(self) -> list[JobSummary]:
         """Newest first."""
@@ -481,7 +481,7 @@ class Queries:
         made = make()
         if len(kept) > MOST_KEPT:
             kept.clear()
-        kept[what] = _Kept(key, now + seconds, made)
+        kept[what] = _KeptView(key, now + seconds, made)
         return made
 
     def view(self, job_id: str, iterations: int = 600, events: int = 200, *, workers: bool = True) -> JobView:
