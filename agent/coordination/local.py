@@ -109,7 +109,7 @@ class LocalCoordination(Coordination):
         self._looked_at = 0
         self._iteration_seconds = 0.0
         self._catalog, self._migrate, self._checkpoint = catalog, migrate, checkpoint
-        self._ladder = FailureTimeouts(transfer_grace=grace)
+        self._failure_timeouts = FailureTimeouts(transfer_grace=grace)
         # When all iterations are committed is for the launcher to say: until then it needs every worker.
         self._state = State.new(job.pipelines, job.stages, sys.maxsize, back_to=back_to, partition=job.partition)
         self._now = 0.0
@@ -247,7 +247,7 @@ class LocalCoordination(Coordination):
 
     def _take(self, event: Event) -> Refuse | None:
         """One event, and what follows from it; what the launcher has to do about it waits for `poll`."""
-        before, step = self._state, coordinator.step(self._state, event, self._now, self._ladder)
+        before, step = self._state, coordinator.step(self._state, event, self._now, self._failure_timeouts)
         self._state = step.state
         if step.state.halted != before.halted and step.state.halted and not self.stands:
             self._orders.append(Halt(step.state.halted))

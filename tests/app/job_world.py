@@ -37,7 +37,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import layers_moved
-from tests.agent.coordinator_run import LADDER
+from tests.agent.coordinator_run import FAILURE_TIMEOUTS
 from tests.app.flaky_database import FlakyDatabase
 
 STEPS = ("adopted", "formed", "resumed")
@@ -112,7 +112,7 @@ class World:
             self.spec,
             0.0,
             store=self.store,
-            failure_timeouts=LADDER,
+            failure_timeouts=FAILURE_TIMEOUTS,
             want_plan=lambda job, failed: self.wanted.append(failed),
             on_generation=lambda job: None,
             clock=lambda: self.now,
