@@ -227,13 +227,18 @@ class LocalCoordination(Coordination):
         (generation, found), self._layout = self._layout, None
         failed, held = out(self._state), self._state.held
         if failed is None or generation != self._state.generation:
-            return  # all is different since; it is looked for again
+            self._look_for_layout()  # all is different since
+            return
         try:
             partition = found.result().partition
             if partition in (held, self._state.unmovable):
                 return
             lost = frozenset(map(Worker.parse, failed))
-            plan = checked(self._catalog.at(partition).plan_for(lost)[0])
+            catalog = self._catalog.at(partition)
+            made_now = not catalog.has(lost)
+            plan, _ = catalog.plan_for(lost)
+            if made_now:
+                checked(plan)
             now, _ = self._catalog.at(held).plan_for(lost)
         except PlannerError:
             return
