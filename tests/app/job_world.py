@@ -32,7 +32,7 @@ from openrecycle.app.console.operators import Operators
 from openrecycle.app.console.service import Reports
 from openrecycle.app.jobs.job_plans import INLINE_OPS
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
-from openrecycle.app.observing.goodput import Waiting
+from openrecycle.app.observing.goodput import WaitingTimes
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
@@ -99,7 +99,7 @@ class World:
             created_at=time.time(),
             workers=members,
         )
-        waited = Waiting(self.store).of
+        waited = WaitingTimes(self.store).of
         self.reports = Reports(self.store, lambda job_id: self.job, lambda job: None, lambda job: None, waited)
         self.operators = Operators(lambda job_id: self.job, self.store)
         # The launcher's own book of places, without its processes.
