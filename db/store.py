@@ -244,9 +244,10 @@ class Store:
         """Generations with a number > after, oldest first; living, failed and joining as lists."""
         return self._generations(list(GenerationRow.__table__.columns), job_id, after, limit)
 
-    def all_generations(self, job_id: str, *, after: int = 0) -> list[Record]:
+    def all_generations(self, job_id: str, *, after: int = 0, limit: int | None = None) -> list[Record]:
         """As `generations`, without `living`: of thousands of workers those would be megabytes, of weeks gigabytes."""
-        return self._generations([c for c in GenerationRow.__table__.columns if c.name != "living"], job_id, after)
+        columns = [c for c in GenerationRow.__table__.columns if c.name != "living"]
+        return self._generations(columns, job_id, after, limit)
 
     def _generations(
         self, columns: Sequence[ColumnElement[Any]], job_id: str, after: int = 0, limit: int | None = None

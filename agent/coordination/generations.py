@@ -17,7 +17,7 @@ that has to open anyway takes in whoever has come back by then.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from openrecycle.agent.coordination.membership import (
@@ -50,7 +50,7 @@ from openrecycle.agent.coordination.membership import (
 )
 from openrecycle.agent.messages.protocol import Deployment, WorkerState
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.jobs.words import REROUTE, counts, encodable, names
+from openrecycle.planner.jobs.words import REROUTE, STAND_BY, counts, encodable, names
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
@@ -101,10 +101,25 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
         if not (anew or died or wait or state.pending or halted):
             return Transition(state, tuple(notes), reason)
 
-    pending = pend(state, reason, moves, restore=restore)
+    pending = pend(state, "; ".join(filter(None, (reason, *_on_request(state)))), moves, restore=restore)
     if not restore and (lost_now := _lost_now(state, pending)):
         return _let_choose(state, pending, lost_now, notes, now)
     return ask(state, pending, notes)
+
+
+def _on_request(state: State) -> Iterator[str]:
+    """Of those in the generation in force that are out at somebody's wish: the words for it, which whatever else has
+    happened meanwhile must not hide."""
+    out = [state.members[name] for name in state.current.living] if state.current else []
+    if by := [m.name for m in out if m.detail.startswith(STANDS_BY)]:
+        yield f"{names(by)} {'is' if len(by) == 1 else 'are'} to {STAND_BY}"
+    for member in out:
+        if member.detail.startswith(ASKED):
+            yield _asked(member.detail.removeprefix(ASKED), member.name)
+
+
+def _asked(actor: str, name: str) -> str:
+    return f"{actor} asked {name} to leave"
 
 
 def pend(
@@ -382,6 +397,8 @@ def move(members: dict[str, Member], source: str, to: str) -> None:
 
 STANDS_BY = "stands by for "
 """Begins the detail of a worker that was let go with the rest of its pipeline; the lost ones follow."""
+ASKED = "asked to leave by "
+"""Begins that of a worker that a person has asked to leave; who it was follows."""
 
 # What it costs that layers move, in iterations: those who give or take any, and the groups that form anew.
 MOVE_ITERATIONS = 1.0
@@ -471,11 +488,11 @@ def drain_asked(state: State, event: DrainAsked, now: float, failure_timeouts: F
     if not holders(state, member.stage, {member.name}):
         text = f"worker: {member.name} is the last one that holds stage {member.stage}, expected one with a peer"
         return refuse(state, "invalid", text)
-    text = f"{event.actor} asked {member.name} to leave"
+    text = _asked(event.actor, member.name)
     members = dict(state.members)
-    _let_go(members, member.name, f"asked to leave by {event.actor}")
+    _let_go(members, member.name, f"{ASKED}{event.actor}")
     notes: list[Decision] = [Note("warning", "operator", text, member.name)]
-    return reconsider(replace(state, members=members), text, notes, now)
+    return reconsider(replace(state, members=members), "", notes, now)
 
 
 def restart_asked(state: State, event: RestartAsked, now: float, failure_timeouts: FailureTimeouts) -> Transition:

@@ -307,8 +307,11 @@ def _check_sendable(argument: str, value: Any) -> None:
         )
     try:
         pickle.dumps(value)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        reason = in_a_line(error)[:200]
+        if "parametrized modules" in reason:  # torch.nn.utils.parametrizations makes them
+            expected = "a function of (layer, layers) that makes it, which workers can be sent"
+            raise InputError(argument, f"{name} with a parametrized module", expected) from None
         raise InputError(
             argument,
             name,

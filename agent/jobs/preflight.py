@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -190,11 +191,26 @@ def with_activations(
 # -- a micro-batch ----------------------------------------------------------------------------------
 
 
+class _LossRaised(Exception):
+    """Its cause is what the loss has raised for `output`."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
 def micro_batch_memory(
-    workload: Workload, partition: Partition, seed: int, autocast: Autocast | None, parameter_bytes: int
+    workload: Workload,
+    partition: Partition,
+    seed: int,
+    autocast: Autocast | None,
+    parameter_bytes: int,
+    *,
+    as_workers: bool = False,
 ) -> list[MicroBatchMemory] | None:
     """By stage; None where the layers can't be run here: that is said elsewhere, in better words. parameter_bytes: of
-    the whole model."""
+    the whole model. as_workers: do workers run whole micro-batches on a CPU, too?
+
+    Raises InputError for a loss that gives no number; and where it raises in a run for real that is as in workers."""
     layers = sum(partition)
     try:
         read, wanted = tensors_of(probe_inputs(workload, seed), "data"), probe_targets(workload, seed)
@@ -204,10 +220,16 @@ def micro_batch_memory(
     def run(take: Callable[[Tensor], Tensor]) -> list[MicroBatchMemory]:
         inputs, targets = tuple(map(take, read)), compat.copied(wanted, take)
         found: list[MicroBatchMemory] = []
+
+        def measured(output: Any) -> Tensor:
+            try:
+                return workload.loss(output, targets)
+            except Exception as error:
+                raise _LossRaised(output) from error
+
         for stage, span in enumerate(spans(partition)):
             module = build_layers(workload, span, layers, seed, take)
-            last = stage == len(partition) - 1
-            loss = (lambda y: workload.loss(y, targets)) if last else None
+            loss = measured if stage == len(partition) - 1 else None
             with _nothing_compiled():
                 memory, inputs = _one(module, inputs, loss, autocast, first=stage == 0)
             found.append(memory)
@@ -217,10 +239,27 @@ def micro_batch_memory(
     if parameter_bytes <= _SMALL:
         ways.reverse()
     for way in ways:
-        with contextlib.suppress(Exception), kept_settings(), way() as take:
-            torch.set_num_threads(1)  # as workers have
-            return run(take)
+        try:
+            with kept_settings(), way() as take:
+                torch.set_num_threads(1)  # as workers have
+                return run(take)
+        except _LossRaised as raised:
+            error = raised.__cause__
+            if isinstance(error, InputError):
+                raise error from None
+            if error is not None and as_workers and way is _real:
+                got = f"{in_a_line(error)[:200]} (output {_forms(raised.output)}; targets {_forms(wanted)})"
+                expected = "a function that takes what the last layer gives, and a micro-batch's targets"
+                raise InputError("loss", got, expected) from error
+        except Exception:
+            continue
     return None
+
+
+def _forms(value: Any) -> str:
+    """Of the tensors in it, as the loss gets them."""
+    leaves, _ = compat.tree_flatten(value)
+    return ", ".join(str(TensorSpec.of(t)) if isinstance(t, Tensor) else type(t).__name__ for t in leaves)
 
 
 def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
@@ -318,13 +357,13 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
             _check_evaluation(workload, options.seed)
         stages = options.job.stages
         partition = partition_at_start(options, layer_count(workload, stages))
-        shapes = without_memory(functools.partial(_shapes, workload, sum(partition), options.seed))
+        shapes, looking_up = without_memory(functools.partial(_shapes, workload, sum(partition), options.seed))
         if not any(parameter.requires_grad for layer in shapes for _, parameter in layer):
             kind, count = kind_of(workload), sum(len(layer) for layer in shapes)
             got = f"{count} parameters, none of which requires a gradient"
             raise InputError(f"{kind}s", got, f"at least one {kind} with something to train")
         if options.platform.device == "cpu":
-            _check_types(workload, shapes, sum(partition), options)
+            _check_types(workload, shapes, looking_up, options)
         by_stage = [[named for layer in span for named in shapes[layer]] for span in spans(partition)]
         kept = _check_optimizer(workload, by_stage, options.optimization)
         if options.platform.ranks_per_worker > 1:
@@ -442,11 +481,12 @@ def _specs(read: tuple[tuple[Tensor, ...], Any]) -> str:
 # -- layers -----------------------------------------------------------------------------------
 
 
-def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
-    """Per layer its parameters' names and stand-ins; of all layers that could be built."""
+def _shapes(workload: Workload, layers: int, seed: int) -> tuple[list[NamedParameters], set[int]]:
+    """Per layer its parameters' names and stand-ins; of all layers that could be built. And those that have an
+    Embedding."""
     # Of what is still alive when its layer is gone, a later layer may hold the same.
     seen: list[tuple[weakref.ref[Tensor], int, str]] = []
-    kind, shapes = kind_of(workload), list[NamedParameters]()
+    kind, shapes, looking_up = kind_of(workload), list[NamedParameters](), set[int]()
     tied = tied_of(workload, layers)
     members = {name: group for group in tied for name in group}
     forms: dict[str, str] = {}
@@ -460,10 +500,13 @@ def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]
                 raise
             raise InputError(f"{kind}s", in_a_line(error)[:200], f"a builder that makes {kind} {layer}") from error
         for name, part in module.named_modules():
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            if not isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                continue
+            looking_up.add(layer)
+            if part.sparse:
                 got = f"{type(part).__name__}(sparse=True), {name or 'which is the whole'} of {kind} {layer}"
                 raise InputError(f"{kind}s", got, "sparse=False: gradients are summed as dense tensors")
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            if part.max_norm is not None:
                 got = f"{type(part).__name__}(max_norm=...), {name or 'which is the whole'} of {kind} {layer}"
                 expected = (
                     "no max_norm: each forward would rescale the rows that it looks up, and peers look up others; "
@@ -471,6 +514,9 @@ def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]
                 )
                 raise InputError(f"{kind}s", got, expected)
         mine = [*module.named_parameters(), *module.named_buffers()]
+        if lazy := next((name for name, tensor in mine if nn.parameter.is_lazy(tensor)), None):
+            got = f"{lazy} of {kind} {layer}, whose shape its first input gives"
+            raise InputError(f"{kind}s", got, "modules with given sizes, no lazy ones")
         for name, parameter in module.named_parameters():
             if parameter.is_complex():
                 got = f"{name} of {kind} {layer}, which is {dtype_name(parameter.dtype)}"
@@ -513,39 +559,48 @@ def _shapes(workload: Workload, layers: int, seed: int) -> list[NamedParameters]
             if forms[name] != forms[group[0]]:
                 expected = f"the form of {group[0]}, which is {forms[group[0]]}"
                 raise InputError("tied", f"{name}, which is {forms[name]}", expected)
-    return shapes
+    return shapes, looking_up
 
 
+_OF_TYPES = "dtype|datatype|scalar type|Input type|not implemented for"
+"""What torch and its modules say where types don't go together."""
 _AS_INDICES = {torch.int64, torch.int32, torch.bool}
 
 
-def _check_types(workload: Workload, shapes: Sequence[NamedParameters], layers: int, options: TrainingOptions) -> None:
+def _check_types(
+    workload: Workload, shapes: Sequence[NamedParameters], looking_up: Collection[int], options: TrainingOptions
+) -> None:
     """Where inputs have a type that none of the parameters has that they come to first, such as float64 from NumPy, the
-    layers up to there are tried for real: tensors without data go together whatever their types. Raises InputError."""
+    layers up to there are tried for real: tensors without data go together whatever their types. looking_up: layers
+    that indices may come to. Raises InputError."""
     first = next((i for i, layer in enumerate(shapes) if any(p.is_floating_point() for _, p in layer)), None)
     if first is None or sum(p.nbytes for layer in shapes[: first + 1] for _, p in layer) > _LARGE:
         return
     types = {p.dtype for _, p in shapes[first] if p.is_floating_point()}
     try:
         inputs = tensors_of(probe_inputs(workload, options.seed), "data")
-        if {t.dtype for t in inputs} <= types | _AS_INDICES:
+        if {t.dtype for t in inputs} <= (types | _AS_INDICES if first in looking_up else types):
             return
-        module = build_layers(workload, range(first + 1), layers, options.seed, torch.clone)
+        module = build_layers(workload, range(first + 1), len(shapes), options.seed, torch.clone)
     except Exception:
         return  # said elsewhere, in better words
     try:
         with torch.no_grad(), _nothing_compiled(), precision(options.optimization.autocast):
             module(*inputs, seed=0)
-    except Exception as error:  # others are said by workers
-        if isinstance(error, RuntimeError) and ("dtype" in str(error) or "scalar type" in str(error)):
-            given, wanted = ", ".join(str(TensorSpec.of(t)) for t in inputs), ", ".join(sorted(map(dtype_name, types)))
-            odd, hint = [t for t in inputs if t.dtype not in types | _AS_INDICES], ""
-            if any(t.dtype == torch.float64 for t in odd):
-                hint = " (NumPy's are float64)"
-            elif not any(t.is_floating_point() for t in odd):
-                hint = " (indices, such as tokens, are int64)"
-            expected = f"inputs that parameters of {wanted} go with{hint}"
-            raise InputError("data", f"inputs of {given} ({in_a_line(error)[:200]})", expected) from None
+    except Exception as error:
+        text = in_a_line(error)
+        if not isinstance(error, (RuntimeError, ValueError)) or not re.search(_OF_TYPES, text):
+            return  # said by workers
+        given, wanted = ", ".join(str(TensorSpec.of(t)) for t in inputs), ", ".join(sorted(map(dtype_name, types)))
+        odd, hint = {t.dtype for t in inputs} - types, ""
+        if "indices" in text or "embedding" in text:
+            hint = " (indices, such as tokens, are int64)"
+        elif torch.float64 in odd:
+            hint = " (NumPy's are float64)"
+        elif torch.float32 in types and not any(dtype.is_floating_point for dtype in odd):
+            hint = " (.float() makes such of them)"
+        expected = f"inputs that parameters of {wanted} go with{hint}"
+        raise InputError("data", f"inputs of {given} ({text[:200]})", expected) from None
 
 
 # -- the optimizer ----------------------------------------------------------------------------
@@ -745,7 +800,9 @@ def _check_memory(
         # Before a micro-batch is tried, which may take the memory that there is not.
         _refuse_above(sum(plain[w.stage].total for w in workers), workers, has, "beside activations", where)
     size = sum(p.nbytes for layer in shapes for _, p in layer)
-    micro_batches = micro_batch_memory(workload, partition, options.seed, optimization.autocast, size)
+    micro_batches = micro_batch_memory(
+        workload, partition, options.seed, optimization.autocast, size, as_workers=on_cpu and not divided
+    )
     each, least, held = list[StageMemory](), list[int](), _held(options)
     for stage, state in enumerate(plain):
         one = state

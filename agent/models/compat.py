@@ -137,7 +137,9 @@ def keep_random_states(mesh: Any) -> None:
     if mesh.device_type == "cuda":  # on a CPU torch does nothing about it
         from torch.distributed.tensor import _random
 
-        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+        _random._rng_tracker = tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+        # Torch takes the rank's number in its worker for that of its GPU, where others may train.
+        tracker._device = torch.device("cuda", torch.cuda.current_device())
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:

@@ -47,7 +47,16 @@ from torch import Tensor, nn
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.data import reseed
-from openrecycle.agent.models.layers import build_layer, copied, first_names, kind_of, nothing, tied_of, without_memory
+from openrecycle.agent.models.layers import (
+    LayerStack,
+    build_layer,
+    copied,
+    first_names,
+    kind_of,
+    nothing,
+    tied_of,
+    without_memory,
+)
 from openrecycle.agent.models.state import Block, Split, StageState, StateError
 from openrecycle.agent.models.workload import Metric, Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
@@ -550,8 +559,9 @@ def parts_of_a_rank(
             made = made if made is not None else built
             ways.setdefault(_way(made, layer, mesh), layer)
             _check_shared(made, shared, layer)
-            for name, parameter in made.named_parameters(remove_duplicate=False):
-                if (full := f"{layer}.{name}") in members:
+            # As a stage has them: a wrapper may show its parameters without the name that it puts before theirs.
+            for full, parameter in LayerStack({layer: made}).named_parameters(remove_duplicate=False):
+                if full in members:
                     splits[full] = _split_by(parameter)
             held = ((f"{layer}.{name}", p, getattr(p, "to_local", p.detach)()) for name, p in made.named_parameters())
             parts.append([(name, nn.Parameter(local.detach(), p.requires_grad)) for name, p, local in held])
@@ -559,7 +569,10 @@ def parts_of_a_rank(
         got = f"layer {ways['data']} by fully_shard, layer {ways['tensor']} by parallelize_module"
         raise InputError(FIELD, got, f"one of the two for all layers{_OR_BOTH}")
     for group in tied:
-        for one, other in pairwise(name for name in group if name in splits):
+        if gone := next((name for name in group if name not in splits), None):
+            expected = "names that `parallelize` leaves alone: a wrapper changes them, and layer.compile() does not"
+            raise InputError("tied", f"{gone}, which is not there after `parallelize`", expected)
+        for one, other in pairwise(group):
             if splits[one] != splits[other]:
                 raise InputError("tied", f"{one} and {other}, split in different ways", "the same split of both")
     return "data" in ways, parts

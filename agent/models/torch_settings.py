@@ -104,7 +104,7 @@ class TorchSettings:
 
     def put_back(self) -> list[Changed]:
         """What has been changed since; all is as it was then."""
-        if self._now() == self._values:
+        if self._now() == self._values and all(was is None or _or_none(get) == was for get, _, was in self._legacy):
             return []
         changed = []
         for setting, was in zip(self._settings, self._values, strict=True):

@@ -759,9 +759,22 @@ def _finite(value: Any) -> float | None:
 def make_optimizer(factory: Callable[[Any], torch.optim.Optimizer], named: NamedParameters) -> torch.optim.Optimizer:
     """What the factory makes of a stage's parameters: of their (name, parameter) pairs, where its first argument is
     called `named_parameters`; names are `LAYER.NAME`."""
-    # No optimizer takes an empty list, and layers without parameters may be a stage of their own.
-    named = named or [("none", nn.Parameter(torch.zeros(0)))]
-    return factory(named if takes_names(factory) else iter([parameter for _, parameter in named]))
+
+    def make(named: NamedParameters) -> torch.optim.Optimizer:
+        return factory(named if takes_names(factory) else iter([parameter for _, parameter in named]))
+
+    # No optimizer takes an empty list, and layers without parameters may be a stage of their own; or those without any
+    # to train, which a factory may leave out. Of two dimensions, since Muon takes no other.
+    nothing = nn.Parameter(torch.zeros(0, 0))
+    try:
+        made = make(named or [("none", nothing)])
+    except ValueError:
+        if not named or any(parameter.requires_grad for _, parameter in named):
+            raise
+        made = make([*named, ("none", nothing)])
+    if isinstance(made, torch.optim.Optimizer):
+        made.state.pop(nothing, None)  # Adagrad's is there from the beginning
+    return made
 
 
 def takes_names(factory: Callable[..., Any]) -> bool:

@@ -311,12 +311,14 @@ class _Scatter:
 
     def wait(self) -> Tensor:
         group = self._group
-        while not self._ended.wait(_ASK_AGAIN) and not group.cancelled:
+        # One that was left has a thread that may stand for minutes (see wait_or_leave); those behind it do not begin.
+        while not self._ended.wait(0 if group.scatter_left else _ASK_AGAIN) and not group.cancelled:
             pass
         if self._problem or not self._ended.is_set():
             if not self._ended.is_set():
                 # Nothing comes over connections that are closed, and nothing is added any more.
                 group.close()
+                group.scatter_left = True
                 with self._writing:
                     self._left = True
             if self._fault is not None:
@@ -333,6 +335,8 @@ class _Scatter:
         except Exception as error:
             self._problem = first_line(error)
             self._fault = None if isinstance(error, TransferError) else error  # no memory, say: no peer's doing
+        if self._fault is not None:  # whose frames keep what was to come: it comes no more when `wait` raises
+            self._group.close()
         self._ended.set()
         if self._problem and not problem:
             # What peers still send has no memory here any more: gloo's thread would look at it without end. And nobody
@@ -397,6 +401,8 @@ class GivenGlooGroup(Group):
         self.only_other = only_other(members, rank)
         self._scatters, self._scattering = deque[_Scatter](), threading.Lock()
         self._scatters_run, self._scatter_problem = False, ""
+        self.scatter_left = False
+        """Did nobody wait for the end of one, after it was cancelled?"""
         self.spare: list[Tensor] = []
         """Memory for pieces that come, in which nothing comes."""
         self._waits: dict[GlooPending, None] = {}

@@ -87,9 +87,9 @@ class GradientReduction:
 
     def let_go(self) -> None:
         """After it was given up: returns when nobody writes to the sums any more. That is soon, for the group has been
-        cancelled by then."""
+        cancelled by then. What went wrong is nobody's: the op in hand is one of the next generation."""
         for pending in self._pending:
-            with contextlib.suppress(TransferError):
+            with contextlib.suppress(Exception):
                 pending.wait()
         self._pending.clear()
 

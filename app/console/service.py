@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import orjson
 import structlog
+from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination import membership
@@ -80,7 +81,7 @@ from openrecycle.db.store import Record, Store
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.words import layers_move, micro_batch_names, milliseconds
-from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.plan import Plan, first_problem
 
 # -- which jobs a console has -------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class JobRegistry:
         self._store, self.failure_timeouts, self._console = store, failure_timeouts, console
         self._jobs: dict[str, LiveJob] = {}
         self.past = PastJobs(store)
-        self._unreadable: set[str] = set()
+        self._left_out: dict[str, str] = {}  # names of jobs that can't be read, by their id
         self._lock = threading.RLock()
 
     def create(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobCreated, bool]:
@@ -157,13 +158,19 @@ class JobRegistry:
         with self._lock, storing():  # who creates it in this moment has it here when that is done
             if row["id"] not in self._jobs and row["id"] not in self.past.lines():
                 job = self.take_up(row["id"])
+        if row["id"] in self._left_out:
+            raise _unreadable(row["id"], idempotency_key)
         if job is not None and not job.state.over:
             self._console.job_begins(job)
         return created
 
     def _created(self, row: Record, spec: JobSpec, idempotency_key: str | None) -> JobCreated:
         """What is said of a stored job to who asked for one of this spec."""
-        if JobSpec.model_validate_json(row["spec"]) != spec:
+        try:
+            same = JobSpec.model_validate_json(row["spec"]) == spec
+        except ValueError:
+            raise _unreadable(row["id"], idempotency_key) from None
+        if not same:
             raise ConsoleError(
                 409, "idempotency_conflict", f"Idempotency-Key: {idempotency_key!r} was used for another job"
             )
@@ -202,16 +209,17 @@ class JobRegistry:
         known = dict.fromkeys(self.past.lines(), True)
         known |= {job_id: bool(job.state.over) for job_id, job in self._jobs.copy().items()}
         states = self._store.job_states()
-        new = [j for j, state in states.items() if state in OVER and j not in known and j not in self._unreadable]
+        self._left_out = {job_id: name for job_id, name in self._left_out.items() if job_id in states}
+        new = [j for j, state in states.items() if state in OVER and j not in known and j not in self._left_out]
         if new:
-            self.past.read(new)
+            self._left_out |= self.past.read(new)
         for job_id, over in known.items():
             if over and job_id not in states:
                 self.let_go(job_id)
 
     def take_up(self, job_id: str) -> LiveJob | None:
         """Reads a stored job, unless it is here already; None: it can't be read. Raises SQLAlchemyError."""
-        if job_id not in self._jobs and job_id not in self._unreadable and (row := self._store.job(job_id)) is not None:
+        if job_id not in self._jobs and job_id not in self._left_out and (row := self._store.job(job_id)) is not None:
             try:
                 job = self._console.new_job(job_id, JobSpec.model_validate_json(row["spec"]), row["created_at"])
                 job.restore(row)
@@ -220,11 +228,14 @@ class JobRegistry:
                     self._jobs.setdefault(job_id, job)
             except (SQLAlchemyError, ConsoleError):  # it may be read when the database answers again
                 raise
-            except Exception:  # whatever one job's rows are, they keep no console from starting
-                log.exception("a stored job can't be read; it is left out", job=job_id)
-                self._unreadable.add(job_id)
+            except Exception as error:  # whatever one job's rows are, they keep no console from starting
+                self._left_out |= _leave_out(row, error)
         self.past.drop(job_id)
         return self._jobs.get(job_id)
+
+    def left_out(self, job_id: str) -> str | None:
+        """The name of a job whose rows can't be read; None: it is none that is known to be so."""
+        return self._left_out.get(job_id)
 
     def rest(self, job: LiveJob) -> bool:
         """Of one that has been over for long its line is enough again; False: somebody follows it. Raises
@@ -241,6 +252,7 @@ class JobRegistry:
         """Of a job that is deleted: whoever asks for it from now on learns that there is none."""
         with self._lock:
             job = self._jobs.pop(job_id, None)
+            self._left_out.pop(job_id, None)
         self.past.drop(job_id)
         if job is not None:
             self._console.job_ended(job)
@@ -250,7 +262,7 @@ class JobRegistry:
     def take_up_all(self, over: int) -> None:
         """Every job of the database that is not over, and the newest so many others; the rest, of which there may be
         thousands, one by one when somebody asks for them. Raises SQLAlchemyError."""
-        self.past.read()
+        self._left_out |= self.past.read()
         states = self._store.job_states()
         for job_id in [*list(self.past.lines())[-over:], *(j for j in states if states[j] not in OVER)]:
             job = self.take_up(job_id)
@@ -266,6 +278,11 @@ class JobRegistry:
             job.record(Note("warning", "console", f"this console's time-outs do not suit the job's agents: {error}"))
 
 
+def _unreadable(job_id: str, idempotency_key: str | None) -> ConsoleError:
+    detail = f"Idempotency-Key: {idempotency_key!r} was used for job {job_id}, which can't be read; use another key"
+    return ConsoleError(409, "idempotency_conflict", detail)
+
+
 class PastJobs:
     """Those that no LiveJob stands for. Thread-safe."""
 
@@ -274,11 +291,18 @@ class PastJobs:
         self._lines: dict[str, JobSummary] = {}  # replaced as a whole: readers need no lock
         self._lock = threading.Lock()
 
-    def read(self, job_ids: Collection[str] | None = None) -> None:
-        """Notes all that there are, or these. Raises SQLAlchemyError."""
-        found = [line for row in self._store.jobs_over(job_ids) if (line := _line(row)) is not None]
+    def read(self, job_ids: Collection[str] | None = None) -> dict[str, str]:
+        """Notes all that there are, or these; returns the names of those that can't be read, by their id. Raises
+        SQLAlchemyError."""
+        found, left_out = dict[str, JobSummary](), dict[str, str]()
+        for row in self._store.jobs_over(job_ids):
+            try:
+                found[row["id"]] = _line(row)
+            except Exception as error:
+                left_out |= _leave_out(row, error)
         with self._lock:
-            self._lines = {**self._lines, **{line.job_id: line for line in found}}
+            self._lines = {**self._lines, **found}
+        return left_out
 
     def lines(self) -> dict[str, JobSummary]:
         """By the job's id, oldest first among those that were noted together."""
@@ -293,13 +317,20 @@ class PastJobs:
                 self._lines = {known: line for known, line in self._lines.items() if known != job_id}
 
 
-def _line(row: Record) -> JobSummary | None:
-    try:
-        spec = orjson.loads(row["spec"])
-        workers = int(spec["pipelines"]) * int(spec["stages"])
-    except (ValueError, KeyError, TypeError):
-        log.error("a stored job can't be read; it is left out", job=row["id"])
-        return None
+def _leave_out(row: Record, error: Exception) -> dict[str, str]:
+    """Of a stored job that can't be read: says so in the log, once. Its name, by its id."""
+    job = {"job": row["id"], "name": row["name"]}
+    if isinstance(error, ValueError | TypeError | LookupError):
+        why = first_problem(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+        log.error("a stored job is left out: its rows are of another version, or damaged", **job, reason=why)
+    else:  # ours
+        log.error("a stored job is left out: it can't be read", **job, exc_info=error)
+    return {row["id"]: row["name"]}
+
+
+def _line(row: Record) -> JobSummary:
+    spec = orjson.loads(row["spec"])
+    workers = int(spec["pipelines"]) * int(spec["stages"])
     state = JobState(row["state"])
     return JobSummary(
         job_id=row["id"],

@@ -50,6 +50,7 @@ from openrecycle.app.plans.library import PlanCache
 from openrecycle.app.runtime.errors import plain, storing, unknown_plan, unknown_worker
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.words import STAND_BY
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
 
@@ -228,7 +229,8 @@ class JobView:
     is run; plan_words: how the job stands to it (app.jobs.live_job.PlanRun). missing: processes that have left the job
     and are not replaced. moved: those that hold another role than at first.
 
-    iterations: the newest ones, oldest first; generations: that opened since the first of them began. events: the
+    iterations: the newest ones, oldest first; generations: that opened since the first of them began, up to that of
+    the last, 500 at most. events: the
     newest ones, newest first.
     figures: ETTR, goodput and the fault-free rate so far.
     advice: the best option with the workers that are out, None while nothing is known of it. held: layers per stage as
@@ -285,11 +287,15 @@ def generation_views(rows: Sequence[Record]) -> tuple[GenerationView, ...]:
 
 
 def _lost(before: Record, row: Record) -> tuple[str, ...]:
-    """Who was in the generation before, and is out, or joins anew; but for those that were asked to leave, and for
-    whose process took another's place."""
+    """Who was in the generation before, and is out, or joins anew; but for those that were asked to leave or to stand
+    by, and for whose process took another's place. Nor has anybody died who joined before and has no state yet, nor
+    where the state of a whole stage is gone, of those that have held it (membership.StateLost begins with the stage)."""
+    reason = row["reason"]
     stayed = {*before["failed"], *(source for source, _ in row["moves"])}
-    gone = sorted({*row["failed"], *row["joining"]} - stayed)
-    return tuple(name for name in gone if f"asked {name} to leave" not in row["reason"])
+    out = {name for name in row["failed"] if STAND_BY not in reason or f"{name}: " in reason}
+    joins = {name for name in row["joining"] if not reason.startswith(f"stage {Worker.parse(name).stage}: ")}
+    gone = sorted((out | (joins - {*before["joining"]})) - stayed)
+    return tuple(name for name in gone if f"asked {name} to leave" not in reason)
 
 
 class _KeptView(NamedTuple):
@@ -546,8 +552,11 @@ class Queries:
         feed = self._store.events(job.job_id, limit=events, newest=True)
         seen_by = self._store.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
         rows = self._store.iterations(job.job_id, limit=iterations, newest=True)
-        # Of a job that forms anew again and again, and commits little, the newest ones say enough.
-        since = max(rows[0]["generation"], rows[-1]["generation"] - _MOST_GENERATIONS) if rows else 0
+        # Of a job that forms anew again and again, and commits little, the newest ones say enough; and one that has
+        # committed nothing yet stands at no iteration.
+        last = rows[-1]["generation"] if rows else 0
+        since = max(rows[0]["generation"], last - _MOST_GENERATIONS) if rows else 0
+        most = max(0, last - since + 1)
         return _History(
             tuple(iteration_view(row, job.spec, waited) for row in rows),
             tuple(_event(row, seen_by) for row in feed),
@@ -555,7 +564,7 @@ class Queries:
                 RecoveryView(**{k: v for k, v in row.items() if k != "job_id"}, steps=tuple(segments(row, waited)))
                 for row in self._store.recoveries(job.job_id)
             ),
-            generation_views(self._store.all_generations(job.job_id, after=since - 1)) if rows else (),
+            generation_views(self._store.all_generations(job.job_id, after=since - 1, limit=most)) if rows else (),
         )
 
     def worker_detail(self, view: JobView, name: str, now: float) -> WorkerDetail:

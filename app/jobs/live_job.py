@@ -305,14 +305,13 @@ def generation_row(generation: Generation) -> Record:
     }
 
 
+_GENERATION: TypeAdapter[Generation] = TypeAdapter(Generation)
+
+
 def read_generation(row: Record) -> Generation:
-    living, failed, joining = (tuple(row[key]) for key in ("living", "failed", "joining"))
-    moves = tuple((source, to) for source, to in row["moves"])
-    plan, reason = row["plan_fingerprint"], row["reason"]
-    without = tuple(row["interim_failed"])
-    interim = Interim(row["interim_plan"], without) if without or row["interim_plan"] else None
-    cut, restore = tuple(row["partition"]), row["restore"]
-    return Generation(row["generation"], living, failed, joining, plan, reason, moves, restore, interim, cut)
+    without, plan = tuple(row["interim_failed"]), row["interim_plan"]
+    interim = Interim(plan, without) if without or plan else None
+    return _GENERATION.validate_python({**row, "number": row["generation"], "interim": interim})
 
 
 def later_columns(old: State, new: State) -> list[tuple[int, Record]]:
@@ -383,6 +382,10 @@ def state_rows(old: WorkerStates, new: WorkerStates, at: float) -> list[Record]:
     return rows
 
 
+# By name, without what is as usual: fields may come and go, and there is a list for each of thousands of places.
+_PROCESSES: TypeAdapter[list[ProcessState]] = TypeAdapter(list[ProcessState])
+
+
 def process_rows(
     known: Mapping[str, ProcessState], changed: Mapping[str, ProcessState]
 ) -> tuple[list[Record], dict[str, ProcessState]]:
@@ -397,7 +400,8 @@ def process_rows(
         # What became of the oldest nobody asks for any more.
         gone = {p.incarnation for p in own[:-KEPT] if p.ended}
         kept = [p for p in own if p.incarnation not in gone]
-        rows.append({"name": slot, "processes": json.dumps([[*vars(p).values()] for p in kept])})
+        text = _PROCESSES.dump_json(kept, exclude_defaults=True).decode()
+        rows.append({"name": slot, "processes": text})
         for incarnation in gone:
             del left[incarnation]
     return rows, left
@@ -405,14 +409,7 @@ def process_rows(
 
 def read_processes(rows: Iterable[Record]) -> dict[str, ProcessState]:
     """By incarnation, those that came first first."""
-    found = []
-    for row in rows:
-        for who, host, pid, held, ended, detail, ranks, spare, made_of, planned in json.loads(row["processes"]):
-            roles = tuple((str(role), float(since)) for role, since in held)
-            made = tuple((str(whose), int(rank)) for whose, rank in made_of)
-            restart = PlannedRestart(*planned) if planned else None
-            numbers = tuple(ranks), tuple(spare), made
-            found.append(ProcessState(who, host, pid, roles, ended, detail, *numbers, restart))
+    found = [process for row in rows for process in _PROCESSES.validate_json(row["processes"])]
     return {process.incarnation: process for process in sorted(found, key=lambda p: p.since)}
 
 

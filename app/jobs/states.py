@@ -88,7 +88,8 @@ class Arrival(NamedTuple):
     made_of: tuple[tuple[str, int], ...] = ()
 
 
-class PlannedRestart(NamedTuple):
+@dataclass(frozen=True)
+class PlannedRestart:
     """What a launcher does by itself about a process that is gone, as agent.messages.protocol.Restart has it. at: POSIX
     seconds."""
 

@@ -76,9 +76,12 @@ class Wait(NamedTuple):
 def read_waits(stored: str) -> tuple[Wait, ...]:
     """Those for a choice."""
     try:
-        return tuple(Wait(float(b), None if e is None else float(e), int(n)) for b, e, n in json.loads(stored))
-    except (TypeError, ValueError):
+        return _WAITS.validate_json(stored)
+    except ValueError:
         return ()  # of a file from elsewhere
+
+
+_WAITS: TypeAdapter[tuple[Wait, ...]] = TypeAdapter(tuple[Wait, ...])
 
 
 def after_change(waits: tuple[Wait, ...], choosing: bool, generation: int, now: float) -> tuple[Wait, ...]:

@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 import socket
 import tempfile
 import threading
@@ -31,7 +30,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import islice
@@ -111,19 +110,36 @@ Moment = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)
 
 
 InARow = Annotated[int, Field(ge=1, le=2**53)]
-ProcessLine = tuple[
-    Identifier,
-    Annotated[str, StringConstraints(max_length=255), AfterValidator(_no_nul)],
-    Annotated[int, Field(ge=0, le=2**53)],
-    Annotated[list[tuple[WorkerName, Moment]], Field(min_length=1)],
-    Literal["", "failed", "drained"],
-    Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)],
-    Annotated[list[Annotated[int, Field(ge=0, le=2**53)]], Field(max_length=RANKS)],
-    Annotated[list[RankNumber], Field(max_length=RANKS)],
-    Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)],
-    tuple[InARow, InARow, Moment, NodeNumber | None] | None,
-]
-"""See app.jobs.live_job.process_rows."""
+Number = Annotated[int, Field(ge=0, le=2**53)]
+Text255 = Annotated[str, StringConstraints(max_length=255), AfterValidator(_no_nul)]
+
+
+class RestartLine(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    number: InARow
+    most: InARow
+    at: Moment
+    node: NodeNumber | None = None
+
+
+class ProcessLine(BaseModel):
+    """A ProcessState, as app.jobs.live_job.process_rows has it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    incarnation: Identifier
+    host: Text255
+    pid: Number
+    held: Annotated[list[tuple[WorkerName, Moment]], Field(min_length=1)]
+    ended: Literal["", "failed", "drained"] = ""
+    detail: Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)] = ""
+    ranks: Annotated[list[Number], Field(max_length=RANKS)] = []
+    spare: Annotated[list[RankNumber], Field(max_length=RANKS)] = []
+    made_of: Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)] = []
+    restart: RestartLine | None = None
+
+
 Place = Annotated[str, StringConstraints(pattern=r"^(W[0-9]{1,6}_[0-9]{1,6})?$")]
 _STRICTER: dict[str, Any] = {
     "job.id": Identifier,
@@ -223,7 +239,7 @@ def format_of(name: str) -> TableFormat:
             write[column.name] = _inflated_json if deflate else json.loads
             read[column.name] = _deflated_json if deflate else BaseModel.model_dump_json
         elif isinstance(column.type, Text) and stricter is not None:
-            write[column.name], read[column.name] = json.loads, json.dumps
+            write[column.name], read[column.name] = json.loads, _dumped
     model = create_model(
         name, __config__=ConfigDict(extra="forbid", protected_namespaces=(), use_enum_values=True), **fields
     )
@@ -254,6 +270,10 @@ def _type(column: Column[Any]) -> Any:
 
 def _encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, default=lambda model: model.model_dump(exclude_unset=True))
 
 
 def _inflated_json(data: bytes) -> Any:
@@ -799,7 +819,7 @@ MOST_FILES = 4
 CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
 """For the next bytes of it: others wait for the place. And for which what is refused is thrown away."""
 MOST_MEMORY = 8 * 2**30
-"""A file that asks for more than any history needs ends the process that reads it, and harms no other."""
+"""What asks for more than any history needs ends the process that reads or writes it, and harms no other."""
 FOLLOW_SECONDS = 5.0
 
 
@@ -812,19 +832,23 @@ class JobReader(Protocol):
     def follow(self) -> None:
         """Notes jobs that have come into the database, or gone. Raises SQLAlchemyError."""
 
+    def left_out(self, job_id: str) -> str | None:
+        """The name of one that can't be read."""
+
     def let_go(self, job_id: str) -> None:
         """Of a job that is deleted."""
 
 
 class Histories:
-    """One per console. Thread-safe; export and take_in are called in an event loop."""
+    """One per console. Thread-safe; export and take_in are called in an event loop. memory: bytes that a process may
+    take for one."""
 
-    def __init__(self, jobs: JobReader, database: Database) -> None:
+    def __init__(self, jobs: JobReader, database: Database, memory: int = MOST_MEMORY) -> None:
         self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
         self._exporting, self._importing = threading.Lock(), threading.Lock()
         self._files: set[Path] = set()  # that were exported; their readers delete them
-        self._children = Children(work, name="history")
+        self._children = Children(work, name="history", memory=memory)
         self._stop, self._deleted = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
 
@@ -921,10 +945,17 @@ class Histories:
 
     def delete(self, job_id: str, actor: str) -> None:
         """From now on there is no such job; its rows are deleted in the background. Raises ConsoleError."""
-        job = self._jobs.find(job_id)
-        audit = audit_row(named(actor), "delete", job_id, job_id=job_id, detail=job.spec.name)
-        with job.lock, storing():  # nobody registers meanwhile
-            if why := self.kept_for(job_id):
+        job: LiveJob | None = None
+        try:
+            job = self._jobs.find(job_id)
+            name = job.spec.name
+        except ConsoleError:  # of one that can't be read nobody knows how it is; whoever deletes it has looked
+            if (left_out := self._jobs.left_out(job_id)) is None:
+                raise
+            name = left_out
+        audit = audit_row(named(actor), "delete", job_id, job_id=job_id, detail=name)
+        with job.lock if job else nullcontext(), storing():  # nobody registers meanwhile
+            if job and (why := self.kept_for(job_id)):
                 raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
             self._rows.hide(job_id, audit)
             self._jobs.let_go(job_id)
@@ -972,7 +1003,6 @@ def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
             made = export(database, arguments[0], Path(arguments[1]), audit="audit" in arguments[2:])
             said: dict[str, Any] = {"found": made is not None}
         else:
-            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
             new_id = arguments[2] if len(arguments) > 2 else None
             said = asdict(import_history(database, Path(arguments[0]), actor=arguments[1], new_id=new_id))
     except (HistoryError, DatabaseError) as error:

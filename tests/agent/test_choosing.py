@@ -374,6 +374,34 @@ def test_a_worker_that_is_asked_to_leave_is_out_without_a_failure(mode: Mode) ->
     assert run.opened[-1].joining == ("W1_0",)
 
 
+def test_what_happens_before_the_plan_is_there_does_not_hide_who_was_asked_to_leave() -> None:
+    run = Run(3, 2).start()
+    run.plans = False
+    run.send(DrainAsked("W1_0", "ada"))
+    run.exit("W0_1")
+    run.send(ConsoleRestarted())
+    run.exit("W2_0")
+    run.plans = True
+    run.back("W0_1")
+    assert run.opened[-1].failed == ("W1_0", "W2_0")
+    assert run.opened[-1].reason == "W0_1 re-joins; ada asked W1_0 to leave"
+    run.resume()
+    run.back("W2_0")
+    assert run.opened[-1].reason == "W2_0 re-joins", "that it has left is old news"
+
+
+def test_what_happens_before_the_plan_is_there_does_not_hide_who_stands_by() -> None:
+    run = Run(3, 2).start()
+    run.exit("W2_0")
+    run.resume()
+    run.plans = False
+    out, stood_by = ("W2_0",), Candidate(STAND_BY, ("W2_0", "W2_1"))
+    run.send(Offered(out, Offer(out, (stood_by,), STAND_BY)))
+    run.plans = True
+    run.exit("W1_1")
+    assert run.opened[-1].reason.endswith("; W2_1 is to stand by")
+
+
 def test_the_launcher_of_one_that_ends_before_it_could_leave_is_told_that_it_was_to() -> None:
     run = Run(3, 2).start()
     run.plans = False

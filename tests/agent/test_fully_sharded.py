@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -559,6 +560,27 @@ def test_what_layers_share_they_split_alike() -> None:
     with pytest.raises(InputError) as refused:
         parts_of_a_rank(TiedAcross(Rows), 2, (2, 2), 0)  # type: ignore[arg-type]
     assert refused.value.field == "tied"
+
+
+class Wrapped(Tied):
+    """A wrapper puts something before the names of what it holds."""
+
+    def __init__(self, *, part: bool) -> None:
+        super().__init__(Residual)
+        self.part = part
+
+    def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+        if not self.part:
+            return checkpoint_wrapper(super().parallelize(layer, mesh))  # type: ignore[no-any-return]
+        layer[0] = checkpoint_wrapper(layer[0])
+        return super().parallelize(layer, mesh)
+
+
+@pytest.mark.parametrize("part", [True, False])
+def test_a_shared_parameter_that_gets_another_name_is_refused(part: bool) -> None:
+    with pytest.raises(InputError) as refused:
+        parts_of_a_rank(Wrapped(part=part), 2, (2,), 0)  # type: ignore[arg-type]
+    assert refused.value.field == "tied" and "0.0.scale.weight" in str(refused.value)
 
 
 class TiedWithin(Task):

@@ -117,13 +117,28 @@ def test_a_stage_is_built_as_a_worker_builds_it_and_a_given_model_stays_as_it_is
 
 def test_layers_that_can_not_be_run_are_no_reason_to_refuse() -> None:
     class Broken(Chain):
-        def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-            raise ValueError("no loss")
+        def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+            return nn.Linear(WIDTH + layer, WIDTH)
 
     broken: Any = Broken()
     assert micro_batch_memory(broken, (2, 2), 0, None, 1) is None
     found = check_workload(broken, _options())
     assert found.stages[0].activations == 0 and found.told == ()
+
+
+@pytest.mark.parametrize("small", [0, 1 << 30], ids=["without data", "for real"])
+def test_a_loss_that_raises_is_refused_where_workers_do_the_same(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_SMALL", small)
+
+    class Wrong(Chain):
+        def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+            return super().loss(output, targets.view(2, ROWS // 4, WIDTH))
+
+    wrong: Any = Wrong()
+    with pytest.raises(InputError) as refused:
+        check_workload(wrong, _options())
+    assert refused.value.field == "loss" and f"targets float32[{ROWS}, {WIDTH}]" in str(refused.value)
+    assert micro_batch_memory(wrong, (2, 2), 0, None, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from openrecycle.agent.jobs.callables import CallableWorkload
 from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.models.compat import tensors_without_data
 from openrecycle.agent.models.layers import build_layers
+from openrecycle.agent.models.state import dtype_name
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
@@ -56,6 +57,12 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ),
         ({"stages": wrong_jobs.numbers_needed_and_tied}, ["table.weight of stage 0, which is table.weight of stage 1"]),
         ({"stages": [wrong_jobs.WithStatistics] * 2}, ["statistics of stage 0, which is", "no buffer in two"]),
+        (
+            {"stages": [nn.Linear(W, W), nn.utils.parametrizations.weight_norm(nn.Linear(W, W))]},
+            ["stages: got 'list with a parametrized module', expected a function of (layer, layers)"],
+        ),
+        ({"stages": wrong_jobs.lazy}, ["stages: got 'weight of stage 1, whose shape", "no lazy ones"]),
+        ({"stages": [nn.Linear(W, W), nn.LazyBatchNorm1d(affine=False)]}, ["running_mean of stage 1", "no lazy ones"]),
         ({"stages": wrong_jobs.complex_weights}, ["weight of stage 1, which is complex64"]),
         ({"stages": [wrong_jobs.Halves, wrong_jobs.Halves]}, ["turns of stage 0, which is complex32"]),
         (
@@ -89,6 +96,29 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
                 "of float32 go with (indices, such as tokens, are int64)",
             ],
         ),
+        *(
+            (
+                {"stages": [nn.Sequential(first, nn.Linear(W, W)), nn.Linear(W, W)], "data": data},
+                [f"inputs of {dtype_name(dtype)}[4, 6] (", "of float32 go with (.float() makes"],
+            )
+            for dtype, first in (
+                (torch.int64, nn.Identity()),
+                (torch.bool, nn.Identity()),
+                (torch.uint8, nn.Identity()),
+                (torch.uint8, nn.LayerNorm(W)),
+                (torch.int32, nn.Sequential(nn.Unflatten(1, (1, W)), nn.Conv1d(1, 1, 1), nn.Flatten())),
+            )
+            if (data := partial(wrong_jobs.of_type, dtype))
+        ),
+        (
+            {"data": wrong_jobs.classes, "loss": nn.functional.cross_entropy},
+            ["loss: got 'IndexError: Target 6 is out of bounds. (output float32[4, 6]; targets int64[4])', expected"],
+        ),
+        (
+            {"data": partial(wrong_jobs.classes, dtype=torch.float32), "loss": nn.functional.cross_entropy},
+            ["loss: got 'RuntimeError: ", "targets float32[4])'"],
+        ),
+        ({"loss": nn.MSELoss(reduction="none")}, ["loss: got [4, 6], expected a tensor with one number"]),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
         ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each", "PadCollate"]),
         ({"data": wrong_jobs.as_lists}, ["data: got \"'x', a list in each sample\"", "with_format"]),
@@ -185,7 +215,13 @@ def test_a_container_s_limit_is_the_memory_that_there_is(
         {"stages": wrong_jobs.numbers_needed},
         {"stages": [nn.Linear(W, W), nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W))]},
         {"stages": [nn.Linear(W, W).requires_grad_(False), nn.Linear(W, W)]},
+        {"stages": [nn.Linear(W, W).requires_grad_(False), nn.Linear(W, W)], "optimizer": wrong_jobs.trained_ones},
+        *(
+            {"stages": [nn.Flatten(), nn.Linear(W, W, bias=False)], "optimizer": kind}
+            for kind in (torch.optim.Adagrad, torch.optim.Muon)
+        ),
         {"stages": wrong_jobs.in_doubles, "data": wrong_jobs.doubles},
+        {"stages": [wrong_jobs.OneHot, nn.Linear(W, W)], "data": partial(wrong_jobs.of_type, torch.int64)},
         {"stages": [nn.Sequential(nn.Linear(W, W), act), nn.Sequential(nn.Linear(W, W), act)]}
         if (act := nn.GELU())
         else {},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import pairwise
 
 import pytest
@@ -18,7 +20,7 @@ from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.shards import assign
 from openrecycle.agent.transport import group as transport
 from openrecycle.agent.transport.communicator import Communicator, Groups, RendezvousStore
-from openrecycle.agent.transport.group import Group, HostGroup, SummedPart, TransferError
+from openrecycle.agent.transport.group import GivenGlooGroup, Group, HostGroup, SummedPart, TransferError
 from openrecycle.agent.workers.reduction import GradientReduction
 from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.planner.jobs.job import Worker
@@ -113,10 +115,49 @@ def test_who_waits_for_one_that_does_not_come_is_woken(dies: bool, store: Rendez
             with pytest.raises(TransferError):
                 pending.wait()
         left = [t.clone() for t in mine]
+        if not dies:
+            with pytest.raises(TransferError):  # its terms would come, and are not taken any more
+                of(groups[2]).begin_scatter(torch.ones(SIZE, dtype=torch.int64), parts).wait()
         of(groups[2]).cancel()
         assert all(map(torch.equal, left, mine))
         with pytest.raises(TransferError):
             of(groups[0]).begin_scatter(mine[0], parts).wait()
+
+
+class Messages:
+    """A gloo group as it is when it has forgotten a message: whoever waits for it is not woken."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Messages:
+        if self._error is not None and len(tensors[0]) > 1:  # not of who asks to be woken
+            raise self._error
+        return self
+
+    def wait(self, timeout: timedelta) -> None:
+        if timeout < timedelta(seconds=1):
+            raise RuntimeError("connection closed")
+        threading.Event().wait()
+
+
+def test_threads_that_are_not_woken_keep_nobody_waiting_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_ASK_AGAIN", 2.0)  # for each of them it would be more than the test's time
+    group = GivenGlooGroup(Messages(), 0, PEERS[:2], Timeouts())
+    begun = [group.begin_scatter(torch.ones(8), [SummedPart(0, 8, (0,))]) for _ in range(60)]
+    group.cancel()
+    for pending in begun:
+        with pytest.raises(TransferError):
+            pending.wait()
+
+
+def test_what_no_connection_is_to_blame_for_is_raised_as_it_is() -> None:
+    group = GivenGlooGroup(Messages(MemoryError("no memory")), 0, PEERS[:2], Timeouts())
+    begun = [group.begin_scatter(torch.ones(8), [SummedPart(0, 8, (0,))]) for _ in range(2)]
+    with pytest.raises(MemoryError):
+        begun[0].wait()
+    with pytest.raises(TransferError):
+        begun[1].wait()
 
 
 def test_each_worker_gets_the_sums_of_what_it_steps(store: RendezvousStore) -> None:

@@ -95,6 +95,18 @@ def test_older_functions_give_the_precision_that_they_gave(
     assert precisions() == before
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_what_only_older_functions_keep_is_put_back(kept: None, kind: str) -> None:
+    """Else they raise from then on, in that worker alone."""
+    torch.set_float32_matmul_precision("medium")
+    settings, before = TorchSettings(torch.device(kind)), precisions()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    with pytest.raises(RuntimeError, match="legacy"):
+        precisions()
+    settings.put_back()
+    assert precisions() == before
+
+
 def test_new_functions_alone_leave_the_old_ones_alone(kept: None) -> None:
     """A precision that a backend had of the one for all is not pinned."""
     precision(torch.backends, "tf32")

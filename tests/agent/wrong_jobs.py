@@ -34,12 +34,20 @@ def threaded(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+def trained_ones(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(filter(lambda p: p.requires_grad, parameters), lr=0.1)
+
+
 def frozen(stage: int, stages: int) -> nn.Module:
     return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
 
 def in_doubles(stage: int, stages: int) -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
+def lazy(stage: int, stages: int) -> nn.Module:
+    return nn.LazyLinear(WIDTH) if stage else nn.Linear(WIDTH, WIDTH)
 
 
 class Tied(nn.Module):
@@ -212,6 +220,29 @@ def doubles(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Te
     """As they come of NumPy."""
     x = torch.from_numpy(numpy.ones((4, WIDTH)))
     return x, x
+
+
+def of_type(dtype: torch.dtype, iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """As images are stored, or columns of a table."""
+    x = torch.ones(4, WIDTH, dtype=dtype)
+    return x, x.float()
+
+
+def classes(iteration: int, pipeline: int, micro_batch: int, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
+    """Numbered from 1."""
+    return torch.randn(4, WIDTH), torch.arange(WIDTH - 3, WIDTH + 1).to(dtype)
+
+
+class OneHot(nn.Module):
+    """Indices may come to it, though it has no Embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(9, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(nn.functional.one_hot(x, 9).float()).mean(1)
+        return y
 
 
 def small_tokens(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:

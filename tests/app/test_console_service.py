@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,8 @@ from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.server import create_routes
+from openrecycle.db.access import audit_row
+from openrecycle.db.job_rows import JobRows
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Record, Store
 from tests.app.flaky_database import FlakyDatabase
@@ -377,20 +380,64 @@ def test_the_rate_that_a_paced_job_can_reach_is_predicted(console: ConsoleServic
     assert figures.fault_free == pytest.approx(3 * 3 * 4 / (view.plan.metrics.period / 1000))
 
 
-def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) -> None:
+def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said once, in a sentence; and a person deletes it."""
     console = ConsoleService(store)
     console.start()
     good, _ = console.jobs.create(SPEC)
-    bad, _ = console.jobs.create(SPEC)
+    bad, cut, old = (console.jobs.create(SPEC, key)[0].job_id for key in ("runs", "over", "old"))
+    console.reports.finish(cut, JobFinished(state="finished"))
     console.close()
     with store.database.write() as session:
-        session.execute(text("update job set spec = '{}' where id = :id"), {"id": bad.job_id})
+        session.execute(text("update job set spec = '{}' where id in (:bad, :cut)"), {"bad": bad, "cut": cut})
+        session.execute(text("update worker set processes = '[7]' where job_id = :old"), {"old": old})
+    capsys.readouterr()
     again = ConsoleService(store, failure_timeouts=FailureTimeouts())
     again.start()
     try:
+        for _ in range(3):
+            again.jobs.follow()
         assert [job.job_id for job in again.queries.list_jobs()] == [good.job_id]
+        for key in ("runs", "over", "old"):
+            with pytest.raises(ConsoleError, match=golden("which-cant-be-read-use")) as refused:
+                again.jobs.create(SPEC, key)
+            assert refused.value.status == 409
+        said = "".join(capsys.readouterr())
+        assert said.count(golden("a-stored-job-is-left-out")) == 3 and "Traceback" not in said
+        assert all(said.count(job_id) == 1 for job_id in (bad, cut, old)) and f"name={SPEC.name}" in said
+        again.histories.delete(bad, "ada")
+        assert again.jobs.create(SPEC, "runs")[1], "its key is free"
+        assert again.jobs.left_out(cut) == SPEC.name
+        JobRows(store.database).hide(cut, audit_row("ada", "delete"))  # by the command line
+        again.jobs.follow()
+        assert again.jobs.left_out(cut) is None, "another may come under its id"
+        with pytest.raises(ConsoleError, match=golden("expected-the-id-of-a")):
+            again.histories.delete(bad, "ada")
     finally:
         again.close()
+
+
+def test_a_mistake_of_ours_in_reading_a_job_has_its_traceback(
+    database: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Mistaken(Store):
+        def workers(self, job_id: str) -> list[Record]:
+            raise AttributeError("workers")
+
+    job_id = secrets.token_hex(6)
+    console = ConsoleService(Mistaken(database))
+    Store(database).create_job(
+        job_id, name="job", spec=SPEC.model_dump_json(), state="starting", created_at=1.0, workers=[]
+    )
+    console.start()
+    try:
+        assert console.queries.list_jobs() == []
+        said = "".join(capsys.readouterr())
+        assert "Traceback" in said and job_id in said
+    finally:
+        console.close()
 
 
 def test_what_is_old_depends_on_how_seldom_workers_speak(store: Store) -> None:

@@ -522,6 +522,24 @@ def test_what_a_killed_export_has_written_is_gone(
     assert not [*tmp_path.glob("openrecycle-history-*")]
 
 
+def test_an_export_that_takes_too_much_memory_ends_its_own_process(
+    origin: tuple[Database, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, job_id, _ = origin
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    console = ConsoleService(Store(source))
+    console.jobs.follow()
+    histories = Histories(console.jobs, source, memory=1 << 20)
+    try:
+        with pytest.raises(ConsoleError) as ended:
+            asyncio.run(histories.export(job_id, audit=False))
+        assert ended.value.status == 503
+    finally:
+        histories.close()
+        console.close()
+    assert not [*tmp_path.glob("openrecycle-history-*")]
+
+
 def half_a_file(channel: Channel, url: str, action: str, job_id: str, out: str, *more: str) -> None:
     """In a child: an export that does not get on."""
     Path(f"{out}.part").write_bytes(b"half")

@@ -120,7 +120,7 @@ def arrows_between(rooms: set[str], *, types: bool) -> dict[str, set[str]]:
 def feature(module: str) -> str:
     """The folder that a module stands in, however deep; itself, if that is the room."""
     path = Path(*module.split("."))
-    folder = path if (ROOT / path).is_dir() else path.parent
+    folder = path if any((ROOT / path).glob("*.py")) else path.parent  # an older checkout leaves folders of caches
     return module if len(folder.parts) == 1 else ".".join(folder.parts)
 
 

@@ -14,6 +14,8 @@ from openrecycle.app.charts.progress import generation_marks, progress_rows, thr
 from openrecycle.app.charts.theme import LIGHT
 from openrecycle.app.charts.vega import arrow
 from openrecycle.app.console.service import ConsoleService
+from openrecycle.app.jobs.live_job import generation_row
+from openrecycle.db.store import JobUpdate
 
 pytestmark = pytest.mark.processes
 
@@ -65,3 +67,18 @@ def test_all_who_look_at_a_large_job_within_a_second_share_what_they_see(console
     console.queries.shared_seconds = 0.0
     console.queries._seen.clear()
     assert console.queries.view(job.job_id).workers is not console.queries.view(job.job_id).workers
+
+
+def test_of_generations_that_commit_nothing_none_is_read(console: ConsoleService) -> None:
+    """A job may form anew for days: of 20,000 of them no mark was made, and all were read at each look."""
+    job = JobHere(console, "forming anew").register().commit(0, 9, 1).die("W1_2").commit(10, 12, 2)
+    live = console.jobs.find(job.job_id)
+    current = live.state.current
+    assert current is not None and current.number == 2
+    for number in range(3, 9):
+        row = generation_row(replace(current, number=number))
+        console._store.apply(job.job_id, JobUpdate(generation=row))
+    live.stored()
+    view = console.queries.view(job.job_id)
+    assert [g.generation for g in view.generations] == [2]
+    assert [mark.iteration for mark in generation_marks(view.iterations, (), view.generations)] == [10]

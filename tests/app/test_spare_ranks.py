@@ -12,8 +12,7 @@ from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, 
 from openrecycle.app.charts.progress import SPARE, worker_grid, worker_sentence
 from openrecycle.app.charts.theme import LIGHT
 from openrecycle.app.console.view import JobView, WorkerDetail
-from openrecycle.app.jobs.live_job import process_rows, read_processes
-from openrecycle.app.jobs.states import ProcessState, RankState
+from openrecycle.app.jobs.states import RankState
 from openrecycle.app.ui import facts
 from openrecycle.app.ui.worker_dialog import facts_html, ranks_html
 from tests.app.played_launcher import PlayedJob
@@ -117,9 +116,3 @@ def test_the_console_remembers_them(job: Job, tmp_path: Path) -> None:
         assert states(again.dialog("W1_1")) == before and len(again.view.spares) == 1
     finally:
         again.close()
-
-
-def test_what_was_stored_of_a_process_without_ranks_is_read() -> None:
-    process = ProcessState("a", "host", 7, (("W0_0", 1.0),), "failed", "killed")
-    (row,), _ = process_rows({"a": process}, {"a": process})
-    assert read_processes([row]) == {"a": process}

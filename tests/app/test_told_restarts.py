@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,8 +132,14 @@ def test_a_console_that_begins_anew_knows_it_still(job: Job, tmp_path: Path) -> 
         again.close()
 
 
-def test_what_was_stored_before_there_were_restarts_is_read() -> None:
+def test_what_is_stored_of_a_process_is_read_by_a_version_with_other_fields() -> None:
     process = ProcessState("a", "host", 7, (("W0_0", 1.0),), "failed", "killed", (7, 8), (1,))
     planned = ProcessState("b", "host", 9, (("W0_0", 2.0),), "failed", "killed", restart=PlannedRestart(1, 3, 5.0, 0))
     (row,), _ = process_rows({"a": process, "b": planned}, {"a": process})
     assert read_processes([row]) == {"a": process, "b": planned}
+    first, second = json.loads(row["processes"])
+    assert "restart" not in first and "ranks" not in second, "what is as usual takes no room, and is not missed"
+    second["restart"]["new"] = first["new"] = "of a later version"
+    assert read_processes([{"processes": json.dumps([first, second])}]) == {"a": process, "b": planned}
+    with pytest.raises(ValueError, match="object"):
+        read_processes([{"processes": json.dumps([[*first.values()]])}])

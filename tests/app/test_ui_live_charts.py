@@ -14,6 +14,7 @@ import pyarrow.ipc
 import pytest
 import ui_factory as factory
 
+from openrecycle.agent.coordination.membership import Candidate, Chosen, Mode, ModeSet, Offer, Offered, StateLost
 from openrecycle.app.charts.progress import (
     LATE,
     LOOKS,
@@ -28,7 +29,10 @@ from openrecycle.app.charts.progress import (
 from openrecycle.app.charts.theme import DARK, LIGHT, Palette
 from openrecycle.app.charts.vega import LiveChart
 from openrecycle.app.console.view import GenerationView, JobView, generation_views
+from openrecycle.app.jobs.live_job import generation_row
 from openrecycle.app.jobs.states import RoleState
+from openrecycle.planner.jobs.words import STAND_BY
+from tests.agent.coordinator_run import Run
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +215,49 @@ def test_a_loss_that_no_launcher_reported_is_marked_also_where_a_worker_is_back_
     iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
     marks = generation_marks(iterations, (), generations)
     assert [m.text for m in marks] == ["✕ W1_2", "✕ W0_0", "↓ drained", "✕ W1_2"]
+
+
+def _row(generation: int, reason: str, failed: list[str], joining: list[str]) -> dict[str, Any]:
+    return {"generation": generation, "reason": reason, "failed": failed, "joining": joining, "moves": []}
+
+
+def test_who_joined_and_has_no_state_yet_is_not_lost_when_the_next_generation_opens() -> None:
+    rows = [
+        _row(2, "W1_1: silent", ["W1_1"], []),
+        _row(3, "W1_1 re-joins", [], ["W1_1"]),
+        _row(4, "W2_0: silent", ["W2_0"], ["W1_1"]),
+        _row(5, "iteration 7 raised in W0_0", ["W2_0"], ["W1_1"]),
+    ]
+    assert [g.lost for g in generation_views(rows)] == [(), ("W2_0",), ()]
+
+
+def test_nobody_has_died_where_the_state_of_a_stage_is_gone() -> None:
+    run = Run(3, 2, checkpoints=True).start()
+    run.exit("W0_0")
+    run.resume()
+    run.send(StateLost("W1_0", "W1_0-1", run.opened[-1].number, "stage 0: parts are gone"))
+    assert run.opened[-1].restore and run.opened[-1].joining == ("W1_0", "W2_0")
+    assert [g.lost for g in generation_views([generation_row(g) for g in run.opened])] == [("W0_0",), ()]
+
+
+def test_who_stands_by_is_not_lost() -> None:
+    run = Run(3, 2).start()
+    run.exit("W2_0")
+    run.resume()
+    after = ("W2_0", "W2_1")
+    run.send(Offered(("W2_0",), Offer(("W2_0",), (Candidate(STAND_BY, after),), STAND_BY)))
+    chosen = Run(3, 2).start()
+    chosen.send(ModeSet(Mode.MANUAL, 30.0, "ada"))
+    chosen.exit("W2_0")
+    chosen.send(Offered(("W2_0",), Offer(("W2_0",), (Candidate(STAND_BY, after),), STAND_BY)))
+    chosen.send(Chosen(STAND_BY, "ada"))
+    told = [generation_views([generation_row(g) for g in each.opened]) for each in (run, chosen)]
+    assert [[g.lost for g in views] for views in told] == [[("W2_0",), ()], [("W2_0",)]]
+    base = factory.iteration_views(3)
+    steps = [(1, 6), (2, 5), (3, 4)]
+    iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
+    marks = generation_marks(iterations, (), told[0])
+    assert [(m.text, m.lost) for m in marks] == [("✕ W2_0", True), ("↓ stands by", False)]
 
 
 def test_without_a_fault_free_rate_nothing_is_drawn_dotted() -> None:
