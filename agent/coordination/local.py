@@ -109,7 +109,7 @@ class LocalCoordination(Coordination):
         self._looked_at = 0
         self._iteration_seconds = 0.0
         self._catalog, self._migrate, self._checkpoint = catalog, migrate, checkpoint
-        self._ladder = FailureTimeouts(transfer_grace=grace)
+        self._failure_timeouts = FailureTimeouts(transfer_grace=grace)
         # When all iterations are committed is for the launcher to say: until then it needs every worker.
         self._state = State.new(job.pipelines, job.stages, sys.maxsize, back_to=back_to, partition=job.partition)
         self._now = 0.0
@@ -227,13 +227,18 @@ class LocalCoordination(Coordination):
         (generation, found), self._layout = self._layout, None
         failed, held = out(self._state), self._state.held
         if failed is None or generation != self._state.generation:
-            return  # all is different since; it is looked for again
+            self._look_for_layout()  # all is different since
+            return
         try:
             partition = found.result().partition
             if partition in (held, self._state.unmovable):
                 return
             lost = frozenset(map(Worker.parse, failed))
-            plan = checked(self._catalog.at(partition).plan_for(lost)[0])
+            catalog = self._catalog.at(partition)
+            made_now = not catalog.has(lost)
+            plan, _ = catalog.plan_for(lost)
+            if made_now:
+                checked(plan)
             now, _ = self._catalog.at(held).plan_for(lost)
         except PlannerError:
             return
@@ -247,7 +252,7 @@ class LocalCoordination(Coordination):
 
     def _take(self, event: Event) -> Refuse | None:
         """One event, and what follows from it; what the launcher has to do about it waits for `poll`."""
-        before, step = self._state, coordinator.step(self._state, event, self._now, self._ladder)
+        before, step = self._state, coordinator.step(self._state, event, self._now, self._failure_timeouts)
         self._state = step.state
         if step.state.halted != before.halted and step.state.halted and not self.stands:
             self._orders.append(Halt(step.state.halted))

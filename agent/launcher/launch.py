@@ -223,7 +223,7 @@ class Launcher:
         self._hold = PauseRequest()
         self._rejoins = list(options.rejoins)
         self._restarts = restarts.Restarts()
-        self._restart_policy = restarts.Policy(options.faults.max_restarts, options.faults.restart_delay)
+        self._restart_policy = restarts.RestartPolicy(options.faults.max_restarts, options.faults.restart_delay)
         self._interim: Plan | None = None
         self._held = spec.partition
         """Layers per stage that the workers have, as far as is known; (): their stages can't be cut."""

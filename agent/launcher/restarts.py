@@ -26,7 +26,7 @@ RECOVERED_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
-class Policy:
+class RestartPolicy:
     """most: in a row; 0: nobody is started again. first: seconds until the first of them."""
 
     most: int
@@ -51,7 +51,7 @@ class Gone:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class DueRestart:
     """A process that is to be started. worker: at which place. number: of it in a row. due: monotonic seconds. held: it
     waits for its node, and that has been said. incarnation, committed: of whom it replaces, and how many iterations the
     job had then."""
@@ -67,7 +67,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Successor:
-    """A process that was started in another one's place. number, committed: as of Waiting. since: when it began to
+    """A process that was started in another one's place. number, committed: as of DueRestart. since: when it began to
     train, in monotonic seconds; None: it has not yet."""
 
     number: int
@@ -82,7 +82,7 @@ class Successor:
 class Restarts:
     """successors: those that run, by incarnation."""
 
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[DueRestart, ...] = ()
     successors: Mapping[str, Successor] = field(default_factory=dict)
 
     def earlier(self, seconds: float) -> Restarts:
@@ -98,11 +98,11 @@ class Due:
     """start: these now. held: whose node is found to be gone. Those whose place is filled are in `restarts` no more."""
 
     restarts: Restarts
-    start: tuple[Waiting, ...] = ()
-    held: tuple[Waiting, ...] = ()
+    start: tuple[DueRestart, ...] = ()
+    held: tuple[DueRestart, ...] = ()
 
 
-def ended(restarts: Restarts, gone: Gone, policy: Policy, now: float) -> tuple[Restarts, Restart | None]:
+def ended(restarts: Restarts, gone: Gone, policy: RestartPolicy, now: float) -> tuple[Restarts, Restart | None]:
     """A process is gone. What is done about it; None: nothing."""
     before = restarts.successors.get(gone.incarnation)
     successors = {i: s for i, s in restarts.successors.items() if i != gone.incarnation}
@@ -111,7 +111,7 @@ def ended(restarts: Restarts, gone: Gone, policy: Policy, now: float) -> tuple[R
     if gone.asked or not policy.most:
         return known, None
     tries = 0 if before is None or before.recovered(now, gone.committed) else before.number
-    waiting = Waiting(gone.worker, tries + 1, now, gone.node, gone.incarnation, gone.committed, not gone.there)
+    waiting = DueRestart(gone.worker, tries + 1, now, gone.node, gone.incarnation, gone.committed, not gone.there)
     return _again(known, waiting, policy, now)
 
 
@@ -126,13 +126,13 @@ def without(restarts: Restarts, places: Collection[str]) -> Restarts:
     return replace(restarts, waiting=tuple(one for one in restarts.waiting if one.worker not in places))
 
 
-def not_started(restarts: Restarts, waiting: Waiting, policy: Policy, now: float) -> tuple[Restarts, Restart]:
+def not_started(restarts: Restarts, waiting: DueRestart, policy: RestartPolicy, now: float) -> tuple[Restarts, Restart]:
     """Its process could not be started, which was a try."""
     known = replace(restarts, waiting=tuple(one for one in restarts.waiting if one != waiting))
     return _again(known, replace(waiting, number=waiting.number + 1), policy, now)
 
 
-def _again(restarts: Restarts, waiting: Waiting, policy: Policy, now: float) -> tuple[Restarts, Restart]:
+def _again(restarts: Restarts, waiting: DueRestart, policy: RestartPolicy, now: float) -> tuple[Restarts, Restart]:
     if waiting.number > policy.most:
         return restarts, Restart(number=waiting.number, most=policy.most)
     delay = policy.delay(waiting.number)
@@ -140,7 +140,7 @@ def _again(restarts: Restarts, waiting: Waiting, policy: Policy, now: float) -> 
     return replace(restarts, waiting=(*restarts.waiting, waiting)), told(waiting, policy, now)
 
 
-def told(waiting: Waiting, policy: Policy, now: float) -> Restart:
+def told(waiting: DueRestart, policy: RestartPolicy, now: float) -> Restart:
     """As people and consoles are told of it."""
     seconds = max(0.0, round(waiting.due - now, 3))
     node = waiting.node if waiting.held else None
@@ -149,7 +149,7 @@ def told(waiting: Waiting, policy: Policy, now: float) -> Restart:
 
 def due(restarts: Restarts, now: float, there: Callable[[int], bool], empty: Callable[[str], bool]) -> Due:
     """there: is that node? empty: is that place?"""
-    waiting, start, held = list[Waiting](), list[Waiting](), list[Waiting]()
+    waiting, start, held = list[DueRestart](), list[DueRestart](), list[DueRestart]()
     for one in restarts.waiting:
         if not empty(one.worker):
             continue
@@ -163,7 +163,7 @@ def due(restarts: Restarts, now: float, there: Callable[[int], bool], empty: Cal
     return Due(replace(restarts, waiting=tuple(waiting)), tuple(start), tuple(held))
 
 
-def started(restarts: Restarts, waiting: Waiting, incarnation: str) -> Restarts:
+def started(restarts: Restarts, waiting: DueRestart, incarnation: str) -> Restarts:
     successor = Successor(waiting.number, waiting.committed)
     return Restarts(
         tuple(one for one in restarts.waiting if one != waiting), {**restarts.successors, incarnation: successor}

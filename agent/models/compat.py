@@ -379,7 +379,19 @@ def _grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
 _FLOPS = {**flop_registry, torch.ops.aten._grouped_mm: _grouped}
 
 
-class FlopCount(TorchDispatchMode):
+class _EachOp(TorchDispatchMode):
+    """Is asked for each of torch's ops that runs inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True would wrap __torch_dispatch__ in a function of torch._dynamo.
+        return False
+
+
+class FlopCount(_EachOp):
     """total: floating-point operations of what runs inside it: of matrix products, convolutions and attention, as torch
     counts them.
 
@@ -390,13 +402,8 @@ class FlopCount(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.total = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True would wrap __torch_dispatch__ in a function of torch._dynamo.
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -408,19 +415,15 @@ class FlopCount(TorchDispatchMode):
         return out
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(_EachOp):
     """now: bytes of the tensors that were made inside it and are still there. most: of those, at most at a time. Of
     tensors without data, what they would take."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now = self.most = 0
         self._known: dict[int, int] = {}
         """By the identity of a tensor's memory; 0 where it was there before."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as FlopCount
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

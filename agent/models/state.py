@@ -361,7 +361,7 @@ Split = Mapping[str, tuple[Sequence[int], Block]]
 """Of parameters that are split over the ranks of a worker, by name: the shape of the whole, and this rank's part."""
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Elements `start` to `end` of a tensor, by its place among others."""
 
     tensor: int
@@ -369,12 +369,12 @@ class Run(NamedTuple):
     end: int
 
 
-def deal(sizes: Sequence[tuple[int, int]], peers: int) -> list[list[Run]]:
+def deal(sizes: Sequence[tuple[int, int]], peers: int) -> list[list[ElementRun]]:
     """sizes: of each tensor, how many elements it has, and the bytes of one. Returns what each peer gets: every element
     is one peer's, all have equally many bytes up to less than two elements, and no more than peers - 1 tensors are
     cut. One without elements is somebody's, too."""
     total = sum(elements * each for elements, each in sizes)
-    out: list[list[Run]] = [[] for _ in range(peers)]
+    out: list[list[ElementRun]] = [[] for _ in range(peers)]
     peer = done = 0
     for tensor, (elements, each) in enumerate(sizes):
         start = 0
@@ -382,12 +382,12 @@ def deal(sizes: Sequence[tuple[int, int]], peers: int) -> list[list[Run]]:
             last = peer == peers - 1
             fits = elements - start if last else min(elements - start, ((peer + 1) * total // peers - done) // each)
             if fits:
-                out[peer].append(Run(tensor, start, start + fits))
+                out[peer].append(ElementRun(tensor, start, start + fits))
                 start, done = start + fits, done + fits * each
             else:
                 peer += 1
         if not elements:
-            out[peer].append(Run(tensor, 0, 0))
+            out[peer].append(ElementRun(tensor, 0, 0))
     return out
 
 

@@ -102,7 +102,7 @@ class TransferError(RuntimeError):
         self.peer = peer
 
 
-class Part(NamedTuple):
+class SummedPart(NamedTuple):
     """Elements `start` to `end` of a tensor, and who wants their sum, by rank; the first of them adds."""
 
     start: int
@@ -165,7 +165,7 @@ class Group(Ending, Protocol):
         """The same; returns when the sum is there."""
         self.begin_sum(tensor).wait()
 
-    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[SummedPart]) -> PendingTransfer:
         """As `begin_sum`, where no rank needs more than those of `parts` that name it: what it has of the others then
         means nothing. The parts, the same on all ranks, cover the tensor, one after the other."""
         return self.begin_sum(tensor)
@@ -294,11 +294,11 @@ class _Scatter:
     has; in an all-reduce of n ranks 2 (n - 1) / n times as many.
     """
 
-    def __init__(self, group: GivenGlooGroup, tensor: Tensor, parts: Sequence[Part]) -> None:
+    def __init__(self, group: GivenGlooGroup, tensor: Tensor, parts: Sequence[SummedPart]) -> None:
         self.tensor, self._group = tensor, group
         longest = _PIECE_BYTES // tensor.element_size()
         self._waiting = deque(
-            Part(start, min(start + longest, part.end), part.ranks)
+            SummedPart(start, min(start + longest, part.end), part.ranks)
             for part in parts
             for start in range(part.start, part.end, longest)
         )
@@ -345,7 +345,7 @@ class _Scatter:
         return self._problem
 
     def _exchange(self) -> None:
-        group, under_way, size = self._group, deque[tuple[Part, list[GlooPending], int]](), 0
+        group, under_way, size = self._group, deque[tuple[SummedPart, list[GlooPending], int]](), 0
         passed_on: list[GlooPending] = []
         while self._waiting or under_way:
             if self._waiting and (not under_way or size < _UNDER_WAY_BYTES):
@@ -370,7 +370,7 @@ class _Scatter:
         for pending in passed_on:
             pending.wait()
 
-    def _begin(self, part: Part, passed_on: list[GlooPending]) -> tuple[Part, list[GlooPending], int]:
+    def _begin(self, part: SummedPart, passed_on: list[GlooPending]) -> tuple[SummedPart, list[GlooPending], int]:
         """What is to end before its sum is there, or has gone; and how many bytes that are."""
         group, mine, first = self._group, self.tensor[part.start : part.end], part.ranks[0]
         if group.rank == first:
@@ -441,7 +441,7 @@ class GivenGlooGroup(Group):
         except RuntimeError as error:
             raise TransferError(first_line(error), peer) from None
 
-    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[SummedPart]) -> PendingTransfer:
         scatter = _Scatter(self, tensor, parts)
         with self._scattering:
             self._scatters.append(scatter)
@@ -673,7 +673,7 @@ class LateGroup(Group):
         self.begin_late()
         return begin(self._connected(), tensor)
 
-    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[SummedPart]) -> PendingTransfer:
         return self._begin(tensor, lambda group, tensor: group.begin_scatter(tensor, parts))
 
     def begin_late(self) -> None:
@@ -772,7 +772,7 @@ class HostGroup(Group):
     def begin_sum(self, tensor: Tensor) -> PendingTransfer:
         return Arriving(self._inner.begin_sum(host_copy(tensor)), tensor)
 
-    def begin_scatter(self, tensor: Tensor, parts: Sequence[Part]) -> PendingTransfer:
+    def begin_scatter(self, tensor: Tensor, parts: Sequence[SummedPart]) -> PendingTransfer:
         return Arriving(self._inner.begin_scatter(host_copy(tensor), parts), tensor)
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:

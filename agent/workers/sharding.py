@@ -29,7 +29,7 @@ from openrecycle.agent.models.state import AVERAGE, StageState, StateError, deco
 from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
 from openrecycle.agent.stages.shards import Ownership
 from openrecycle.agent.transport.communicator import Groups
-from openrecycle.agent.transport.group import Group, Part, PendingTransfer, TransferError
+from openrecycle.agent.transport.group import Group, PendingTransfer, SummedPart, TransferError
 from openrecycle.agent.workers import tags
 from openrecycle.agent.workers.state_transfer import (
     Holder,
@@ -131,9 +131,9 @@ class ShardedStage:
 
     # -- around a step -------------------------------------------------------------------------
 
-    def _steppers(self) -> list[Part]:
+    def _steppers(self) -> list[SummedPart]:
         """Of the gradients' sums, who needs what; neighbours that the same need in one part."""
-        shards, out, place_of = self._shards, list[Part](), self._optimizer.gradients.place_of
+        shards, out, place_of = self._shards, list[SummedPart](), self._optimizer.gradients.place_of
         for segment, part in zip(shards.segments, shards.parts, strict=True):
             steppers = self._ownership.steppers(segment.shard, shared=self._shared)
             if shards.parameter_names[segment.parameter] in self._whole:
@@ -142,7 +142,7 @@ class ShardedStage:
             if out and out[-1].ranks == ranks and out[-1].end == place.start:
                 out[-1] = out[-1]._replace(end=place.stop)
             elif place:
-                out.append(Part(place.start, place.stop, ranks))
+                out.append(SummedPart(place.start, place.stop, ranks))
         return out
 
     def begin_reduce(self, tensor: Tensor) -> PendingTransfer | None:
@@ -153,7 +153,7 @@ class ShardedStage:
             return None
         end = start + tensor.numel()
         parts = [
-            Part(max(part.start, start) - start, min(part.end, end) - start, part.ranks)
+            SummedPart(max(part.start, start) - start, min(part.end, end) - start, part.ranks)
             for part in self._parts
             if part.start < end and start < part.end
         ]
@@ -161,8 +161,8 @@ class ShardedStage:
         if all(len(part.ranks) == len(self.peers) for part in parts):
             return group.begin_sum(tensor)
         if covered < len(tensor):
-            parts.append(Part(covered, len(tensor), tuple(range(len(self.peers)))))
-        assert all(a.end == b.start for a, b in pairwise([Part(0, 0, ()), *parts])), "sums are left out"
+            parts.append(SummedPart(covered, len(tensor), tuple(range(len(self.peers)))))
+        assert all(a.end == b.start for a, b in pairwise([SummedPart(0, 0, ()), *parts])), "sums are left out"
         return group.begin_scatter(tensor, parts)
 
     def measure(self) -> None:

@@ -107,7 +107,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ColumnPiece:
     column: str
     start: int
     end: int
@@ -143,8 +143,8 @@ class Holder:
     numbering: str
 
 
-def pieces_of(name: str, elements: int) -> list[Piece]:
-    return [Piece(name, a, min(a + PIECE_ELEMENTS, elements)) for a in range(0, elements, PIECE_ELEMENTS)]
+def pieces_of(name: str, elements: int) -> list[ColumnPiece]:
+    return [ColumnPiece(name, a, min(a + PIECE_ELEMENTS, elements)) for a in range(0, elements, PIECE_ELEMENTS)]
 
 
 def large_untrained(optimizer: StageOptimizer, span: Span | None = None) -> dict[str, Tensor]:
@@ -160,9 +160,9 @@ def large_untrained(optimizer: StageOptimizer, span: Span | None = None) -> dict
     }
 
 
-def segment_pieces(shards: Shards) -> list[Piece]:
+def segment_pieces(shards: Shards) -> list[ColumnPiece]:
     """Where the optimizer's state is sharded, each segment's is a piece."""
-    return [Piece(name, s.start, s.end) for name, s in zip(shards.names, shards.segments, strict=True)]
+    return [ColumnPiece(name, s.start, s.end) for name, s in zip(shards.names, shards.segments, strict=True)]
 
 
 class LiveTensors:
@@ -321,7 +321,7 @@ class StateServer:
                     pause = self._free_at - time.monotonic()
                 time.sleep(max(0.0, pause))
 
-    def _copy(self, number: int, piece: Piece) -> tuple[bytes, list[Tensor]]:
+    def _copy(self, number: int, piece: ColumnPiece) -> tuple[bytes, list[Tensor]]:
         """The piece as it is now: what it holds and of which version, and its tensors. They are the only copy that is
         made of it: the next step must not wait until the link has taken them."""
         document: Any = None
@@ -413,7 +413,7 @@ class StateReceiver:
 
     def __init__(self, optimizer: StageOptimizer, say: Callable[[str], None]) -> None:
         self._optimizer, self._say = optimizer, say
-        self._pieces: list[Piece] = []
+        self._pieces: list[ColumnPiece] = []
         self._numbers: list[int] = []
         """Of each piece, with the peers that are asked."""
         self._wanted: deque[int] = deque()

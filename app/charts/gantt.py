@@ -26,7 +26,7 @@ from openrecycle.planner.plans.drawing import (
     OP_WORDS,
     Colours,
     Drawing,
-    Held,
+    HeldMemory,
     Rows,
     axis_times,
     by_look,
@@ -458,7 +458,7 @@ def _waits(sheet: Sheet, path: Iterable[Link]) -> list[go.Bar]:
 
 def _add_held(figure: go.Figure, above: Sheet, start: float, end: float, *, with_figures: bool) -> None:
     """A second block of rows below the first, on the same time axis: what each worker holds, against its limit."""
-    sheet, held = replace(above, axis="y2"), Held(above.drawing)
+    sheet, held = replace(above, axis="y2"), HeldMemory(above.drawing)
     muted, living = sheet.colours.muted, sheet.drawing.living
     height, below = _pixels(sheet.rows), round(sheet.rows.extent * HELD)
     whole = height + BETWEEN + below
@@ -474,7 +474,7 @@ def _add_held(figure: go.Figure, above: Sheet, start: float, end: float, *, with
         _figures(figure, sheet, "peak", [_peak_words(held, w) for w in living], below / whole)
 
 
-def _held_title(held: Held) -> str:
+def _held_title(held: HeldMemory) -> str:
     """What the rows show, and what the dotted lines mean."""
     if held.in_bytes:
         what = "<b>Memory held</b>: weights, optimizer state and activations"
@@ -482,7 +482,7 @@ def _held_title(held: Held) -> str:
     return "<b>Activations held</b>" + (", dotted: the limit" if held.limited else "; there is no limit")
 
 
-def _peak_words(held: Held, worker: Worker) -> str:
+def _peak_words(held: HeldMemory, worker: Worker) -> str:
     """`3 of 4`: the most that the worker holds, and its limit; in bytes `6.2 GiB`, the limit is on hover."""
     limit, peak = held.limit(worker), held.peak(worker)
     if held.in_bytes:
@@ -490,7 +490,7 @@ def _peak_words(held: Held, worker: Worker) -> str:
     return f"{peak}" if limit is None else f"{peak} of {limit}"
 
 
-def _curves(sheet: Sheet, held: Held, start: float, end: float) -> go.Scatter:
+def _curves(sheet: Sheet, held: HeldMemory, start: float, end: float) -> go.Scatter:
     """An area per worker between two ticks."""
     amount = text.size if held.in_bytes else str
     unit = "" if held.in_bytes else " activations"
@@ -524,7 +524,7 @@ def _curves(sheet: Sheet, held: Held, start: float, end: float) -> go.Scatter:
     )
 
 
-def _limits(sheet: Sheet, held: Held, start: float, end: float) -> list[go.Scatter]:
+def _limits(sheet: Sheet, held: HeldMemory, start: float, end: float) -> list[go.Scatter]:
     x: list[float | int | None] = []
     y: list[float | None] = []
     for worker in sheet.drawing.living:
@@ -549,7 +549,7 @@ def _limits(sheet: Sheet, held: Held, start: float, end: float) -> list[go.Scatt
     ]
 
 
-def _level(sheet: Sheet, held: Held, worker: Worker, kept: int) -> float:
+def _level(sheet: Sheet, held: HeldMemory, worker: Worker, kept: int) -> float:
     """Rows count downwards."""
     return sheet.rows.at[worker] + BAR_HEIGHT / 2 - BAR_HEIGHT * kept / held.top
 

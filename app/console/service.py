@@ -23,7 +23,7 @@ import structlog
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.coordination import membership as happening
+from openrecycle.agent.coordination import membership
 from openrecycle.agent.coordination.generations import deployment_of
 from openrecycle.agent.coordination.membership import FailureTimeouts, Interim, LeadTerm, Note
 from openrecycle.agent.messages.protocol import (
@@ -267,10 +267,10 @@ class JobRegistry:
         for job_id in [*list(self.past.lines())[-over:], *(j for j in states if states[j] not in OVER)]:
             job = self.take_up(job_id)
             if job is not None and not job.state.over:
-                self._check_ladder(job)
+                self._check_failure_timeouts(job)
                 self._console.job_begins(job)
 
-    def _check_ladder(self, job: LiveJob) -> None:
+    def _check_failure_timeouts(self, job: LiveJob) -> None:
         """Of a job that another console took: it runs, so it is not refused."""
         try:
             self.failure_timeouts.check_above(job.spec.transfer_timeout, job.spec.group_timeout)
@@ -351,14 +351,14 @@ def _line(row: Record) -> JobSummary:
 LOOK_BACK = 200
 
 
-def skipped_note(report: Iteration, micro_batches: int) -> happening.Note:
+def skipped_note(report: Iteration, micro_batches: int) -> membership.Note:
     """What an iteration left out, as a line of the feed. micro_batches: of a pipeline."""
     numbers = micro_batch_names(report.skipped, micro_batches)
     text = f"iteration {report.iteration}: {numbers} left out; the loss is the mean of the others"
-    return happening.Note("warning", "step", text)
+    return membership.Note("warning", "step", text)
 
 
-def validation_note(report: ValidationReport) -> happening.Note:
+def validation_note(report: ValidationReport) -> membership.Note:
     """What came of checking an iteration's gradients, as a line of the feed."""
     if report.coefficient is None:
         undone = "; its step had been taken already and was rolled back" if report.redone else ""
@@ -366,7 +366,7 @@ def validation_note(report: ValidationReport) -> happening.Note:
             f"iteration {report.iteration} is skipped: a gradient was NaN, infinite or out of range, so no "
             f"parameter has changed{undone}"
         )
-        return happening.Note("warning", "step", text)
+        return membership.Note("warning", "step", text)
     if report.coefficient < 1:
         text = (
             f"iteration {report.iteration}: gradients were too large and clipped to {report.coefficient:.3g} of "
@@ -377,7 +377,7 @@ def validation_note(report: ValidationReport) -> happening.Note:
             f"iteration {report.iteration}: the step was rolled back and taken again without the clipping that "
             "had been expected"
         )
-    return happening.Note("info", "step", text)
+    return membership.Note("info", "step", text)
 
 
 class Reports:
@@ -407,7 +407,7 @@ class Reports:
         job, reports = self._find(job_id), list[IncomingReport]()
         for one in said:
             process = Arrival(plain(one.host), one.pid, one.ranks, one.made_of)
-            reports.append(IncomingReport(happening.WorkerRegistered(one.worker, one.incarnation), process))
+            reports.append(IncomingReport(membership.WorkerRegistered(one.worker, one.incarnation), process))
         reply = self._reply(job, said, job.apply_all(reports, sender))
         refused, members = {report.index for report in reply.refused}, job.state.members
         before = dict[str, int]()
@@ -450,17 +450,17 @@ class Reports:
             late = message.age_milliseconds / 1000
             seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
             detail = plain(message.detail) + seen
-            event = happening.Exited(message.worker, message.incarnation, message.reporter, detail)
+            event = membership.Exited(message.worker, message.incarnation, message.reporter, detail)
             restart = PlannedRestart.of(message.restart, time.time() - late) if message.restart else None
             known = bool(message.spare or restart)
             beside = [IncomingReport(event, spare=message.spare, restart=restart)] if known else ()
             return job.apply(event, beside=beside, sender=sender)
         if message.cause in ("exception", "state-lost"):
-            what = happening.OpRaised if message.cause == "exception" else happening.StateLost
+            what = membership.OpRaised if message.cause == "exception" else membership.StateLost
             raised = what(message.worker, message.incarnation, message.generation, plain(message.detail))
             return job.apply(raised, sender=sender)
         return job.apply(
-            happening.TransferBroken(
+            membership.TransferBroken(
                 message.reporter, message.incarnation, message.worker, message.generation, plain(message.detail)
             ),
             sender=sender,
@@ -470,7 +470,7 @@ class Reports:
         """Each is taken or refused by itself."""
         job, reports = self._find(job_id), list[IncomingReport]()
         for one in said:
-            event = happening.GenerationAcknowledged(one.worker, one.incarnation, one.generation, one.state)
+            event = membership.GenerationAcknowledged(one.worker, one.incarnation, one.generation, one.state)
             reports.append(IncomingReport(event, acknowledgement={**one.model_dump(), "at": time.time()}))
         return self._reply(job, said, job.apply_all(reports, sender))
 
@@ -492,7 +492,7 @@ class Reports:
         with storing():
             known = plan is not None or self._store.has_plan(message.plan_fingerprint)
         interim = Interim(message.plan_fingerprint if known else "", failed)
-        reason = job.apply(happening.InterimPlanUsed(message.generation, interim), plan=plan, sender=sender)
+        reason = job.apply(membership.InterimPlanUsed(message.generation, interim), plan=plan, sender=sender)
         if known and plan is None:  # one that came with the report is the job's by that
             with storing():
                 self._store.link_plan(job_id, message.plan_fingerprint, failed)
@@ -522,7 +522,7 @@ class Reports:
         left_out = [i for i in iterations if i.skipped and i.iteration >= job.state.committed]
         if left_out:
             job.record(*(skipped_note(i, job.spec.micro_batches) for i in left_out))
-        job.apply(happening.IterationsCommitted(count), sender=sender)
+        job.apply(membership.IterationsCommitted(count), sender=sender)
 
     def recovered(self, job_id: str, message: Recovery, sender: LeadTerm | None = None) -> None:
         job = self._find(job_id)
@@ -535,7 +535,7 @@ class Reports:
         if people:
             text += f", of it {milliseconds(1000 * people)} waiting for a person"
         with job.taking(sender):
-            events = job.feed.rows([happening.Note("info", "recovery", text, message.worker)])
+            events = job.feed.rows([membership.Note("info", "recovery", text, message.worker)])
             if self._store.add_recovery(job_id, {**message.model_dump(), "at": at}, events):
                 job.stored(len(events))
         job.topic.publish()
@@ -556,7 +556,7 @@ class Reports:
             detail = f"partition: got {list(partition)}, which is not that of generation {message.generation}"
             raise ConsoleError(409, "misfit", detail)
         text = "" if message.problem else layers_move(count, done=True)
-        moved = happening.LayersMoved(message.generation, message.iteration, partition, text, message.problem)
+        moved = membership.LayersMoved(message.generation, message.iteration, partition, text, message.problem)
         job.apply(moved, sender=sender)
 
     def validated(self, job_id: str, report: ValidationReport) -> None:
@@ -579,7 +579,7 @@ class Reports:
 
     def finish(self, job_id: str, message: JobFinished, sender: LeadTerm | None = None) -> None:
         job = self._find(job_id)
-        job.apply(happening.Finished(JobState(message.state), plain(message.reason)), sender=sender)
+        job.apply(membership.Finished(JobState(message.state), plain(message.reason)), sender=sender)
         self._ended(job)
 
     def deployment(self, job_id: str, after: int) -> bytes | None:

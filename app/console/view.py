@@ -289,7 +289,7 @@ def generation_views(rows: Sequence[Record]) -> tuple[GenerationView, ...]:
 def _lost(before: Record, row: Record) -> tuple[str, ...]:
     """Who was in the generation before, and is out, or joins anew; but for those that were asked to leave or to stand
     by, and for whose process took another's place. Nor has anybody died who joined before and has no state yet, nor
-    where the state of a whole stage is gone, of those that have held it (happening.StateLost begins with the stage)."""
+    where the state of a whole stage is gone, of those that have held it (membership.StateLost begins with the stage)."""
     reason = row["reason"]
     stayed = {*before["failed"], *(source for source, _ in row["moves"])}
     out = {name for name in row["failed"] if STAND_BY not in reason or f"{name}: " in reason}
@@ -298,7 +298,7 @@ def _lost(before: Record, row: Record) -> tuple[str, ...]:
     return tuple(name for name in gone if f"asked {name} to leave" not in reason)
 
 
-class _Kept(NamedTuple):
+class _KeptView(NamedTuple):
     """What was made for those who looked last, for those who look next: as long as its key is the same, and until
     then. until: monotonic seconds."""
 
@@ -464,7 +464,7 @@ class Queries:
         self._find, self._live, self._past = find, live, past
         self._plans = plans
         self._figures, self._waited, self._advice = figures, waited, advice
-        self._seen: WeakKeyDictionary[LiveJob, dict[Hashable, _Kept]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[LiveJob, dict[Hashable, _KeptView]] = WeakKeyDictionary()
 
     def list_jobs(self) -> list[JobSummary]:
         """Newest first."""
@@ -487,7 +487,7 @@ class Queries:
         made = make()
         if len(kept) > MOST_KEPT:
             kept.clear()
-        kept[what] = _Kept(key, now + seconds, made)
+        kept[what] = _KeptView(key, now + seconds, made)
         return made
 
     def view(self, job_id: str, iterations: int = 600, events: int = 200, *, workers: bool = True) -> JobView:

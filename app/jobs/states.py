@@ -346,7 +346,7 @@ class WorkerStates:
         return Condition.DEGRADED if settled and current.failed else Condition(state.job_state.value)
 
     @property
-    def standing(self) -> bool:
+    def waits_for_operator(self) -> bool:
         """Does nobody train, until a person does something?"""
         state = self.state
         paused = self.paused and state.current is not None and not self.running_on

@@ -46,7 +46,7 @@ class Accounts:
     ) -> None:
         self._store, self._plan = store, plan
         self._batch, self._clock = batch, clock
-        self.waiting = Waiting(store)
+        self.waiting = WaitingTimes(store)
         self._of: WeakKeyDictionary[LiveJob, tuple[Account, float]] = WeakKeyDictionary()
         self._compared: WeakKeyDictionary[LiveJob, tuple[str, str, bool]] = WeakKeyDictionary()
         self._windows: WeakKeyDictionary[LiveJob, Window] = WeakKeyDictionary()
@@ -199,7 +199,7 @@ def _rate(value: float) -> str:
     return f"{value:,.4g}"
 
 
-class Waiting:
+class WaitingTimes:
     """Of all jobs of a console. Thread-safe."""
 
     def __init__(self, store: Store) -> None:

@@ -257,7 +257,7 @@ def _type(column: Column[Any]) -> Any:
         kind = Annotated[str, StringConstraints(max_length=column.type.length, strict=True), AfterValidator(_no_nul)]
     elif isinstance(column.type, Boolean):
         kind = Annotated[bool, Field(strict=True)]
-    elif isinstance(column.type, BigInteger) or column.type._variant_mapping:
+    elif isinstance(column.type, BigInteger):
         kind = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
     elif isinstance(column.type, Integer):
         kind = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]

@@ -276,11 +276,11 @@ class JobMetrics(Collector):
         out.generation.add_metric([key], state.generation)
         out.plans_ahead.add_metric([key], job.plans.ahead.made)
         out.plans_wanted.add_metric([key], job.plans.ahead.wanted)
-        self._add_iterations(out, job, standing=roles.standing)
+        self._add_iterations(out, job, waits_for_operator=roles.waits_for_operator)
         self._add_recoveries(out, job)
         self._add_plan(out, job)
 
-    def _add_iterations(self, out: _Families, job: LiveJob, *, standing: bool) -> None:
+    def _add_iterations(self, out: _Families, job: LiveJob, *, waits_for_operator: bool) -> None:
         key, spec = job.job_id, job.spec
         seen = self._seen.setdefault(job, _Seen(-1))
         for _ in range(READS):
@@ -301,7 +301,7 @@ class JobMetrics(Collector):
         rate: float | None = 0.0
         if job.state.over:
             rate = None
-        elif not standing:
+        elif not waits_for_operator:
             newest = self._store.iterations(key, limit=RECENT, newest=True)
             rate = recent_rate([iteration_view(row, spec, waited) for row in newest])
         _add_known(out.rate, key, rate)

@@ -25,22 +25,35 @@ openrecycle.fork_server     Python 3.11 (multiprocessing's fork server)
     Not needed once tests/agent/test_fork_server.py passes without it.
 openrecycle.forking         Python 3.11 (multiprocessing's fork server)
     Gives: of two threads that wait for a process both see its exit status; a forked process uses the server it is from.
+    It is right or wrong, not faster: there is no figure.
     Not needed once tests/app/test_children.py (all who wait see it end) and test_fork_server.py pass without it.
 openrecycle.cli             Python 3.11 (thresholds of garbage collection, for every command)
     Gives: torch is imported in five sixths of the time.
     Not needed once `python -m tests.benchmarks.bench_start` is as fast without it.
 planner.output              Typer 0.29 (the base of its errors by name; how an option reads a number)
-    Gives: a wrong command line is one sentence, and a number is digits: not 1_000, nor digits of other scripts.
+    Gives: a wrong command line is one sentence, and a number is digits: not 1_000, nor digits of other scripts. No
+    figure: it is what people read.
     Not needed once Typer exports that base, and refuses such numbers: tests/app/test_command_lines.py is to pass.
 app.server                  Streamlit 1.67 (`config._main_script_path`)
     Gives: app/.streamlit/config.toml is read, before st.App is made, which would look beside app/ui/main.py for it.
-    Not needed once pages have the theme of that file without it; no test says so.
+    No figure: without it pages have Streamlit's colours.
+    Not needed once tests/app/test_frontend.py (pages have the console's theme) passes without it.
 app.server                  Streamlit 1.67 (reads the cookie of its login, makes the token that starts one)
-    Gives: the guard knows who asks before a page's WebSocket is open.
+    Gives: the guard knows who asks before a page's WebSocket is open. No figure: else it could refuse nobody.
     Not needed once Streamlit has public functions for both; tests/app/test_oidc.py fails where the private ones change.
 app.api.connection          uvicorn 0.54 (a subclass of its protocol over httptools, given by its option `http`)
-    Gives: limits on connections, heads, time, and answers that nobody reads.
+    Gives: limits on connections, heads, time, and answers that nobody reads. No figure: those limits are the gain.
     Not needed once uvicorn has options for them: tests/app/test_connection.py and test_connection_limit.py say which.
+app.plans.files             Python 3.11 (gc.disable, in the process that reads one uploaded plan and ends)
+    Gives: a plan of 7 MB is read in 1.0 s of processor time, else 1.5 s.
+    Not needed once a round of garbage collection passes over what older rounds have seen.
+app.observing.history       Python 3.11 (`zipfile._EndRecData`)
+    Gives: how large a zip file's directory is, found as ZipFile finds it, before it reads it. No figure: without it a
+    directory of any size is taken into memory.
+    Not needed once ZipFile has a limit for that; tests/app/test_history.py fails where the private function changes.
+agent.monitoring.liveness   Python 3.11 (`sys._current_frames`, documented, yet of CPython alone)
+    Gives: of a worker that hangs it is said where each of its threads is. No figure: it is asked for once per silence.
+    Not needed once Python has it for all interpreters; tests/agent/test_hanging.py fails where it changes.
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ def parse_yaml(text: str | bytes, *, source: str = "plan") -> Plan:
     """Raises PlanError when `text` is not a plan; aliases are refused, since they can blow up."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class WithoutAliases(yaml.SafeLoader):
         def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
                 raise yaml.YAMLError("aliases are not accepted")
@@ -343,7 +343,7 @@ def parse_yaml(text: str | bytes, *, source: str = "plan") -> Plan:
             return found
 
     try:
-        document = yaml.load(text, Loader=Loader)
+        document = yaml.load(text, Loader=WithoutAliases)
     # PyYAML lets through what its own constructors raise: of the date 2021-13-45, or `!!bool x`.
     except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise PlanError(f"{source} is not YAML: {' '.join(str(error).split())[:200]}") from None

@@ -6,7 +6,7 @@ and optimizer state, during which nobody trains, and pays off over the time unti
 
 Where failures cost least is found by dynamic programming over counts per stage. A period model gives one number per
 stage and count, g(s, c), that never falls as c grows; a distribution (c_0, c_1, ...) is taken to have the period max
-over s of g(s, c_s). There are two: the proven bound (`PeriodModel`) and the load alone (`LoadModel`). Neither is right
+over s of g(s, c_s). There are two: the proven bound (`BoundModel`) and the load alone (`LoadModel`). Neither is right
 everywhere: the bound is what a plan may reach, and the list scheduler comes closer to it where stages are alike. So the
 best distributions of both are planned, with speeds and reductions. A job's speeds belong to places of its grid, so a
 worker that migrates is counted at the speed of the place that it takes. Times of models are in ticks.
@@ -39,7 +39,7 @@ MOST_BOUNDED_STAGES = 512
 COPY_BANDWIDTH = 12.5e9
 
 
-class PeriodModel:
+class BoundModel:
     """g(s, c) = proven bound of the job with c failed workers, all on stage s; computed on demand.
 
     At nominal speed and without reductions: fewer peers may reduce sooner and slow ones may be among
@@ -97,7 +97,7 @@ class PeriodModel:
         return low
 
 
-class LoadModel(PeriodModel):
+class LoadModel(BoundModel):
     """g(s, c) = compute of the stage's busiest worker with c peers dead: failures go where peers have time."""
 
     def _period(self, stage: int, count: int) -> int | None:
@@ -106,13 +106,13 @@ class LoadModel(PeriodModel):
         return per_worker * ticks.work + ticks.optimizer
 
 
-def models(job: Job, technique: Technique, memory: MemoryLimit) -> list[PeriodModel]:
+def models(job: Job, technique: Technique, memory: MemoryLimit) -> list[BoundModel]:
     """Those by which a job's distributions are ranked, the load first."""
     load = LoadModel(job, technique, memory)
-    return [load, PeriodModel(job, technique, memory)] if job.stages <= MOST_BOUNDED_STAGES else [load]
+    return [load, BoundModel(job, technique, memory)] if job.stages <= MOST_BOUNDED_STAGES else [load]
 
 
-def best_distributions(model: PeriodModel, most: int) -> Iterator[Counts]:
+def best_distributions(model: BoundModel, most: int) -> Iterator[Counts]:
     """For 0, 1, ..., `most` failures the distribution of the shortest period, each one more than the last.
 
     One recurrence serves all counts: the best of f + 1 is the best of f with one more failure on
@@ -175,7 +175,7 @@ class CopyCost:
         return rounds * self.state_bytes[stage] / self.bandwidth
 
 
-def candidates(model: PeriodModel, present: Counts, cost: CopyCost) -> list[FailureDistribution]:
+def candidates(model: BoundModel, present: Counts, cost: CopyCost) -> list[FailureDistribution]:
     """Every distribution worth a thought: no other has a period, a pause and bytes moved that are all as good.
 
     For each period that a stage can have, from the shortest possible to the present one: a stage
@@ -202,7 +202,7 @@ def candidates(model: PeriodModel, present: Counts, cost: CopyCost) -> list[Fail
     return out
 
 
-def _periods(model: PeriodModel, present: Counts, shortest: int, longest: int | None) -> list[int]:
+def _periods(model: BoundModel, present: Counts, shortest: int, longest: int | None) -> list[int]:
     """The periods that lie between the two and that some stage has for some count, ascending."""
     found = {shortest}
     for stage in range(model.job.stages):
@@ -216,7 +216,7 @@ def _periods(model: PeriodModel, present: Counts, shortest: int, longest: int | 
     return sorted(found)
 
 
-def _within(model: PeriodModel, present: Counts, cost: CopyCost, limit: int) -> FailureDistribution | None:
+def _within(model: BoundModel, present: Counts, cost: CopyCost, limit: int) -> FailureDistribution | None:
     """The cheapest way to a period of at most `limit`; None when there is none."""
     pipelines = model.job.pipelines
     room = [model.most(s, limit) for s in range(model.job.stages)]
@@ -234,7 +234,7 @@ def _within(model: PeriodModel, present: Counts, cost: CopyCost, limit: int) -> 
     return FailureDistribution(counts, period, pause, moved)
 
 
-def _place(model: PeriodModel, kept: Sequence[int], room: Sequence[int], extra: int) -> Counts | None:
+def _place(model: BoundModel, kept: Sequence[int], room: Sequence[int], extra: int) -> Counts | None:
     """Distributes `extra` failures over stages that have room beyond what they have `kept`.
 
     Dynamic programming over stages: best[k] is the least (sum of the stages' periods, sum of the

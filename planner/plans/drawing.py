@@ -308,7 +308,7 @@ def axis_times(end: float, most: float = 10) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldMemory:
     """What each worker holds over time, against its limit.
 
     In bytes where the profile says what a worker keeps (weights and optimizer state with it), against the capacity;

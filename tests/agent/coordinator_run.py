@@ -25,7 +25,7 @@ from openrecycle.agent.coordination.membership import (
 )
 from openrecycle.app.jobs.states import Arrival, ProcessState, WorkerStates, follow, sentence
 
-LADDER = FailureTimeouts(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
+FAILURE_TIMEOUTS = FailureTimeouts(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
 
 
 class Run:
@@ -61,7 +61,7 @@ class Run:
 
     def send(self, event: Event) -> Transition:
         self.log.append((event, self.now))
-        step = coordinator.step(self.state, event, self.now, LADDER)
+        step = coordinator.step(self.state, event, self.now, FAILURE_TIMEOUTS)
         came = {}
         if isinstance(event, WorkerRegistered):
             came[event.incarnation] = Arrival("node1", len(self.processes) + 1)
@@ -118,7 +118,7 @@ class Run:
         return step
 
     def sentence(self) -> str:
-        return sentence(WorkerStates(self.state, self.processes), self.now, LADDER)
+        return sentence(WorkerStates(self.state, self.processes), self.now, FAILURE_TIMEOUTS)
 
 
 def fingerprint(failed: tuple[str, ...]) -> str:

@@ -28,7 +28,7 @@ from openrecycle.agent.coordination.membership import (
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.app.jobs.live_job import TICK_SECONDS, job_columns, read_broken
 from openrecycle.planner.jobs.errors import InputError
-from tests.agent.coordinator_run import LADDER, Run, fingerprint
+from tests.agent.coordinator_run import FAILURE_TIMEOUTS, Run, fingerprint
 from tests.golden import golden
 
 
@@ -498,7 +498,7 @@ def test_a_restarted_console_opens_the_generation_that_it_had_not_come_to() -> N
         ({"dead": float("nan")}, "dead"),
     ],
 )
-def test_a_ladder_whose_rungs_cross_is_refused(values: dict[str, float], field: str) -> None:
+def test_failure_timeouts_in_another_order_are_refused(values: dict[str, float], field: str) -> None:
     with pytest.raises(InputError) as error:
         FailureTimeouts(**values)
     assert error.value.field == field
@@ -511,21 +511,21 @@ def test_a_ladder_whose_rungs_cross_is_refused(values: dict[str, float], field: 
         (120.0, 120.0, "group_timeout: got 120.0, expected more than transfer_timeout (120 s)"),
     ],
 )
-def test_agents_that_wait_for_less_than_the_ladder_allows_are_refused(
+def test_agents_that_wait_for_less_than_the_failure_timeouts_allow_are_refused(
     transfer: float, group: float, sentence: str
 ) -> None:
     with pytest.raises(InputError) as error:
-        LADDER.check_above(transfer, group)
+        FAILURE_TIMEOUTS.check_above(transfer, group)
     assert sentence in str(error.value)
 
 
 def test_agents_that_wait_long_enough_or_do_not_say_are_taken() -> None:
-    LADDER.check_above(LADDER.dead + 1, LADDER.dead + 2)
-    LADDER.check_above(None, None)
+    FAILURE_TIMEOUTS.check_above(FAILURE_TIMEOUTS.dead + 1, FAILURE_TIMEOUTS.dead + 2)
+    FAILURE_TIMEOUTS.check_above(None, None)
 
 
 @pytest.mark.parametrize("phase", [0.0, 0.1, 0.249])
-@pytest.mark.parametrize(("rung", "state"), [(LADDER.suspect, "suspect"), (LADDER.dead, "failed")])
+@pytest.mark.parametrize(("rung", "state"), [(FAILURE_TIMEOUTS.suspect, "suspect"), (FAILURE_TIMEOUTS.dead, "failed")])
 def test_a_silence_is_noticed_by_the_next_tick(phase: float, rung: float, state: str) -> None:
     run = Run().start()
     run.beat()
@@ -538,5 +538,5 @@ def test_a_silence_is_noticed_by_the_next_tick(phase: float, rung: float, state:
     assert rung < run.now - heard <= rung + TICK_SECONDS <= 1.1 * rung
 
 
-def test_the_ladder_of_these_tests_is_the_default_one() -> None:
-    assert FailureTimeouts() == LADDER
+def test_the_failure_timeouts_of_these_tests_are_the_default_ones() -> None:
+    assert FailureTimeouts() == FAILURE_TIMEOUTS

@@ -35,7 +35,7 @@ from openrecycle.agent.coordination.membership import (
 )
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
-from tests.agent.coordinator_run import LADDER, Run
+from tests.agent.coordinator_run import FAILURE_TIMEOUTS, Run
 from tests.conftest import examples
 
 PIPELINES, STAGES = 3, 2
@@ -100,7 +100,7 @@ class Membership(RuleBasedStateMachine):
     def time_goes_by(self, seconds: int, workers: set[str]) -> None:
         self.run_.wait(seconds, *workers)
 
-    @rule(seconds=st.sampled_from([30, round(LADDER.lost) + 1]))
+    @rule(seconds=st.sampled_from([30, round(FAILURE_TIMEOUTS.lost) + 1]))
     def nobody_is_heard(self, seconds: int) -> None:
         """Whatever is decided then, nobody is put out for it."""
         before, out = self.run_.state, (WorkerState.FAILED, WorkerState.FINISHED)
@@ -315,7 +315,7 @@ class Membership(RuleBasedStateMachine):
         self.quiet()
         state = State.new(PIPELINES, STAGES, 50)
         for event, now in self.run_.log:
-            state = coordinator.step(state, event, now, LADDER).state
+            state = coordinator.step(state, event, now, FAILURE_TIMEOUTS).state
         assert state == self.run_.state
 
 

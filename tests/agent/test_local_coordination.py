@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from hypothesis import strategies as st
@@ -116,6 +117,36 @@ def test_a_plan_made_while_survivors_wait_is_checked_once_they_form() -> None:
     (halt,) = orders
     assert isinstance(halt, Halt) and golden("the-plan-of-list-is") in halt.reason
     assert coordination.poll(3.0) == [], "said once"
+
+
+class _MadeAhead(_Wrong):
+    """Has all plans of another partition, by its own word."""
+
+    def at(self, partition: tuple[int, ...]) -> Catalog:
+        job = super().at(partition).job
+        return super().at(partition) if job == self.job else _MadeAhead(job, self.technique, self.memory)
+
+    def has(self, failed: Iterable[Worker]) -> bool:
+        return self.job.partition != (6, 6)
+
+    def plan_for(self, failed: Iterable[Worker]) -> tuple[Plan, str]:
+        return super().plan_for(failed) if self.has(()) else Catalog.plan_for(self, failed)
+
+
+def test_a_plan_that_was_made_ahead_is_not_checked_again_when_layers_move() -> None:
+    """It was when it was made. This one would not pass."""
+    coordination = LocalCoordination(
+        _MadeAhead(Job.uniform(3, 2, 4, layers=12), Technique.STAGGERED, MemoryLimit("uniform")), relayout="always"
+    )
+    for p, s in product(range(3), range(2)):
+        coordination.ready(Worker(p, s), str(Worker(p, s)))
+    _all_form(coordination, _only(coordination.poll(0.0)).deployment)
+    coordination.failed(Failure("exit", Worker(1, 0), "W1_0", detail="died"))
+    _all_form(coordination, _only(coordination.poll(1.0)).deployment)
+    while not (orders := coordination.poll(2.0)):
+        time.sleep(0.001)
+    (deploy,) = orders
+    assert isinstance(deploy, Deploy) and check(deploy.plan) != []
 
 
 def test_a_newcomer_that_waits_enters_with_the_next_death() -> None:

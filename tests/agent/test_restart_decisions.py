@@ -11,19 +11,26 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from openrecycle.agent.launcher import restarts
-from openrecycle.agent.launcher.restarts import LONGEST_SECONDS, RECOVERED_SECONDS, Gone, Policy, Restarts, Waiting
+from openrecycle.agent.launcher.restarts import (
+    LONGEST_SECONDS,
+    RECOVERED_SECONDS,
+    DueRestart,
+    Gone,
+    RestartPolicy,
+    Restarts,
+)
 from openrecycle.agent.messages.protocol import Restart
 from tests.conftest import examples
 from tests.golden import golden
 
-POLICY = Policy(3, 10.0)
+POLICY = RestartPolicy(3, 10.0)
 
 
 @dataclass
 class Job:
     """One whose places are where they are, on one node each; processes are called by their place and number."""
 
-    policy: Policy = POLICY
+    policy: RestartPolicy = POLICY
     now: float = 1000.0
     committed: int = 0
     state: Restarts = field(default_factory=Restarts)
@@ -50,7 +57,7 @@ class Job:
     def empty(self, worker: str) -> bool:
         return worker not in self.running
 
-    def goes_on(self, seconds: float, *, starts: Callable[[Waiting], bool] = lambda one: True) -> list[str]:
+    def goes_on(self, seconds: float, *, starts: Callable[[DueRestart], bool] = lambda one: True) -> list[str]:
         """Returns which places are filled then."""
         self.now += seconds
         found = restarts.due(self.state, self.now, self.nodes.__contains__, self.empty)
@@ -70,7 +77,7 @@ class Job:
 
 
 def test_by_default_nobody_is_started() -> None:
-    job = Job(Policy(0, 10.0))
+    job = Job(RestartPolicy(0, 10.0))
     assert job.ends("W1_0") is None and job.goes_on(1e6) == []
 
 
@@ -88,8 +95,8 @@ def test_one_that_keeps_ending_is_started_ever_later_and_then_no_more() -> None:
 
 @pytest.mark.parametrize(("number", "seconds"), [(1, 10.0), (6, 320.0), (7, LONGEST_SECONDS), (5000, LONGEST_SECONDS)])
 def test_delays(number: int, seconds: float) -> None:
-    assert Policy(10_000, 10.0).delay(number) == seconds
-    assert Policy(10_000, 0.0).delay(number) == 0.0
+    assert RestartPolicy(10_000, 10.0).delay(number) == seconds
+    assert RestartPolicy(10_000, 0.0).delay(number) == 0.0
 
 
 def test_after_an_hour_of_training_the_count_begins_anew() -> None:
@@ -122,7 +129,7 @@ def test_a_job_that_comes_to_the_same_deadly_sample_again_is_no_recovery() -> No
 
 
 def test_whom_a_person_starts_begins_a_new_count() -> None:
-    job = Job(Policy(1, 10.0))
+    job = Job(RestartPolicy(1, 10.0))
     job.ends("W1_0"), job.goes_on(10), job.ends("W1_0")
     assert job.goes_on(1e6) == [], "its only try"
     job.starts("W1_0")
@@ -272,7 +279,7 @@ ACTS = st.one_of(
 @given(st.integers(1, 4), st.lists(ACTS, max_size=60))
 def test_never_more_than_so_many_in_a_row(most: int, acts: list[tuple[str, object]]) -> None:
     """Whatever happens; and each as late as it has to be."""
-    job = Job(Policy(most, 10.0), running={"W1_0": "W1_0.0"})
+    job = Job(RestartPolicy(most, 10.0), running={"W1_0": "W1_0.0"})
     tries, ended_at, trained = 0, 0.0, 0.0
     for act, value in acts:
         here = "W1_0" in job.running
@@ -315,7 +322,7 @@ ENDS, MOVES, GOES_ON = "ends", "moves", "goes on"
     )
 )
 def test_whoever_ends_and_moves_each_empty_place_is_waited_for_once(acts: list[tuple[str, str, str]]) -> None:
-    job = Job(Policy(1000, 3.0), running={place: f"{place}.0" for place in PLACES})
+    job = Job(RestartPolicy(1000, 3.0), running={place: f"{place}.0" for place in PLACES})
     for act, worker, to in acts:
         here = worker in job.running
         if act == ENDS and here and len(job.running) > 1:

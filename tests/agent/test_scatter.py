@@ -20,7 +20,7 @@ from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.shards import assign
 from openrecycle.agent.transport import group as transport
 from openrecycle.agent.transport.communicator import Communicator, Groups, RendezvousStore
-from openrecycle.agent.transport.group import GivenGlooGroup, Group, HostGroup, Part, TransferError
+from openrecycle.agent.transport.group import GivenGlooGroup, Group, HostGroup, SummedPart, TransferError
 from openrecycle.agent.workers.reduction import GradientReduction
 from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.planner.jobs.job import Worker
@@ -44,9 +44,9 @@ def connected(count: int, store: RendezvousStore) -> Iterator[tuple[ThreadPoolEx
                 one.close()
 
 
-def cut(chance: random.Random, count: int) -> list[Part]:
+def cut(chance: random.Random, count: int) -> list[SummedPart]:
     places = [0, *sorted(chance.sample(range(1, SIZE), 11)), SIZE]
-    return [Part(a, b, tuple(chance.sample(range(count), chance.randint(1, count)))) for a, b in pairwise(places)]
+    return [SummedPart(a, b, tuple(chance.sample(range(count), chance.randint(1, count)))) for a, b in pairwise(places)]
 
 
 def of(groups: Groups) -> Group:
@@ -87,7 +87,7 @@ def test_who_wants_a_part_gets_its_sum(
 def test_sums_of_floats_are_the_same_on_all_who_want_them(store: RendezvousStore) -> None:
     with connected(4, store) as (pool, groups):
         mine = torch.randn(4, SIZE)
-        everybody = [Part(0, SIZE // 2, (2, 0, 1, 3)), Part(SIZE // 2, SIZE, (1, 3, 0, 2))]
+        everybody = [SummedPart(0, SIZE // 2, (2, 0, 1, 3)), SummedPart(SIZE // 2, SIZE, (1, 3, 0, 2))]
         for pending in list(pool.map(lambda g, t: of(g).begin_scatter(t, everybody), groups, mine)):
             pending.wait()
     assert mine.eq(mine[0]).all()
@@ -96,7 +96,7 @@ def test_sums_of_floats_are_the_same_on_all_who_want_them(store: RendezvousStore
 @pytest.mark.parametrize("dies", [False, True], ids=["hangs", "dies"])
 def test_who_waits_for_one_that_does_not_come_is_woken(dies: bool, store: RendezvousStore) -> None:
     """And nothing is written any more when it is."""
-    parts = [Part(k * SIZE // 8, (k + 1) * SIZE // 8, (k % 3, (k + 1) % 3)) for k in range(8)]
+    parts = [SummedPart(k * SIZE // 8, (k + 1) * SIZE // 8, (k % 3, (k + 1) % 3)) for k in range(8)]
     with connected(3, store) as (_, groups):
         mine = [torch.ones(SIZE, dtype=torch.int64) for _ in groups]
         begun = [of(g).begin_scatter(t, parts) for g, t in zip(groups[:2], mine, strict=False)]
@@ -144,7 +144,7 @@ class Messages:
 def test_threads_that_are_not_woken_keep_nobody_waiting_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_ASK_AGAIN", 2.0)  # for each of them it would be more than the test's time
     group = GivenGlooGroup(Messages(), 0, PEERS[:2], Timeouts())
-    begun = [group.begin_scatter(torch.ones(8), [Part(0, 8, (0,))]) for _ in range(60)]
+    begun = [group.begin_scatter(torch.ones(8), [SummedPart(0, 8, (0,))]) for _ in range(60)]
     group.cancel()
     for pending in begun:
         with pytest.raises(TransferError):
@@ -153,7 +153,7 @@ def test_threads_that_are_not_woken_keep_nobody_waiting_bucket_by_bucket(monkeyp
 
 def test_what_no_connection_is_to_blame_for_is_raised_as_it_is() -> None:
     group = GivenGlooGroup(Messages(MemoryError("no memory")), 0, PEERS[:2], Timeouts())
-    begun = [group.begin_scatter(torch.ones(8), [Part(0, 8, (0,))]) for _ in range(2)]
+    begun = [group.begin_scatter(torch.ones(8), [SummedPart(0, 8, (0,))]) for _ in range(2)]
     with pytest.raises(MemoryError):
         begun[0].wait()
     with pytest.raises(TransferError):

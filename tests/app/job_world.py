@@ -32,12 +32,12 @@ from openrecycle.app.console.operators import Operators
 from openrecycle.app.console.service import Reports
 from openrecycle.app.jobs.job_plans import INLINE_OPS
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
-from openrecycle.app.observing.goodput import Waiting
+from openrecycle.app.observing.goodput import WaitingTimes
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import layers_moved
-from tests.agent.coordinator_run import LADDER
+from tests.agent.coordinator_run import FAILURE_TIMEOUTS
 from tests.app.flaky_database import FlakyDatabase
 
 STEPS = ("adopted", "formed", "resumed")
@@ -99,7 +99,7 @@ class World:
             created_at=time.time(),
             workers=members,
         )
-        waited = Waiting(self.store).of
+        waited = WaitingTimes(self.store).of
         self.reports = Reports(self.store, lambda job_id: self.job, lambda job: None, lambda job: None, waited)
         self.operators = Operators(lambda job_id: self.job, self.store)
         # The launcher's own book of places, without its processes.
@@ -112,7 +112,7 @@ class World:
             self.spec,
             0.0,
             store=self.store,
-            failure_timeouts=LADDER,
+            failure_timeouts=FAILURE_TIMEOUTS,
             want_plan=lambda job, failed: self.wanted.append(failed),
             on_generation=lambda job: None,
             clock=lambda: self.now,

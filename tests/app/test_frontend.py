@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
+from streamlit import config
 
 from openrecycle.app.runtime.patches import PAGES, PageBase
+from openrecycle.app.runtime.settings import Settings
+from openrecycle.app.server import _streamlit
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -134,6 +138,21 @@ def test_streamlits_own_plotly_has_it_before_it() -> None:
     static = Path(streamlit.__file__).parent / "static"
     text = TestClient(PageBase(Starlette(routes=[Route("/{path:path}", page)]), static)).get("/", headers=BROWSER).text
     assert re.search(r'"imports":{"./static/js/PlotlyChart\.[\w-]+\.js":', text)
+
+
+def test_pages_have_the_console_s_theme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file stands in a folder where Streamlit does not look by itself, where the server is not started by it."""
+    theme = tomllib.loads((MAIN.parents[1] / ".streamlit" / "config.toml").read_text())["theme"]
+    monkeypatch.setattr(config, "_main_script_path", config._main_script_path)
+    try:
+        config.get_config_options(force_reparse=True)
+        assert config.get_option("theme.light.primaryColor") is None, "Streamlit's own"
+        _streamlit(Settings())
+        for mode in ("light", "dark"):
+            assert config.get_option(f"theme.{mode}.primaryColor") == theme[mode]["primaryColor"]
+    finally:
+        monkeypatch.undo()
+        config.get_config_options(force_reparse=True)
 
 
 def test_the_console_learns_which_page_is_asked_for() -> None:

@@ -17,7 +17,7 @@ from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import Account, Baseline, Wait, Waited, iteration_view, read_baseline, segments
-from openrecycle.app.observing.goodput import BATCH, Accounts, Waiting, figures
+from openrecycle.app.observing.goodput import BATCH, Accounts, WaitingTimes, figures
 from openrecycle.db.store import Record, Store
 from tests.golden import golden
 
@@ -326,7 +326,7 @@ def test_a_pause_begins_when_what_was_begun_before_it_is_done(here: ConsoleHere,
         assert waiting.of(job).waits == (Wait(begin + 420, begin + resumed),)
 
 
-class Overtaken(Waiting):
+class Overtaken(WaitingTimes):
     """The iteration with the pause in it is committed when the waits have been read, and before anything else is."""
 
     def __init__(self, store: Store, commit: Callable[[], None]) -> None:

@@ -184,3 +184,17 @@ def test_modules_import_each_other_in_no_circle() -> None:
 def test_settings_know_no_feature() -> None:
     found = {module for module in imported(ROOT / "app" / "runtime" / "settings.py") if within(module, ("app",))}
     assert all(within(module, ("app.runtime",)) for module in found), found
+
+
+def test_a_class_name_says_which_class_it_is() -> None:
+    """No two in the house have the same. Examples are apart: those that show the same model have the same name."""
+    where: dict[str, list[str]] = {}
+    for folder in (*sorted(ROOMS), ".src"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if (ROOT / "agent" / "examples") in path.parents:
+                continue
+            for node in ast.walk(ast.parse(path.read_text(), str(path))):
+                if isinstance(node, ast.ClassDef):
+                    where.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert len(where) > 500
+    assert not {name: files for name, files in where.items() if len(files) > 1}

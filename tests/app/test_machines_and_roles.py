@@ -29,7 +29,7 @@ from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.ui import facts
 from openrecycle.app.ui.worker_dialog import facts_html
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
-from tests.agent.coordinator_run import LADDER
+from tests.agent.coordinator_run import FAILURE_TIMEOUTS
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import Process, World
 from tests.conftest import examples
@@ -51,7 +51,7 @@ class Console(Queries):
         self._world, self.plans = world, PlanCache(world.store)
         accounts = Accounts(world.store)
         super().__init__(
-            *(world.store, LADDER, lambda: world.now),
+            *(world.store, FAILURE_TIMEOUTS, lambda: world.now),
             find=lambda job_id: world.job,
             live=lambda: [world.job],
             past=dict,

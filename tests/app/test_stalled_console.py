@@ -28,7 +28,7 @@ from openrecycle.app.jobs.states import sentence
 from openrecycle.app.runtime.runner import EventLoopWatch
 from openrecycle.app.server import create_routes
 from openrecycle.db.store import Store
-from tests.agent.coordinator_run import LADDER
+from tests.agent.coordinator_run import FAILURE_TIMEOUTS
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import World
 from tests.databases import sqlite_in
@@ -36,7 +36,7 @@ from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
-STOOD_STILL = 3 * LADDER.dead
+STOOD_STILL = 3 * FAILURE_TIMEOUTS.dead
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def _states(world: World) -> set[WorkerState]:
 
 def _said(world: World) -> str:
     job = world.job
-    return sentence(job.worker_states(), world.now, LADDER, stood_still=job.stood_still(world.now))
+    return sentence(job.worker_states(), world.now, FAILURE_TIMEOUTS, stood_still=job.stood_still(world.now))
 
 
 def test_nobody_is_lost_to_a_pause_between_two_ticks(world: World) -> None:
@@ -93,21 +93,21 @@ def test_a_pause_that_could_not_be_stored_is_not_forgotten(world: World) -> None
 def test_workers_that_are_not_listened_to_are_not_said_to_be_silent(world: World) -> None:
     """While the console stands still, and a page is shown all the same: an operator would look at the launcher."""
     before = _said(world)
-    world.now += LADDER.suspect + 0.4
-    assert golden("the-console-has-been-stuck", f"{LADDER.suspect:.0f}") in _said(world)
+    world.now += FAILURE_TIMEOUTS.suspect + 0.4
+    assert golden("the-console-has-been-stuck", f"{FAILURE_TIMEOUTS.suspect:.0f}") in _said(world)
     world.job.tick()
     assert _said(world) == before
-    world.now += LADDER.suspect - 0.2
+    world.now += FAILURE_TIMEOUTS.suspect - 0.2
     assert _said(world) == before, "nor a little earlier"
     world.job.tick()
-    world.tick(round(LADDER.suspect) + 2, [])
+    world.tick(round(FAILURE_TIMEOUTS.suspect) + 2, [])
     assert golden("waiting-for-all-workers") in _said(world)
 
 
 def test_silence_while_the_console_runs_still_counts(world: World) -> None:
     world.now += STOOD_STILL
     silent, *others = world.living
-    world.tick(round(LADDER.dead) + 2, others)
+    world.tick(round(FAILURE_TIMEOUTS.dead) + 2, others)
     assert world.job.state.members[silent.name].state is WorkerState.FAILED
     assert {world.job.state.members[p.name].state for p in others} == {WorkerState.RUNNING}
 
@@ -118,7 +118,7 @@ def test_a_broken_transfer_waits_for_its_explanation_beyond_a_pause(world: World
     world.now += STOOD_STILL
     world.job.tick()
     assert world.job.state.generation == 1
-    world.tick(round(LADDER.transfer_grace) + 1, world.living)
+    world.tick(round(FAILURE_TIMEOUTS.transfer_grace) + 1, world.living)
     assert world.job.state.generation == 2
 
 
@@ -130,7 +130,11 @@ class DeafConsole:
         self.database = sqlite_in(folder)
         loop_watch = EventLoopWatch(0.01, lambda: self.now)
         self.console = ConsoleService(
-            Store(self.database), failure_timeouts=LADDER, tolerance=0, loop_watch=loop_watch, clock=lambda: self.now
+            Store(self.database),
+            failure_timeouts=FAILURE_TIMEOUTS,
+            tolerance=0,
+            loop_watch=loop_watch,
+            clock=lambda: self.now,
         )
         self.console.start()
         self.held, self._let_go = threading.Event(), threading.Event()
@@ -207,7 +211,7 @@ def test_nobody_is_lost_while_the_event_loop_stands_still(tmp_path: Path) -> Non
 
         # It hears again, and who is silent now is lost.
         silent, *others = here.names
-        for _ in range(round(LADDER.dead / 4) + 1):
+        for _ in range(round(FAILURE_TIMEOUTS.dead / 4) + 1):
             deaf.go_on(job, 4.0)
             assert {beat(name) for name in others} == {200}
         states: dict[str, Any] = {name: member.state for name, member in job.state.members.items()}

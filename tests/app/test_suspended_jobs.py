@@ -14,7 +14,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.history import Histories
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.job_rows import JobRows
-from tests.agent.coordinator_run import LADDER, Run
+from tests.agent.coordinator_run import FAILURE_TIMEOUTS, Run
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import World
 from tests.databases import sqlite_in
@@ -76,7 +76,7 @@ def test_who_does_not_wake_with_the_others_is_out_in_time() -> None:
     run = Run().start()
     run.wait(60)
     silent, *others = run.names
-    run.wait(round(LADDER.dead), *others)
+    run.wait(round(FAILURE_TIMEOUTS.dead), *others)
     assert run.state.generation == 1
     run.wait(2, *others)
     assert run.member(silent).state is WorkerState.FAILED and run.state.generation == 2
@@ -85,11 +85,11 @@ def test_who_does_not_wake_with_the_others_is_out_in_time() -> None:
 def test_a_node_that_is_back_before_its_workers_count_as_dead_loses_none() -> None:
     run = Run(2, 3).start()
     node, others = run.names[:2], run.names[2:]
-    run.wait(round(LADDER.dead) - 2, *others)
+    run.wait(round(FAILURE_TIMEOUTS.dead) - 2, *others)
     run.wait(30, *run.names)
     assert states(run) == ALL and run.state.generation == 1
     # After that they are out, and come back as new processes.
-    run.wait(round(LADDER.dead) + 2, *others)
+    run.wait(round(FAILURE_TIMEOUTS.dead) + 2, *others)
     assert {run.member(name).state for name in node} == {WorkerState.FAILED}
     run.resume()
     for name in node:
@@ -102,7 +102,7 @@ def test_a_console_that_stood_still_with_the_job_blames_nobody() -> None:
     run = Run().start()
     run.now += 120
     run.send(Stalled(119.75))
-    run.wait(round(LADDER.dead) - 2)  # they are woken later
+    run.wait(round(FAILURE_TIMEOUTS.dead) - 2)  # they are woken later
     run.wait(30, *run.names)
     assert states(run) == ALL and run.state.generation == 1
 
@@ -113,7 +113,7 @@ def test_a_job_that_is_not_heard_for_hours_is_called_halted_and_goes_on_when_it_
 ) -> None:
     """Its workers may train all the while: it is this console that can't hear them."""
     histories = Histories(_Only(world.job), world.database)
-    world.silence(2 * LADDER.lost)
+    world.silence(2 * FAILURE_TIMEOUTS.lost)
     assert {m.state for m in world.job.state.members.values()} == {WorkerState.SUSPECT}
     assert world.job.state.job_state is JobState.HALTED and not histories.kept_for(world.job_id)
     assert len([e for e in world.store.events(world.job_id, limit=99) if "halted" in e["text"]]) == 1
@@ -131,7 +131,7 @@ def test_a_job_that_is_not_heard_for_hours_is_called_halted_and_goes_on_when_it_
 def test_a_job_that_is_deleted_while_somebody_wakes_stays_deleted(world: World) -> None:
     """The ticker had it in its list, and takes a heartbeat that came before."""
     histories = Histories(_Only(world.job), world.database)
-    world.silence(2 * LADDER.lost)
+    world.silence(2 * FAILURE_TIMEOUTS.lost)
     world.beat(*world.living)
     histories.delete(world.job_id, "Ann")
     with pytest.raises(ConsoleError) as gone:
@@ -146,7 +146,7 @@ def test_a_silent_job_that_was_told_to_open_a_generation_is_not_halted_before_it
     run.plans = False
     run.wait(3, *run.names)
     run.exit("W1_1")
-    run.wait(round(LADDER.lost) + 2)
+    run.wait(round(FAILURE_TIMEOUTS.lost) + 2)
     assert run.state.pending is not None and not run.state.halted
     run.send(PlanReady(("W1_1",), "late", "made"))
     run.wait(1)
@@ -159,7 +159,7 @@ def test_a_silent_job_that_was_told_to_open_a_generation_is_not_halted_before_it
 
 def test_a_worker_that_is_started_anew_gives_those_that_were_suspended_with_it_their_time() -> None:
     run = Run().start()
-    run.wait(round(LADDER.lost) + 2)
+    run.wait(round(FAILURE_TIMEOUTS.lost) + 2)
     run.back("W1_1")
     run.wait(10)
     run.wait(30, *run.names)
@@ -170,7 +170,7 @@ def test_a_worker_that_is_started_anew_gives_those_that_were_suspended_with_it_t
 def test_the_last_worker_that_is_waited_for_is_waited_for_as_all_are() -> None:
     """Nobody would go on without it: it may be suspended, or cut off with its launcher, as two may be."""
     run = Run(1, 1).start()
-    run.wait(round(LADDER.dead) + 2)
+    run.wait(round(FAILURE_TIMEOUTS.dead) + 2)
     assert states(run) == {WorkerState.SUSPECT}
-    run.wait(round(LADDER.lost))
+    run.wait(round(FAILURE_TIMEOUTS.lost))
     assert states(run) == {WorkerState.SUSPECT}

@@ -30,7 +30,7 @@ from openrecycle.app.ui.components import tone_of
 from openrecycle.app.ui.worker_dialog import feed_html, op_times_html
 from openrecycle.planner.jobs.job import Job, StageProfile
 from openrecycle.planner.plans.plan import job_doc
-from tests.agent.coordinator_run import LADDER, Run
+from tests.agent.coordinator_run import FAILURE_TIMEOUTS, Run
 from tests.golden import golden
 
 
@@ -213,7 +213,7 @@ def test_a_kill_comes_to_what_is_said_of_it(
         replace(w, state=RoleState.FAILED) if w.name in gone else w for w in base.workers if w.name in run.names
     )
     view = replace(base, spec=factory.spec(pipelines=2, stages=2, **spec), workers=workers)
-    loss = loss_of(run.state, "W1_1", run.now, LADDER)
+    loss = loss_of(run.state, "W1_1", run.now, FAILURE_TIMEOUTS)
     sentence, warned = facts.consequence_of_kill(view, next(w for w in workers if w.name == "W1_1"), loss)
     assert words in sentence
     assert warned == warning
@@ -234,7 +234,7 @@ def told(run: Run, worker: str, **states: RoleState) -> tuple[str, str, Loss]:
     )
     spec = factory.spec(pipelines=pipelines, stages=stages, checkpoints=bool(run.state.back_to))
     view = replace(factory.running(), spec=spec, workers=workers)
-    loss = loss_of(run.state, worker, run.now, LADDER)
+    loss = loss_of(run.state, worker, run.now, FAILURE_TIMEOUTS)
     return *facts.consequence_of_kill(view, next(w for w in workers if w.name == worker), loss), loss
 
 
@@ -271,10 +271,10 @@ def test_a_move_that_was_decided_before_is_none_that_a_kill_brings() -> None:
     run.exit("W2_1")
     run.back("W1_1")
     assert run.state.pending is not None and run.state.pending.moves == (("W2_0", "W0_1"),)
-    losses = {name: loss_of(run.state, name, run.now, LADDER).by for name in ("W0_1", "W1_1")}
+    losses = {name: loss_of(run.state, name, run.now, FAILURE_TIMEOUTS).by for name in ("W0_1", "W1_1")}
     assert losses == {"W0_1": "", "W1_1": ""}
     run.exit("W1_1")
-    assert loss_of(run.state, "W0_1", run.now, LADDER).by == "W1_0", "now it is the last one of stage 1"
+    assert loss_of(run.state, "W0_1", run.now, FAILURE_TIMEOUTS).by == "W1_0", "now it is the last one of stage 1"
 
 
 def test_the_kill_of_one_that_joins_changes_nothing_for_the_others() -> None:
@@ -324,12 +324,14 @@ def test_a_console_that_does_not_get_on_says_that_training_goes_on_only_where_it
     assert halted.state.halted
     breaks.send(TransferBroken("W0_0", "W0_0-1", "W0_1", 1, "connection reset"))
     assert breaks.state.settled and breaks.state.broken is not None
-    silent.wait(LADDER.suspect + 1.0, *(name for name in silent.names if name != "W0_1"))
+    silent.wait(FAILURE_TIMEOUTS.suspect + 1.0, *(name for name in silent.names if name != "W0_1"))
 
     def said(run: Run, **more: Any) -> tuple[str, str]:
         """At once, and after a stall."""
         states = WorkerStates(run.state, run.processes, **more)
-        return sentence(states, run.now, LADDER), sentence(states, run.now + 9.0, LADDER, stood_still=9.0)
+        return sentence(states, run.now, FAILURE_TIMEOUTS), sentence(
+            states, run.now + 9.0, FAILURE_TIMEOUTS, stood_still=9.0
+        )
 
     assert said(trains)[1].endswith(f" {TRAINING_ALONE}")
     assert "W0_1" in said(silent)[0]

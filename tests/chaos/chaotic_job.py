@@ -34,7 +34,7 @@ from tests.chaos.gated import Gate
 PIPELINES, STAGES, MICRO_BATCHES = 3, 2, 3
 NAMES = [f"W{p}_{s}" for p in range(PIPELINES) for s in range(STAGES)]
 DEAD_SECONDS = 6
-LADDER = ("--heartbeat", "0.5", "--suspect", "3", "--dead", str(DEAD_SECONDS))
+FAILURE_TIMEOUTS = ("--heartbeat", "0.5", "--suspect", "3", "--dead", str(DEAD_SECONDS))
 PER_CHANGE, SPARE = 6, 12
 """Iterations that one change may take on average, with those around it; and those that none needs."""
 TIMEOUT = 120.0

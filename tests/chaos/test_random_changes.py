@@ -14,7 +14,7 @@ import pytest
 
 from tests.app.console_server import ConsoleServer
 from tests.chaos.accounts import check
-from tests.chaos.chaotic_job import DEAD_SECONDS, DEEDS, LADDER, ChaoticJob, Disturbance
+from tests.chaos.chaotic_job import DEAD_SECONDS, DEEDS, FAILURE_TIMEOUTS, ChaoticJob, Disturbance
 from tests.chaos.disturbances import (
     ClockJumps,
     ConsoleKilled,
@@ -81,7 +81,7 @@ def run(
 
 
 def on_sqlite(folder: Path, **options: dict[str, str]) -> ConsoleServer:
-    return ConsoleServer(f"sqlite:///{folder / 'console.db'}", "--api-only", *LADDER, **options)
+    return ConsoleServer(f"sqlite:///{folder / 'console.db'}", "--api-only", *FAILURE_TIMEOUTS, **options)
 
 
 def test_the_console_is_killed(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_console_stands_still(tmp_path: Path) -> None:
 def test_the_database_is_killed(tmp_path: Path) -> None:
     with postgres_cluster() as cluster:
         url = new_database(cluster)
-        run(ConsoleServer(url, "--api-only", *LADDER), tmp_path, PostgresKilled(url))
+        run(ConsoleServer(url, "--api-only", *FAILURE_TIMEOUTS), tmp_path, PostgresKilled(url))
 
 
 def test_the_network_cuts_delays_repeats_and_re_orders(tmp_path: Path) -> None:
@@ -128,6 +128,6 @@ def test_all_of_it_with_a_database_server_for_a_hundred_changes(tmp_path: Path) 
     clock = ClockJumps(tmp_path / "clock", SEED)
     with postgres_cluster() as cluster:
         url = new_database(cluster)
-        server = ConsoleServer(url, "--api-only", *LADDER, environment=clock.environment)
+        server = ConsoleServer(url, "--api-only", *FAILURE_TIMEOUTS, environment=clock.environment)
         turns = InTurn(ConsoleKilled(server), clock, PostgresKilled(url))
         run(server, tmp_path, turns, changes=100, every=4, faults=BAD_NETWORK, deeds=ALL_DEEDS, skew=3600.0)

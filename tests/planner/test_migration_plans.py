@@ -15,10 +15,10 @@ from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.layers.migration import (
+    BoundModel,
     CopyCost,
     LoadModel,
     MigrationPlan,
-    PeriodModel,
     best_distributions,
     best_migrations,
     candidates,
@@ -37,8 +37,8 @@ def workers(*names: str) -> list[Worker]:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> PeriodModel:
-    kind = draw(st.sampled_from((PeriodModel, LoadModel)))
+def models(draw: st.DrawFn) -> BoundModel:
+    kind = draw(st.sampled_from((BoundModel, LoadModel)))
     job = draw(jobs(pipelines=4, stages=3, micro_batches=4))
     return kind(job, draw(st.sampled_from(REROUTING)), MemoryLimit(draw(st.sampled_from(MEMORIES))))
 
@@ -49,7 +49,7 @@ def every_distribution(job: Job, total: int) -> list[tuple[int, ...]]:
 
 @examples(60)
 @given(models())
-def test_the_model_never_falls_with_the_count(model: PeriodModel) -> None:
+def test_the_model_never_falls_with_the_count(model: BoundModel) -> None:
     for stage in range(model.job.stages):
         periods = [model.period(stage, count) for count in range(model.job.pipelines)]
         assert None not in periods
@@ -59,7 +59,7 @@ def test_the_model_never_falls_with_the_count(model: PeriodModel) -> None:
 
 @examples(60)
 @given(models())
-def test_each_count_gets_the_shortest_period_of_all_distributions(model: PeriodModel) -> None:
+def test_each_count_gets_the_shortest_period_of_all_distributions(model: BoundModel) -> None:
     job = model.job
     found = list(best_distributions(model, job.pipelines * job.stages))
     assert len(found) == job.stages * (job.pipelines - 1) + 1  # every stage keeps one worker
@@ -71,7 +71,7 @@ def test_each_count_gets_the_shortest_period_of_all_distributions(model: PeriodM
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> tuple[PeriodModel, tuple[int, ...], CopyCost, float | None]:
+def moves(draw: st.DrawFn) -> tuple[BoundModel, tuple[int, ...], CopyCost, float | None]:
     """A model, the present failures (stages without a living peer among them), a cost, a horizon."""
     model = draw(models())
     job = model.job
@@ -87,7 +87,7 @@ def moves(draw: st.DrawFn) -> tuple[PeriodModel, tuple[int, ...], CopyCost, floa
 @examples(150)
 @given(moves())
 def test_no_distribution_beats_the_candidates(
-    case: tuple[PeriodModel, tuple[int, ...], CopyCost, float | None],
+    case: tuple[BoundModel, tuple[int, ...], CopyCost, float | None],
 ) -> None:
     model, present, cost, horizon = case
 

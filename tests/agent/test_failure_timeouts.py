@@ -21,17 +21,17 @@ pytestmark = pytest.mark.processes
 SPEC = JobSpec(name="a job", pipelines=1, stages=1, micro_batches=1, iterations=10)
 
 
-def open_console(path: Path, **rungs: float) -> tuple[ConsoleService, Database]:
+def open_console(path: Path, **timeouts: float) -> tuple[ConsoleService, Database]:
     database = Database(f"sqlite:///{path / 'console.db'}")
     database.upgrade()
-    return ConsoleService(Store(database), failure_timeouts=FailureTimeouts(**rungs)), database
+    return ConsoleService(Store(database), failure_timeouts=FailureTimeouts(**timeouts)), database
 
 
 def spec(timeouts: Timeouts) -> JobSpec:
     return SPEC.model_copy(update={"transfer_timeout": timeouts.transfer, "group_timeout": timeouts.group})
 
 
-def test_the_defaults_of_both_sides_make_a_ladder() -> None:
+def test_the_defaults_of_both_sides_go_together() -> None:
     failure_timeouts, agents = FailureTimeouts(), Timeouts()
     assert (
         failure_timeouts.heartbeat < failure_timeouts.suspect < failure_timeouts.dead < agents.transfer < agents.group
@@ -51,7 +51,7 @@ def test_a_job_whose_agents_give_up_before_the_console_does_is_refused(tmp_path:
     database.close()
 
 
-def test_a_console_that_comes_back_with_another_ladder_says_whom_it_does_not_suit(tmp_path: Path) -> None:
+def test_a_console_that_comes_back_with_other_time_outs_says_whom_it_does_not_suit(tmp_path: Path) -> None:
     console, database = open_console(tmp_path)
     job_id = console.jobs.create(spec(Timeouts(transfer=45.0)))[0].job_id
     console.close()
@@ -65,8 +65,8 @@ def test_a_console_that_comes_back_with_another_ladder_says_whom_it_does_not_sui
     assert golden("transfer-timeout-got-45-0") in said[0]
 
 
-@pytest.mark.parametrize("rungs", [{"transfer": 0.0}, {"group": 120.0}, {"form": float("nan")}, {"transfer": 1e9}])
-def test_time_outs_that_make_no_ladder(rungs: dict[str, float]) -> None:
+@pytest.mark.parametrize("timeouts", [{"transfer": 0.0}, {"group": 120.0}, {"form": float("nan")}, {"transfer": 1e9}])
+def test_time_outs_that_do_not_go_together(timeouts: dict[str, float]) -> None:
     with pytest.raises(InputError) as error:
-        Timeouts(**rungs)
-    assert error.value.field == f"faults.timeouts.{next(iter(rungs))}"
+        Timeouts(**timeouts)
+    assert error.value.field == f"faults.timeouts.{next(iter(timeouts))}"
