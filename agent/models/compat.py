@@ -391,7 +391,7 @@ class _EachOp(TorchDispatchMode):
         return False
 
 
-class FlopCount(_EachOp):
+class FlopCount(_EachOp):  # type: ignore[no-untyped-call]
     """total: floating-point operations of what runs inside it: of matrix products, convolutions and attention, as torch
     counts them.
 
@@ -415,7 +415,7 @@ class FlopCount(_EachOp):
         return out
 
 
-class LiveBytes(_EachOp):
+class LiveBytes(_EachOp):  # type: ignore[no-untyped-call]
     """now: bytes of the tensors that were made inside it and are still there. most: of those, at most at a time. Of
     tensors without data, what they would take."""
 

@@ -288,8 +288,8 @@ def generation_views(rows: Sequence[Record]) -> tuple[GenerationView, ...]:
 
 def _lost(before: Record, row: Record) -> tuple[str, ...]:
     """Who was in the generation before, and is out, or joins anew; but for those that were asked to leave or to stand
-    by, and for whose process took another's place. Nor has anybody died who joined before and has no state yet, nor
-    where the state of a whole stage is gone, of those that have held it (membership.StateLost begins with the stage)."""
+    by, and for whose process took another's place. Nor has anybody died who joined before and has no state yet, nor,
+    where the state of a whole stage is gone, one of those that have held it (StateLost begins with the stage)."""
     reason = row["reason"]
     stayed = {*before["failed"], *(source for source, _ in row["moves"])}
     out = {name for name in row["failed"] if STAND_BY not in reason or f"{name}: " in reason}
