@@ -272,7 +272,8 @@ def test_what_raised_in_a_worker_has_all_form_anew_and_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [OpRaised("W0_0", "W0_0-1", 1, "W0_0 raised ValueError"), LeadChanged({}, "node 1 leads from here on")]
+    "event",
+    [OpRaised("W0_0", "W0_0-1", 1, "W0_0 raised ValueError"), LeadChanged({}, golden("node-1-leads-from-here"))],
 )
 def test_a_console_that_is_started_again_while_all_are_to_form_anew_has_them_do_it(
     event: OpRaised | LeadChanged,
@@ -507,8 +508,8 @@ def test_failure_timeouts_in_another_order_are_refused(values: dict[str, float],
 @pytest.mark.parametrize(
     ("transfer", "group", "sentence"),
     [
-        (20.0, 150.0, "transfer_timeout: got 20.0, expected more than dead (20 s)"),
-        (120.0, 120.0, "group_timeout: got 120.0, expected more than transfer_timeout (120 s)"),
+        (20.0, 150.0, golden("transfer-timeout-got-20-0")),
+        (120.0, 120.0, golden("group-timeout-got-120-0")),
     ],
 )
 def test_agents_that_wait_for_less_than_the_failure_timeouts_allow_are_refused(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import at_length
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -31,7 +32,7 @@ def outcome(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("recipe", ["deterministic", "by the host", "ahead of it", "clipped", "fast"])
+@pytest.mark.parametrize("recipe", ["deterministic", "by the host", golden("ahead-of-it"), "clipped", "fast"])
 def test_a_job_there_trains_to_the_bits_of_the_cpu(recipe: str, outcome: dict[str, Any]) -> None:
     """With a NaN in the second iteration, which all leave out; a hand-over of state, and a roll-back."""
     here, there = (outcome[recipe][device]["result"] for device in ("cpu", "far"))
@@ -43,7 +44,7 @@ def test_a_job_there_trains_to_the_bits_of_the_cpu(recipe: str, outcome: dict[st
         assert (trained == rolled_back) == worker.endswith("_1"), "the stage in the middle is not trained"
 
 
-@pytest.mark.parametrize("recipe", [at_length("deterministic"), "ahead of it", "clipped", at_length("fast")])
+@pytest.mark.parametrize("recipe", [at_length("deterministic"), golden("ahead-of-it"), "clipped", at_length("fast")])
 def test_the_host_looks_at_the_device_a_few_times_a_step(recipe: str, outcome: dict[str, Any]) -> None:
     """However many micro-batches there are: with a GPU each look waits for it."""
     looks = outcome[recipe]["far"]["looks"]

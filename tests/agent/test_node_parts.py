@@ -135,7 +135,7 @@ SRUN_OF_3 = SLURM | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_PR
 @pytest.mark.parametrize(
     ("env", "started"),
     [
-        (TORCHRUN_OF_8, "8 processes that torchrun started"),
+        (TORCHRUN_OF_8, golden("8-processes-that-torchrun-started")),
         (SRUN_OF_3, "3 processes that srun started"),
         ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "3"}, "3 processes that srun started"),
     ],

@@ -17,6 +17,7 @@ from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.transport import ranks as rank_groups
 from openrecycle.agent.transport.ranks import Ranks
 from tests.agent.launches import warm
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -68,7 +69,7 @@ def _pair(work: Callable[..., None], *told: object) -> list[Connection]:
 
 @pytest.mark.parametrize(
     ("collective", "made_ahead"),
-    [("gather", False), ("all_reduce", True), ("reduce_scatter", True), ("of a line", True)],
+    [("gather", False), ("all_reduce", True), ("reduce_scatter", True), (golden("of-a-line"), True)],
 )
 def test_a_wait_that_nothing_wakes_ends_when_the_group_is_cancelled(
     collective: str, made_ahead: bool, tmp_path: Path

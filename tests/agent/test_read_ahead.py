@@ -20,6 +20,7 @@ from openrecycle import Faults, JobFailed, Loading, Planning
 from openrecycle.agent.models.data import Read, ReadAhead, stream_of
 from tests.agent import masked_jobs, own_jobs, streamed_jobs, wrong_jobs
 from tests.conftest import at_length
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -189,7 +190,7 @@ def unsendable(*place: int) -> Any:
     return own_jobs.data(*place), Unsendable(0)
 
 
-@pytest.mark.parametrize("asked", ["between the iterations", "in an op", "in an op, by its reader"])
+@pytest.mark.parametrize("asked", ["between the iterations", golden("in-an-op"), golden("in-an-op-by-its")])
 def test_without_shared_memory_the_worker_reads_by_itself(asked: str, caplog: pytest.LogCaptureFixture) -> None:
     ahead = ReadAhead(Read(partial(unreachable, os.getpid()) if "reader" not in asked else unsendable, 0), 2)
     places = [(0, 0, m) for m in range(3)]

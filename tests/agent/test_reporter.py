@@ -240,9 +240,9 @@ def test_a_loop_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"console": "nowhere"}, "console: got 'nowhere'"),
-        ({"worker": "W1_0"}, "worker: got 'W1_0', expected a worker of the grid, W0_0 to W0_0"),
+        ({"worker": "W1_0"}, golden("worker-got-w1-0-expected")),
         ({"worker": "me"}, "worker: got 'me'"),
-        ({"profile": "no/such.json"}, "profile: got 'no/such.json', expected a profile, or the document of a job"),
+        ({"profile": "no/such.json"}, golden("profile-got-no-such-json")),
         ({"run": "night\nrun"}, "run: got"),
         ({"run": "Läufe"}, "run: got"),
         ({"iterations": 0}, "iterations: got 0"),

@@ -314,10 +314,10 @@ def test_without_a_micro_batch_the_loss_is_another_one() -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ({"said": f"{WARNING}the console does not answer"}, True),
+        ({"said": golden("the-console-does-not-answer", WARNING)}, True),
         ({"said": "job 7 at http://127.0.0.1:8501"}, False),
         ({"warning": "W0_1 is at a forward for 90 s"}, True),
-        ({"checkpoint": {"iteration": 3, "problem": "the disk is full"}}, True),
+        ({"checkpoint": {"iteration": 3, "problem": golden("the-disk-is-full")}}, True),
         ({"checkpoint": {"iteration": 3, "problem": None}}, False),
         ({"validation": {"iteration": 3, "coefficient": None, "redone": False}}, True),
         ({"validation": {"iteration": 3, "coefficient": 0.5, "redone": False}}, False),

@@ -8,6 +8,7 @@ import pytest
 
 from tests.agent.runs import ITERATIONS, Run, fault_free, small
 from tests.conftest import at_length
+from tests.golden import golden
 
 # One test process for all of these: they share the fault-free run they compare with.
 pytestmark = pytest.mark.processes
@@ -28,15 +29,15 @@ def _same_bits(run: Run, reference: Run) -> None:
 @pytest.mark.parametrize(
     ("moment", "kill"),
     [
-        at_length("before anything else", "W0_0@0:F0"),
+        at_length(golden("before-anything-else"), "W0_0@0:F0"),
         at_length("warm-up", "W1_0@2:F1"),
         ("steady state", "W0_1@3:I1"),
         at_length("steady state, a weight gradient", "W1_2@3:W2"),
         at_length("cool-down", "W0_2@3:W3"),
-        at_length("cool-down of the first stage", "W1_0@2:I3"),
+        at_length(golden("cool-down-of-the-first-stage"), "W1_0@2:I3"),
         at_length("during the reduction", "W1_1@3:R"),
-        at_length("right before the step", "W0_1@3:O"),
-        at_length("right before the first stage's last step", "W0_0@5:O"),
+        at_length(golden("right-before-the-step"), "W0_1@3:O"),
+        at_length(golden("right-before-the-first-stages"), "W0_0@5:O"),
     ],
 )
 def test_one_death(moment: str, kill: str, reference: Run, tmp_path: Path) -> None:

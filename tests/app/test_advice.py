@@ -84,7 +84,7 @@ def test_what_can_not_be_done_is_never_called_best() -> None:
 
 @pytest.mark.parametrize(
     ("automatic", "way", "words"),
-    [(True, MIGRATE, "and this job does so now."), (False, REROUTE, "and an operator may choose it.")],
+    [(True, MIGRATE, golden("and-this-job-does-so")), (False, REROUTE, golden("and-an-operator-may-choose"))],
 )
 def test_a_clearly_better_move_is_made(automatic: bool, way: str, words: str) -> None:
     options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 5, 8.0))

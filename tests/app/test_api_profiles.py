@@ -15,6 +15,7 @@ from openrecycle.app.server import create_routes
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.plan import StageDoc, job_doc
 from openrecycle.planner.profiles import job_on, load_profile, shipped
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -79,10 +80,10 @@ def test_a_job_takes_its_op_times_by_name(client: TestClient) -> None:
     [
         ({"profile_name": "none"}, 404, "profile: got 'none'"),
         ({"profile_name": "../x"}, 422, "profile_name: got '../x'"),
-        ({"profile_name": "uneven", "stages": 4}, 422, "profile 'uneven': stages: got 4, expected 3, as the profile"),
+        ({"profile_name": "uneven", "stages": 4}, 422, golden("profile-uneven-stages-got-4")),
         ({"profile_name": "uneven", "profile": UNEVEN}, 422, "profile, profile_name: got both"),
         ({"profile_name": "uneven", "durations": {"F": 1}}, 422, "durations: got"),
-        ({"profile_name": shipped()[0], "stages": 999}, 422, "stages: got 999, expected at most"),
+        ({"profile_name": shipped()[0], "stages": 999}, 422, golden("stages-got-999-expected-at")),
     ],
 )
 def test_a_job_without_such_a_profile(client: TestClient, change: dict[str, Any], status: int, words: str) -> None:
@@ -117,13 +118,13 @@ def test_a_catalog_takes_its_op_times_by_name(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("name", "document", "status", "words"),
     [
-        (shipped()[0], UNEVEN, 409, "comes with the planner; choose another name"),
+        (shipped()[0], UNEVEN, 409, golden("comes-with-the-planner-choose")),
         (".hidden", UNEVEN, 422, "name: got '.hidden'"),
         ("x" * 81, UNEVEN, 422, "name: got 'xxx"),
-        ("x", {**UNEVEN, "transfers": [1]}, 422, "transfers: got 1, expected one per stage boundary, 2 in all"),
-        ("x", {**UNEVEN, "surprise": 1}, 422, "surprise: got 1, expected no field of that name"),
-        ("x", {"profile_version": 1}, 422, "model: missing, expected a value"),
-        ("x", [], 422, "expected a valid dictionary"),
+        ("x", {**UNEVEN, "transfers": [1]}, 422, golden("transfers-got-1-expected-one")),
+        ("x", {**UNEVEN, "surprise": 1}, 422, golden("surprise-got-1-expected-no")),
+        ("x", {"profile_version": 1}, 422, golden("model-missing-expected-a-value")),
+        ("x", [], 422, golden("expected-a-valid-dictionary")),
         ("x", {**UNEVEN, "pipelines": 10**9}, 422, "pipelines"),
     ],
 )

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.processes
     ("report", "severity", "words"),
     [
         (ValidationReport(iteration=7, coefficient=None, redone=False), "warning", "iteration 7 is skipped"),
-        (ValidationReport(iteration=7, coefficient=None, redone=True), "warning", "was rolled back"),
-        (ValidationReport(iteration=7, coefficient=0.25, redone=True), "info", "clipped to 0.25 of their length"),
-        (ValidationReport(iteration=7, coefficient=1.0, redone=True), "info", "without the clipping"),
+        (ValidationReport(iteration=7, coefficient=None, redone=True), "warning", golden("was-rolled-back")),
+        (ValidationReport(iteration=7, coefficient=0.25, redone=True), "info", golden("clipped-to-0-25-of")),
+        (ValidationReport(iteration=7, coefficient=1.0, redone=True), "info", golden("without-the-clipping")),
     ],
 )
 def test_a_validation_is_a_line_of_the_feed_once(

@@ -6,6 +6,7 @@ import pytest
 
 from openrecycle.app.console.leadership import Action, LeaseTimes, Seen, decide
 from openrecycle.db.session import Lease
+from tests.golden import golden
 
 TIMES = LeaseTimes(renew=1.0, lease=4.0, poll=0.5)
 OURS = Lease(3, "me", "http://me:8501", 0.1)
@@ -17,12 +18,12 @@ RESIGNED = Lease(4, "", "http://other:8501", 0.2)
 @pytest.mark.parametrize(
     ("seen", "action", "says"),
     [
-        (Seen(True, True, OURS), Action.STAY, "this console leads (term 3)"),
-        (Seen(False), Action.STEP_DOWN, "the connection to the database is lost"),
+        (Seen(True, True, OURS), Action.STAY, golden("this-console-leads-term-3")),
+        (Seen(False), Action.STEP_DOWN, golden("the-connection-to-the-database")),
         (Seen(True, True, THEIRS), Action.STEP_DOWN, "http://other:8501 leads"),
-        (Seen(True, False, OURS), Action.STEP_DOWN, "taken from this console"),
-        (Seen(True, True, Lease(3, "", "", 0.1)), Action.STEP_DOWN, "taken from this console"),
-        (Seen(True, True, None), Action.STEP_DOWN, "another console leads"),
+        (Seen(True, False, OURS), Action.STEP_DOWN, golden("taken-from-this-console")),
+        (Seen(True, True, Lease(3, "", "", 0.1)), Action.STEP_DOWN, golden("taken-from-this-console")),
+        (Seen(True, True, None), Action.STEP_DOWN, golden("another-console-leads")),
     ],
 )
 def test_of_a_console_that_leads(seen: Seen, action: Action, says: str) -> None:
@@ -34,18 +35,18 @@ def test_of_a_console_that_leads(seen: Seen, action: Action, says: str) -> None:
 @pytest.mark.parametrize(
     ("seen", "action", "says"),
     [
-        (Seen(False), Action.WAIT, "the database does not answer"),
+        (Seen(False), Action.WAIT, golden("the-database-does-not-answer-2")),
         (Seen(True, True, None), Action.LEAD, "nobody leads"),
         (Seen(True, True, RESIGNED), Action.LEAD, "nobody leads after term 4"),
         # Its process is gone, and the lock with it: the lease need not run out.
         (Seen(True, True, THEIRS), Action.LEAD, "nobody leads after term 4"),
-        (Seen(True, False, THEIRS), Action.WAIT, "http://other:8501 leads (term 4); it was heard 0.4 s ago"),
-        (Seen(True, False, SILENT), Action.EVICT, "http://other:8501 leads, but was not heard for 4.0 s"),
+        (Seen(True, False, THEIRS), Action.WAIT, golden("http-other-8501-leads-term")),
+        (Seen(True, False, SILENT), Action.EVICT, golden("http-other-8501-leads-but")),
         # Its own connection broke, and the database has not noticed.
-        (Seen(True, False, OURS), Action.EVICT, "the lead of term 3 for an earlier connection of this console"),
+        (Seen(True, False, OURS), Action.EVICT, golden("the-lead-of-term-3")),
         # The lock is taken and no lease tells by whom: that one is not ended.
-        (Seen(True, False, None), Action.WAIT, "another console is about to lead"),
-        (Seen(True, False, Lease(4, "", "", 1e9)), Action.WAIT, "another console is about to lead"),
+        (Seen(True, False, None), Action.WAIT, golden("another-console-is-about-to")),
+        (Seen(True, False, Lease(4, "", "", 1e9)), Action.WAIT, golden("another-console-is-about-to")),
     ],
 )
 def test_of_a_console_that_does_not(seen: Seen, action: Action, says: str) -> None:

@@ -183,9 +183,9 @@ def test_the_cookie_can_not_be_made_up(browser: requests.Session, console: Conso
         (("[auth]", "[other]"), "[auth] is missing"),
         (("client_id", "client"), "[auth] client_id: missing"),
         (("/oauth2callback", "/"), "redirect_uri: got"),
-        (("c" * 40, "short"), "cookie_secret is too short"),
-        (('server_metadata_url = "http', 'server_metadata_url = "ftp'), "expected an http(s) address"),
-        (("[auth]", "[auth"), "is not TOML"),
+        (("c" * 40, "short"), golden("cookie-secret-is-too-short")),
+        (('server_metadata_url = "http', 'server_metadata_url = "ftp'), golden("expected-an-http-s-address")),
+        (("[auth]", "[auth"), golden("is-not-toml")),
     ],
 )
 def test_what_is_wrong_with_the_file_is_said_without_its_secrets(

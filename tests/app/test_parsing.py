@@ -104,7 +104,7 @@ def test_every_route_with_a_body_reads_large_ones_beside_the_loop(routes: list[A
             "/solves",
             {"kind": "migrations", "job": DOCUMENT, "stages": 2},
             422,
-            "expected none of them beside job",
+            golden("expected-none-of-them-beside"),
         ),
         ("POST", "/catalogs", {"job": DOCUMENT, "technique": "magic"}, 422, "technique: got 'magic'"),
         ("PUT", "/profiles/long", DOCUMENT, 201, '"stages":200'),
@@ -139,7 +139,7 @@ def test_a_long_body_is_answered_as_a_short_one(
         ("/jobs", {**SPEC, "profile": {**DOCUMENT, "capacity_bytes": [-1] * 300_000}}, "profile.capacity_bytes"),
         ("/solves", {"kind": "plan", "job": DOCUMENT, "failed": ["x"] * 300_000}, "plan.failed.0: got 'x'"),
         ("/jobs/{job_id}/heartbeats", {"heartbeats": [{}] * 8_192}, "heartbeats.0.worker: missing"),
-        ("/jobs/{job_id}/heartbeats", {"heartbeats": [BEAT] * 8_192, "x": 1}, "x: got 1, expected no field"),
+        ("/jobs/{job_id}/heartbeats", {"heartbeats": [BEAT] * 8_192, "x": 1}, golden("x-got-1-expected-no")),
         ("/jobs/{job_id}/measured", {"starts_us": [-1] * 99_999}, "worker: missing"),
         ("/jobs/{job_id}/iterations", {"iterations": [{}] * 1_000}, "iterations.0.iteration: missing"),
         ("/jobs/{job_id}/choice", {"name": "x", "failed": ["x"] * 16_000}, "failed.0: got 'x'"),
@@ -158,19 +158,19 @@ def test_of_many_wrong_entries_the_first_is_said(routes: list[APIRoute], path: s
 @pytest.mark.parametrize(
     ("body", "detail"),
     [
-        (b"[" * (MOST_CONTAINERS + 1), "the body: got 65,537 objects and lists, expected at most 65,536"),
-        (b"[" + b"{}," * MOST_CONTAINERS, "the body: got 65,537 objects and lists"),
-        (b'{"a":1,' * (MOST_FIELDS + 1), "objects and lists"),
-        (b'"' + b":" * (MOST_FIELDS + 1) + b'"', "the body: got 131,073 fields, expected at most 131,072"),
-        (b"[" * 5_000, "the body is not JSON: "),
-        (b"\xff" * 9_000, "the body is not JSON: "),
+        (b"[" * (MOST_CONTAINERS + 1), golden("the-body-got-65-537-objects")),
+        (b"[" + b"{}," * MOST_CONTAINERS, golden("the-body-got-65-537")),
+        (b'{"a":1,' * (MOST_FIELDS + 1), golden("objects-and-lists")),
+        (b'"' + b":" * (MOST_FIELDS + 1) + b'"', golden("the-body-got-131-073")),
+        (b"[" * 5_000, golden("the-body-is-not-json")),
+        (b"\xff" * 9_000, golden("the-body-is-not-json")),
         (
             json.dumps({"x": [1, {"deep": {str(i): i for i in range(MOST_FIELDS_OF_ONE + 1)}}]}).encode(),
-            "deep: got an object with 16,385 fields, expected at most 16,384",
+            golden("deep-got-an-object-with"),
         ),
         (
             json.dumps({"speeds": {f"W{i}_0": 1 for i in range(1_000)} | {"X" * 200: 1}}).encode(),
-            f"speeds: got {'X' * 80!r} among 1,001 fields, expected workers such as W1_2, or at most 256 fields",
+            golden("speeds-got-among-1-001", f"{'X' * 80!r}"),
         ),
     ],
 )
@@ -202,9 +202,9 @@ def test_of_thousands_of_wrong_speeds_the_first_are_said(value: object) -> None:
     [
         (
             {"workers": {str(i): 1 for i in range(20_000)}},
-            "workers: got an object with 20,000 fields, expected at most",
+            golden("workers-got-an-object-with"),
         ),
-        ({"job": {"profiles": [{}] * 150_000}}, "the body: got 150,004 objects and lists, expected at most 150,000"),
+        ({"job": {"profiles": [{}] * 150_000}}, golden("the-body-got-150-004")),
     ],
 )
 def test_a_plan_with_a_million_wrong_things_is_refused_for_their_number(plan: Any, wrong: str) -> None:

@@ -24,6 +24,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -137,7 +138,7 @@ def test_the_papers_worked_example_is_made_on_the_spot(here: ConsoleHere) -> Non
         ("measured:nobody", 404, "job: got 'nobody'"),
         ("made:staggered:none:nobody", 404, "job: got 'nobody'"),
         ("made:staggered:none:2x2x2:W7_0", 422, "failed: got 'W7_0'"),
-        ("made:staggered:none:2x2x2:W0_0+W1_0", 422, "stage 0 has no living worker"),
+        ("made:staggered:none:2x2x2:W0_0+W1_0", 422, golden("stage-0-has-no-living")),
     ],
 )
 def test_what_nothing_stands_behind(here: ConsoleHere, text: str, status: int, words: str) -> None:

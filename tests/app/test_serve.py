@@ -89,7 +89,7 @@ def test_a_port_that_is_taken() -> None:
         (("--port", "70000"), "--port: got 70000"),
         at_length(("--host", "nowhere.invalid"), "--host"),
         at_length(("--port", "0", "--database-url", "mysql://a:secret@b/c"), "got a mysql database"),
-        (("--port", "0", "--database-url", "postgresql://a:secret@127.0.0.1:1/c"), "can't be used"),
+        (("--port", "0", "--database-url", "postgresql://a:secret@127.0.0.1:1/c"), golden("cant-be-used")),
     ],
 )
 def test_settings_that_make_no_console(options: tuple[str, ...], part: str) -> None:
@@ -102,8 +102,8 @@ def test_settings_that_make_no_console(options: tuple[str, ...], part: str) -> N
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        (("--suspect", "0.5"), "suspect: got 0.5, expected at least two heartbeats (2 s)"),
-        (("--dead", "3"), "dead: got 3.0, expected more than suspect (5 s)"),
+        (("--suspect", "0.5"), golden("suspect-got-0-5-expected")),
+        (("--dead", "3"), golden("dead-got-3-0-expected")),
     ],
 )
 def test_time_outs_that_are_none(options: tuple[str, ...], part: str) -> None:

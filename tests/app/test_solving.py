@@ -189,10 +189,10 @@ def test_copies_cost_what_the_profile_or_the_request_says() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"solver": "magic"}, InputError, "solver: got 'magic', expected one of auto"),
+        ({"solver": "magic"}, InputError, golden("solver-got-magic-expected-one")),
         ({"memory": "lots"}, InputError, "memory: got 'lots'"),
-        ({"failed": ("W9_0",)}, InputError, "failed: got 'W9_0', expected a worker of the grid"),
-        ({"failed": ("W0_1", "W1_1", "W2_1")}, InfeasibleError, "stage 1 has no living worker"),
+        ({"failed": ("W9_0",)}, InputError, golden("failed-got-w9-0-expected")),
+        ({"failed": ("W0_1", "W1_1", "W2_1")}, InfeasibleError, golden("stage-1-has-no-living-worker-2")),
     ],
 )
 def test_what_can_not_be_planned_is_said_by_the_child_too(

@@ -110,9 +110,9 @@ def test_the_tokens_of_a_job_end_after_it(database: Database) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"role": "administer"}, "role: got 'administer', expected view, operate or agent"),
-        ({"role": "view", "job_id": JOB}, "job: got '0123456789ab', expected none with role view"),
-        ({"role": "view", "days": 0}, "days: got 0, expected more than 0, at most 3650"),
+        ({"role": "administer"}, golden("role-got-administer-expected-view")),
+        ({"role": "view", "job_id": JOB}, golden("job-got-0123456789ab-expected-none")),
+        ({"role": "view", "days": 0}, golden("days-got-0-expected-more-than")),
         ({"role": "view", "name": "a\nb"}, "name: got 'a\\nb', expected 1 to 80 printable"),
     ],
 )

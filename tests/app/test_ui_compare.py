@@ -135,8 +135,8 @@ def test_plans_of_any_kind_and_unit_stand_on_one_axis(console: ConsoleService, j
     [
         (["nonsense", "made:fault-free:1f1b:3x4x6"], "plans: got 'nonsense'"),
         (["saved:0123", "made:fault-free:1f1b:3x4x6"], "plan: got '0123'"),
-        (["made:staggered:none:2x2x2:W0_0+W1_0", "made:fault-free:1f1b:3x4x6"], "stage 0 has no living worker"),
-        ([f"made:staggered:{n}:2x2x2" for n in range(4, 9)], f"plans: got 5, expected at most {MOST}"),
+        (["made:staggered:none:2x2x2:W0_0+W1_0", "made:fault-free:1f1b:3x4x6"], golden("stage-0-has-no-living")),
+        ([f"made:staggered:{n}:2x2x2" for n in range(4, 9)], golden("plans-got-5-expected-at", MOST)),
     ],
 )
 def test_what_a_link_has_wrong_is_said_and_the_rest_is_shown(

@@ -164,9 +164,9 @@ def test_files_are_taken_up(form: str) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"not json", "the file is not JSON"),
-        (b"\xff\xfe", "the file is not JSON"),
-        (b"[]", "neither a profile, nor a job, nor a plan"),
+        (b"not json", golden("the-file-is-not-json-2")),
+        (b"\xff\xfe", golden("the-file-is-not-json-2")),
+        (b"[]", golden("neither-a-profile-nor-a")),
         (b"{}", "pipelines"),
         (json.dumps({"profile_version": 1}).encode(), "model"),
         (job_doc(MEASURED).model_copy(update={"transfers": (1, 2)}).model_dump_json().encode(), "transfers: got"),

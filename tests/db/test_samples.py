@@ -22,6 +22,7 @@ from openrecycle.db.heartbeats import (
     unpack,
 )
 from tests.conftest import examples
+from tests.golden import golden
 
 T = 1_700_000_040  # a whole minute
 
@@ -103,10 +104,10 @@ def block(n: int, body: bytes) -> bytes:
     [
         (b"", "ends early"),
         (struct.pack("<BI", 9, 0), "format 9, expected 1"),
-        (block(MAX_SAMPLES + 1, b""), "expected at most 200,000"),
-        (block(1, b"\0" * 10), "has not the 173 bytes that 1 samples take"),
-        (block(1, b"\0" * 50_000_000), "has not the 173 bytes"),
-        (block(0, b"") + b"more", "has not the 0 bytes"),
+        (block(MAX_SAMPLES + 1, b""), golden("expected-at-most-200-000")),
+        (block(1, b"\0" * 10), golden("has-not-the-173-bytes-that")),
+        (block(1, b"\0" * 50_000_000), golden("has-not-the-173-bytes")),
+        (block(0, b"") + b"more", golden("has-not-the-0-bytes")),
         (struct.pack("<BI", 1, 1) + b"not deflated", "damaged"),
         (block(1, b"\0" * 173), "can't be"),
     ],

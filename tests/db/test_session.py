@@ -19,9 +19,9 @@ from tests.golden import golden
         ("mysql://u:secret@h/d", "got a mysql database, expected sqlite:///"),
         ("sqlite://", "in memory, expected sqlite:///path/to/file.db"),
         ("sqlite:///:memory:", "in memory"),
-        ("no address, secret", "can't be read as an address"),
-        ("sqlite:////dev/null/x.db", "can't be written"),
-        ("sqlite:////tmp/\udcff.db", "expected a name in UTF-8"),
+        ("no address, secret", golden("cant-be-read-as-an")),
+        ("sqlite:////dev/null/x.db", golden("cant-be-written")),
+        ("sqlite:////tmp/\udcff.db", golden("expected-a-name-in-utf-8")),
     ],
 )
 def test_an_address_that_is_none_is_refused_without_repeating_secrets(url: str, says: str) -> None:

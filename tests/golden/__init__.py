@@ -3,7 +3,7 @@
 A test names one: `assert golden("all-workers-are-gone") in error`. What is there for `match=` is a pattern.
 `pytest --golden -n 0` writes the words that were found into the file where a comparison by == or `in` finds others; of
 all other sentences the failing test shows what there is now.
-`python -m tests.golden` moves sentences that asserts quote there.
+`python -m tests.golden` moves sentences there that asserts and parameters quote.
 """
 
 from __future__ import annotations
@@ -102,8 +102,11 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def quoted(source: str) -> Iterator[ast.Constant | ast.JoinedStr]:
-    """The sentences of the product in the asserts of a test, and in its `match=`."""
+    """The sentences of the product in the asserts of a test, in its `match=`, and in its parameters."""
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.parametrize":
+            for argument in node.args:
+                yield from _sentences(argument)
         if isinstance(node, ast.Assert):
             yield from _sentences(node.test)
         elif isinstance(node, ast.keyword) and node.arg == "match":

@@ -1,4 +1,4 @@
-"""`python -m tests.golden`: moves the sentences that asserts of tests quote into wording.json."""
+"""`python -m tests.golden`: moves the sentences that tests quote in asserts and parameters into wording.json."""
 
 from __future__ import annotations
 

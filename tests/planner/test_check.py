@@ -213,13 +213,13 @@ def test_backward_on_another_worker_than_its_forward(schedule: Schedule) -> None
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"pipeline": 7}, "outside the grid"),
+        ({"pipeline": 7}, golden("outside-the-grid")),
         ({"micro_batch": 6}, "micro-batches are 0 to 5"),
         ({"micro_batch": -1}, "micro-batches are 0 to 5"),
-        ({"stage": 1}, "stands in the row of W0_2"),
-        ({"worker": Worker(2, 2)}, "stands in the row of W0_2"),
+        ({"stage": 1}, golden("stands-in-the-row-of")),
+        ({"worker": Worker(2, 2)}, golden("stands-in-the-row-of")),
         ({"kind": "X"}, "unknown kind 'X'"),
-        ({"duration": 9}, "lasts other than its 1"),
+        ({"duration": 9}, golden("lasts-other-than-its-1")),
         ({"start": -5}, "before time 0"),
     ],
     ids=str,

@@ -131,7 +131,7 @@ def test_unreadable_files_exit_2_without_a_traceback(tmp_path: Path, plan_file: 
     [
         (["--fail", "W9_9"], "--fail", "W9_9"),
         (["--fail", "bogus"], "--fail", "bogus"),
-        (["--fail", "W0_1", "--fail", "W1_1", "--fail", "W2_1"], "stage 1", "no living worker"),
+        (["--fail", "W0_1", "--fail", "W1_1", "--fail", "W2_1"], "stage 1", golden("no-living-worker")),
         (["--memory", "0"], "--memory", "'0'"),
         (["--memory", "lots"], "--memory", "'lots'"),
         (["--technique", "magic"], "--technique", "'magic'"),
@@ -151,7 +151,7 @@ def test_unreadable_files_exit_2_without_a_traceback(tmp_path: Path, plan_file: 
         (["--micro-batches", "-6"], "micro_batches", "-6"),
         (["--stages", "1000000000000"], "ops", "at most 4,000,000"),
         (["--out", "/no/such/folder/plan.json"], "--out", "/no/such/folder"),
-        (["--profile", "/no/such/file"], "/no/such/file", "can't be read"),
+        (["--profile", "/no/such/file"], "/no/such/file", golden("cant-be-read")),
     ],
     ids=" ".join,
 )

@@ -52,16 +52,16 @@ def test_any_unit_and_fingerprint_survive_yaml(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "plan.yaml is not a plan"),
-        ("a: [", "plan.yaml is not YAML"),
-        ("a: &x [1]\nb: *x", "aliases are not accepted"),
-        ("!!python/object/apply:os.getcwd []", "plan.yaml is not YAML"),
-        ("schema_version: 2", "plan.yaml is not a plan"),
-        ("[" * 3000, "plan.yaml is not YAML"),
-        ("a: 2021-13-45", "plan.yaml is not YAML"),
-        ("a: !!bool x", "plan.yaml is not YAML"),
-        ("a: !!timestamp x", "plan.yaml is not YAML"),
-        (b"\xff\xfe\x00", "plan.yaml is not YAML"),
+        ("", golden("plan-yaml-is-not-a")),
+        ("a: [", golden("plan-yaml-is-not-yaml")),
+        ("a: &x [1]\nb: *x", golden("aliases-are-not-accepted")),
+        ("!!python/object/apply:os.getcwd []", golden("plan-yaml-is-not-yaml")),
+        ("schema_version: 2", golden("plan-yaml-is-not-a")),
+        ("[" * 3000, golden("plan-yaml-is-not-yaml")),
+        ("a: 2021-13-45", golden("plan-yaml-is-not-yaml")),
+        ("a: !!bool x", golden("plan-yaml-is-not-yaml")),
+        ("a: !!timestamp x", golden("plan-yaml-is-not-yaml")),
+        (b"\xff\xfe\x00", golden("plan-yaml-is-not-yaml")),
     ],
 )
 def test_yaml_that_is_no_plan_is_refused_in_one_sentence(text: str | bytes, says: str) -> None:

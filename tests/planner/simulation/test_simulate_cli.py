@@ -120,7 +120,7 @@ def test_drawn_failures_and_a_sweep(simulate: Any) -> None:
     [
         (["--policy", "oobleck", *TRACE, *TABLES], "--model"),
         (["--policy", "oobleck", *TRACE, *TABLES[:2], "--model", "gpt-2"], "--costs"),
-        (["--policy", "oobleck", *TRACE, *TABLES, "--model", "gpt-9"], "no row for oobleck, gpt-9"),
+        (["--policy", "oobleck", *TRACE, *TABLES, "--model", "gpt-9"], golden("no-row-for-oobleck-gpt-9")),
         (["--policy", "other", *TRACE, *TABLES, "--model", "gpt-2"], "--policy: got 'other'"),
         (["--policy", "oobleck", *TRACE, *TABLES, "--model", "gpt-2", "--stages", "4"], "--stages"),
         (["--policy", "oobleck", "--mtbf", "5", *TABLES, "--model", "gpt-2"], "--trace"),

@@ -81,7 +81,7 @@ NO_NUMBERS = (
 @pytest.mark.parametrize(
     ("text", "where", "value"),
     [
-        ("", "bad", "an empty file"),
+        ("", "bad", golden("an-empty-file")),
         ("hello\n", "bad line 1", "hello"),
         ("0,add,a\n\n5,drop,a\n", "bad line 3", "drop"),
         ("0,add,a\n5,remove,b\n", "bad line 2", "b"),
@@ -97,7 +97,7 @@ NO_NUMBERS = (
         ("2021-12-11, 11:11:30, 5\n2021-13-11, 11:11:30, 5\n", "bad line 2", "2021-13-11, 11:11:30"),
         ("0,3\n5,x\n", "bad line 2", "x"),
         ("5,3\n4,3\n", "bad line 2", "4"),
-        ("0,0\n5,0\n", "bad", "counts that are all 0"),
+        ("0,0\n5,0\n", "bad", golden("counts-that-are-all-0")),
         ("0:3 .5:x\n", "bad line 1", ".5:x"),
         ("0:3 .5:2\n.4:3\n", "bad line 2", ".4:3"),
         ("0:3 .5:2 end\n", "bad line 1", "end"),
