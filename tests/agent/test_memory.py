@@ -228,3 +228,33 @@ def test_a_worker_that_its_capacity_is_too_small_for_is_warned_of() -> None:
     options = _options()
     tight = replace(options, job=replace(options.job, capacity_bytes=(1000, 1000)))
     assert check_workload(chain, tight).warning
+
+
+@pytest.mark.parametrize("optimization", [Optimization(), Optimization(clip_norm=1.0, sharding="zero1")])
+def test_layers_that_move_take_what_they_would_take_from_the_start(optimization: Optimization, tmp_path: Path) -> None:
+    chain: Any = Chain()
+    checkpoints = Checkpoints(directory=str(tmp_path), every=5)
+    options = TrainingOptions(job=Job.uniform(3, 2, 3), optimization=optimization, checkpoints=checkpoints)
+    workers, found = list(options.job.workers()), check_workload(chain, options)
+    assert found.room(chain, options, [(workers, None)]) is None, "nobody knows what there is"
+    assert found.room(chain, options, [(workers, 1 << 30)]) is None, "there is enough for any layers"
+    room = found.room(chain, options, [(workers, found.of(workers)), ([], 5)])
+    assert room is not None and room.places == ((found.of(workers), (3, 3)),)
+    begun = room.taken((2, 2), (2, 2), (3, 3))
+    assert begun == [stage.total for stage in found.stages]
+    assert room.refusal((2, 2), (2, 2), (3, 3)) == "" != room.refusal((3, 1), (2, 2), (3, 3))
+    moved = check_workload(chain, replace(options, planning=Planning(partition="3,1")))
+    # Beside what is received and written at a time, which need not grow with the layers.
+    assert room.taken((3, 1), (3, 1), (3, 3)) == pytest.approx([stage.total for stage in moved.stages], rel=0.1)
+    while_they_move = room.taken((3, 1), (2, 2), (3, 3))
+    assert while_they_move == [room.taken((3, 1), (3, 1), (3, 3))[0], begun[1]]
+
+
+def test_each_of_a_stages_workers_has_its_capacity_for_layers_that_move() -> None:
+    chain: Any = Chain()
+    options = _options()
+    total = max(stage.total for stage in check_workload(chain, options).stages)
+    options = replace(options, job=replace(options.job, capacity_bytes=(total, total)))
+    room = check_workload(chain, options).room(chain, options, [])
+    assert room is not None and room.places == ((total, (1, 0)), (total, (0, 1)))
+    assert room.refusal((3, 1), (2, 2), (1, 2))
