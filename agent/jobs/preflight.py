@@ -102,7 +102,8 @@ class StageMemory:
     computed or stepped at a time; where they are clipped after a step, of all that is stepped beside it. activations:
     of as many micro-batches as a plan may have in flight, with what an op needs for a moment. transfers: what
     neighbours are sent, for as long as it is kept, and what is received ahead. checkpoint: the copy of its
-    share that is written. hand_over: pieces on their way to workers that join.
+    share that is written. hand_over: pieces on their way to workers that join. resume: for the whole state of the
+    stage, as it is read from a checkpoint, as far as there is not room in the others.
     """
 
     parameters: int
@@ -114,6 +115,7 @@ class StageMemory:
     transfers: int = 0
     checkpoint: int = 0
     hand_over: int = 0
+    resume: int = 0
 
     @property
     def copied(self) -> int:
@@ -790,7 +792,7 @@ def _check_memory(
         by_stage = [[named for layer in span for named in own[layer]] for span in spans(partition)]
         return [state_memory(mine, kept.each, kept.apart, optimization, peers).times(ranks) for mine in by_stage]
 
-    plain = states(job.pipelines)
+    plain, alone = states(job.pipelines), states(1)
     if has is not None:
         # Before a micro-batch is tried, which may take the memory that there is not.
         _refuse_above(sum(plain[w.stage].total for w in workers), workers, has, "beside activations", where)
@@ -806,7 +808,10 @@ def _check_memory(
             one = with_activations(state, replace(mine, received=0), [(1, 0), (0, 1)], 0, 1)
             state = with_activations(state, mine, held[stage], job.micro_batches, ranks_that_hold)
         state = replace(state, checkpoint=checkpoint(spans(partition)[stage]))
-        each.append(replace(state, hand_over=hand_over_memory(state, kept.each, job.pipelines)))
+        state = replace(state, hand_over=hand_over_memory(state, kept.each, job.pipelines))
+        if copies and optimization.sharding == "zero1":
+            state = replace(state, resume=max(0, state.parameters + state.sums + alone[stage].copied - state.total))
+        each.append(state)
         least.append(one.total)
 
     def of_layer(number: int, peers: int) -> int:
@@ -873,8 +878,8 @@ def _said(
         def with_peers(count: int) -> str:
             # What there is else stays, but for the checkpoint's copy, of which each has a larger share.
             copies = [stage.checkpoint * peers // count - stage.checkpoint for stage in memory.stages]
-            fewer = zip(states(count), states(peers), totals, copies, strict=True)
-            return _size(max(f.total - s.total + t + copy for f, s, t, copy in fewer))
+            fewer = zip(states(count), states(peers), memory.stages, copies, strict=True)
+            return _size(max(max(m.total, f.total - s.total + m.total - m.resume + c) for f, s, m, c in fewer))
 
         less = f"{with_peers(peers - 1)} once its stage has lost one worker, " if peers > 3 else ""
         text += f", {less}{with_peers(2)} once its stage has two workers left"
@@ -883,4 +888,9 @@ def _said(
 
 _MANY = 1 << 40
 """Workers of a stage, each of which has next to nothing of what is sharded over them."""
-_WORDS = {"sums": "sums of gradients", "undo": "to undo a step", "hand_over": "hand-over of state"}
+_WORDS = {
+    "sums": "sums of gradients",
+    "undo": "to undo a step",
+    "hand_over": "hand-over of state",
+    "resume": "to resume",
+}
