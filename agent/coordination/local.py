@@ -60,6 +60,7 @@ from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MayMove, Worker
 from openrecycle.planner.layers.migration import best_migrations
 from openrecycle.planner.layers.partition import Layout, lay_out
+from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.plan import Plan
 
 _STATE = TypeAdapter(State)
@@ -82,7 +83,7 @@ class LocalCoordination(Coordination):
     (agent.coordination.blame) and all form anew. migrate: move a failure to another stage whenever a shorter plan
     follows; in any case a worker moves to a stage that nobody lives on. back_to: as of State. checkpoint: asked for
     the checkpoint that leads there, by way of `beside`: the newest is read whole, and hashed. relayout: may layers
-    change their stage?
+    change their stage? room: that workers have for layers that do; None: there is enough.
     """
 
     def __init__(
@@ -95,9 +96,12 @@ class LocalCoordination(Coordination):
         checkpoint: Callable[[], str | None] = lambda: None,
         beside: Callable[[Checkpoint], Future[str | Halt]] = in_thread,
         relayout: MayMove = "never",
+        room: LayerRoom | None = None,
     ) -> None:
         job = catalog.job
-        self._relayout = relayout
+        self._relayout, self._room = relayout, room
+        self._no_room = set[str]()
+        """What has been said of partitions that there is no memory for."""
         self._find_beside = beside
         self._restoring: tuple[Generation, Future[str | Halt]] | None = None
         """The newest generation, and the checkpoint that it goes back to, once that is found."""
@@ -218,7 +222,7 @@ class LocalCoordination(Coordination):
         self._looked_at = state.generation
         technique, memory = self._catalog.technique, self._catalog.memory
         find = partial(lay_out, job, frozenset(map(Worker.parse, lost)))
-        found = self._beside.submit(find, technique=technique, memory=memory, present=state.held)
+        found = self._beside.submit(find, technique=technique, memory=memory, present=state.held, room=self._room)
         self._layout = state.generation, found
 
     def _take_layout(self) -> None:
@@ -230,7 +234,11 @@ class LocalCoordination(Coordination):
             self._look_for_layout()  # all is different since
             return
         try:
-            partition = found.result().partition
+            layout = found.result()
+            partition = layout.partition
+            if layout.refused and layout.refused not in self._no_room:
+                self._no_room.add(layout.refused)
+                self._orders.append(LauncherWarning(layout.refused))
             if partition in (held, self._state.unmovable):
                 return
             lost = frozenset(map(Worker.parse, failed))

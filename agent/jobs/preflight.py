@@ -19,7 +19,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -68,6 +68,8 @@ from openrecycle.agent.transport.transfers import PREFETCH
 from openrecycle.agent.workers.state_transfer import PIECE_ELEMENTS
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, in_a_line
 from openrecycle.planner.jobs.job import Job, Problem, StageRoom, Worker, parse_partition
+from openrecycle.planner.jobs.words import gigabytes as _size
+from openrecycle.planner.layers.room import LayerRoom
 
 # -- what memory a job's workers take -----------------------------------------------------------
 
@@ -101,7 +103,8 @@ class StageMemory:
     computed or stepped at a time; where they are clipped after a step, of all that is stepped beside it. activations:
     of as many micro-batches as a plan may have in flight, with what an op needs for a moment. transfers: what
     neighbours are sent, for as long as it is kept, and what is received ahead. checkpoint: the copy of its
-    share that is written. hand_over: pieces on their way to workers that join.
+    share that is written. hand_over: pieces on their way to workers that join. resume: for the whole state of the
+    stage, as it is read from a checkpoint, as far as there is not room in the others.
     """
 
     parameters: int
@@ -113,6 +116,7 @@ class StageMemory:
     transfers: int = 0
     checkpoint: int = 0
     hand_over: int = 0
+    resume: int = 0
 
     @property
     def copied(self) -> int:
@@ -730,17 +734,26 @@ def _equal(one: StageOptimizer, other: StageOptimizer) -> bool:
 
 # -- do the workers fit into memory? ------------------------------------------------------------
 
+Machine = tuple[Collection[Worker], int | None]
+"""The workers on it, and the bytes that they may have, where that is known."""
+
 
 @dataclass(frozen=True)
 class JobMemory:
     """What the workers of each stage take, in bytes. least: that of a worker that has one micro-batch in flight, and
     gives or writes nothing. text: all of it in a sentence. warning: is it more than there is, if all that may be needed
-    at a time is?"""
+    at a time is?
+
+    partition: of the start. layers, held: as of LayerRoom. parameter_bytes: of the whole model."""
 
     stages: tuple[StageMemory, ...]
     least: tuple[int, ...]
     text: str
     warning: bool = False
+    partition: Partition = ()
+    layers: tuple[tuple[int, int], ...] = ()
+    held: tuple[int, ...] = ()
+    parameter_bytes: int = 0
 
     @property
     def told(self) -> tuple[int, ...]:
@@ -750,6 +763,37 @@ class JobMemory:
     def of(self, workers: Collection[Worker]) -> int:
         """All of them together."""
         return sum(self.stages[worker.stage].total for worker in workers)
+
+    def room(self, workload: Workload, options: TrainingOptions, machines: Collection[Machine]) -> LayerRoom | None:
+        """For layers that move; None: there is enough for any, or nobody knows how much there is."""
+        stages = len(self.stages)
+        places = dict[tuple[int, ...], int]()
+        limits = [
+            (tuple(int(s == stage) for s in range(stages)), c) for stage, c in enumerate(options.job.capacity_bytes)
+        ]
+        for workers, has in machines:
+            if workers and has is not None:
+                limits.append((tuple(sum(w.stage == s for w in workers) for s in range(stages)), has))
+        for workers_of, has in limits:
+            places[workers_of] = min(has, places.get(workers_of, has))
+        totals = [stage.total for stage in self.stages]
+        everything = sum(totals) + sum(most - least for least, most in self.layers)
+        if all(sum(workers_of) * everything <= has for workers_of, has in places.items()):
+            return None
+        each = self._activations(workload, options)
+        room = LayerRoom((0,) * stages, self.layers, each, self.held, tuple((has, of) for of, has in places.items()))
+        by_layers = room.taken(self.partition, self.partition, (options.job.pipelines,) * stages)
+        beside = tuple(max(0, total - known) for total, known in zip(totals, by_layers, strict=True))
+        return replace(room, beside=beside)
+
+    def _activations(self, workload: Workload, options: TrainingOptions) -> tuple[int, ...]:
+        """By layer, of a micro-batch. Where the layers can't be run one by one, each has its share of its stage's."""
+        alone, autocast = (1,) * len(self.layers), options.optimization.autocast
+        found = micro_batch_memory(workload, alone, options.seed, autocast, self.parameter_bytes)
+        if found is not None:
+            return tuple(max(one.forward, one.backward) for one in found)
+        shares = zip(self.stages, self.held, self.partition, strict=True)
+        return tuple(one for s, held, n in shares for one in [-(-s.activations // max(1, held * n))] * n)
 
     def check(self, workers: Collection[Worker], has: int | None, where: str) -> str:
         """Returns a warning, or "". has: bytes that they may have. where: they are. Raises InputError where not even
@@ -791,11 +835,19 @@ def _check_memory(
     if ranks > 1:
         divided, own = parts_of_a_rank(workload, sum(partition), options.platform.shape, options.seed)
 
+    copies = 0 if options.checkpoints.directory is None or not on_cpu else 1 + (options.checkpoints.every == 1)
+
+    def checkpoint(span: Iterable[int]) -> int:
+        mine = [parameter for layer in span for parameter in shapes[layer]]
+        return checkpoint_memory(
+            state_memory(mine, kept.each, kept.apart, optimization, 1), job.pipelines, copies=copies
+        )
+
     def states(peers: int) -> list[StageMemory]:
         by_stage = [[named for layer in span for named in own[layer]] for span in spans(partition)]
         return [state_memory(mine, kept.each, kept.apart, optimization, peers).times(ranks) for mine in by_stage]
 
-    plain = states(job.pipelines)
+    plain, alone = states(job.pipelines), states(1)
     if has is not None:
         # Before a micro-batch is tried, which may take the memory that there is not.
         _refuse_above(sum(plain[w.stage].total for w in workers), workers, has, "beside activations", where)
@@ -803,23 +855,31 @@ def _check_memory(
     micro_batches = micro_batch_memory(
         workload, partition, options.seed, optimization.autocast, size, as_workers=on_cpu and not divided
     )
+    # Tensor parallel ranks run every sample, and split some of what they hold of it, or nothing.
+    ranks_that_hold = ranks // options.platform.shape[0] if divided else ranks
     each, least, held = list[StageMemory](), list[int](), _held(options)
     for stage, state in enumerate(plain):
         one = state
         if micro_batches is not None:
-            # Tensor parallel ranks run every sample, and split some of what they hold of it, or nothing.
-            times = ranks // options.platform.shape[0] if divided else ranks
             mine = micro_batches[stage]
             one = with_activations(state, replace(mine, received=0), [(1, 0), (0, 1)], 0, 1)
-            state = with_activations(state, mine, held[stage], job.micro_batches, times)
-        if options.checkpoints.directory is not None and on_cpu:
-            named = [parameter for layer in spans(partition)[stage] for parameter in shapes[layer]]
-            whole = state_memory(named, kept.each, kept.apart, optimization, 1)
-            copies = 1 + (options.checkpoints.every == 1)
-            state = replace(state, checkpoint=checkpoint_memory(whole, job.pipelines, copies=copies))
-        each.append(replace(state, hand_over=hand_over_memory(state, kept.each, job.pipelines)))
+            state = with_activations(state, mine, held[stage], job.micro_batches, ranks_that_hold)
+        state = replace(state, checkpoint=checkpoint(spans(partition)[stage]))
+        state = replace(state, hand_over=hand_over_memory(state, kept.each, job.pipelines))
+        if copies and optimization.sharding == "zero1":
+            state = replace(state, resume=max(0, state.parameters + state.sums + alone[stage].copied - state.total))
+        each.append(state)
         least.append(one.total)
-    made = JobMemory(tuple(each), tuple(least), "")
+
+    def of_layer(number: int, peers: int) -> int:
+        state = state_memory(own[number], kept.each, kept.apart, optimization, peers).times(ranks)
+        # What is computed or stepped at a time need not grow with the layers.
+        once = state.gradients if kept.apart and optimization.clip_norm is None else 0
+        return state.total - once + checkpoint([number])
+
+    in_flight = tuple(ranks_that_hold * max(map(sum, stage)) for stage in held)
+    by_layer = tuple((of_layer(k, _MANY), of_layer(k, 1)) for k in range(len(own)))
+    made = JobMemory(tuple(each), tuple(least), "", False, partition, by_layer, in_flight, size)
     told = [_said(made, held, micro_batches is not None, states, options)]
     told.append(f"all {len(workers)} that are here {_size(made.of(workers))}")
     if has is not None:
@@ -875,16 +935,19 @@ def _said(
         def with_peers(count: int) -> str:
             # What there is else stays, but for the checkpoint's copy, of which each has a larger share.
             copies = [stage.checkpoint * peers // count - stage.checkpoint for stage in memory.stages]
-            fewer = zip(states(count), states(peers), totals, copies, strict=True)
-            return _size(max(f.total - s.total + t + copy for f, s, t, copy in fewer))
+            fewer = zip(states(count), states(peers), memory.stages, copies, strict=True)
+            return _size(max(max(m.total, f.total - s.total + m.total - m.resume + c) for f, s, m, c in fewer))
 
         less = f"{with_peers(peers - 1)} once its stage has lost one worker, " if peers > 3 else ""
         text += f", {less}{with_peers(2)} once its stage has two workers left"
     return text
 
 
-_WORDS = {"sums": "sums of gradients", "undo": "to undo a step", "hand_over": "hand-over of state"}
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+_MANY = 1 << 40
+"""Workers of a stage, each of which has next to nothing of what is sharded over them."""
+_WORDS = {
+    "sums": "sums of gradients",
+    "undo": "to undo a step",
+    "hand_over": "hand-over of state",
+    "resume": "to resume",
+}

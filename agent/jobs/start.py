@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openrecycle.agent.config.devices import memory_limit
 from openrecycle.agent.config.options import ALIVE_SECONDS, TOLD, TrainingOptions
 from openrecycle.agent.config.settings import spelled
 from openrecycle.agent.coordination.launcher import FROM_START
@@ -25,6 +26,7 @@ from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.layers.room import LayerRoom
 
 if TYPE_CHECKING:
     from openrecycle.agent.checkpoints import Origin
@@ -119,13 +121,17 @@ def make_launcher(
     pool = open_pool(role, options.job, source, options.console.token, say, fits) if role else None
     claimed = claim(options.checkpoints)
     origin = _origin(options, source, sum(partition), say)
+    room: LayerRoom | None = None
+    if options.job.layers and options.planning.relayout != "never":
+        machines = [(here, memory_limit()), *(pool.machines if pool else ())] if on_cpu else []
+        room = needed.room(workload, options, machines)
     heartbeat_seconds: float | None = None
     technique, memory = options.planning.limits
     coordination: Coordination
     catalog = Catalog(options.job, technique, memory)
     if options.console.url is None:
         _plan_ahead(catalog)
-        coordination = _local(options, origin, catalog, say)
+        coordination = _local(options, origin, catalog, say, room)
     else:
         url, token, timeouts = options.console.url, options.console.token, options.faults.timeouts
         client = ConsoleClient(url, token=token)
@@ -134,6 +140,7 @@ def make_launcher(
                 options.job,
                 samples_per_micro_batch=workload.samples_per_micro_batch,
                 stage_bytes=needed.told,
+                room=room,
                 **options.told(),
             )
         created = create_job(client, spec, say)
@@ -157,7 +164,7 @@ def make_launcher(
         )
         say(f"job {created.job_id} at {url}")
     options = replace(options, console=replace(options.console, token=None))
-    run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds, bool(shared), divided)
+    run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds, bool(shared), divided, room)
     return launch.Launcher(run, coordination, listener, catalog, pool, claim=claimed)
 
 
@@ -176,7 +183,7 @@ def take_over(succession: Succession, listener: Callable[[dict[str, Any]], None]
     saved, url = takeover.document["decides"], options.console.url
     coordination: Coordination
     if url is None:
-        coordination = local = _local(options, run.origin, catalog, say)
+        coordination = local = _local(options, run.origin, catalog, say, run.room)
         local.restore(saved)
     else:
         coordination = ConsoleCoordination(
@@ -202,7 +209,9 @@ def _connect(url: str, token: str | None, pool: SpreadPool | None) -> Callable[[
     return lambda: ConsoleClient(url, token=token, known=True, lead=pool.lead, deposed=pool.depose)
 
 
-def _local(options: TrainingOptions, origin: Origin | None, catalog: Catalog, say: Say) -> LocalCoordination:
+def _local(
+    options: TrainingOptions, origin: Origin | None, catalog: Catalog, say: Say, room: LayerRoom | None
+) -> LocalCoordination:
     """Without a console."""
     from openrecycle.agent.coordination.local import LocalCoordination
 
@@ -212,6 +221,7 @@ def _local(options: TrainingOptions, origin: Origin | None, catalog: Catalog, sa
         checkpoint=_restore_point(options, origin, say),
         back_to=back_to(options.checkpoints.folder is not None, options.faults.max_restarts),
         relayout=options.planning.relayout,
+        room=room,
     )
 
 

@@ -32,6 +32,7 @@ from pydantic import (
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MayMove, MemoryLimit, Technique, Worker
+from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, job_doc
 
 API = "/api/v1"
@@ -138,7 +139,8 @@ class JobSpec(Message):
     them (agent.config.options). None: not said. max_restarts: so often in a row its launcher starts a worker again by
     itself. ranks_per_worker: processes of each worker. stage_bytes: by stage,
     what a worker may come to take where it computes, beside the program itself, as it was reckoned before the start.
-    own_loop: it has no launcher, and nobody who pauses it or starts its processes.
+    own_loop: it has no launcher, and nobody who pauses it or starts its processes. room: that workers have for layers
+    that move; None: there is enough.
     """
 
     name: Name
@@ -163,6 +165,7 @@ class JobSpec(Message):
     ranks_per_worker: Annotated[int, Field(ge=1, le=RANKS), INTEGER] = 1
     stage_bytes: Annotated[tuple[Count, ...], Field(max_length=16_384)] = ()
     own_loop: StrictBool = False
+    room: LayerRoom | None = None
 
     @classmethod
     def of(cls, job: Job, **about: Any) -> Self:
@@ -203,6 +206,8 @@ class JobSpec(Message):
             raise InputError("relayout", self.relayout, "never for a job whose profile has no layers")
         if self.stage_bytes and len(self.stage_bytes) != self.stages:
             raise InputError("stage_bytes", len(self.stage_bytes), f"{self.stages} numbers, one for each stage")
+        if self.room is not None and not self.room.suits(self.stages, len(job.layers)):
+            raise InputError("room", "another job's", f"that of {self.stages} stages and {len(job.layers)} layers")
         MemoryLimit.parse(self.memory, field="memory").limits(job, Technique(self.technique))
         return job
 

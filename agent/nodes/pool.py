@@ -623,9 +623,8 @@ def open_pool(
         say(f"waiting for {count(role.nodes - 1, 'more node')} at {hub.host}:{hub.port}")
         hub.wait_for_all(NODE_SECONDS)
         if fits is not None:
-            for node in sorted(set(homes.values()) - {role.rank}):
-                workers = [worker for worker, home in homes.items() if home == node]
-                if warning := fits(workers, hub.memory.get(node), f"on node {node}"):
+            for node, (workers, has) in machines(hub, homes, role.rank).items():
+                if warning := fits(workers, has, f"on node {node}"):
                     say(warning)
     except LedElsewhere:
         hub.close("")
@@ -634,6 +633,12 @@ def open_pool(
         hub.close("the job does not start")
         raise
     return SpreadPool(preload(workload), hub, homes)
+
+
+def machines(hub: NodeHub, homes: Mapping[Worker, int], own: int) -> dict[int, tuple[list[Worker], int | None]]:
+    """By node but for the own one: its workers, and the bytes that they may have, where it has said so."""
+    others = sorted(set(homes.values()) - {own})
+    return {node: ([w for w, home in homes.items() if home == node], hub.memory.get(node)) for node in others}
 
 
 def wait_for_name(host: str, port: int, say: Say, seconds: float = NAME_SECONDS) -> None:
@@ -683,6 +688,11 @@ class SpreadPool(ProcessPool):
     def lead(self) -> str:
         """As a console is told which launcher asks."""
         return str(LeadTerm(self._hub.lead_status.term, self._hub.lead_status.rank))
+
+    @property
+    def machines(self) -> list[tuple[list[Worker], int | None]]:
+        """Of the other nodes."""
+        return list(machines(self._hub, self._homes, self._hub.lead_status.rank).values())
 
     def depose(self, why: str) -> None:
         """Another launcher leads; from any thread."""

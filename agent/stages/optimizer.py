@@ -671,8 +671,8 @@ class StageOptimizer:
     def load_state(self, state: StageState, *, own: bool = False) -> None:
         """Takes over a state, wholly or not at all. Of a tensor without values (on the device "meta") they are to
         come: until then a parameter or buffer keeps its own, and what the optimizer keeps is zero. Where that is
-        sharded, the state is that of all shards, or of none. own: nobody else uses its tensors from here on, so that
-        those that the optimizer keeps need not be copied.
+        sharded, the state is that of all shards, or of none. own: nobody else uses it from here on, so that what
+        the optimizer keeps need not be copied, and each tensor is given up once it is taken.
 
         Raises StateError when it is of another stage.
         """
@@ -710,13 +710,18 @@ class StageOptimizer:
                 self.stream.go_on(doc["data"], state.tensors)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise StateError(f"unreadable state: {type(error).__name__} {error}") from None
+        to_come = {name for name in values if state.tensors[doc["model"][name]["tensor"]].is_meta}
+        if own and isinstance(state.tensors, dict):
+            state.tensors.clear()
         with torch.no_grad():
-            for name, value in values.items():
-                if not state.tensors[doc["model"][name]["tensor"]].is_meta:
+            for name in list(values):
+                value = values.pop(name)
+                if name not in to_come:
                     targets[name].copy_(value)
         self.optimizer.state.clear()
-        for name, value in states.items():
-            for parameter, kept in self._cut(parameters[name], value):
+        for name in list(states):
+            # Of a sharded one segments are copied, parameter by parameter.
+            for parameter, kept in self._cut(parameters[name], states.pop(name)):
                 self.optimizer.state[parameter] = kept
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
             _put_options(group, options)

@@ -23,6 +23,7 @@ from openrecycle.agent.models.data import own_numbers
 from openrecycle.agent.models.layers import Partition, StageIO
 from openrecycle.agent.models.workload import NamedWorkload, Workload, WorkloadSource
 from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.plan import read_json
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ class RunSpec:
     partition: layers per stage; (): even. layer_io: what passes between layers; None: each worker finds out.
     origin: of the job's checkpoints, where it writes any. heartbeat_seconds: how often a console is told of each;
     None: there is none. shared_gpus: do workers share GPUs? divided: are micro-batches divided over the ranks of a
-    worker (agent.models.parallelized.parts_of_a_rank)?
+    worker (agent.models.parallelized.parts_of_a_rank)? room: for layers that move.
     """
 
     options: TrainingOptions
@@ -72,6 +73,7 @@ class RunSpec:
     heartbeat_seconds: float | None = None
     shared_gpus: bool = False
     divided: bool = False
+    room: LayerRoom | None = None
 
     def load_workload(self) -> Workload:
         """One that nothing has been trained of, the same each time, also where its making draws numbers without a

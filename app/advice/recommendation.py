@@ -17,9 +17,20 @@ from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.jobs.job import MayMove, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, STAND_BY, layers_move, layers_moved, names, percent
+from openrecycle.planner.jobs.job import MayMove, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.words import (
+    DROP,
+    MIGRATE,
+    REROUTE,
+    STAND_BY,
+    layers_move,
+    layers_moved,
+    names,
+    percent,
+    whole_sentence,
+)
 from openrecycle.planner.layers.partition import lay_out
+from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.packed import to_bytes
 from openrecycle.planner.plans.plan import JobDoc, Plan
 from openrecycle.planner.simulation.engine import RecoveryCosts
@@ -83,7 +94,7 @@ class AdviceRequest:
     worker takes for a stage's state. basis: where the costs and the repair time come from, in words.
     migrate: may workers change their stage? relayout: may layers, as in agent.messages.protocol.JobSpec? partition:
     layers per stage now. move: seconds that training loses when layers move; None: it is assumed. automatic: does the
-    job take the best way by itself?
+    job take the best way by itself? room: that workers have for layers that move; None: there is enough.
     """
 
     owner: str
@@ -104,6 +115,7 @@ class AdviceRequest:
     partition: tuple[int, ...] = ()
     move: float | None = None
     automatic: bool = True
+    room: LayerRoom | None = None
     # More than this, and the job is too large to be advised while it matters.
     timeout: float = 60.0
     makes: bool = True
@@ -133,7 +145,7 @@ def recommendation_document(asked: AdviceRequest) -> bytes:
         move = MOVE_ITERATIONS * planned.full.seconds if asked.move is None else asked.move
         costs = replace(costs, repartition=move)
     advice = advise(PolicyState(failed, asked.since_checkpoint), planned, costs, heals_in=asked.heals_in)
-    made = candidates(advice, planned, failed, migrate=asked.migrate, relayout=asked.relayout)
+    made, refused = candidates(advice, planned, failed, migrate=asked.migrate, relayout=asked.relayout, room=asked.room)
     recommendation = decide(
         advice,
         asked.failed,
@@ -143,20 +155,27 @@ def recommendation_document(asked: AdviceRequest) -> bytes:
         automatic=asked.automatic,
         migrate=asked.migrate,
         relayout=asked.relayout,
+        refused=refused,
     )
     plans = tuple(b64encode(to_bytes(plan)).decode() for _, plan in made if plan is not None)
     return _RECOMMENDATION.dump_json(replace(recommendation, plans=plans))
 
 
 def candidates(
-    advice: Advice, planned: PlannedJob, failed: frozenset[Worker], *, migrate: bool, relayout: MayMove = "never"
-) -> list[tuple[Candidate, Plan | None]]:
+    advice: Advice,
+    planned: PlannedJob,
+    failed: frozenset[Worker],
+    *,
+    migrate: bool,
+    relayout: MayMove = "never",
+    room: LayerRoom | None = None,
+) -> tuple[list[tuple[Candidate, Plan | None]], str]:
     """The ways that the agents can carry out, best first, each with its plan; on a large grid re-routing
-    alone, and no plan: it would be made twice."""
+    alone, and no plan: it would be made twice. And why there is no memory for a better partition; "": there is."""
     options = {option.name: option for option in advice.options}
     stay, moved = options.get(REROUTE), options.get(MIGRATE)
     if stay is None:
-        return []
+        return [], ""
     large = planned.job.ops > PLANNED_OPS
     found = [_candidate(stay, failed, (), "", planned, advice.horizon, None if large else _plan(planned, failed))]
     if moved and moved.migrations and migrate and not large:
@@ -164,9 +183,9 @@ def candidates(
         after = failed - {to for _, to in moves} | {source for source, _ in moves}
         words = ", ".join(f"{source} takes the place of {to}" for source, to in moves)
         found.append(_candidate(moved, after, moves, words, planned, advice.horizon, _plan(planned, after)))
-    laid = options.get(REPARTITION)
+    laid, refused = options.get(REPARTITION), ""
     if laid and relayout != "never" and planned.job.layers and not large:
-        plan = _laid_out(planned, failed)
+        plan, refused = _laid_out(planned, failed, room)
         if plan is not None and plan.partition != planned.job.partition:
             rate = Rate(plan.metrics.period * planned.unit, planned.samples).per_second
             words = layers_move(layers_moved(planned.job.partition, plan.partition))
@@ -184,19 +203,27 @@ def candidates(
             )
             stood_by = Option(STAND_BY, stay.pause, rate)
             found.append(_candidate(stood_by, column, (), words, planned, advice.horizon, plan))
-    return sorted(found, key=lambda pair: merit(pair[0].name, pair[0].samples, pair[0].pause))
+    return sorted(found, key=lambda pair: merit(pair[0].name, pair[0].samples, pair[0].pause)), refused
 
 
-def _laid_out(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:
-    """With the best partition for those who live; where nobody is out, with that of the start."""
+def _laid_out(planned: PlannedJob, failed: frozenset[Worker], room: LayerRoom | None) -> tuple[Plan | None, str]:
+    """With the best partition for those who live; where nobody is out, with that of the start. And why there is no
+    memory for a better one."""
     technique, memory = planned.technique, planned.memory
     try:
-        over: Over = "partitions" if failed else "schedules"
-        job = planned.job if failed else planned.job.at_home
-        layout = lay_out(job, failed, technique=technique, memory=memory, over=over)
-        return checked(make_plan(layout.problem, solver="list", look_ahead=False, layout=layout))
+        if failed:
+            layout = lay_out(planned.job, failed, technique=technique, memory=memory, room=room)
+            refused = layout.refused
+        else:
+            job = planned.job.at_home
+            everybody = (job.pipelines,) * job.stages
+            refused = room.refusal(job.partition, planned.job.partition, everybody) if room else ""
+            if refused:
+                return None, refused
+            layout = lay_out(job, technique=technique, memory=memory, over="schedules")
+        return checked(make_plan(layout.problem, solver="list", look_ahead=False, layout=layout)), refused
     except PlannerError:
-        return None
+        return None, ""
 
 
 def _plan(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:
@@ -249,11 +276,12 @@ def decide(
     automatic: bool = True,
     migrate: bool = False,
     relayout: MayMove = "never",
+    refused: str = "",
 ) -> Recommendation:
     """Ranks what the job can do, and names what would train more and can't be done here after that. The job re-routes
     in any case; it moves workers where that is clearly better, and layers where that pays within the hour, if it may;
     every other way is left to an operator. whole: what the fault-free plan comes to.
-    basis: said last."""
+    basis: said last. refused: why there is no memory for a better partition."""
     horizon, full, samples = advice.horizon, whole.per_second, whole.samples
     known = {option.name: option for option in advice.options}
     can = {way.name: Option(way.name, way.pause, way.rate) for way in ways}
@@ -265,7 +293,7 @@ def decide(
     better = goes[0].name if goes else ""
     way, advised = (better if automatic and better else REROUTE), REROUTE
     if not failed:
-        return _back(ranked, way, better, taken, ways)
+        return _back(ranked, way, better, taken, ways, refused)
     text = f"With {names(list(failed))} empty"
     if ranked:
         best = ranked[0]
@@ -284,12 +312,14 @@ def decide(
             text += f" The job re-routes, which trains less by under {percent(CLEAR_MARGIN, 0)}."
     else:
         text += ", the job has no option that it could take by itself."
-    text += _not_here(advice, ranked[0] if ranked else None, can, full, migrate=migrate, relayout=relayout)
+    best_here = ranked[0] if ranked else None
+    text += _not_here(advice, best_here, can, full, migrate=migrate, relayout=relayout, refused=refused)
+    text += f" {whole_sentence(refused)}" if refused else ""
     return Recommendation(way, advised, f"{text} {basis}".strip(), tuple(ways), better)
 
 
 def _back(
-    ranked: Sequence[Option], way: str, better: str, taken: Option | None, ways: Sequence[Candidate]
+    ranked: Sequence[Option], way: str, better: str, taken: Option | None, ways: Sequence[Candidate], refused: str
 ) -> Recommendation:
     """All workers are back, and layers are still where they were without some."""
     text = "all workers are back"
@@ -298,6 +328,7 @@ def _back(
         more = f"{back.rate:.4g} samples/s instead of {taken.rate:.4g}"
         text += f"; with the layers where they were before it trains {more}"
         text += ", and they move back now" if way == better else ", and an operator may move them back"
+    text += f"; {refused}" if refused else ""
     return Recommendation(way, better or way, text, tuple(ways), better)
 
 
@@ -322,7 +353,14 @@ def _numbers(option: Option, horizon: float, full: float) -> str:
 
 
 def _not_here(
-    advice: Advice, best: Option | None, can: Collection[str], full: float, *, migrate: bool, relayout: MayMove
+    advice: Advice,
+    best: Option | None,
+    can: Collection[str],
+    full: float,
+    *,
+    migrate: bool,
+    relayout: MayMove,
+    refused: str,
 ) -> str:
     """What would train clearly more than the best of what can be done, and why it can't."""
     others = []
@@ -330,13 +368,15 @@ def _not_here(
         gain = _gain(option, best, advice.horizon, full)
         if option.name not in can and gain > CLEAR_MARGIN:
             more = f"would {_more(gain).replace('trains', 'train')}" if math.isfinite(gain) else "would train at all"
-            others.append(f"{option.name}, which {more} ({_why_not(option.name, migrate, relayout)})")
+            others.append(f"{option.name}, which {more} ({_why_not(option.name, migrate, relayout, refused)})")
     return f" Not possible here: {'; '.join(others)}." if others else ""
 
 
-def _why_not(name: str, migrate: bool, relayout: MayMove) -> str:
+def _why_not(name: str, migrate: bool, relayout: MayMove, refused: str) -> str:
     if name == REPARTITION and relayout == "never":
         return "this job's layers can't change their stage"
+    if name == REPARTITION and refused:
+        return "there is no memory for it"
     if name == MIGRATE:
         kept = "this job keeps workers on their stage: --no-migrate, a sharded optimizer, or a Reporter"
         return "this job is too large for it" if migrate else kept

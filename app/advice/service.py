@@ -219,6 +219,7 @@ class Advising:
             partition=job.plans.nominal.partition,
             move=known.move,
             automatic=job.state.mode is Mode.AUTOMATIC,
+            room=spec.room,
         )
 
 

@@ -129,6 +129,11 @@ def counts(partition: Sequence[int]) -> str:
     return ", ".join(map(str, partition))
 
 
+def gigabytes(size: int) -> str:
+    """Bytes: `1.5 GB`, `12.0 MB`."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
 class Grid(Protocol):
     """A job's, as plans, questions and jobs that run have it."""
 

@@ -33,12 +33,15 @@ from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import layers_moved
 from openrecycle.planner.layers.migration import Migration, migrations_to
+from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.bounds import Bound, period_bound
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, Table, rules
 
 Ints = NDArray[Any]  # int64, or Python's own integers where those are too short
 Partition = tuple[int, ...]
 Counts = tuple[int, ...]
+Furthest = tuple[tuple[int, ...], ...]
+"""By stage and where it begins, where it may end; (): anywhere."""
 
 # Partitions that are tried, each under as many rules of the list scheduler as let so many ops suffice for all.
 EFFORT, TRIED, FEWEST, MOST_RULES = 500_000, 24, 3, 64
@@ -65,7 +68,7 @@ class Layout:
 
     problem: cut and staffed so. bound: no plan is shorter, over all that `over` says. period: ticks, of the list
     scheduler's plan. moved: layers that change their stage, against the partition before. migrations: workers that
-    change theirs. reason: in a sentence.
+    change theirs. reason: in a sentence. refused: of a better partition, why there is no memory for it; "": of none.
     """
 
     problem: Problem
@@ -75,6 +78,7 @@ class Layout:
     moved: int
     migrations: tuple[Migration, ...]
     reason: str
+    refused: str = ""
 
     @property
     def partition(self) -> Partition:
@@ -94,23 +98,47 @@ def lay_out(
     memory: MemoryLimit = MemoryLimit("uniform"),  # noqa: B008 (frozen)
     over: Over = "partitions",
     present: Partition | None = None,
+    room: LayerRoom | None = None,
 ) -> Layout:
     """The layout with the shortest plan.
 
     over: what may be chosen; with `layouts` workers may change their stage. present: the partition in force, by
-    default that of `job`; of equal partitions the one to which fewer layers move. Depends on nothing else, so whoever
-    asks gets the same. Raises InputError, and InfeasibleError when none has a plan.
+    default that of `job`; of equal partitions the one to which fewer layers move. room: of workers that stay on their
+    stage, for layers that move from there; None: there is enough. Depends on nothing else, so whoever asks gets the
+    same. Raises InputError, and InfeasibleError when none has a plan.
     """
     if not job.layers:
         raise InputError("layers", 0, "a job with layers, of which a partition can be chosen")
     dead = frozenset(job.check_worker(w, field="--fail") for w in failed)
     now = job.partition if present is None else job.check_partition(present, field="present")
     counts = tuple(job.pipelines - n for n in failures_per_stage(dead, job))
+    free = _laid_out(job, dead, counts, technique, memory, over, now)
+    if room is None or over != "partitions" or not (refused := room.refusal(free.partition, now, counts)):
+        return free
+    for growing in dict.fromkeys((1, 2, job.stages // 2, job.stages)):
+        furthest = room.furthest(now, counts, growing)
+        best = _laid_out(job, dead, counts, technique, memory, over, now, furthest)
+        if not room.refusal(best.partition, now, counts):
+            break
+    # (A plan's bound is over all partitions.)
+    return replace(best, bound=free.bound, refused=refused)
+
+
+def _laid_out(
+    job: Job,
+    dead: frozenset[Worker],
+    counts: Counts,
+    technique: Technique,
+    memory: MemoryLimit,
+    over: Over,
+    now: Partition,
+    furthest: Furthest = (),
+) -> Layout:
     if over == "schedules" or (over == "partitions" and min(counts) < 1):
         problem = Problem(job.with_partition(now), dead, technique, memory)  # raises where a stage is dead
         bound = Bound(period_bound(problem), "the partition is given")
         return _Choice(problem, now, EFFORT).given(bound)
-    bounds = layer_bounds(job, technique, memory)
+    bounds = layer_bounds(job, technique, memory, furthest)
     options: list[Layout] = []
     if min(counts) > 0 and bounds.least(counts) is not None:
         options.append(_made(bounds, dead, counts, job, now, EFFORT))
@@ -214,14 +242,14 @@ def with_stages(job: Job, stages: int, workers: int) -> Job | None:
 # -- bounds --------------------------------------------------------------------------------------------
 
 
-def layer_bounds(job: Job, technique: Technique, memory: MemoryLimit) -> LayerBounds:
+def layer_bounds(job: Job, technique: Technique, memory: MemoryLimit, furthest: Furthest = ()) -> LayerBounds:
     """Those of any partition of the job's layers; its own does not matter."""
-    return _layer_bounds(job.at_home, technique, memory)
+    return _layer_bounds(job.at_home, technique, memory, furthest)
 
 
 @lru_cache(maxsize=16)
-def _layer_bounds(job: Job, technique: Technique, memory: MemoryLimit) -> LayerBounds:
-    return LayerBounds(job, technique, memory)
+def _layer_bounds(job: Job, technique: Technique, memory: MemoryLimit, furthest: Furthest) -> LayerBounds:
+    return LayerBounds(job, technique, memory, furthest)
 
 
 class LayerBounds:
@@ -231,8 +259,8 @@ class LayerBounds:
     as each other stage has at least one. What can't be is beyond all times. Raises InputError where that are too many.
     """
 
-    def __init__(self, job: Job, technique: Technique, memory: MemoryLimit) -> None:
-        self.job, self.technique, self.memory = job, technique, memory
+    def __init__(self, job: Job, technique: Technique, memory: MemoryLimit, furthest: Furthest = ()) -> None:
+        self.job, self.technique, self.memory, self.furthest = job, technique, memory, furthest
         self.total = job.pipelines * job.micro_batches
         scale = job.ticks_per_unit
         splits = technique.splits
@@ -308,6 +336,8 @@ class LayerBounds:
         above = both[begins] + self._shortest(s, self.wires, below=False)
         limit = self._limits(s)
         possible = np.triu(np.ones(F.shape, bool)) & (limit != 0)
+        if self.furthest:
+            possible &= begins[None, :] < np.array(self.furthest[s])[begins][:, None]
         if s == 0:
             possible[1:] = False
         if s == job.stages - 1:

@@ -22,6 +22,7 @@ from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import OpsByWorker, Schedule
 from tests.conftest import examples
@@ -102,6 +103,43 @@ class _Wrong(Catalog):
         start[0] += 1 if failed else 0
         late = Schedule(schedule.problem, OpsByWorker(schedule.ops, lambda: replace(schedule.arrays, start=start)))
         return Plan.of(late, metrics=plan.metrics, solver=plan.solver), origin
+
+
+def _layers_move(room: LayerRoom | None) -> tuple[list[tuple[int, ...]], list[str]]:
+    """What layers per stage are, generation by generation, and what people are told, when two workers die in turn."""
+    job = Job.uniform(3, 2, 4, durations={"F": 4.0, "I": 4.0, "W": 4.0}, time_unit="ms", layers=8)
+    catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("none"))
+    coordination = LocalCoordination(catalog, relayout="auto", room=room)
+    for worker in job.workers():
+        coordination.ready(worker, str(worker))
+    partitions, told = list[tuple[int, ...]](), list[str]()
+    for dead in ("", "W1_1", "W0_1"):
+        if dead:
+            coordination.failed(Failure("exit", Worker.parse(dead), dead, detail="died"))
+        looks = True
+        while looks:
+            orders = coordination.poll(1.0)
+            told += [order.text for order in orders if isinstance(order, LauncherWarning)]
+            for order in orders:
+                if isinstance(order, Deploy):
+                    partitions.append(order.plan.partition)
+                    _all_form(coordination, order.deployment)
+            looks = bool(orders) or coordination._layout is not None
+            time.sleep(0.001)
+    coordination.close(lambda: True)
+    return partitions, told
+
+
+def test_where_memory_is_short_layers_stay_and_that_is_said_once() -> None:
+    """With the third worker lost, too: nobody who lives is to be ended for want of memory."""
+    moved, told = _layers_move(None)
+    assert moved[:3] == [(4, 4), (4, 4), (5, 3)] and not told
+    one, has = 1_000_000_000, 6 * 4 * 1_000_000_000
+    full = LayerRoom((0, 0), ((one, one),) * 8, (0,) * 8, (0, 0), ((has, (3, 3)),))
+    stayed, told = _layers_move(full)
+    assert set(stayed) == {(4, 4)} and len(told) == len(set(told)) == 2
+    assert told[0] == golden("layers-cant-become-5-3")
+    assert _layers_move(replace(full, places=((has + 3 * one, (3, 3)),)))[0][:3] == moved[:3]
 
 
 def test_a_plan_made_while_survivors_wait_is_checked_once_they_form() -> None:

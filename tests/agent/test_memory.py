@@ -14,8 +14,9 @@ from openrecycle.agent.config.options import Checkpoints, Mode, Optimization, Pl
 from openrecycle.agent.jobs import preflight
 from openrecycle.agent.jobs.preflight import check_workload, micro_batch_memory, state_memory
 from openrecycle.agent.models import compat
+from openrecycle.agent.models.state import StageState
 from openrecycle.agent.stages.gradients import SUM_OF
-from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.post_validation import CLEAN
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, StageProfile, Worker
@@ -243,3 +244,75 @@ def test_a_worker_that_its_capacity_is_too_small_for_is_warned_of() -> None:
     options = _options()
     tight = replace(options, job=replace(options.job, capacity_bytes=(1000, 1000)))
     assert check_workload(chain, tight).warning
+
+
+@pytest.mark.parametrize("optimization", [Optimization(), Optimization(clip_norm=1.0, sharding="zero1")])
+def test_layers_that_move_take_what_they_would_take_from_the_start(optimization: Optimization, tmp_path: Path) -> None:
+    chain: Any = Chain()
+    checkpoints = Checkpoints(directory=str(tmp_path), every=5)
+    options = TrainingOptions(job=Job.uniform(3, 2, 3), optimization=optimization, checkpoints=checkpoints)
+    workers, found = list(options.job.workers()), check_workload(chain, options)
+    assert found.room(chain, options, [(workers, None)]) is None, "nobody knows what there is"
+    assert found.room(chain, options, [(workers, 1 << 30)]) is None, "there is enough for any layers"
+    room = found.room(chain, options, [(workers, found.of(workers)), ([], 5)])
+    assert room is not None and room.places == ((found.of(workers), (3, 3)),)
+    begun = room.taken((2, 2), (2, 2), (3, 3))
+    assert begun == [stage.total for stage in found.stages]
+    assert room.refusal((2, 2), (2, 2), (3, 3)) == "" != room.refusal((3, 1), (2, 2), (3, 3))
+    moved = check_workload(chain, replace(options, planning=Planning(partition="3,1")))
+    # Beside what is received and written at a time, which need not grow with the layers.
+    assert room.taken((3, 1), (3, 1), (3, 3)) == pytest.approx([stage.total for stage in moved.stages], rel=0.1)
+    while_they_move = room.taken((3, 1), (2, 2), (3, 3))
+    assert while_they_move == [room.taken((3, 1), (3, 1), (3, 3))[0], begun[1]]
+
+
+def test_a_sharded_optimizer_is_read_from_a_checkpoint_as_a_whole_and_that_is_said(tmp_path: Path) -> None:
+    class Wide(Chain):
+        """Takes more by its parameters than by activations."""
+
+        def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+            return nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), *(nn.Linear(8 * WIDTH, 8 * WIDTH) for _ in range(8)))
+
+        def layer_count(self, stages: int) -> int:
+            return 1
+
+        def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+            return output.square().mean()
+
+    chain: Any = Wide()
+    checkpoints = Checkpoints(directory=str(tmp_path), every=5)
+    options = TrainingOptions(job=Job.uniform(32, 1, 1), optimization=Optimization(sharding="zero1"))
+    said = check_workload(chain, replace(options, checkpoints=checkpoints)).stages[0]
+    beside = said.total - said.resume
+    assert said.resume == said.parameters + said.sums + 3 * said.parameters - beside > 0
+    assert check_workload(chain, options).stages[0].resume == 0
+
+
+def test_what_is_read_of_a_sharded_optimizer_is_given_up_parameter_by_parameter() -> None:
+    def stage(optimization: Optimization) -> StageOptimizer:
+        module = _linear(8, 256)
+        sums = SUM_OF["deterministic"](module.parameters(), terms=1)
+        chain: Any = Chain()
+        return stage_optimizer(chain, module, sums, optimization, 8)
+
+    writer, reader = stage(Optimization()), stage(Optimization(sharding="zero1"))
+    for parameter in writer.gradients.parameters:
+        writer.gradients.add(parameter, torch.randn(parameter.shape))
+    writer.step()
+    written = writer.state()
+    whole, live = sum(t.nbytes for t in written.tensors.values()), compat.LiveBytes()
+    with live:
+        state = StageState(written.document, {name: t.clone() for name, t in written.tensors.items()})
+        reader.load_state(state, own=True)
+    assert reader.shards is not None and len(reader.shards.segments) > len(reader.shards.of_parameter)
+    assert live.most <= 1.1 * whole
+
+
+def test_each_of_a_stages_workers_has_its_capacity_for_layers_that_move() -> None:
+    chain: Any = Chain()
+    options = _options()
+    total = max(stage.total for stage in check_workload(chain, options).stages)
+    options = replace(options, job=replace(options.job, capacity_bytes=(total, total)))
+    room = check_workload(chain, options).room(chain, options, [])
+    assert room is not None and room.places == ((total, (1, 0)), (total, (0, 1)))
+    assert room.refusal((3, 1), (2, 2), (1, 2))

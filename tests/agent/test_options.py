@@ -106,7 +106,7 @@ def test_a_console_is_told_all_that_its_jobs_have_a_field_for() -> None:
     options = everything_changed(job=JOB)
     spec = JobSpec.of(options.job, samples_per_micro_batch=4, **options.told())
     of_the_job = {"pipelines", "stages", "micro_batches", "durations", "profile", "samples_per_micro_batch"}
-    of_the_job |= {"stage_bytes", "own_loop"}
+    of_the_job |= {"stage_bytes", "own_loop", "room"}
     assert set(JobSpec.model_fields) - of_the_job == options.told().keys() == TOLD.keys()
     assert (spec.transfer_timeout, spec.ranks_per_worker) == (options.faults.timeouts.transfer, 2)
     assert (spec.technique, spec.memory, spec.seed, spec.demo) == ("decoupled", "none", 1, True)

@@ -18,7 +18,7 @@ from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.workers.spec import MACHINE
 from tests.agent.consoles import until
 from tests.agent.node_runs import free_port, kill_group, launch_node, lines, members, start, two_nodes
-from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free
+from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, forked
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -54,6 +54,20 @@ def test_a_worker_elsewhere_dies_and_comes_back(reference: Run, tmp_path: Path) 
     (failure,) = run.failures
     # Its clock is put on the lead's: the death was seen after it happened, and soon.
     assert failure["worker"] == "W1_1" and failure["death_known"] and 0 <= failure["detected_ms"] < 5000
+
+
+@pytest.mark.chaos
+def test_a_sharded_optimizer_outlives_a_node(tmp_path: Path) -> None:
+    """Of each part one of the two owners is on either node."""
+    grid = ("--pipelines", "4", "--stages", "1", "--micro-batches", "2")
+    calm = forked(tmp_path / "calm.jsonl", *grid, *TINY, "--iterations", str(ITERATIONS))
+    with two_nodes(tmp_path, *grid, *PACED, "--optimizer-sharding", "zero1") as (lead, node):
+        until(lambda: len(lines(tmp_path)) >= 2, "two iterations")
+        kill_group(node)
+        assert lead.wait(90) == 0, (tmp_path / "lead.log").read_text()
+    run = Run(0, "", tuple(lines(tmp_path)))
+    assert run.losses == calm.losses and run.final == calm.final
+    assert run.iterations[0]["living"] == 4 and run.iterations[-1]["living"] == 2
 
 
 def test_before_training_a_node_does_not_outlive_its_lead(tmp_path: Path) -> None:

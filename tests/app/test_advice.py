@@ -30,6 +30,7 @@ from openrecycle.db.models import GenerationRow
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
+from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.packed import from_bytes
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.engine import RecoveryCosts
@@ -365,6 +366,23 @@ def test_layers_that_may_move_do_so_where_that_pays_within_the_hour() -> None:
 def test_layers_stay_where_they_may_not_move_or_it_costs_more(given: dict[str, object], better: str) -> None:
     recommendation = recommend(**given)
     assert recommendation.better == better and recommendation.way == REROUTE
+
+
+def test_layers_move_no_further_than_there_is_memory() -> None:
+    """Each worker has 11 layers, of 1 GB each."""
+    one = 10**9
+
+    def with_room(layers: int, **given: object) -> Recommendation:
+        places = ((layers * one, (3, 3, 3, 3)),)
+        return recommend(room=LayerRoom((0,) * 4, ((one, one),) * 44, (0,) * 44, (0,) * 4, places), **given)
+
+    full = with_room(12 * 11)
+    assert (full.better, full.way) == ("", REROUTE) and golden("layers-stay-for-want-of-memory") in full.reason
+    some = with_room(12 * 11 + 6)
+    assert some.better == REPARTITION and some.candidates[0].partition == (11, 12, 9, 12)
+    assert with_room(12 * 14).candidates[0].partition == (11, 14, 7, 12)
+    back = with_room(12 * 11, failed=(), partition=(11, 14, 7, 12))
+    assert back.better == "" and golden("layers-stay-where-they-are-back") in back.reason
 
 
 def test_layers_go_back_when_all_workers_are_there() -> None:

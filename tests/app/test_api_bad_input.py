@@ -15,6 +15,7 @@ pytestmark = pytest.mark.processes
 
 STAGE = {"forward": 1, "input_backward": 1, "weight_backward": 1, "optimizer": 0}
 PROFILE = {"pipelines": 2, "stages": 2, "micro_batches": 2, "profiles": [STAGE, STAGE], "transfers": [0]}
+ROOM = {"beside": [1, 1], "layers": [[1, 1]], "activations": [1], "held": [1, 1], "places": [[9, [1, 1]]]}
 BYTES = {"memory": "bytes"}
 SPEC = {"name": "n", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 5}
 
@@ -50,6 +51,8 @@ ONE_DATABASE = pytest.mark.parametrize("server", ["sqlite"], indirect=True)
         ({"durations": {"Q": 1}}, "durations.Q"),
         ({"stage_bytes": [1, 2, 3]}, golden("stage-bytes-got-3-expected")),
         ({"stage_bytes": [1, -2]}, "stage_bytes.1: got -2"),
+        ({"room": {**ROOM, "beside": [1, -1]}}, "room.beside.1: got -1"),
+        ({"room": ROOM}, 'room: got "another job\'s", expected that of 2 stages and 0 layers'),
         ({"extra": 1}, golden("extra-got-1-expected-no")),
         ({"memory": "bytes"}, golden("capacity-bytes-got-none-expected")),
         ({"profile": {**PROFILE, "stages": 3}}, golden("profile-stages-got-3-expected")),

@@ -27,6 +27,7 @@ from openrecycle.planner.jobs.job import (
 )
 from openrecycle.planner.jobs.words import layers_moved
 from openrecycle.planner.layers.partition import lay_out, layer_bounds, staffed, with_stages
+from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.bounds import Bound, period_bound
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
@@ -34,6 +35,7 @@ from openrecycle.planner.solvers.base import Run
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
+from tests.golden import golden
 
 TIMES = (0.5, 1.0, 1.25, 2.0, 3.0)
 SPEEDS = (0.5, 0.75, 1.5)
@@ -176,6 +178,71 @@ def test_one_death_costs_its_share_where_memory_is_free() -> None:
     assert full.period / two.period >= 0.80
     three = lay_out(even(), [Worker(1, 2), Worker(0, 1), Worker(2, 0)], memory=none)
     assert full.period / three.period >= 0.72
+
+
+LAYER = 100_000_000
+DEAD = [Worker(1, 2)]
+
+
+def together(more: int) -> LayerRoom:
+    """Twelve workers on one machine that has memory for so many layers more than the 11 of each."""
+    has = 12 * (2 + 11) * LAYER + more
+    return LayerRoom((2 * LAYER,) * 4, ((LAYER, LAYER),) * 44, (0,) * 44, (4,) * 4, ((has, (3,) * 4),))
+
+
+def test_layers_move_no_further_than_there_is_memory() -> None:
+    """While they move a worker of stage 1 has 14 layers, one of stage 3 12 and the others what they had."""
+    free = lay_out(even(), DEAD)
+    assert free.partition == (11, 14, 7, 12)
+    needed = 3 * (14 - 11) * LAYER + 3 * (12 - 11) * LAYER
+    assert lay_out(even(), DEAD, room=together(needed)) == free
+    less = lay_out(even(), DEAD, room=together(needed - 3 * LAYER))
+    assert (
+        less.partition == (11, 12, 9, 12) and free.period < less.period < lay_out(even(), DEAD, over="schedules").period
+    )
+    assert golden("layers-per-stage-cant-become") in less.refused
+    full = lay_out(even(), DEAD, room=together(0))
+    assert full.partition == (11, 11, 11, 11) and full.refused == less.refused.replace("16.5 GB", "15.6 GB")
+    # In a job whose workers may come to take more than there is, nothing grows.
+    assert together(-1).refusal((11, 11, 11, 11), (11, 11, 11, 11), (3, 3, 2, 3)) == ""
+
+
+def test_each_worker_has_its_own_capacity() -> None:
+    each = tuple((14 * LAYER, tuple(int(s == own) for s in range(4))) for own in range(4))
+    found = lay_out(even(), DEAD, room=replace(together(0), places=each))
+    assert found.partition == (11, 12, 9, 12)
+    # The activations of 4 micro-batches leave no room for a twelfth layer.
+    held = replace(together(0), places=each, activations=(LAYER // 100,) * 44, held=(4,) * 4)
+    assert lay_out(even(), DEAD, room=held).partition == (11, 11, 11, 11)
+
+
+def test_what_is_sharded_is_shared_by_those_who_live() -> None:
+    """Two parts of n: one peer less, and each has more."""
+    room = replace(together(0), layers=((0, 60),) * 44, beside=(0,) * 4)
+    even_again = (11,) * 4
+    assert [room.taken(even_again, even_again, (n,) * 4)[0] for n in (1, 2, 3, 4)] == [660, 660, 440, 330]
+
+
+@given(layered(speeds=False), st.data())
+def test_a_partition_that_is_chosen_fits(job: Job, data: st.DataObject) -> None:
+    sizes = st.integers(0, 9)
+    by_stage = st.tuples(*[sizes] * job.stages)
+    layers = data.draw(st.tuples(*[st.tuples(sizes, sizes).map(lambda p: (min(p), max(p)))] * len(job.layers)))
+    places = data.draw(st.lists(st.tuples(st.integers(0, 200), by_stage.filter(any)), max_size=3))
+    room = LayerRoom(data.draw(by_stage), layers, tuple(n for n, _ in layers), data.draw(by_stage), tuple(places))
+    dead = data.draw(st.sets(st.sampled_from(list(job.workers())), max_size=2))
+    present, living = (
+        job.partition,
+        tuple(sum(w not in dead for w in job.workers() if w.stage == s) for s in range(job.stages)),
+    )
+    try:
+        free = lay_out(job, dead)
+    except InfeasibleError:
+        return
+    found = lay_out(job, dead, room=room)
+    refused = room.refusal(free.partition, present, living)
+    assert found.refused == refused and room.refusal(found.partition, present, living) == ""
+    assert found == free or refused
 
 
 def test_fewer_layers_move_from_the_partition_in_force() -> None:
