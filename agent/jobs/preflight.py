@@ -251,7 +251,11 @@ def micro_batch_memory(
             error = raised.__cause__
             if isinstance(error, InputError):
                 raise error from None
-            if error is not None and as_workers and way is _real:
+            if (
+                as_workers
+                and way is _real
+                and (error := _raised(workload, raised.output, wanted, autocast)) is not None
+            ):
                 got = f"{in_a_line(error)[:200]} (output {_forms(raised.output)}; targets {_forms(wanted)})"
                 expected = "a function that takes what the last layer gives, and a micro-batch's targets"
                 raise InputError("loss", got, expected) from error
@@ -260,10 +264,24 @@ def micro_batch_memory(
     return None
 
 
+def _raised(workload: Workload, output: Any, targets: Any, autocast: Autocast | None) -> Exception | None:
+    """By the loss itself: what measures memory may be in its way."""
+    copies = compat.copied(output, lambda t: t.detach().requires_grad_(t.is_floating_point()).clone())
+    try:
+        with kept_settings(), precision(autocast):
+            workload.loss(copies, compat.copied(targets, torch.clone))
+    except Exception as error:
+        return error
+    return None
+
+
 def _forms(value: Any) -> str:
     """Of the tensors in it, as the loss gets them."""
     leaves, _ = compat.tree_flatten(value)
-    return ", ".join(str(TensorSpec.of(t)) if isinstance(t, Tensor) else type(t).__name__ for t in leaves)
+    forms = [
+        str(TensorSpec.of(t)) if isinstance(t, Tensor) and not t.is_nested else type(t).__name__ for t in leaves[:8]
+    ]
+    return ", ".join([*forms, "..."] if len(leaves) > 8 else forms)
 
 
 def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
@@ -578,12 +596,15 @@ def _check_types(
     layers up to there are tried for real: tensors without data go together whatever their types. looking_up: layers
     that indices may come to. Raises InputError."""
     first = next((i for i, layer in enumerate(shapes) if any(p.is_floating_point() for _, p in layer)), None)
-    if first is None or sum(p.nbytes for layer in shapes[: first + 1] for _, p in layer) > _LARGE:
+    size = 0 if first is None else sum(p.nbytes for layer in shapes[: first + 1] for _, p in layer)
+    if first is None or size > _LARGE:
         return
+    # Of layers that are not small a type that may be an index's is left to workers: a trial takes seconds.
+    indices = _AS_INDICES if first in looking_up or size > _SMALL else set()
     types = {p.dtype for _, p in shapes[first] if p.is_floating_point()}
     try:
         inputs = tensors_of(probe_inputs(workload, options.seed), "data")
-        if {t.dtype for t in inputs} <= (types | _AS_INDICES if first in looking_up else types):
+        if {t.dtype for t in inputs} <= types | indices:
             return
         module = build_layers(workload, range(first + 1), len(shapes), options.seed, torch.clone)
     except Exception:
@@ -776,11 +797,16 @@ class JobMemory:
                 limits.append((tuple(sum(w.stage == s for w in workers) for s in range(stages)), has))
         for workers_of, has in limits:
             places[workers_of] = min(has, places.get(workers_of, has))
-        totals = [stage.total for stage in self.stages]
+        # A checkpoint is read before anything moves.
+        totals = [stage.total - stage.resume for stage in self.stages]
         everything = sum(totals) + sum(most - least for least, most in self.layers)
         if all(sum(workers_of) * everything <= has for workers_of, has in places.items()):
             return None
-        each = self._activations(workload, options)
+        if options.planning.limits[1].text == "bytes":  # a plan for another partition holds what there is room for
+            each = (0,) * len(self.layers)
+        else:
+            with own_numbers("room", options.seed), kept_settings():
+                each = self._activations(workload, options)
         room = LayerRoom((0,) * stages, self.layers, each, self.held, tuple((has, of) for of, has in places.items()))
         by_layers = room.taken(self.partition, self.partition, (options.job.pipelines,) * stages)
         beside = tuple(max(0, total - known) for total, known in zip(totals, by_layers, strict=True))
@@ -853,7 +879,7 @@ def _check_memory(
         _refuse_above(sum(plain[w.stage].total for w in workers), workers, has, "beside activations", where)
     size = sum(p.nbytes for layer in shapes for _, p in layer)
     micro_batches = micro_batch_memory(
-        workload, partition, options.seed, optimization.autocast, size, as_workers=on_cpu and not divided
+        workload, partition, options.seed, optimization.autocast, size, as_workers=on_cpu and ranks == 1
     )
     # Tensor parallel ranks run every sample, and split some of what they hold of it, or nothing.
     ranks_that_hold = ranks // options.platform.shape[0] if divided else ranks

@@ -415,6 +415,9 @@ class FlopCount(_EachOp):  # type: ignore[no-untyped-call]
         return out
 
 
+_storage_of: Any = torch._C._has_storage  # type: ignore[attr-defined]
+
+
 class LiveBytes(_EachOp):  # type: ignore[no-untyped-call]
     """now: bytes of the tensors that were made inside it and are still there. most: of those, at most at a time. Of
     tensors without data, what they would take."""
@@ -435,7 +438,9 @@ class LiveBytes(_EachOp):  # type: ignore[no-untyped-call]
 
     def _see(self, value: Any, *, made: bool) -> None:
         for tensor in pytree.tree_leaves(value):
-            if isinstance(tensor, Tensor) and (key := (memory := tensor.untyped_storage())._cdata) not in self._known:
+            if not isinstance(tensor, Tensor) or not _storage_of(tensor):
+                continue  # sparse ones, and those of MKLDNN, are no one piece of memory
+            if (key := (memory := tensor.untyped_storage())._cdata) not in self._known:
                 self._known[key] = size = memory.nbytes() if made else 0
                 self.now += size
                 self.most = max(self.most, self.now)

@@ -769,8 +769,9 @@ def make_optimizer(factory: Callable[[Any], torch.optim.Optimizer], named: Named
         return factory(named if takes_names(factory) else iter([parameter for _, parameter in named]))
 
     # No optimizer takes an empty list, and layers without parameters may be a stage of their own; or those without any
-    # to train, which a factory may leave out. Of two dimensions, since Muon takes no other.
-    nothing = nn.Parameter(torch.zeros(0, 0))
+    # to train, which a factory may leave out. Of two dimensions, since Muon takes no other, and of an element, since a
+    # factory may divide by its sides.
+    nothing = nn.Parameter(torch.zeros(1, 1))
     try:
         made = make(named or [("none", nothing)])
     except ValueError:

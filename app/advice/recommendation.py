@@ -218,9 +218,10 @@ def _laid_out(planned: PlannedJob, failed: frozenset[Worker], room: LayerRoom | 
             job = planned.job.at_home
             everybody = (job.pipelines,) * job.stages
             refused = room.refusal(job.partition, planned.job.partition, everybody) if room else ""
-            if refused:
-                return None, refused
-            layout = lay_out(job, technique=technique, memory=memory, over="schedules")
+            if refused:  # on the way there, as far as there is room
+                layout = lay_out(planned.job, technique=technique, memory=memory, room=room)
+            else:
+                layout = lay_out(job, technique=technique, memory=memory, over="schedules")
         return checked(make_plan(layout.problem, solver="list", look_ahead=False, layout=layout)), refused
     except PlannerError:
         return None, ""

@@ -42,8 +42,11 @@ class LayerRoom:
 
     def refusal(self, partition: Sequence[int], present: Sequence[int], living: Sequence[int]) -> str:
         """Why layers can't move there from `present`; "": they can. living: workers of each stage."""
-        before, grown = self.taken(present, present, living), self.taken(partition, present, living)
+        before = self.taken(present, present, living)
+        # Nothing is in flight from the last iteration with the old layers to the first with the new ones.
+        moments = [self.taken(partition, present, living, running=now) for now in (present, partition)]
         for has, workers in self.places:
+            grown = max(moments, key=lambda each: _together(workers, each))
             grows = any(n and b > a for n, a, b in zip(workers, before, grown, strict=True))
             if grows and (together := _together(workers, grown)) > has:
                 who = (
@@ -75,17 +78,25 @@ class LayerRoom:
         return tuple(out)
 
     def _each(self, stage: int, living: int) -> list[int]:
-        """By layer, of a worker of the stage."""
-        kept = [least + -(-(most - least) * 2 // max(2, living)) for least, most in self.layers]
-        return [state + self.held[stage] * one for state, one in zip(kept, self.activations, strict=True)]
+        """By layer, of a worker of the stage that runs it."""
+        state = self._states(living)
+        return [kept + self.held[stage] * one for kept, one in zip(state, self.activations, strict=True)]
 
-    def taken(self, partition: Sequence[int], present: Sequence[int], living: Sequence[int]) -> list[int]:
-        """By stage, of a worker that has the layers of both."""
+    def _states(self, living: int) -> list[int]:
+        """By layer, without activations."""
+        return [least + -(-(most - least) * 2 // max(2, living)) for least, most in self.layers]
+
+    def taken(
+        self, partition: Sequence[int], present: Sequence[int], living: Sequence[int], running: Sequence[int] = ()
+    ) -> list[int]:
+        """By stage, of a worker that has the layers of both, and micro-batches in those of `running`; (): of
+        `partition`."""
         out = []
-        ends = [list(pairwise([0, *accumulate(layers)])) for layers in (partition, present)]
-        for stage, ((a, b), (c, d)) in enumerate(zip(*ends, strict=True)):
-            each = self._each(stage, living[stage])
-            out.append(self.beside[stage] + sum(each[k] for k in {*range(a, b), *range(c, d)}))
+        of_each = (list(pairwise([0, *accumulate(layers)])) for layers in (partition, present, running or partition))
+        for stage, ((a, b), (c, d), (e, f)) in enumerate(zip(*of_each, strict=True)):
+            state = self._states(living[stage])
+            kept = sum(state[k] for k in {*range(a, b), *range(c, d)})
+            out.append(self.beside[stage] + kept + self.held[stage] * sum(self.activations[e:f]))
         return out
 
 

@@ -262,8 +262,9 @@ def test_layers_that_move_take_what_they_would_take_from_the_start(optimization:
     moved = check_workload(chain, replace(options, planning=Planning(partition="3,1")))
     # Beside what is received and written at a time, which need not grow with the layers.
     assert room.taken((3, 1), (3, 1), (3, 3)) == pytest.approx([stage.total for stage in moved.stages], rel=0.1)
-    while_they_move = room.taken((3, 1), (2, 2), (3, 3))
-    assert while_they_move == [room.taken((3, 1), (3, 1), (3, 3))[0], begun[1]]
+    old, new = (room.taken((3, 1), (2, 2), (3, 3), running=layers) for layers in ((2, 2), (3, 1)))
+    assert (new[0], old[1]) == (room.taken((3, 1), (3, 1), (3, 3))[0], begun[1])
+    assert begun[0] < old[0] < new[0] and new[1] < old[1], "what comes is kept before it runs, what goes until then"
 
 
 def test_a_sharded_optimizer_is_read_from_a_checkpoint_as_a_whole_and_that_is_said(tmp_path: Path) -> None:
@@ -313,6 +314,18 @@ def test_each_of_a_stages_workers_has_its_capacity_for_layers_that_move() -> Non
     options = _options()
     total = max(stage.total for stage in check_workload(chain, options).stages)
     options = replace(options, job=replace(options.job, capacity_bytes=(total, total)))
+    drawn = torch.get_rng_state()
     room = check_workload(chain, options).room(chain, options, [])
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert room is not None and room.places == ((total, (1, 0)), (total, (0, 1)))
     assert room.refusal((3, 1), (2, 2), (1, 2))
+
+
+def test_within_bytes_a_layer_that_comes_takes_its_state_alone() -> None:
+    """A plan fills the capacity with micro-batches, of whichever partition."""
+    chain: Any = Chain()
+    options = replace(_options(), planning=Planning(memory="bytes"))
+    total = max(stage.total for stage in check_workload(chain, options).stages)
+    options = replace(options, job=replace(options.job, capacity_bytes=(total, total)))
+    room = check_workload(chain, options).room(chain, options, [])
+    assert room is not None and set(room.activations) == {0}

@@ -219,6 +219,8 @@ def test_a_container_s_limit_is_the_memory_that_there_is(
         {"stages": [nn.Linear(W, W), nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W))]},
         {"stages": [nn.Linear(W, W).requires_grad_(False), nn.Linear(W, W)]},
         {"stages": [nn.Linear(W, W).requires_grad_(False), nn.Linear(W, W)], "optimizer": wrong_jobs.trained_ones},
+        {"stages": [nn.Flatten(), nn.Linear(W, W)], "optimizer": wrong_jobs.by_width},
+        {"loss": wrong_jobs.by_way_of_sparse},
         *(
             {"stages": [nn.Flatten(), nn.Linear(W, W, bias=False)], "optimizer": kind}
             for kind in (torch.optim.Adagrad, torch.optim.Muon)

@@ -223,6 +223,14 @@ def test_what_is_sharded_is_shared_by_those_who_live() -> None:
     assert [room.taken(even_again, even_again, (n,) * 4)[0] for n in (1, 2, 3, 4)] == [660, 660, 440, 330]
 
 
+def test_activations_are_those_of_the_layers_that_run() -> None:
+    """Between the last iteration with the old layers and the first with the new ones nothing is in flight."""
+    room = LayerRoom((0,) * 2, ((1, 1),) * 4, (10,) * 4, (1,) * 2, ((44, (1, 1)),))
+    assert room.refusal((2, 2), (2, 2), (1, 1)) == ""
+    assert room.refusal((3, 1), (2, 2), (1, 1)), "a layer's state is there twice"
+    assert replace(room, places=((45, (1, 1)),)).refusal((3, 1), (2, 2), (1, 1)) == ""
+
+
 @given(layered(speeds=False), st.data())
 def test_a_partition_that_is_chosen_fits(job: Job, data: st.DataObject) -> None:
     sizes = st.integers(0, 9)
