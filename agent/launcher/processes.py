@@ -194,6 +194,8 @@ class WorkerProcess:
     lingers: bool = False
     _tell_at: float | None = None
     _codes: tuple[int | None, ...] = ()
+    _killed: bool = False
+    """All of its ranks, on purpose."""
     send: Callable[[dict[str, Any]], None] | None = None
     _activity: Mapping[int, Activity] = field(default_factory=dict)
 
@@ -226,9 +228,9 @@ class WorkerProcess:
         def send(message: dict[str, Any]) -> None:
             try:
                 channel.send(self.pipe, **message)
-            except (OSError, ValueError):
+            except OSError:
                 pass  # it is gone
-            except TypeError:  # no JSON: a fault of ours, after which it would wait for good
+            except Exception:  # no JSON, say: a fault of ours, after which it would wait for good
                 traceback.print_exc()
                 self.kill()
 
@@ -290,6 +292,10 @@ class WorkerProcess:
         return new
 
     def kill(self) -> None:
+        self._killed = True
+        self._kill_ranks()
+
+    def _kill_ranks(self) -> None:
         for process in (self.process, *self.siblings):
             _kill(process)
 
@@ -329,7 +335,7 @@ class WorkerProcess:
         others can."""
         if (self.fenced and not self.asked) or not self.siblings:
             return ()
-        return spare_of(self._ends, silent=self.asked)
+        return spare_of(self._ends, silent=self.asked or self._killed)
 
     @property
     def _ends(self) -> tuple[int | None, ...]:
@@ -347,7 +353,7 @@ class WorkerProcess:
         else:
             _join(self.siblings, seconds)
         self._codes = self._ends
-        self.kill()
+        self._kill_ranks()
 
 
 _TOLD = ("member", "since", "whole", "spoke", "waits", "op_limit")
@@ -371,8 +377,8 @@ def spare_of(codes: Sequence[int | None], *, silent: bool) -> tuple[int, ...]:
     """Exit codes of a worker's ranks, None of those that did not end in time: those that ended because they were told
     to, or because another one had. Where all did, nobody is known to be at fault, and none is to be used again.
 
-    silent: it was put out for that; who does not end is the one that hangs. Else it is only late, where another one is
-    known to have died.
+    silent: it was put out for that, and who does not end is the one that hangs; or all were killed. Else it is only
+    late, where another one is known to have died.
     """
     follow = (channel.ORPHANED, channel.FENCED)
     died = any(code is not None and code not in follow for code in codes)

@@ -327,7 +327,8 @@ class Reporter:
             except (ConsoleUnavailable, ConsoleRefused) as error:
                 self._asked_in_vain()
                 if isinstance(error, ConsoleRefused) and error.problem.code == "idempotency_conflict":
-                    self._refused(f"run: {self._run!r} is another job's here; give each run a name of its own")
+                    given = f"run: {self._run!r} is another job's here; give each run a name of its own"
+                    self._refused(f"{given} ({error})")
                 elif isinstance(error, ConsoleRefused | JobUnknown):
                     self._refused(str(error))
                 else:

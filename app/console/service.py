@@ -98,7 +98,7 @@ class JobRegistry:
         self._store, self.failure_timeouts, self._console = store, failure_timeouts, console
         self._jobs: dict[str, LiveJob] = {}
         self.past = PastJobs(store)
-        self._left_out: dict[str, str] = {}  # names of jobs that can't be read, by their id
+        self._left_out: dict[str, str] = {}  # names of jobs that can't be read, by their id; replaced, never changed
         self._lock = threading.RLock()
 
     def create(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobCreated, bool]:
@@ -212,7 +212,7 @@ class JobRegistry:
         self._left_out = {job_id: name for job_id, name in self._left_out.items() if job_id in states}
         new = [j for j, state in states.items() if state in OVER and j not in known and j not in self._left_out]
         if new:
-            self._left_out |= self.past.read(new)
+            self._left_out = self._left_out | self.past.read(new)
         for job_id, over in known.items():
             if over and job_id not in states:
                 self.let_go(job_id)
@@ -229,7 +229,7 @@ class JobRegistry:
             except (SQLAlchemyError, ConsoleError):  # it may be read when the database answers again
                 raise
             except Exception as error:  # whatever one job's rows are, they keep no console from starting
-                self._left_out |= _leave_out(row, error)
+                self._left_out = self._left_out | _leave_out(row, error)
         self.past.drop(job_id)
         return self._jobs.get(job_id)
 
@@ -252,7 +252,7 @@ class JobRegistry:
         """Of a job that is deleted: whoever asks for it from now on learns that there is none."""
         with self._lock:
             job = self._jobs.pop(job_id, None)
-            self._left_out.pop(job_id, None)
+            self._left_out = {other: name for other, name in self._left_out.items() if other != job_id}
         self.past.drop(job_id)
         if job is not None:
             self._console.job_ended(job)
@@ -262,7 +262,7 @@ class JobRegistry:
     def take_up_all(self, over: int) -> None:
         """Every job of the database that is not over, and the newest so many others; the rest, of which there may be
         thousands, one by one when somebody asks for them. Raises SQLAlchemyError."""
-        self._left_out |= self.past.read()
+        self._left_out = self._left_out | self.past.read()
         states = self._store.job_states()
         for job_id in [*list(self.past.lines())[-over:], *(j for j in states if states[j] not in OVER)]:
             job = self.take_up(job_id)

@@ -10,6 +10,7 @@ clock of the console.
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 import zlib
@@ -294,7 +295,9 @@ def _lost(before: Record, row: Record) -> tuple[str, ...]:
     stayed = {*before["failed"], *(source for source, _ in row["moves"])}
     out = {name for name in row["failed"] if STAND_BY not in reason or f"{name}: " in reason}
     joins = {name for name in row["joining"] if not reason.startswith(f"stage {Worker.parse(name).stage}: ")}
-    gone = sorted((out | (joins - {*before["joining"]})) - stayed)
+    # One that joined before, and is named, joins with a new process.
+    same = {name for name in before["joining"] if not re.search(rf"\b{name}\b", reason)}
+    gone = sorted((out | (joins - same)) - stayed)
     return tuple(name for name in gone if f"asked {name} to leave" not in reason)
 
 

@@ -231,6 +231,11 @@ def test_who_joined_and_has_no_state_yet_is_not_lost_when_the_next_generation_op
     assert [g.lost for g in generation_views(rows)] == [(), ("W2_0",), ()]
 
 
+def test_who_joined_and_joins_anew_is_lost() -> None:
+    again = [_row(n, "W1_1 was started anew", [], ["W1_1"]) for n in (2, 3)]
+    assert [g.lost for g in generation_views([_row(1, "start", [], []), *again])] == [("W1_1",), ("W1_1",)]
+
+
 def test_nobody_has_died_where_the_state_of_a_stage_is_gone() -> None:
     run = Run(3, 2, checkpoints=True).start()
     run.exit("W0_0")
