@@ -164,7 +164,8 @@ def test_a_lead_that_reads_nothing_keeps_no_node_from_looking_for_another(first:
 
 def test_what_a_node_itself_stood_still_is_no_silence_of_its_lead() -> None:
     """Also in the turn just over: what the lead has said meanwhile is not read yet."""
-    nodes, stood = {rank: ("127.0.0.1", 1 + rank) for rank in range(NODES)}, 2 * SILENCE
+    others = socket.create_server(("127.0.0.1", 0))  # who is asked there does not answer, so that a search is not over
+    nodes, stood = dict.fromkeys(range(NODES), ("127.0.0.1", others.getsockname()[1])), 2 * SILENCE
     node, now, lead = NodeServer(RANK, NODES, nodes[0], None, None, lambda _: None), [0.0], object()
     copy = copy_for(nodes)
     node._lead_status.follow(0, 0)
@@ -178,6 +179,7 @@ def test_what_a_node_itself_stood_still_is_no_silence_of_its_lead() -> None:
         assert (node._search is None) == bool(seconds), "else the lead was silent"
     assert node._search is not None
     node._search.cancel()
+    others.close()
 
 
 def test_a_lead_that_does_not_answer_is_not_waited_for(first: FirstLead, monkeypatch: pytest.MonkeyPatch) -> None:
