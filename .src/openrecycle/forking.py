@@ -34,6 +34,8 @@ class _Popen(popen_forkserver.Popen):  # type: ignore[misc]
         with _READING:
             if self.returncode is None:
                 self.returncode = exit_status(self.pid)
+            if self.returncode is None:  # of one that its server has waited for already there is nothing in /proc
+                super().poll(os.WNOHANG)
             return self.returncode is not None
 
 

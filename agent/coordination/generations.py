@@ -119,7 +119,7 @@ def _on_request(state: State) -> Iterator[str]:
 
 
 def _asked(actor: str, name: str) -> str:
-    return f"{actor} asked {name} to leave"
+    return f"{actor.replace(';', ',')} asked {name} to leave"  # reasons are joined by semicolons
 
 
 def pend(

@@ -660,6 +660,7 @@ class Launcher:
         if self._pool.running:
             self._use_spares(entry)
         else:
+            self._pool.spare(entry)
             # All weights went with them, whatever the coordination decides.
             why = f"no worker process is left; the last one, {entry.worker}, {entry.ending}"
             if not self._on_the_way:

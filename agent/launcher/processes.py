@@ -64,6 +64,8 @@ class ProcessHandle(Protocol):
 LATE_SECONDS = 0.25
 """For the ranks to end whose sibling has died: who needs longer, as one that is stopped, is killed. The launcher's loop
 waits for it, and so do all other workers."""
+LAST_SECONDS = 0.1
+"""For one that was killed for being late. That it has ended is soon known, wherever it can be."""
 JOIN_SECONDS = 2.0
 """The same of a worker that was silent: who does not end in that time was the one that hangs."""
 KILLED_SECONDS = 5.0
@@ -126,7 +128,7 @@ class SpareRanks:
 
     def first(self, node: int, ranks: int) -> tuple[SpareRank, ...]:
         """In whose place a worker of so many ranks begins there that was promised none: those that there are. The lead
-        and the node, each by its own books, must have the same of them."""
+        and the node, each by its own books, must have as many of them."""
         return self.on(node)[:ranks]
 
     def take_of(self, node: int, spares: Collection[SpareRank]) -> tuple[SpareRank, ...]:
@@ -194,6 +196,7 @@ class WorkerProcess:
     lingers: bool = False
     _tell_at: float | None = None
     _codes: tuple[int | None, ...] = ()
+    _held: Collection[int] = ()
     _killed: bool = False
     """All of its ranks, on purpose."""
     send: Callable[[dict[str, Any]], None] | None = None
@@ -335,7 +338,8 @@ class WorkerProcess:
         others can."""
         if (self.fenced and not self.asked) or not self.siblings:
             return ()
-        return spare_of(self._ends, silent=self.asked or self._killed)
+        spare = spare_of(self._ends, silent=self.asked or self._killed)
+        return tuple(rank for rank in spare if rank not in self._held)
 
     @property
     def _ends(self) -> tuple[int | None, ...]:
@@ -354,6 +358,10 @@ class WorkerProcess:
             _join(self.siblings, seconds)
         self._codes = self._ends
         self._kill_ranks()
+        # Who does not end even so, as one that its driver holds, still has its GPU: nobody begins in its place.
+        ranks = list(enumerate((self.process, *self.siblings)))
+        _join((process for rank, process in ranks if self._codes[rank] is None), LAST_SECONDS)
+        self._held = {rank for rank, process in ranks if self._codes[rank] is None and not process.is_ending()}
 
 
 _TOLD = ("member", "since", "whole", "spoke", "waits", "op_limit")

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def server() -> Iterator[int]:
         yield pid
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_one_that_its_server_has_waited_for_has_ended(server: int) -> None:
+    """The system knows it no more."""
+    process = fork_context().Process(target=int, daemon=True)
+    process.start()
+    assert wait([process.sentinel], 20)
+    assert process.is_ending() and process.exitcode == 0
 
 
 @pytest.mark.parametrize("lingers", [True, False])

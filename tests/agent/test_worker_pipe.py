@@ -121,20 +121,37 @@ def test_a_worker_has_ended_as_the_rank_did_that_ended_by_itself() -> None:
         assert entry.spare_ranks == (0,)
 
 
-@pytest.mark.parametrize(("silent", "spare"), [(False, (0, 1)), (True, (0,))])
+class Late(Lasting):
+    """Ends when it is killed, which is before it is waited for again; held: nor then, as one that its driver holds."""
+
+    exitcode: Any = None
+
+    def __init__(self, waited: list[float], *, held: bool) -> None:
+        super().__init__(waited)
+        self.held = held
+
+    def is_ending(self) -> bool:
+        return len(self.waited) > 1 and not self.held
+
+
+@pytest.mark.parametrize(
+    ("silent", "held", "spare"),
+    [(False, False, (0, 1)), (False, True, (0,)), (True, False, (0,))],
+    ids=["late", "held", "silent"],
+)
 def test_a_rank_that_is_late_is_not_the_one_that_has_ended(
-    silent: bool, spare: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    silent: bool, held: bool, spare: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed, since all others wait for it; and of a worker that was silent it was the one that hangs."""
+    """It is killed, since all others wait for it; and of a worker that was silent it was the one that hangs. Where even
+    that does not end it, nobody may begin in its place."""
     monkeypatch.setattr(processes, "JOIN_SECONDS", 0.1)
     pipe: Any = None
-    late: Any = Lasting(waited := list[float]())
-    late.exitcode = None
+    late = Late(waited := list[float](), held=held)
     ranks = (late, Exits(1))
     entry = WorkerProcess(CELL, "a", Exits(channel.ORPHANED), pipe, 0.0, siblings=ranks, asked=silent)
     entry.join()
     late.exitcode = -signal.SIGKILL
-    assert len(waited) == 1 and waited[0] < 1.0
+    assert len(waited) == 2 and sum(waited) < 1.0
     assert entry.first_end == (2, 1) and entry.spare_ranks == spare
 
 
