@@ -210,6 +210,8 @@ def _put_right(document: dict[str, Any]) -> dict[str, Any]:
         for method, operation in operations.items():
             if method == "post" and keeps_keys(path):
                 operation.setdefault("parameters", []).append(_KEY)
+            for parameter in operation.get("parameters", []):
+                parameter["schema"] = _not_null(parameter["schema"])
             for status, answer in operation["responses"].items():
                 if status[0] in "45":
                     answer["content"] = dict(_PROBLEM)  # FastAPI adds application/json
@@ -219,6 +221,14 @@ def _put_right(document: dict[str, Any]) -> dict[str, Any]:
     _plain_pairs(document)
     _link(document["paths"])
     return document
+
+
+def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Of a header or in a query: where it is left out, it is none, and there is no word for that."""
+    options = [option for option in schema.get("anyOf", []) if option.get("type") != "null"]
+    if len(options) == 1:
+        return {**{key: value for key, value in schema.items() if key != "anyOf"}, **options[0]}
+    return {**schema, "anyOf": options} if options else schema
 
 
 # A path, the list that has what it is about, and what of the list's answer is put into the path.

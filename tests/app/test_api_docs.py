@@ -50,6 +50,12 @@ def test_the_paths_that_it_names_exist(server: ConsoleServer) -> None:
         assert any(pattern.fullmatch(path) for pattern in patterns), path
 
 
+def test_nothing_in_a_header_or_a_query_is_null(server: ConsoleServer) -> None:
+    paths = server.get("/openapi.json").json()["paths"]
+    given = [p for operations in paths.values() for one in operations.values() for p in one.get("parameters", [])]
+    assert len(given) > 100 and not [p for p in given if "null" in json.dumps(p["schema"])]
+
+
 def test_the_lists_that_take_no_limit_are_named(server: ConsoleServer) -> None:
     document = server.get("/openapi.json").json()
     whole = set()

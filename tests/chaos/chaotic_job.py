@@ -14,13 +14,14 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import requests
 
-from openrecycle.agent.config.options import Console, Planning, TrainingOptions
+from openrecycle.agent.config.options import Console, Planning, Timeouts, TrainingOptions
+from openrecycle.agent.config.options import Faults as FaultOptions
 from openrecycle.agent.jobs.start import make_launcher
 from openrecycle.agent.launcher.launch import Launcher
 from openrecycle.agent.models.workload import NamedWorkload
@@ -55,7 +56,7 @@ class Disturbance(Protocol):
 
 
 class ChaoticJob:
-    """One job. deeds: what may happen to a worker, each as often as it is named; one that is out is started again.
+    """One job. Of what may happen to a worker each does as often as DEEDS names it; one that is out is started again.
     out: the workers that are out by now; deaths: how often each was lost; left: how often it was asked to go.
     pauses: seconds from each change until all who should be trained again, with the time that the console was away."""
 
@@ -67,10 +68,8 @@ class ChaoticJob:
         changes: int,
         *,
         seed: int,
-        deeds: Sequence[str] = DEEDS,
         skew: float = 0.0,
     ) -> None:
-        self.deeds = deeds
         self.server, self.network, self.seed = server, network, seed
         self.random = random.Random(seed)
         self.iterations = PER_CHANGE * changes + SPARE
@@ -89,6 +88,7 @@ class ChaoticJob:
             iterations=self.iterations,
             planning=Planning(migrate=False),
             console=Console(url=network.url, demo=True),
+            faults=FaultOptions(timeouts=Timeouts(op=600.0)),  # data that the gate keeps back is no hang
         )
         workload = NamedWorkload("tests.chaos.gated:GatedGpt", {**TINY, "gate": str(self.gate.path), "skew": skew})
         self.launcher: Launcher = make_launcher(options, workload, self.lines.append, lambda text: None)
@@ -193,7 +193,6 @@ class ChaoticJob:
             disturbance.end()
         self.settle(before)
         self.pauses.append(time.monotonic() - begin)
-        self.network.cut_off = frozenset()
 
     def settle(self, before: int) -> None:
         """Until all who should be are in the newest generation, above `before`, and train."""
@@ -232,13 +231,7 @@ class ChaoticJob:
         spare = [n for n in NAMES if n not in self.out and left(n[-2:]) > 1]
         if self.out and (not spare or self.random.random() < 0.45):
             return "start", self.random.choice(sorted(self.out))
-        return self.random.choice(self.deeds), self.random.choice(spare)
-
-    def _cut(self, worker: str) -> None:
-        """It lives, and can't be heard."""
-        self.network.cut_off = frozenset({worker})
-        self.out.add(worker)
-        self.deaths[worker] += 1
+        return self.random.choice(DEEDS), self.random.choice(spare)
 
     def _kill(self, worker: str) -> None:
         self._end(worker, signal.SIGKILL)

@@ -32,13 +32,12 @@ class Faults:
 class FaultyNetwork:
     """Passes requests on to a console on this machine, from a port of its own, in a thread of its own.
 
-    cut_off: workers whose requests do not get through at all. counts: what was done, by the names in Faults.
+    counts: what was done, by the names in Faults.
     """
 
     def __init__(self, console_port: int, seed: int, faults: Faults | None = None) -> None:
         self._console_port, self._random = console_port, random.Random(seed)
         self.faults = faults or Faults()
-        self.cut_off: frozenset[str] = frozenset()
         self.counts: Counter[str] = Counter()
         self.port = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -68,7 +67,7 @@ class FaultyNetwork:
         # Cancelled at the network's end, which asyncio's streams would log.
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             request = await _read_request(reader)
-            if self._gets_through(request):
+            if not self._happens(self.faults.cut, "cut"):
                 await self._pause_if(self.faults.late, "late")
                 answer = await self._ask(request)
                 if request.startswith(b"POST") and self._happens(self.faults.again, "again"):
@@ -79,13 +78,6 @@ class FaultyNetwork:
         with contextlib.suppress(OSError):
             writer.close()
             await writer.wait_closed()
-
-    def _gets_through(self, request: bytes) -> bool:
-        said = re.search(rb'"worker":"([^"]+)"', request)
-        if said is not None and said[1].decode() in self.cut_off:
-            self.counts["cut off"] += 1
-            return False
-        return not self._happens(self.faults.cut, "cut")
 
     def _later(self, request: bytes) -> None:
         async def repeat() -> None:

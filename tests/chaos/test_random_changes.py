@@ -6,7 +6,7 @@ on, no bit differs, and the console's books account for everything once. Each di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.app.console_server import ConsoleServer
 from tests.chaos.accounts import check
-from tests.chaos.chaotic_job import DEAD_SECONDS, DEEDS, FAILURE_TIMEOUTS, ChaoticJob, Disturbance
+from tests.chaos.chaotic_job import DEAD_SECONDS, FAILURE_TIMEOUTS, ChaoticJob, Disturbance
 from tests.chaos.disturbances import (
     ClockJumps,
     ConsoleKilled,
@@ -32,7 +32,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(3600)]
 SEED = 1
 CHANGES = 20
 BAD_NETWORK = Faults(cut=0.05, unanswered=0.05, late=0.1, again=0.1)
-ALL_DEEDS = (*DEEDS, "cut")
 
 
 def play(
@@ -42,7 +41,6 @@ def play(
     *,
     room_for: int,
     faults: Faults | None = None,
-    deeds: Sequence[str] = DEEDS,
     skew: float = 0.0,
 ) -> ChaoticJob:
     """A whole job, to which `changes` does things, `room_for` changes at most; its numbers and books are checked."""
@@ -50,7 +48,7 @@ def play(
         stack.callback(server.close)
         network = FaultyNetwork(server.port, SEED, faults)
         stack.callback(network.close)
-        job = ChaoticJob(server, network, folder, room_for, seed=SEED, deeds=deeds, skew=skew)
+        job = ChaoticJob(server, network, folder, room_for, seed=SEED, skew=skew)
         stack.callback(job.close)
         job.begin()
         changes(job)
@@ -68,7 +66,6 @@ def run(
     changes: int = CHANGES,
     every: int = 2,
     faults: Faults | None = None,
-    deeds: Sequence[str] = DEEDS,
     skew: float = 0.0,
 ) -> ChaoticJob:
     """A whole job with that many changes; the disturbance falls into one of `every`."""
@@ -77,7 +74,7 @@ def run(
         for number in range(changes):
             job.change(disturbance if number % every == 0 else None)
 
-    return play(server, folder, random_changes, room_for=changes, faults=faults, deeds=deeds, skew=skew)
+    return play(server, folder, random_changes, room_for=changes, faults=faults, skew=skew)
 
 
 def on_sqlite(folder: Path, **options: dict[str, str]) -> ConsoleServer:
@@ -101,7 +98,7 @@ def test_the_database_is_killed(tmp_path: Path) -> None:
 
 
 def test_the_network_cuts_delays_repeats_and_re_orders(tmp_path: Path) -> None:
-    job = run(on_sqlite(tmp_path), tmp_path, faults=BAD_NETWORK, deeds=("kill",) * 6 + ("drain",) * 2 + ("cut",) * 2)
+    job = run(on_sqlite(tmp_path), tmp_path, faults=BAD_NETWORK)
     assert min(job.network.counts[name] for name in ("cut", "unanswered", "late", "again")) > 20
 
 
@@ -121,7 +118,7 @@ def test_all_of_it_for_a_hundred_changes(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         server = on_sqlite(disk, environment=clock.environment)
         turns = InTurn(ConsoleKilled(server), clock, DiskFull(disk))
-        run(server, tmp_path, turns, changes=100, every=4, faults=BAD_NETWORK, deeds=ALL_DEEDS, skew=3600.0)
+        run(server, tmp_path, turns, changes=100, every=4, faults=BAD_NETWORK, skew=3600.0)
 
 
 def test_all_of_it_with_a_database_server_for_a_hundred_changes(tmp_path: Path) -> None:
@@ -130,4 +127,4 @@ def test_all_of_it_with_a_database_server_for_a_hundred_changes(tmp_path: Path) 
         url = new_database(cluster)
         server = ConsoleServer(url, "--api-only", *FAILURE_TIMEOUTS, environment=clock.environment)
         turns = InTurn(ConsoleKilled(server), clock, PostgresKilled(url))
-        run(server, tmp_path, turns, changes=100, every=4, faults=BAD_NETWORK, deeds=ALL_DEEDS, skew=3600.0)
+        run(server, tmp_path, turns, changes=100, every=4, faults=BAD_NETWORK, skew=3600.0)
