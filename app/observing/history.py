@@ -840,15 +840,14 @@ class JobReader(Protocol):
 
 
 class Histories:
-    """One per console. Thread-safe; export and take_in are called in an event loop. memory: bytes that a process may
-    take for one."""
+    """One per console. Thread-safe; export and take_in are called in an event loop."""
 
-    def __init__(self, jobs: JobReader, database: Database, memory: int = MOST_MEMORY) -> None:
+    def __init__(self, jobs: JobReader, database: Database) -> None:
         self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
         self._exporting, self._importing = threading.Lock(), threading.Lock()
         self._files: set[Path] = set()  # that were exported; their readers delete them
-        self._children = Children(work, name="history", memory=memory)
+        self._children = Children(work, name="history", memory=MOST_MEMORY)
         self._stop, self._deleted = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
 
