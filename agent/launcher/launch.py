@@ -397,10 +397,10 @@ class Launcher:
 
     def _turn(self, timeout: float) -> None:
         entries = self._pool.entries
-        if any(entry.lingers for entry in entries):
+        if any(entry.looked_for for entry in entries):
             timeout = min(timeout, LOOK_SECONDS)
         pipes = {entry.pipe: entry for entry in entries if not entry.hung_up}
-        sentinels = [entry.process.sentinel for entry in entries]
+        sentinels = [sentinel for entry in entries for sentinel in entry.sentinels]
         wake = self._coordination.wake_fd
         ready = wait([*pipes, *sentinels, *([wake] if wake is not None else [])], timeout)
         for item in ready:
@@ -644,9 +644,9 @@ class Launcher:
                 self._lost(entry, time.monotonic_ns(), f"was taken out: {one.text}", said=True)
 
     def _ended(self, entry: WorkerProcess) -> None:
-        detected = time.monotonic_ns()
+        assert entry.ended_at is not None
+        detected = round(1e9 * entry.ended_at)
         self._read(entry)
-        entry.join()
         self._pool.forget(entry)
         if entry.fenced:
             if (spare := entry.spare_ranks) and self._pool.running:
@@ -1053,6 +1053,8 @@ class Launcher:
         if not fair:
             return
         for entry in entries:
+            if entry.ended_at is not None:
+                continue  # it is out as soon as its other ranks have ended, too
             if self._silent(entry, now):
                 entry.look(now)
                 if now - entry.lived_at <= self._silences.pause:
@@ -1089,7 +1091,7 @@ class Launcher:
         current = entry.current
         if current is None or current.limit is None or not current.overdue:
             return None
-        peers = [e for e in self._pool.running.values() if e.member and e.worker.stage == entry.worker.stage]
+        peers = self._peers(entry)
         # Where a whole stage is at something for long, a disk is slow, or the data: and nobody would be left.
         alone = all(e.current is not None and e.current.lags for e in peers)
         limit = max(current.limit, limits.first_op) if alone else current.limit
@@ -1101,13 +1103,18 @@ class Launcher:
         why = "" if known else f", {TIMES_LONGEST:g} times its longest so far"
         return f"hangs: it is at {current} for {current.seconds:.0f} s (limit {limit:.0f} s{why})"
 
+    def _peers(self, entry: WorkerProcess) -> list[WorkerProcess]:
+        """Of its stage, itself among them, who has not ended."""
+        members = (e for e in self._pool.running.values() if e.member and e.ended_at is None)
+        return [e for e in members if e.worker.stage == entry.worker.stage]
+
     def _only_stopped(self, entry: WorkerProcess, now: float) -> bool:
         """Does the whole stage stand still, and may go on, while the job could not without it? Of workers on other
         nodes that is not known."""
         if self._coordination.judges_silence:
             return False
         faults = self._options.faults
-        peers = [e for e in self._pool.running.values() if e.member and e.worker.stage == entry.worker.stage]
+        peers = self._peers(entry)
         lost_for_good = not back_to(self._options.checkpoints.folder is not None, faults.max_restarts)
         return lost_for_good and entry.member and all(e.stopped and self._silent(e, now) for e in peers)
 

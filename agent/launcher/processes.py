@@ -62,8 +62,7 @@ class ProcessHandle(Protocol):
 
 
 LATE_SECONDS = 0.25
-"""For the ranks to end whose sibling has died: who needs longer, as one that is stopped, is killed. The launcher's loop
-waits for it, and so do all other workers."""
+"""For the ranks to end whose sibling has died: who needs longer, as one that is stopped, is killed."""
 LAST_SECONDS = 0.1
 """For one that was killed for being late. That it has ended is soon known, wherever it can be."""
 JOIN_SECONDS = 2.0
@@ -159,7 +158,8 @@ class WorkerProcess:
     time that it was through with that, whose peers were late, too. stop_borne_until: so long it may be silent, which
     was stopped with all of its stage. plans: that it has. heard: number of its newest message that counts, where its
     node numbers them. hung_up: its pipe has ended. lingers: it has a CUDA context, which the system takes apart before
-    it closes the pipe (0.4 s on an H100, seconds on a busy one). send: takes what is posted; None: it goes to the
+    it closes the pipe (0.4 s on an H100, seconds on a busy one). ended_at: monotonic seconds at which that was known of
+    its rank 0; its others end after it, or are killed at _kill_at, and nobody waits for them after _over_at. send: takes what is posted; None: it goes to the
     process at once. elsewhere: on another node?
     """
 
@@ -194,6 +194,9 @@ class WorkerProcess:
     heard: int = 0
     hung_up: bool = False
     lingers: bool = False
+    ended_at: float | None = None
+    _kill_at: float = math.inf
+    _over_at: float = math.inf
     _tell_at: float | None = None
     _codes: tuple[int | None, ...] = ()
     _held: Collection[int] = ()
@@ -280,10 +283,42 @@ class WorkerProcess:
                 self._tell_at = math.inf
                 self.outbox.put({"kind": "fenced"})
 
+    @property
+    def sentinels(self) -> list[int]:
+        """What becomes readable when it is to be asked whether it `has_ended`."""
+        if self.ended_at is None:
+            return [self.process.sentinel]
+        return [process.sentinel for process in self.siblings if not process.is_ending()]
+
+    @property
+    def looked_for(self) -> bool:
+        """Is that to be asked every LOOK_SECONDS, too?"""
+        return self.lingers or self.ended_at is not None
+
     def has_ended(self, ready: Collection[object]) -> bool:
-        """ready: what can be read. That a process ends may be known before its sentinel says it, which is when the
-        system has taken all of it apart: of one that lingers it is asked every LOOK_SECONDS."""
-        return self.process.sentinel in ready or ((self.hung_up or self.lingers) and self.process.is_ending())
+        """With all its ranks: each ends when another one of them has, or is killed. Nobody is waited for. ready: what
+        can be read. That a process ends may be known before its sentinel says it, which is when the system has taken
+        all of it apart: of one that is `looked_for` it is asked every LOOK_SECONDS."""
+        now = time.monotonic()
+        if self.ended_at is None:
+            told = self.process.sentinel in ready
+            if not told and not ((self.hung_up or self.lingers) and self.process.is_ending()):
+                return False
+            self.ended_at = now
+            self._kill_at = now + (JOIN_SECONDS if self.asked else LATE_SECONDS)
+        if not self._codes:
+            if now < self._kill_at and not all(process.is_ending() for process in self.siblings):
+                return False
+            self._codes = self._ends
+            self._kill_ranks()
+            self._over_at = now + LAST_SECONDS
+        late = [process for process, code in zip(self.siblings, self._codes[1:], strict=True) if code is None]
+        if now < self._over_at and not all(process.is_ending() for process in late):
+            return False
+        # Who does not end even so, as one that its driver holds, still has its GPU: nobody begins in its place.
+        ranks = enumerate((self.process, *self.siblings))
+        self._held = {rank for rank, process in ranks if self._codes[rank] is None and not process.is_ending()}
+        return True
 
     def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
         """Of the plans that a deployment names, in order, those that are to be sent with it: the others it has."""
@@ -304,7 +339,7 @@ class WorkerProcess:
 
     def end(self) -> None:
         """Of one that is silent. Of several ranks each whose threads run ends by itself, and has shown thereby that it
-        was not the one that hangs; whoever does not is killed: rank 0 soon, and the others by `join`."""
+        was not the one that hangs; whoever does not is killed: rank 0 soon, and the others by `has_ended`."""
         self.asked = True
         if not self.siblings:
             self.post("fenced")
@@ -318,9 +353,10 @@ class WorkerProcess:
     @property
     def first_end(self) -> tuple[int, int | None]:
         """(rank, exit code) of the rank that has ended first."""
-        follow = (None, channel.ORPHANED, channel.FENCED)
-        first = next(((rank, code) for rank, code in enumerate(self._ends) if code not in follow), None)
-        return (0, self.process.exitcode) if first is None else first
+        ends = list(enumerate(self._ends))
+        died = [(rank, code) for rank, code in ends if code is not None and code not in _FOLLOW]
+        gave_up = [(rank, code) for rank, code in ends if code == channel.GAVE_UP]
+        return next(iter((*died, *gave_up)), (0, self.process.exitcode))
 
     @property
     def ending(self) -> str:
@@ -330,6 +366,9 @@ class WorkerProcess:
         if code is not None and code < 0:
             with contextlib.suppress(ValueError):
                 return f"was killed by {signal.Signals(-code).name}{whose}"
+        if code == channel.GAVE_UP:
+            who = f"its rank {rank}" if self.siblings else "one of its ranks"
+            return f"ended: {who} has waited in vain for another one" + (f" ({self.error})" if self.error else "")
         return f"ended with exit code {code}{whose}" + (f" ({self.error})" if self.error else "")
 
     @property
@@ -343,27 +382,12 @@ class WorkerProcess:
 
     @property
     def _ends(self) -> tuple[int | None, ...]:
-        """Exit codes of its ranks; once it was joined, None of those that did not end by themselves."""
+        """Exit codes of its ranks; once they were killed, None of those that did not end by themselves."""
         return self._codes or tuple(process.exitcode for process in (self.process, *self.siblings))
 
-    def join(self) -> None:
-        """Returns when it has ended, with all its ranks: each ends when another one of them has, or is killed."""
-        self.process.join()
-        seconds = JOIN_SECONDS if self.asked else LATE_SECONDS
-        if self.lingers:
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and not all(process.is_ending() for process in self.siblings):
-                time.sleep(LOOK_SECONDS)
-        else:
-            _join(self.siblings, seconds)
-        self._codes = self._ends
-        self._kill_ranks()
-        # Who does not end even so, as one that its driver holds, still has its GPU: nobody begins in its place.
-        ranks = list(enumerate((self.process, *self.siblings)))
-        _join((process for rank, process in ranks if self._codes[rank] is None), LAST_SECONDS)
-        self._held = {rank for rank, process in ranks if self._codes[rank] is None and not process.is_ending()}
 
-
+_FOLLOW = (channel.ORPHANED, channel.FENCED, channel.GAVE_UP)
+"""Exit codes of ranks that ended because they were told to, or because of another one."""
 _TOLD = ("member", "since", "whole", "spoke", "waits", "op_limit")
 
 
@@ -386,12 +410,14 @@ def spare_of(codes: Sequence[int | None], *, silent: bool) -> tuple[int, ...]:
     to, or because another one had. Where all did, nobody is known to be at fault, and none is to be used again.
 
     silent: it was put out for that, and who does not end is the one that hangs; or all were killed. Else it is only
-    late, where another one is known to have died.
+    late, where another one is known to have died. Where none has, and one has waited for another in vain, that one
+    hangs, and its threads may have ended it nevertheless: then only who has waited is known to be well.
     """
-    follow = (channel.ORPHANED, channel.FENCED)
-    died = any(code is not None and code not in follow for code in codes)
+    died = any(code is not None and code not in _FOLLOW for code in codes)
     late_too = died and not silent
-    spare = tuple(rank for rank, code in enumerate(codes) if code in follow or (code is None and late_too))
+    known = died or (silent and None in codes)
+    well = (channel.GAVE_UP,) if channel.GAVE_UP in codes and not known else _FOLLOW
+    spare = tuple(rank for rank, code in enumerate(codes) if code in well or (code is None and late_too))
     return spare if len(spare) < len(codes) else ()
 
 

@@ -128,6 +128,8 @@ FENCED = 3
 """Exit code of a process that was told that it does not count any more."""
 ORPHANED = 4
 """Exit code of a process whose launcher, or whose sibling of the same worker, is gone."""
+GAVE_UP = 5
+"""Exit code of a process that has waited for a sibling in vain."""
 
 
 class WorkerChannel:
@@ -136,7 +138,8 @@ class WorkerChannel:
     announced: called in that thread with the generation of each new deployment that this worker must
     leave its iteration for (and with a number above all generations when the job is over). fenced:
     called in that thread when this process no longer counts: it must end. measure: called in that thread with an
-    iteration whose ops are to be recorded. relay: of rank 0 of several, to its siblings. last_words: called in that
+    iteration whose ops are to be recorded. relay: of rank 0 of several, to its siblings. gave_up: has this process waited
+    for a sibling in vain? Then it ends as one that has, whoever ends it. last_words: called in that
     thread with what this process ends by, if it can't understand a message.
     """
 
@@ -164,10 +167,11 @@ class WorkerChannel:
         """How many iterations there are, where the job ends early."""
         self._sending = threading.Lock()
         self._taken_up = 0
+        self.gave_up = False
         self._told_at: float | None = None
         """Since when this worker has not taken up a generation that it must leave its iteration for."""
         # Nobody would ever end this process: it ends with its launcher.
-        follow(pipe.recv_bytes, self._hear_or_end, lambda: os._exit(ORPHANED), name="launcher-pipe")
+        follow(pipe.recv_bytes, self._hear_or_end, self.orphaned, name="launcher-pipe")
 
     @property
     def over(self) -> bool:
@@ -185,6 +189,10 @@ class WorkerChannel:
         # One that is gone ends this process through the listening thread.
         with self._sending, contextlib.suppress(OSError):
             self._pipe.send_bytes(json.dumps(message).encode())
+
+    def orphaned(self) -> None:
+        """The launcher, or a sibling, is gone: ends this process."""
+        os._exit(GAVE_UP if self.gave_up else ORPHANED)
 
     def take_up(self, generation: int, iteration: int) -> None:
         """The training thread has left what it was at, for `generation`, with so many iterations committed."""

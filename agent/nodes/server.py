@@ -324,9 +324,9 @@ class NodeServer:
     def _turn(self) -> None:
         frames = self._frames
         pipes = {entry.pipe: incarnation for incarnation, entry in self._entries.items() if not entry.hung_up}
-        sentinels = [entry.process.sentinel for entry in self._entries.values()]
+        sentinels = [sentinel for entry in self._entries.values() for sentinel in entry.sentinels]
         timeout = 0.5 if frames is not None and self._search is None else 0.02
-        if any(entry.lingers for entry in self._entries.values()):
+        if any(entry.looked_for for entry in self._entries.values()):
             timeout = min(timeout, LOOK_SECONDS)
         connections = [] if frames is None else [frames.fileno()]
         ready = wait([*connections, *pipes, *sentinels], 0.0 if frames is not None and frames.waiting else timeout)
@@ -381,7 +381,6 @@ class NodeServer:
         self._pass_on(incarnation)
         entry = self._entries.pop(incarnation)
         self._numbers.pop(incarnation, None)
-        entry.join()
         if self._pool is not None:
             self._pool.forget(entry)
             self._pool.spare(entry)

@@ -82,6 +82,10 @@ _BROKEN = re.compile("gloo|pair closure|[Cc]onnection (closed|reset)|Broken pipe
 """What gloo says in an exchange whose other end is gone, or was woken."""
 
 
+_ABSENT = re.compile("[Ww]ait timeout|[Tt]imed out")
+"""And a store, where somebody does not come to make the connections."""
+
+
 def _by_exchange(error: BaseException) -> bool:
     """Did a collective raise it, or what it was raised for?"""
     causes: BaseException | None = error
@@ -363,7 +367,7 @@ class Ranks:
     ) -> Ranks:
         """Of a process that has just started. meeting: a file that all of them reach, for this time only. device: where
         the stage computes, this process's own. shape: of the mesh; (): one line. over_nccl: is what is there exchanged
-        over NCCL? Makes the process's default group. Blocks until all are there."""
+        over NCCL? Makes the process's default group. Blocks until all are there. Raises SiblingError where one does not come."""
         ranks = cls(rank, size, device, over_nccl=over_nccl)
         if size > 1:
             store = dist.FileStore(meeting, size)
@@ -379,7 +383,12 @@ class Ranks:
                 # All ranks make each, also those that they are not in.
                 made = [(line, dist.new_group(line)) for line in (*numbers.T.tolist(), *numbers.tolist())]
                 ranks._groups += [group for line, group in made if rank in line]
-            ranks.connect(dist.PrefixStore("first", store), timeouts)
+            try:
+                ranks.connect(dist.PrefixStore("first", store), timeouts)
+            except RuntimeError as error:
+                if _by_exchange(error) or _ABSENT.search(str(error)):
+                    raise SiblingError(f"not all ranks of this worker have come: {first_line(error)}") from None
+                raise
             from torch.distributed.device_mesh import DeviceMesh
 
             groups: list[Any] = ranks._groups[1:] or ranks._groups[:1]

@@ -28,7 +28,7 @@ import torch
 
 from openrecycle.agent.checkpoints import WeightsError
 from openrecycle.agent.config.options import ALIVE_SECONDS
-from openrecycle.agent.messages.channel import FENCED, ORPHANED, WorkerChannel, follow, receive
+from openrecycle.agent.messages.channel import FENCED, GAVE_UP, WorkerChannel, follow, receive
 from openrecycle.agent.messages.client import Followed, LogTail
 from openrecycle.agent.models.layers import StageIOError
 from openrecycle.agent.models.parallelized import OtherRankError, Parallelized
@@ -38,7 +38,7 @@ from openrecycle.agent.monitoring.heartbeat import Status, measured_ops
 from openrecycle.agent.monitoring.liveness import LoopLag, OpProgress, describe_exception, thread_stacks
 from openrecycle.agent.stages.optimizer import NonFiniteError
 from openrecycle.agent.transport.communicator import Communicator
-from openrecycle.agent.transport.ranks import Ranks
+from openrecycle.agent.transport.ranks import Ranks, SiblingError
 from openrecycle.agent.workers.loop import WorkerLoop
 from openrecycle.agent.workers.recovery import NoAgreementError, UnlikeError
 from openrecycle.agent.workers.spec import WorkerSpec
@@ -161,13 +161,12 @@ class RankRelay:
         self._outboxes = [queue.SimpleQueue[bytes]() for _ in siblings]
         self._siblings = siblings
 
-    def start(self, say: Callable[[dict[str, Any]], None]) -> None:
-        """say: takes what the worker says. Before anything is taken."""
+    def start(self, say: Callable[[dict[str, Any]], None], orphaned: Callable[[], None]) -> None:
+        """say: takes what the worker says. orphaned: a sibling is gone. Before anything is taken."""
         self._say = say
         for rank, (pipe, outbox) in enumerate(zip(self._siblings, self._outboxes, strict=True), start=1):
             follow(outbox.get, pipe.send_bytes, name=f"to-rank-{rank}")
-            heard, orphaned = partial(self.take, rank), partial(os._exit, ORPHANED)
-            follow(partial(receive, pipe), heard, orphaned, name=f"from-rank-{rank}")
+            follow(partial(receive, pipe), partial(self.take, rank), orphaned, name=f"from-rank-{rank}")
 
     def hand_on(self, message: bytes) -> None:
         """To all siblings; returns at once."""
@@ -223,7 +222,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         *(relay, last_words),
     )
     if relay is not None:
-        relay.start(channel.send)
+        relay.start(channel.send, channel.orphaned)
     _guard_output(channel, spec, log)
     threading.Thread(target=_say_alive, args=(channel, status, log, spec), name="alive", daemon=True).start()
     try:
@@ -255,11 +254,13 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         channel.say("error", text=str(error))
         _exit(FAILED)
     except BaseException as error:  # a user's code may end Python, or say that it was interrupted
-        if communicator.ranks.broke(error) or isinstance(error, OtherRankError):
-            time.sleep(SIBLING_SECONDS)  # another rank is gone: the news of it ends this process, with its own code
+        if isinstance(error, (SiblingError, OtherRankError)) or communicator.ranks.broke(error):
+            # Another rank is gone, and the news of it ends this process; or it hangs, and is to blame.
+            channel.gave_up = True
+            time.sleep(SIBLING_SECONDS)
         last_words(error)
         channel.say("error", text=describe_exception(error))
-        _exit(FAILED)
+        _exit(GAVE_UP if channel.gave_up else FAILED)
     _exit(0)
 
 

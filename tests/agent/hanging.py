@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
 
 
@@ -28,6 +31,21 @@ class Hanging(Gpt):
             self._once.unlink()
             threading.Event().wait()
         return super().inputs(seed, iteration, pipeline, micro_batch)
+
+
+class RankHanging(tensor_parallel.Gpt):
+    """once: a file. The rank of that number that makes a layer takes it away and never comes back; its other threads
+    run."""
+
+    def __init__(self, once: str, rank: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._once, self._rank = Path(once), rank
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> Any:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == self._rank and self._once.exists():
+            self._once.unlink()
+            threading.Event().wait()
+        return super().build_layer(layer, layers, seed)
 
 
 class SlowData(Gpt):

@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.faults import Kill
-from openrecycle.agent.config.options import Optimization, TrainingOptions
+from openrecycle.agent.config.options import Faults, Optimization, Timeouts, TrainingOptions
 from openrecycle.agent.config.settings import OptionGroup
 from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
@@ -32,7 +32,7 @@ from openrecycle.agent.launcher.processes import (
     spare_of,
 )
 from openrecycle.agent.launcher.record import DivergedError, RunRecord
-from openrecycle.agent.messages.channel import FENCED, ORPHANED
+from openrecycle.agent.messages.channel import FENCED, GAVE_UP, ORPHANED
 from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers.worker import MergedMessages
@@ -44,6 +44,7 @@ from tests.agent.local_jobs import TINY, LocalJob, uncut
 from tests.agent.runs import Run, forked
 from tests.agent.saved import checkpoint_bits
 from tests.conftest import at_length
+from tests.golden import golden
 
 ITERATIONS = 6
 JOB = Job.uniform(3, 2, 3)
@@ -161,6 +162,30 @@ def test_a_rank_that_hangs_leaves_its_sibling_to_another_worker() -> None:
     assert job.dead == ["W0_0", "W1_1"]
     living = [line["living"] for line in job.iterations]
     assert 2 in living and living[-1] == 3, "of what is left of both a worker has come"
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+@pytest.mark.parametrize("rank", [1, at_length(0)])
+def test_a_rank_that_is_waited_for_in_vain_is_to_blame(rank: int, tmp_path: Path) -> None:
+    """It hangs at its start, and its threads run: they end it once its sibling has given up, which is spare."""
+    (once := tmp_path / "once").touch()
+    model = NamedWorkload("tests.agent.hanging:RankHanging", TINY | {"once": str(once), "rank": rank})
+    incarnations, made_of = list[str](), list[Sequence[tuple[str, int]]]()
+
+    def follow(job: LocalJob, worker: str, message: dict[str, Any]) -> None:
+        (entry,) = job.launcher._pool.running.values()
+        if entry.incarnation not in incarnations:
+            incarnations.append(entry.incarnation)
+            made_of.append(entry.made_of)
+
+    grid: dict[str, Any] = {"pipelines": 1, "stages": 1, "micro_batches": 1, "platform": Platform(ranks_per_worker=2)}
+    times, faults = Timeouts(transfer=4.0, group=5.0), Faults(max_restarts=1, restart_delay=0.1)
+    job = LocalJob(**grid, iterations=1, workload=model, timeouts=times, faults=faults, on_message=follow).run()
+    assert "final" in job.lines[-1] and not once.exists()
+    assert made_of == [(), ((incarnations[0], 1 - rank),)], "where its sibling was the next one begins"
+    (restart,) = [line["restart"] for line in job.lines if "restart" in line]
+    assert golden("ended-a-rank-has-waited", 1 - rank) in restart["reason"]
 
 
 @pytest.mark.chaos
@@ -341,12 +366,14 @@ def test_hashes_of_all_ranks_make_the_worker_s() -> None:
     assert told("a", "") == ""  # one that has not all of its state has nothing to compare
 
 
-@given(st.lists(st.sampled_from([FENCED, ORPHANED, 0, 1, -9, None]), min_size=1, max_size=8), st.booleans())
+@given(st.lists(st.sampled_from([FENCED, ORPHANED, GAVE_UP, 0, 1, -9, None]), min_size=1, max_size=8), st.booleans())
 def test_ranks_that_ended_for_another_s_sake_are_spare(codes: list[int | None], silent: bool) -> None:
     spare = spare_of(codes, silent=silent)
-    died = {rank for rank, code in enumerate(codes) if code not in (FENCED, ORPHANED, None)}
+    died = {rank for rank, code in enumerate(codes) if code not in (FENCED, ORPHANED, GAVE_UP, None)}
     late = {rank for rank, code in enumerate(codes) if code is None}
     at_fault = died | late if silent or not died else died
+    if GAVE_UP in codes and not (at_fault if silent else died):
+        at_fault = {rank for rank, code in enumerate(codes) if code != GAVE_UP}  # one of them was waited for in vain
     expected = set(range(len(codes))) - at_fault if at_fault else set()
     assert set(spare) == expected, "where nobody was at fault, nobody is known to be fit"
 
@@ -411,7 +438,8 @@ def test_spare_ranks_make_a_worker_where_they_ran_however_often_something_died_t
         ranks = [entry.process, *entry.siblings]
         ranks.pop(rank).kill()
         os.kill(ranks[0].pid or 0, signal.SIGTERM)
-        entry.join()
+        while not entry.has_ended(wait(entry.sentinels, 0.02)):
+            pass
         pool.forget(entry)
         pool.spare(entry)
 

@@ -9,16 +9,15 @@ import random
 import signal
 import socket
 import threading
-import time
 from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from openrecycle.agent.launcher import processes
-from openrecycle.agent.launcher.processes import WorkerProcess
+from openrecycle.agent.launcher.processes import LOOK_SECONDS, WorkerProcess
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.channel import KEPT_PLANS, WorkerChannel
 from openrecycle.agent.messages.protocol import Deployment
@@ -49,25 +48,50 @@ class Ended:
 
 
 class Lasting(Ended):
-    def __init__(self, waited: list[float]) -> None:
-        self.waited = waited
+    """until: it is asked so often; None: for ever."""
+
+    exitcode: Any = None
+
+    def __init__(self, until: int | None = None) -> None:
+        self.until, self.asked = until, 0
 
     def is_ending(self) -> bool:
-        return False
+        self.asked += 1
+        return self.until is not None and self.asked > self.until
 
     def join(self, timeout: float | None = None) -> None:
-        assert timeout is not None
-        self.waited.append(timeout)
-        time.sleep(timeout)
+        raise AssertionError("nobody waits for it")
 
 
-def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "LATE_SECONDS", 0.1)
-    waited = list[float]()
-    ranks = tuple(Lasting(waited) for _ in range(4))
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, as launchers see it."""
+    now = [100.0]
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(
+    "silent", [pytest.param(False, id="one has died"), pytest.param(True, id="one is silent, and told to end")]
+)
+def test_a_launcher_never_waits_for_ranks_that_do_not_end(silent: bool, now: list[float]) -> None:
+    """It asks, and goes on with all others meanwhile; they are given the same time, all together."""
+    seconds = (processes.JOIN_SECONDS if silent else processes.LATE_SECONDS) + processes.LAST_SECONDS
+    ranks, pipe, began = tuple(Lasting() for _ in range(4)), cast(Any, None), now[0]
+    entry = WorkerProcess(CELL, "a", Ended(), pipe, 0.0, siblings=ranks, asked=silent)
+    while not entry.has_ended([Ended.sentinel] if entry.ended_at is None else []):
+        assert entry.looked_for and entry.sentinels == [rank.sentinel for rank in ranks]
+        assert now[0] <= began + seconds + 2 * LOOK_SECONDS
+        now[0] += LOOK_SECONDS
+    assert now[0] >= began + seconds and entry.ended_at == began
+
+
+def test_a_worker_has_ended_as_soon_as_its_ranks_have(now: list[float]) -> None:
     pipe: Any = None
-    WorkerProcess(CELL, "a", Ended(), pipe, 0.0, siblings=ranks).join()
-    assert len(waited) == 4 and sum(waited) <= 0.1
+    entry = WorkerProcess(CELL, "a", Ended(), pipe, 0.0, siblings=(Lasting(1), Ended()))
+    assert not entry.has_ended([]) and entry.ended_at is None, "nothing says so of its rank 0"
+    assert not entry.has_ended([Ended.sentinel]) and entry.ended_at == now[0]
+    assert entry.has_ended([])
 
 
 class Slow(Connection):
@@ -121,17 +145,16 @@ def test_a_worker_has_ended_as_the_rank_did_that_ended_by_itself() -> None:
         assert entry.spare_ranks == (0,)
 
 
-class Late(Lasting):
-    """Ends when it is killed, which is before it is waited for again; held: nor then, as one that its driver holds."""
+class Late(Exits):
+    """Ends once it is killed; held: not even then, as one that its driver holds."""
 
-    exitcode: Any = None
-
-    def __init__(self, waited: list[float], *, held: bool) -> None:
-        super().__init__(waited)
+    def __init__(self, *, held: bool) -> None:
+        super().__init__(None)
         self.held = held
+        self.pid = os.getpid()  # type: ignore[assignment]
 
-    def is_ending(self) -> bool:
-        return len(self.waited) > 1 and not self.held
+    def is_alive(self) -> bool:
+        return self.exitcode is None
 
 
 @pytest.mark.parametrize(
@@ -140,25 +163,27 @@ class Late(Lasting):
     ids=["late", "held", "silent"],
 )
 def test_a_rank_that_is_late_is_not_the_one_that_has_ended(
-    silent: bool, held: bool, spare: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    silent: bool, held: bool, spare: tuple[int, ...], now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed, since all others wait for it; and of a worker that was silent it was the one that hangs. Where even
-    that does not end it, nobody may begin in its place."""
-    monkeypatch.setattr(processes, "JOIN_SECONDS", 0.1)
+    """It is killed, since its worker has not ended before; and of a worker that was silent it was the one that hangs.
+    Where even that does not end it, nobody may begin in its place."""
     pipe: Any = None
-    late = Late(waited := list[float](), held=held)
+    late = Late(held=held)
+
+    def kill(_pid: int, number: int) -> None:
+        late.exitcode = None if held else -number  # type: ignore[assignment]
+
+    monkeypatch.setattr(processes.os, "kill", kill)
     ranks = (late, Exits(1))
     entry = WorkerProcess(CELL, "a", Exits(channel.ORPHANED), pipe, 0.0, siblings=ranks, asked=silent)
-    entry.join()
-    late.exitcode = -signal.SIGKILL
-    assert len(waited) == 2 and sum(waited) < 1.0
+    while not entry.has_ended([Ended.sentinel]):
+        now[0] += LOOK_SECONDS
     assert entry.first_end == (2, 1) and entry.spare_ranks == spare
 
 
-def test_the_other_ranks_are_told_of_a_dead_one_once_its_last_words_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_ranks_are_told_of_a_dead_one_once_its_last_words_have_come(now: list[float]) -> None:
     pipe: Any = None
-    dead, now = Exits(None), [100.0]
-    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+    dead = Exits(None)
     entry = WorkerProcess(CELL, "a", Exits(None), pipe, 0.0, siblings=(dead,), lingers=True)
     entry.tell_ranks()
     dead.exitcode = 1
