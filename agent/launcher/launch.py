@@ -648,19 +648,16 @@ class Launcher:
         detected = round(1e9 * entry.ended_at)
         self._read(entry)
         self._pool.forget(entry)
-        if entry.fenced:
-            if (spare := entry.spare_ranks) and self._pool.running:
-                # Its end is known already, and these are not.
-                self._coordination.failed(
-                    Failure("exit", entry.worker, entry.incarnation, detail=entry.error, spare=spare)
-                )
-                self._use_spares(entry)
-            return
-        self._lost(entry, detected, entry.ending, entry.spare_ranks)
+        spare = entry.spare_ranks
+        if not entry.fenced:
+            self._lost(entry, detected, entry.ending, spare)
+        elif spare and self._pool.running:
+            # Its end is known already, and these are not.
+            self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=entry.error, spare=spare))
+        self._pool.spare(entry)
         if self._pool.running:
-            self._use_spares(entry)
-        else:
-            self._pool.spare(entry)
+            self._use_spares()
+        elif not entry.fenced:
             # All weights went with them, whatever the coordination decides.
             why = f"no worker process is left; the last one, {entry.worker}, {entry.ending}"
             if not self._on_the_way:
@@ -776,10 +773,9 @@ class Launcher:
         if one is not None:
             self._coordination.failed(Failure("exception", one.worker, one.incarnation, deployment.generation, why))
 
-    def _use_spares(self, ended: WorkerProcess) -> None:
+    def _use_spares(self) -> None:
         """Ranks that lost a sibling make a worker again, where a node has enough of them: of the stage that has the
         fewest."""
-        self._pool.spare(ended)
         ranks, cells = self._options.platform.ranks_per_worker, self._options.job.workers()
         if ranks == 1 or self._deployed is None:
             return

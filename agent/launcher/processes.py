@@ -126,9 +126,16 @@ class SpareRanks:
         return None if node is None else Spares(node, self.take_of(node, self._left[node][:ranks]))
 
     def first(self, node: int, ranks: int) -> tuple[SpareRank, ...]:
-        """In whose place a worker of so many ranks begins there that was promised none: those that there are. The lead
-        and the node, each by its own books, must have as many of them."""
+        """In whose place a worker of so many ranks begins there that was promised none: those that there are."""
         return self.on(node)[:ranks]
+
+    def take_named(self, node: int, ranks: Collection[RankOf]) -> Spares:
+        """Those of them that there are, which are spare no more."""
+        return Spares(node, self.take_of(node, [spare for spare in self.on(node) if spare.rank in ranks]))
+
+    def replace(self, node: int, spares: Iterable[SpareRank]) -> None:
+        """There are those, and no others."""
+        self._left[node] = list(spares)
 
     def take_of(self, node: int, spares: Collection[SpareRank]) -> tuple[SpareRank, ...]:
         """These, which are spare no more."""
@@ -158,9 +165,9 @@ class WorkerProcess:
     time that it was through with that, whose peers were late, too. stop_borne_until: so long it may be silent, which
     was stopped with all of its stage. plans: that it has. heard: number of its newest message that counts, where its
     node numbers them. hung_up: its pipe has ended. lingers: it has a CUDA context, which the system takes apart before
-    it closes the pipe (0.4 s on an H100, seconds on a busy one). ended_at: monotonic seconds at which that was known of
-    its rank 0; its others end after it, or are killed at _kill_at, and nobody waits for them after _over_at. send: takes what is posted; None: it goes to the
-    process at once. elsewhere: on another node?
+    it closes the pipe (0.4 s on an H100, seconds on a busy one). ended_at: monotonic seconds at which the end of its
+    rank 0 was known; its others end after that, or are killed at _kill_at, and after _over_at are left as they are.
+    send: takes what is posted; None: it goes to the process at once. elsewhere: on another node?
     """
 
     elsewhere: ClassVar[bool] = False
@@ -468,8 +475,8 @@ class ProcessPool:
         node: int | None = None,
     ) -> WorkerProcess:
         """Starts a process for `worker`, or one for each of its ranks; make_spec maps its new incarnation to what it is
-        told, to which its slot is added. spares: in their place; None: in the place of those that there are, as far as
-        they go. node: there; None: where its place is."""
+        told, to which its slot is added. spares: in their place, as far as they go; None: in the place of those that
+        there are. node: there; None: where its place is."""
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=True)
         # Those put aside still hold what they held, until they have ended.
@@ -477,7 +484,7 @@ class ProcessPool:
         spec = make_spec(incarnation)
         ranks = getattr(spec, "ranks", 1)  # those of agent.profiling have none, and no slot
         filled = self.spares.first(self.own_node, ranks) if spares is None else spares.left
-        taken |= {spare.slot for spare in filled}
+        taken |= {spare.slot for spare in (*filled, *self.spares.on(self.own_node))}
         free = (n for n in itertools.count() if n not in taken)
         slots = (*(spare.slot for spare in filled), *itertools.islice(free, ranks - len(filled)))
         if spares is None:

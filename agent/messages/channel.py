@@ -138,9 +138,9 @@ class WorkerChannel:
     announced: called in that thread with the generation of each new deployment that this worker must
     leave its iteration for (and with a number above all generations when the job is over). fenced:
     called in that thread when this process no longer counts: it must end. measure: called in that thread with an
-    iteration whose ops are to be recorded. relay: of rank 0 of several, to its siblings. gave_up: has this process waited
-    for a sibling in vain? Then it ends as one that has, whoever ends it. last_words: called in that
-    thread with what this process ends by, if it can't understand a message.
+    iteration whose ops are to be recorded. relay: of rank 0 of several, to its siblings. last_words: called in that
+    thread with what this process ends by, if it can't understand a message. gave_up: has this process waited for a
+    sibling in vain? Then it ends as one that has, though another one's end should end it.
     """
 
     OVER = 2**53

@@ -19,11 +19,12 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -35,7 +36,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import read_json
 
 MAX_MESSAGE_BYTES = 1 << 26
-_PROTOCOL = "openrecycle-nodes/5"
+_PROTOCOL = "openrecycle-nodes/6"
 """Agreed on in the handshake (ALPN); another version of the messages has another number."""
 _HEADER = struct.Struct(">I")
 _PART_BYTES = 1 << 18
@@ -56,6 +57,20 @@ class NotTrusted(Exception):
     """The other side could not show that it knows the token, or a message was not its own."""
 
 
+class _Posted(NamedTuple):
+    """See Frames.post."""
+
+    messages: Iterable[dict[str, Any]]
+    unsendable: Callable[[], object] | None = None
+
+
+def _encoded(message: dict[str, Any]) -> bytes:
+    text = json.dumps(message).encode()
+    if len(text) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(text):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent")
+    return text
+
+
 class Frames:
     """`send` and `post` from any thread, `receive` from one. `send` and `receive` raise OSError when the connection is
     gone.
@@ -69,7 +84,7 @@ class Frames:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = _context(token, side).wrap_bio(self._incoming, self._outgoing, server_side=side == "lead")
         self._using, self._sending, self._waiting = threading.Lock(), threading.Lock(), threading.Lock()
-        self._outbox: queue.SimpleQueue[Iterable[dict[str, Any]] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._come = bytearray()
         self._begun_at: float | None = None
         """When some of a message had come, for `take`."""
@@ -108,10 +123,10 @@ class Frames:
         self._open()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises ValueError for one of more than MAX_MESSAGE_BYTES."""
-        text = json.dumps(message).encode()
-        if len(text) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(text):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent")
+        """Raises ValueError for one of more than MAX_MESSAGE_BYTES, and TypeError for what is no JSON."""
+        self._write(_encoded(message))
+
+    def _write(self, text: bytes) -> None:
         data = memoryview(_HEADER.pack(len(text)) + text)
         with self._sending:
             for begin in range(0, len(data), _PART_BYTES):
@@ -124,14 +139,15 @@ class Frames:
         """For `post`. name: of the thread that sends."""
         channel.follow(self._outbox.get, self._send_all, self._hang_up, name=name)
 
-    def post(self, message: dict[str, Any]) -> None:
+    def post(self, message: dict[str, Any], unsendable: Callable[[], object] | None = None) -> None:
         """As `send`, after what was posted before, and returns at once: a side that stands still, and reads nothing,
-        holds nobody up. Where the connection is gone, `receive` says so."""
-        self.post_all((message,))
+        holds nobody up. Where the connection is gone, `receive` says so. unsendable: called, in the thread that sends,
+        if it can't be sent as it is; None: then the connection ends."""
+        self._outbox.put(_Posted((message,), unsendable))
 
     def post_all(self, messages: Iterable[dict[str, Any]]) -> None:
         """As `post` of each. Taken from there when it is their turn."""
-        self._outbox.put(messages)
+        self._outbox.put(_Posted(messages))
 
     def flush(self, until: float) -> None:
         """Returns once what was posted is sent. until: monotonic seconds at which it returns anyway."""
@@ -193,9 +209,17 @@ class Frames:
         with self._sending, self._waiting, self._using:
             self._socket.close()
 
-    def _send_all(self, messages: Iterable[dict[str, Any]]) -> None:
-        for message in messages:
-            self.send(message)
+    def _send_all(self, posted: _Posted) -> None:
+        for message in posted.messages:
+            try:
+                text = _encoded(message)
+            except Exception:
+                if posted.unsendable is None:
+                    raise
+                traceback.print_exc()
+                posted.unsendable()
+            else:
+                self._write(text)
 
     def _hang_up(self) -> None:
         with self._using, contextlib.suppress(OSError):

@@ -20,7 +20,15 @@ from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
 from openrecycle.agent.coordination.membership import LeadTerm
-from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, SpareRanks, Spares, WorkerProcess, preload
+from openrecycle.agent.launcher.processes import (
+    ProcessPool,
+    RankOf,
+    SpareRank,
+    SpareRanks,
+    Spares,
+    WorkerProcess,
+    preload,
+)
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Offset, Say
 from openrecycle.agent.models.workload import WorkloadSource
@@ -160,7 +168,7 @@ class RemoteWorker(WorkerProcess):
     node: NodeLink = field(kw_only=True)
 
     def kill(self) -> None:
-        self.process.kill()
+        self.node.kill(self.incarnation, fenced=self.fenced)
 
     def end(self) -> None:
         """There."""
@@ -176,8 +184,8 @@ class RemoteWorker(WorkerProcess):
 
     @property
     def spare_ranks(self) -> tuple[int, ...]:
-        counts = self.asked or not self.fenced
-        return self.process.spare if isinstance(self.process, RemoteProcess) and counts else ()
+        """As its node books them."""
+        return self.process.spare if isinstance(self.process, RemoteProcess) else ()
 
     @property
     def ending(self) -> str:
@@ -213,6 +221,8 @@ class NodeLink:
         """The newest copy that it has."""
         self.resumed = False
         """Has it told the new lead what it had not told the one before?"""
+        self.spares: list[RankOf] | None = None
+        """Those that it had then; None: it has not said so, or that is known."""
         self.resumes = 0, 0
         """Of what it has from the lead before: the term, and how many lines of the record."""
         self.handed = 0
@@ -227,19 +237,23 @@ class NodeLink:
         channel.follow(frames.receive, self._hear, self._break, name=f"from-node-{rank}", gone=nothing)
         frames.open_outbox(f"to-node-{rank}")
 
-    def post(self, message: dict[str, Any]) -> None:
-        """Returns at once; a node that is gone does not matter here."""
-        self._frames.post(message)
+    def post(self, message: dict[str, Any], unsendable: Callable[[], object] | None = None) -> None:
+        """Returns at once; a node that is gone does not matter here. unsendable: as of Frames."""
+        self._frames.post(message, unsendable)
 
-    def start(self, spec: WorkerSpec, pipe: Connection) -> RemoteProcess:
-        """pipe: where what the worker says is written to."""
+    def start(self, spec: WorkerSpec, pipe: Connection, fill: Iterable[RankOf] = ()) -> RemoteProcess:
+        """pipe: where what the worker says is written to. fill: spare ranks of the node, in whose place it begins."""
         process = self.adopt(spec.incarnation, pipe)
-        self.post({"kind": "start", "spec": encode_spec(spec)})
+        self.post({"kind": "start", "spec": encode_spec(spec), "fill": list(fill)})
         return process
+
+    def kill(self, incarnation: str, *, fenced: bool = False) -> None:
+        """fenced: as of a WorkerProcess: none of its ranks is spare."""
+        self.post({"kind": "kill", "incarnation": incarnation, "fenced": fenced})
 
     def adopt(self, incarnation: str, pipe: Connection) -> RemoteProcess:
         """One that runs there already, or is about to be started; as `start`."""
-        process = RemoteProcess(lambda: self.post({"kind": "kill", "incarnation": incarnation}))
+        process = RemoteProcess(lambda: self.kill(incarnation))
         with self._lock:
             if self.alive:
                 self._workers[incarnation] = process, pipe
@@ -280,7 +294,7 @@ class NodeLink:
                 if message["kind"] == "ack":
                     self.acked = int(message["number"])
                 else:
-                    self.resumed = True
+                    self.resumed, self.spares = True, [(str(i), int(rank)) for i, rank in message["spares"]]
                 self._news.notify_all()
             return
         known = self._workers.get(message["incarnation"])
@@ -679,6 +693,8 @@ class SpreadPool(ProcessPool):
         self._copies = 0
         self._due, self._lines = 0.0, 0
         self._followed_at, self._lag = time.monotonic(), LoopLag()
+        self._linked = dict(hub.links)
+        """When it was last looked which spare ranks there are."""
         self._counted: dict[int, Address] | None = None
         """Nodes whose acks count, and where they listen: enough nodes know that those there belong to the job. One that
         has come back since listens elsewhere, and the others may know nothing of it. None: all."""
@@ -706,6 +722,7 @@ class SpreadPool(ProcessPool):
         spares: Spares | None = None,
         node: int | None = None,
     ) -> WorkerProcess:
+        self._look_for_spares()
         links = dict(self._hub.links)
         own = self.own_node
         if spares is not None:
@@ -725,8 +742,22 @@ class SpreadPool(ProcessPool):
         return entry
 
     def take_spares(self, ranks: int) -> Spares | None:
-        self.spares.keep({self._hub.lead_status.rank, *self._hub.links})
+        self._look_for_spares()
         return super().take_spares(ranks)
+
+    def _look_for_spares(self) -> None:
+        """Those of a node that is gone are lost, also where it is back. One that has followed from the lead before says
+        which it has: what it tells of a worker that this lead still knows comes with that one's end."""
+        links = dict(self._hub.links)
+        self.spares.keep({self.own_node, *(node for node, link in links.items() if self._linked.get(node) is link)})
+        self._linked = links
+        for node, link in links.items():
+            told, link.spares = link.spares, None
+            if told is not None:
+                running = {entry.incarnation for entry in self.entries}
+                filled = {rank for entry in self.entries for rank in entry.made_of}
+                left = [rank for rank in told if rank[0] not in running and rank not in filled]
+                self.spares.replace(node, [SpareRank(rank, -1) for rank in left])
 
     @property
     def own_node(self) -> int:
@@ -753,14 +784,9 @@ class SpreadPool(ProcessPool):
         self._where[incarnation] = link.rank
         return entry
 
-    def know_spares(self, told: Iterable[tuple[int, str, int]], here: SpareRanks) -> None:
-        """Of a lead that is lost. told: node, incarnation and rank of each that it knew of. here: of this node, as it
-        knows them itself, under the number 0."""
-        own = self._hub.lead_status.rank
-        for node, incarnation, rank in told:
-            if node != own:
-                self.spares.add(node, [SpareRank((incarnation, rank), -1)])
-        self.spares.add(own, here.on(0))
+    def know_spares(self, here: SpareRanks) -> None:
+        """Of this node, as it knew them, under the number 0, before it led. The others say which are theirs."""
+        self.spares.replace(self.own_node, here.on(0))
 
     def count(self, nodes: Mapping[int, Address]) -> None:
         """Enough know already that those belong to the job."""
@@ -815,6 +841,7 @@ class SpreadPool(ProcessPool):
         return ""
 
     def forget(self, entry: WorkerProcess) -> None:
+        self._look_for_spares()
         super().forget(entry)
         self._where.pop(entry.incarnation, None)
         if isinstance(entry, RemoteWorker):
@@ -842,13 +869,12 @@ class SpreadPool(ProcessPool):
         lead_status = self._hub.lead_status
         self._job = self._job or encode_run(run)
         workers = [entry.told() | {"node": self._where[entry.incarnation]} for entry in self.running.values()]
-        spares = [(node, *spare.rank) for node, spare in self.spares.all()]
         heard = {entry.incarnation: entry.heard for entry in self.entries}
         plan = document.pop("plan")
         own = self._hub.host, self._hub.port
         return Copy(
             *(lead_status.run, lead_status.term, self._copies, lead_status.rank, 0, {**nodes, lead_status.rank: own}),
-            *(heard, len(self._record), pack(document | {"workers": workers, "spares": spares}), plan, self._job),
+            *(heard, len(self._record), pack(document | {"workers": workers}), plan, self._job),
         )
 
     def _hold_back(self, entry: WorkerProcess) -> None:
@@ -860,13 +886,12 @@ class SpreadPool(ProcessPool):
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=False)
         spec = make_spec(incarnation)
-        process = link.start(replace(spec, address=link.address), theirs)
+        if spares is None:
+            filled = self.spares.first(link.rank, spec.ranks)
+            spares = Spares(link.rank, self.spares.take_of(link.rank, filled))
+        process = link.start(replace(spec, address=link.address), theirs, spares.ranks)
         entry = self._remote(link, worker, incarnation, process, ours, now)
-        if spares is not None:
-            entry.made_of = spares.ranks
-        else:
-            filled = self.spares.take_of(link.rank, self.spares.first(link.rank, spec.ranks))
-            entry.made_of = tuple(spare.rank for spare in filled)
+        entry.made_of = spares.ranks
         return entry
 
     def _remote(
@@ -874,7 +899,8 @@ class SpreadPool(ProcessPool):
     ) -> RemoteWorker:
         entry = RemoteWorker(worker, incarnation, process, pipe, now, node=link)
         whom = {"kind": "to", "incarnation": incarnation}
-        entry.send = lambda message: self.decide(lambda: link.post(whom | {"message": message}))
+        # Whatever can't be sent to it is a fault of ours, after which it would wait for good.
+        entry.send = lambda message: self.decide(lambda: link.post(whom | {"message": message}, entry.kill))
         return entry
 
 

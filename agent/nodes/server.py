@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from openrecycle.agent.config.devices import memory_limit
 from openrecycle.agent.config.options import ALIVE_SECONDS, Timeouts
 from openrecycle.agent.launcher.launch import Takeover
-from openrecycle.agent.launcher.processes import LOOK_SECONDS, ProcessPool, SpareRanks, WorkerProcess, preload
+from openrecycle.agent.launcher.processes import LOOK_SECONDS, ProcessPool, RankOf, SpareRanks, WorkerProcess, preload
 from openrecycle.agent.launcher.record import REMEMBERED
 from openrecycle.agent.messages.client import Backoff, Say
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
@@ -399,10 +399,11 @@ class NodeServer:
         entry = self._entries.get(str(message.get("incarnation")))
         match message["kind"]:
             case "start":
-                self._start(message["spec"])
+                self._start(message["spec"], [(str(i), int(rank)) for i, rank in message["fill"]])
             case "to" if entry is not None:
                 entry.post(**message["message"])
             case "kill" if entry is not None:
+                entry.fenced = bool(message["fenced"])
                 entry.kill()
             case "end" if entry is not None:
                 entry.end()
@@ -455,20 +456,24 @@ class NodeServer:
                     frames.post(item)
         for incarnation, entry in self._entries.items():
             if incarnation not in message["workers"]:
+                entry.fenced = True
                 entry.kill()
         for incarnation in set(message["workers"]) - self._entries.keys() - self._said.keys():
             frames.post({"kind": "exited", "incarnation": incarnation, "code": None, "spare": []})
-        frames.post({"kind": "resumed"})
+        spares = [] if self._pool is None else [list(spare.rank) for spare in self._pool.spares.on(self._pool.own_node)]
+        frames.post({"kind": "resumed", "spares": spares})
         self._resuming = False
 
-    def _start(self, document: dict[str, Any]) -> None:
+    def _start(self, document: dict[str, Any], fill: Collection[RankOf]) -> None:
+        """fill: spare ranks, as the lead books them. Where the worker can't be started they are lost, here as there."""
         spec = decode_spec(document)
         if self._pool is None:
             self._pool = ProcessPool(worker.main, preload(spec.run.workload))
         # The pool files processes by cell; here one cell may have several, as workers migrate.
         self._started += 1
+        cell, spares = Worker(self._started, spec.worker.stage), self._pool.spares.take_named(self._pool.own_node, fill)
         try:
-            entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic())
+            entry = self._pool.start(cell, lambda _: spec, time.monotonic(), spares)
         except (OSError, EOFError) as error:
             self._say(f"a process for {spec.worker} can't be started ({error})")
             self._tell({"kind": "exited", "incarnation": spec.incarnation, "code": 1, "spare": []})
@@ -545,7 +550,7 @@ class Succession:
                 continue
             entry.restore(about)
             entry.heard = copy.heard.get(incarnation, 0)
-        pool.know_spares(document.get("spares", ()), self.spares)
+        pool.know_spares(self.spares)
         known = {about["incarnation"] for about in document["workers"]}
         for incarnation, entry in self.entries.items():
             if incarnation not in known:

@@ -367,7 +367,8 @@ class Ranks:
     ) -> Ranks:
         """Of a process that has just started. meeting: a file that all of them reach, for this time only. device: where
         the stage computes, this process's own. shape: of the mesh; (): one line. over_nccl: is what is there exchanged
-        over NCCL? Makes the process's default group. Blocks until all are there. Raises SiblingError where one does not come."""
+        over NCCL? Makes the process's default group. Blocks until all are there. Raises SiblingError where one does not
+        come."""
         ranks = cls(rank, size, device, over_nccl=over_nccl)
         if size > 1:
             store = dist.FileStore(meeting, size)

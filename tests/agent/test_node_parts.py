@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from cryptography import x509
@@ -24,16 +24,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.checkpoints import Identity, Origin
-from openrecycle.agent.launcher.processes import SpareRank, SpareRanks, Spares
+from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, SpareRanks, Spares, WorkerProcess
 from openrecycle.agent.messages import channel
 from openrecycle.agent.models.layers import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import frames as frames_module
 from openrecycle.agent.nodes import server
 from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
-from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, open_pool, place, stand_in, wait_for_name
+from openrecycle.agent.nodes.pool import (
+    CLOCK_SAMPLES,
+    NodeHub,
+    RemoteProcess,
+    SpreadPool,
+    open_pool,
+    place,
+    stand_in,
+    wait_for_name,
+)
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_alone, check_token, first_host, role_of
-from openrecycle.agent.nodes.server import Succession
+from openrecycle.agent.nodes.server import NodeServer, Succession
 from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, decode_spec, encode_spec, source_of
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -589,6 +598,32 @@ def test_what_a_node_says_arrives_on_the_leads_clock(hour: int, hub: NodeHub) ->
         ours.recv_bytes()
 
 
+@pytest.mark.parametrize(
+    "odd", [pytest.param({1, 2}, id="no JSON"), pytest.param("x" * MAX_MESSAGE_BYTES, id="too long")]
+)
+def test_what_can_not_be_sent_to_a_worker_ends_that_one_alone(
+    odd: Any, hub: NodeHub, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As of this node. Others of its node, and the connection with it, stay."""
+    frames = fake_node((hub.host, hub.port))
+    hub.wait_for_all(5)
+    pool = SpreadPool([], hub, {Worker(1, stage): 1 for stage in range(2)})
+    run = spec_of(NamedWorkload("a:b")).run
+    odd_one, other = (
+        pool.start(Worker(1, stage), lambda i: dataclasses.replace(spec_of(NamedWorkload("a:b")), incarnation=i), 0.0)
+        for stage in range(2)
+    )
+    odd_one.post("deployment", plans=odd)
+    other.post("over")
+    pool.hand_out(run, lambda: None)
+    said = [frames.receive(time.monotonic() + 20) for _ in range(4)]
+    assert [message["kind"] for message in said[:2]] == ["start", "start"]
+    about = {(message["kind"], message["incarnation"]) for message in said[2:]}
+    assert about == {("kill", odd_one.incarnation), ("to", other.incarnation)}
+    assert "Error" in capfd.readouterr().err and hub.links[1].alive
+    frames.close()
+
+
 def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> None:
     frames = fake_node((hub.host, hub.port))
     hub.wait_for_all(5)
@@ -677,7 +712,95 @@ def test_spare_ranks_in_whose_place_a_worker_begins_again_are_spare_no_more(hub:
     pool.spares.add(1, [SpareRank(("dead", rank), -1) for rank in range(1, ranks)])
     entry = pool.start(Worker(1, 2), lambda _: spec, 0.0, node=1)
     assert entry.made_of == tuple(("dead", rank) for rank in range(1, ranks)) and not pool.spares.all()
-    assert frames.receive()["kind"] == "start"
+    started = frames.receive()
+    assert started["kind"] == "start" and [tuple(rank) for rank in started["fill"]] == list(entry.made_of)
+
+
+class Unable(ProcessPool):
+    """Can't start anything. asked: in whose place."""
+
+    def __init__(self) -> None:
+        self.running, self._aside, self.spares = {}, [], SpareRanks()
+        self.asked = list[Any]()
+
+    def start(self, worker: Worker, make_spec: Any, now: float, spares: Spares | None = None, node: Any = None) -> Any:
+        self.asked.append(spares)
+        raise OSError("no room")
+
+
+def test_a_node_fills_the_places_that_the_lead_names() -> None:
+    """It may know of others that came since, or in another order: those the lead books later, as they are here."""
+    node, pool = NodeServer(1, 2, ("127.0.0.1", 1), None, None, lambda _: None), Unable()
+    node._pool, node._frames = pool, cast(Any, object())
+    assert node._lead_status.follow(0, 0)
+    came = [SpareRank((incarnation, 0), slot) for slot, incarnation in enumerate("abcd")]
+    pool.spares.add(0, came)
+    fill = [["c", 0], ["a", 0], ["unknown", 0]]
+    node._tell = lambda message: None  # type: ignore[method-assign]
+    node._obey(node._frames, {"kind": "start", "spec": encode_spec(spec_of(NamedWorkload("a:b"))), "fill": fill})
+    assert pool.asked == [Spares(0, (came[0], came[2]))] and pool.spares.on(0) == (came[1], came[3])
+
+
+def test_spare_ranks_of_a_node_that_is_back_are_gone(hub: NodeHub) -> None:
+    """Nobody has asked for them meanwhile: so it is not seen by that that it was away."""
+    frames = fake_node((hub.host, hub.port))
+    hub.wait_for_all(5)
+    pool, before = SpreadPool([], hub, {}), hub.links[1]
+    pool.spares.add(1, [SpareRank(("dead", rank), -1) for rank in range(2)])
+    frames.close()
+    until(lambda: before not in hub.links.values(), "the lead to forget the node", 5)
+    again = fake_node((hub.host, hub.port))
+    hub.wait_for_all(5)
+    assert pool.take_spares(2) is None
+    again.close()
+
+
+def test_a_new_lead_learns_from_each_node_which_ranks_are_spare_there() -> None:
+    """Of what the lead before has begun there it may know nothing."""
+    hub = NodeHub("127.0.0.1", 0, 2, "", lambda _: None, LeadStatus(0, lead=0, term=2, run="a run"))
+    try:
+        hub.take_over({1: ("127.0.0.1", 1)}, frozenset({1}))
+        frames = fake_node((hub.host, hub.port), resumes=[1, 0])
+        link = hub.followers(5)[1]
+        pool = SpreadPool([], hub, {Worker(1, 2): 1})
+        known = pool.adopt_there(link, Worker(0, 0), "known", 0.0)
+        frames.send({"kind": "resumed", "spares": [["known", 1], ["before", 0], ["before", 1], ["other", 0]]})
+        until(lambda: link.resumed, "its word", 10)
+        spares = pool.take_spares(2)
+        assert spares == Spares(1, tuple(SpareRank(("before", rank), -1) for rank in range(2)))
+        assert [spare.rank for spare in pool.spares.on(1)] == [("other", 0)], "that of the other is told with its end"
+        frames.send({"kind": "exited", "incarnation": "known", "code": -9, "spare": [1]})
+        known.process.join(5)
+        pool.forget(known)
+        pool.spare(known)
+        assert [spare.rank for spare in pool.spares.on(1)] == [("other", 0), ("known", 1)]
+        frames.close()
+    finally:
+        hub.close("")
+
+
+def test_of_a_worker_that_the_lead_has_put_out_its_node_books_no_spare_ranks(hub: NodeHub) -> None:
+    """As the lead does not: nobody knows which of them was at fault."""
+    frames = fake_node((hub.host, hub.port))
+    hub.wait_for_all(5)
+    pool = SpreadPool([], hub, {Worker(1, 2): 1})
+    entry = pool.start(Worker(1, 2), lambda _: spec_of(NamedWorkload("a:b")), 0.0)
+    pool.fence(entry, "its fault")
+    kill = next(message for message in iter(frames.receive, None) if message["kind"] == "kill")
+    node, there = NodeServer(1, 2, ("127.0.0.1", 1), None, None, lambda _: None), hurt(channel.FENCED, -9)
+    assert there.spare_ranks == (0,)
+    assert node._lead_status.follow(0, 0)
+    node._entries[kill["incarnation"]] = there
+    node._obey(cast(Any, object()), kill)
+    assert there.spare_ranks == ()
+
+
+def hurt(*codes: int) -> WorkerProcess:
+    """A worker whose ranks have ended so."""
+    processes = [RemoteProcess(lambda: None) for _ in codes]
+    for process, code in zip(processes, codes, strict=True):
+        process.ended(code)
+    return WorkerProcess(Worker(0, 0), "i", processes[0], cast(Any, None), 0.0, siblings=tuple(processes[1:]))
 
 
 def test_one_node_that_is_late_takes_no_time_from_what_the_others_have_to_tell(
@@ -694,7 +817,7 @@ def test_one_node_that_is_late_takes_no_time_from_what_the_others_have_to_tell(
         succession = Succession(spec, 3, hub, copy, Spool(), {}, {}, 0, SpareRanks())
         _, takeover = succession.take_over()
         assert frames.receive()["kind"] == "resume" and takeover.others_tell(), "node 1 is there, and is waited for"
-        frames.send({"kind": "resumed"})
+        frames.send({"kind": "resumed", "spares": []})
         until(lambda: not takeover.others_tell(), "its word", 10)
     finally:
         hub.close("")

@@ -460,5 +460,8 @@ def test_spare_ranks_make_a_worker_where_they_ran_however_often_something_died_t
         lose(other, 0)
         one = start(0)
         assert one.slots == (0, 2) and not pool.spares.all(), "as a lead on another node books it, which knows no slots"
+        lose(one, 0)
+        other = start(1, pool.spares.take_named(0, [("unknown", 0)]))
+        assert other.slots == (0, 1), "where a rank is spare the lead begins another one, once it knows"
     finally:
         pool.kill_all()
