@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -62,13 +62,6 @@ class _Posted(NamedTuple):
 
     messages: Iterable[dict[str, Any]]
     unsendable: Callable[[], object] | None = None
-
-
-def _encoded(message: dict[str, Any]) -> bytes:
-    text = json.dumps(message).encode()
-    if len(text) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {len(text):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent")
-    return text
 
 
 class Frames:
@@ -124,9 +117,9 @@ class Frames:
 
     def send(self, message: dict[str, Any]) -> None:
         """Raises ValueError for one of more than MAX_MESSAGE_BYTES, and TypeError for what is no JSON."""
-        self._write(_encoded(message))
-
-    def _write(self, text: bytes) -> None:
+        text = json.dumps(message).encode()
+        if len(text) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(text):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent")
         data = memoryview(_HEADER.pack(len(text)) + text)
         with self._sending:
             for begin in range(0, len(data), _PART_BYTES):
@@ -148,17 +141,6 @@ class Frames:
     def post_all(self, messages: Iterable[dict[str, Any]]) -> None:
         """As `post` of each. Taken from there when it is their turn."""
         self._outbox.put(_Posted(messages))
-
-    def flush(self, until: float) -> None:
-        """Returns once what was posted is sent. until: monotonic seconds at which it returns anyway."""
-        sent = threading.Event()
-
-        def last() -> Iterator[dict[str, Any]]:
-            sent.set()
-            yield from ()
-
-        self.post_all(last())
-        sent.wait(max(0.0, until - time.monotonic()))
 
     def receive(self, until: float | None = None, *, most: int | None = None) -> dict[str, Any]:
         """until: monotonic seconds by which all of it must have come; None: it may begin whenever it does. most: bytes;
@@ -212,14 +194,14 @@ class Frames:
     def _send_all(self, posted: _Posted) -> None:
         for message in posted.messages:
             try:
-                text = _encoded(message)
-            except Exception:
+                self.send(message)
+            except OSError:
+                raise
+            except Exception:  # before anything of it was sent
                 if posted.unsendable is None:
                     raise
                 traceback.print_exc()
                 posted.unsendable()
-            else:
-                self._write(text)
 
     def _hang_up(self) -> None:
         with self._using, contextlib.suppress(OSError):

@@ -95,9 +95,6 @@ CLOCK_SAMPLES = 7
 CALL_SECONDS = 2.0
 """So often a lead that has taken over looks for those that come back."""
 
-MOVED_SECONDS = 2.0
-"""For the nodes that have come to be told that another one leads."""
-
 NODE_SECONDS = 600.0
 """A cluster may start its nodes one after the other."""
 
@@ -280,11 +277,6 @@ class NodeLink:
         self._lines, self._plan, self.handed = copy.lines, copy.plan, copy.number
         self.post(message)
 
-    def flush(self, until: float) -> None:
-        """As of Frames."""
-        if self.alive:
-            self._frames.flush(until)
-
     def close(self) -> None:
         self._frames.close()
 
@@ -376,7 +368,7 @@ class NodeHub:
         """Raises InputError naming the nodes that did not come, and LedElsewhere."""
         with self.news:
             came = self.news.wait_for(lambda: self.lead or len(self.links) == self._nodes - 1, seconds)
-            lead, links = self.lead, list(self.links.values())
+            lead = self.lead
             self._began = lead is None
             if not came:
                 missing = sorted(set(range(1, self._nodes)) - set(self.links))
@@ -387,17 +379,12 @@ class NodeHub:
                     f"missing: node {', '.join(map(str, missing))}",
                 )
         if lead is not None:
-            for link in links:
-                link.post({"kind": "moved", "lead": lead})
-            until = time.monotonic() + MOVED_SECONDS
-            for link in links:  # the connection is closed next
-                link.flush(until)
             raise LedElsewhere(*lead)
 
     def take_over(self, members: Mapping[int, Address], expected: frozenset[int]) -> None:
         """This launcher leads from now on. expected: nodes that have followed the lead before, and are to follow."""
         with self.news:
-            self.members, self._expected = dict(members), expected
+            self.members, self._expected, self.lead, self.hands_out = dict(members), expected, None, True
 
     def followers(self, seconds: float) -> dict[int, NodeLink]:
         """Of those that are expected: who has come in so many seconds. Others of them may not come any more."""
@@ -417,8 +404,9 @@ class NodeHub:
             self.news.notify_all()
 
     def close(self, reason: str, *, finished: bool = False) -> None:
-        """Tells every node that the job is over, also one that is being welcomed just now. "": nothing, since another
-        launcher leads. finished: their commands have succeeded, too; else whoever started them may start them again."""
+        """Tells every node that the job is over, also one that is being welcomed just now. "": no more than where the
+        lead is, if that is known, since another launcher leads. finished: their commands have succeeded, too; else
+        whoever started them may start them again."""
         with self.news:
             self._closing, self._last_word, self._finished = True, reason, finished
         # Wakes the accepting thread; closing alone would not, and it might go on to accept where another socket has the
@@ -437,7 +425,10 @@ class NodeHub:
 
     def _dismiss(self, link: NodeLink) -> None:
         if not self._last_word:
-            link.close()
+            if self.lead is None:
+                link.close()
+            else:  # which closes it
+                link.post({"kind": "moved", "lead": self.lead})
             return
         link.post({"kind": "over", "reason": self._last_word, "finished": self._finished})
         link.post({"kind": "bye"})
@@ -492,7 +483,10 @@ class NodeHub:
             frames.send({"kind": "refused", "reason": refusal, "again": again})
             raise NotTrusted(refusal)
         term, has = map(int, hello.get("resumes", (0, 0)))
-        frames.send({"kind": "welcome", "begun": self.hands_out})
+        with self.news:
+            others = [address for rank, address in self.members.items() if self.hands_out and rank != hello["rank"]]
+        # Of whom one may lead before the node gets a copy.
+        frames.send({"kind": "welcome", "begun": self.hands_out, "others": others})
         rank, address = int(hello["rank"]), str(hello["address"])
         link = NodeLink(frames, rank, address, self._forget, until, news=self.news)
         link.resumes = term, has
@@ -560,6 +554,8 @@ class NodeHub:
         """Why a node can't take part yet; empty when it can."""
         if self._expected is None:
             return f"node {self.lead_status.rank} does not lead"
+        if self.lead is not None:
+            return f"node {self.lead_status.rank} does not lead: the job has a lead"
         if self._expected and "resumes" not in hello:
             return f"node {self.lead_status.rank} is about to take the lead"
         return ""

@@ -202,6 +202,8 @@ class NodeServer:
             self._lead_status.follow(0, 0)
             if answer.get("begun"):
                 self._silence = FIRST_COPY_SECONDS
+            others = ((str(host), int(port)) for host, port in answer.get("others", ()))
+            self._leads = deque(dict.fromkeys((*self._leads, *others)))
         frames.open_outbox("to-lead")
         self._frames, self._heard_at = frames, time.monotonic_ns()
 

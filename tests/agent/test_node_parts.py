@@ -535,7 +535,8 @@ def fake_node(at: tuple[str, int], offset: int = 0, begun: bool = False, **about
     """A node that comes, with a clock that is `offset` ns ahead, and then does nothing. begun: has the job?"""
     frames = greet(socket.create_connection(at), "", "node")
     frames.send({"rank": 1, "address": "127.0.0.1"} | MACHINE | about)
-    assert frames.receive() == {"kind": "welcome", "begun": begun}
+    welcome = frames.receive()
+    assert (welcome["kind"], welcome["begun"]) == ("welcome", begun)
     for _ in range(CLOCK_SAMPLES):
         assert frames.receive() == {"kind": "clock"}
         frames.send({"kind": "clock", "at": time.monotonic_ns() + offset})
@@ -643,7 +644,7 @@ def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> 
 
 def test_who_has_come_to_a_launcher_that_does_not_lead_hears_who_does(hub: NodeHub) -> None:
     """Or it would take the end of the connection for the end of its lead, before it knows the job."""
-    node = fake_node((hub.host, hub.port))
+    node, heard = fake_node((hub.host, hub.port)), list[dict[str, Any]]()
     until(lambda: hub.links, "the node to be there", 5)
     hub._hear_of_lead({"lead": ("127.0.0.1", 7)})
     sending = hub.links[1]._frames._sending
@@ -652,9 +653,17 @@ def test_who_has_come_to_a_launcher_that_does_not_lead_hears_who_does(hub: NodeH
     late.start()
     with pytest.raises(LedElsewhere):
         hub.wait_for_all(5)
+
+    def leave() -> None:
+        heard.append(node.receive())
+        node.close()
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
     hub.close("")
+    leaving.join(20)
     late.join()
-    assert node.receive() == {"kind": "moved", "lead": ["127.0.0.1", 7]}
+    assert heard == [{"kind": "moved", "lead": ["127.0.0.1", 7]}]
 
 
 def test_a_node_that_has_come_back_counts_once_others_know_where() -> None:
@@ -760,7 +769,7 @@ def test_a_new_lead_learns_from_each_node_which_ranks_are_spare_there() -> None:
     hub = NodeHub("127.0.0.1", 0, 2, "", lambda _: None, LeadStatus(0, lead=0, term=2, run="a run"))
     try:
         hub.take_over({1: ("127.0.0.1", 1)}, frozenset({1}))
-        frames = fake_node((hub.host, hub.port), resumes=[1, 0])
+        frames = fake_node((hub.host, hub.port), begun=True, resumes=[1, 0])
         link = hub.followers(5)[1]
         pool = SpreadPool([], hub, {Worker(1, 2): 1})
         known = pool.adopt_there(link, Worker(0, 0), "known", 0.0)
@@ -812,7 +821,7 @@ def test_one_node_that_is_late_takes_no_time_from_what_the_others_have_to_tell(
     try:
         nodes = {1: ("127.0.0.1", 1), 0: ("127.0.0.1", 2)}
         hub.take_over(nodes, frozenset(nodes))
-        frames = fake_node((hub.host, hub.port), resumes=[1, 0])
+        frames = fake_node((hub.host, hub.port), begun=True, resumes=[1, 0])
         copy = Copy("a run", 1, 1, 0, 0, nodes, {}, 0, pack({"workers": []}), plan_of(spec), {})
         succession = Succession(spec, 3, hub, copy, Spool(), {}, {}, 0, SpareRanks())
         _, takeover = succession.take_over()

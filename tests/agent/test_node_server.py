@@ -21,6 +21,7 @@ from openrecycle.agent.monitoring.liveness import LoopLag
 from openrecycle.agent.nodes import frames, server, succession
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import NodeHub, RemoteWorker
+from openrecycle.agent.nodes.role import LedElsewhere
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
 from openrecycle.agent.nodes.succession import Copy, Lead, LeadStatus, Search
 from openrecycle.agent.workers.spec import RunSpec, encode_run
@@ -326,6 +327,67 @@ def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job() ->
         node.stop()
         front.close("test")
         going.close("")
+
+
+@pytest.fixture
+def lead() -> Iterator[NodeHub]:
+    """Of a job that has begun, and not where all nodes look for theirs."""
+    hub = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(1, lead=1, term=2, run=RUN))
+    hub.take_over({}, frozenset())
+    yield hub
+    hub.close("test")
+
+
+def test_a_node_that_comes_once_its_launcher_knows_who_leads_goes_there(lead: NodeHub) -> None:
+    """Those that had come before are told by then, and this launcher is about to be one of the nodes."""
+    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None)
+    front._hear_of_lead({"lead": (lead.host, lead.port)})
+    with pytest.raises(LedElsewhere):
+        front.wait_for_all(5)
+    node = Node((front.host, front.port))
+    try:
+        until(lambda: RANK in front.links or RANK in lead.links, "it to come", 20)
+        front.close("")
+        comes_to(node, lead, "it to come to the lead")
+    finally:
+        node.stop()
+        front.close("")
+
+
+class Leaving(NodeHub):
+    """Hears who leads while it lets a node in, and is closed."""
+
+    other: tuple[str, int]
+
+    def _meet(self, connection: socket.socket) -> Any:
+        met = super()._meet(connection)
+        self._hear_of_lead({"lead": self.other})
+        self.close("")
+        return met
+
+
+def test_a_node_that_was_being_let_in_when_its_launcher_left_goes_to_the_lead(lead: NodeHub) -> None:
+    front = Leaving("127.0.0.1", 0, NODES, "", lambda _: None)
+    front.other = lead.host, lead.port
+    node = Node((front.host, front.port))
+    try:
+        comes_to(node, lead, "it to come to the lead")
+    finally:
+        node.stop()
+
+
+def test_a_node_whose_lead_is_lost_before_it_knows_the_job_asks_the_others(lead: NodeHub) -> None:
+    """It has come where all look for their lead, and nobody else is known to it but by that one's word."""
+    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None)
+    front.hands_out, front.members[1] = True, (lead.host, lead.port)
+    node = Node((front.host, front.port))
+    try:
+        comes_to(node, front, "it to come")
+        front.close("")
+        comes_to(node, lead, "it to come to the next lead")
+    finally:
+        node.stop()
+        front.close("")
 
 
 def test_a_lead_that_is_silent_before_it_has_told_of_the_job_is_left(

@@ -23,7 +23,7 @@ from tests.agent.consoles import until
 from tests.golden import golden
 
 TOKEN = "a secret of 20 signs"
-WELCOME = {"kind": "welcome", "begun": False}
+WELCOME = {"kind": "welcome", "begun": False, "others": []}
 
 
 @pytest.fixture
