@@ -109,13 +109,20 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
 
 def _on_request(state: State) -> Iterator[str]:
     """Of those in the generation in force that are out at somebody's wish: the words for it, which whatever else has
-    happened meanwhile must not hide."""
+    happened meanwhile must not hide. All are named (`standing_by`): who is out, and is not, is lost."""
     out = [state.members[name] for name in state.current.living] if state.current else []
     if by := [m.name for m in out if m.detail.startswith(STANDS_BY)]:
-        yield f"{names(by)} {'is' if len(by) == 1 else 'are'} to {STAND_BY}"
+        yield f"{', '.join(by)} {'is' if len(by) == 1 else 'are'} to {STAND_BY}"
     for member in out:
         if member.detail.startswith(ASKED):
             yield _asked(member.detail.removeprefix(ASKED), member.name)
+
+
+def standing_by(reason: str) -> set[str]:
+    """Who is to, by the reason of a generation."""
+    endings = f" is to {STAND_BY}", f" are to {STAND_BY}"
+    told = ((words, ending) for words in reason.split("; ") for ending in endings if words.endswith(ending))
+    return {name for words, ending in told for name in words.removesuffix(ending).split(", ")}
 
 
 def _asked(actor: str, name: str) -> str:
@@ -643,6 +650,7 @@ def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -
             lost = [m for m in candidate.failed if Worker.parse(m).pipeline == pipeline and not _is_present(state, m)]
             _let_go(members, name, _stands_by(lost, candidate.name))
     state = replace(state, members=members)
+    why = "; ".join((why, *(words for words in _on_request(state) if words not in why)))
     return ask(state, pend(state, why, candidate.moves, partition=candidate.partition), notes)
 
 

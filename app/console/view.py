@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ConfigDict, Field
 
+from openrecycle.agent.coordination.generations import standing_by
 from openrecycle.agent.coordination.membership import ACK_ORDER, FailureTimeouts, Member
 from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, LogLine, OpKind, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob, Row, changes
@@ -51,7 +52,6 @@ from openrecycle.app.plans.library import PlanCache
 from openrecycle.app.runtime.errors import plain, storing, unknown_plan, unknown_worker
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.jobs.words import STAND_BY
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
 
@@ -293,7 +293,7 @@ def _lost(before: Record, row: Record) -> tuple[str, ...]:
     where the state of a whole stage is gone, one of those that have held it (StateLost begins with the stage)."""
     reason = row["reason"]
     stayed = {*before["failed"], *(source for source, _ in row["moves"])}
-    out = {name for name in row["failed"] if STAND_BY not in reason or f"{name}: " in reason}
+    out = {*row["failed"]} - standing_by(reason)
     joins = {name for name in row["joining"] if not reason.startswith(f"stage {Worker.parse(name).stage}: ")}
     # One that joined before, and is named, joins with a new process.
     same = {name for name in before["joining"] if not re.search(rf"\b{name}\b", reason)}

@@ -32,7 +32,7 @@ from openrecycle.app.console.view import GenerationView, JobView, generation_vie
 from openrecycle.app.jobs.live_job import generation_row
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.planner.jobs.words import STAND_BY
-from tests.agent.coordinator_run import Run
+from tests.agent.coordinator_run import FAILURE_TIMEOUTS, Run
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +263,38 @@ def test_who_stands_by_is_not_lost() -> None:
     iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
     marks = generation_marks(iterations, (), told[0])
     assert [(m.text, m.lost) for m in marks] == [("✕ W2_0", True), ("↓ stands by", False)]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_however_many_are_lost_beside_those_that_stand_by_all_are_named(at_once: bool) -> None:
+    """Together, as when a node is lost, or one after the other while the job waits for a choice."""
+    run = Run(8, 2).start()
+    run.send(ModeSet(Mode.MANUAL, 300.0, "ada"))
+    lost = tuple(f"W{pipeline}_0" for pipeline in range(5))
+    if at_once:
+        living = [name for name in run.names if name not in lost]
+        run.beat()
+        run.wait(FAILURE_TIMEOUTS.dead + 2, *living)
+    else:
+        for name in lost:
+            run.exit(name)
+    after = tuple(f"W{pipeline}_{stage}" for pipeline in range(5) for stage in range(2))
+    run.send(Offered(lost, Offer(lost, (Candidate(STAND_BY, after),), STAND_BY)))
+    run.send(Chosen(STAND_BY, "ada"))
+    assert [g.lost for g in generation_views([generation_row(g) for g in run.opened])] == [lost]
+
+
+def test_a_death_before_the_plan_is_there_hides_no_other_beside_those_that_stand_by() -> None:
+    run = Run(4, 2).start()
+    run.exit("W3_0")
+    run.resume()
+    run.plans = False
+    run.send(Offered(("W3_0",), Offer(("W3_0",), (Candidate(STAND_BY, ("W3_0", "W3_1")),), STAND_BY)))
+    run.exit("W0_1")
+    run.plans = True
+    run.exit("W1_1")
+    told = generation_views([generation_row(g) for g in run.opened])
+    assert [g.lost for g in told] == [("W3_0",), ("W0_1", "W1_1")]
 
 
 def test_without_a_fault_free_rate_nothing_is_drawn_dotted() -> None:
