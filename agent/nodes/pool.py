@@ -384,7 +384,7 @@ class NodeHub:
     def take_over(self, members: Mapping[int, Address], expected: frozenset[int]) -> None:
         """This launcher leads from now on. expected: nodes that have followed the lead before, and are to follow."""
         with self.news:
-            self.members, self._expected, self.lead, self.hands_out = dict(members), expected, None, True
+            self.members, self._expected, self.lead, self._began = dict(members), expected, None, True
 
     def followers(self, seconds: float) -> dict[int, NodeLink]:
         """Of those that are expected: who has come in so many seconds. Others of them may not come any more."""
@@ -484,7 +484,7 @@ class NodeHub:
             raise NotTrusted(refusal)
         term, has = map(int, hello.get("resumes", (0, 0)))
         with self.news:
-            others = [address for rank, address in self.members.items() if self.hands_out and rank != hello["rank"]]
+            others = [address for rank, address in self.members.items() if self._began and rank != hello["rank"]]
         # Of whom one may lead before the node gets a copy.
         frames.send({"kind": "welcome", "begun": self.hands_out, "others": others})
         rank, address = int(hello["rank"]), str(hello["address"])

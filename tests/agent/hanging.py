@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -11,8 +12,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
@@ -34,18 +33,24 @@ class Hanging(Gpt):
 
 
 class RankHanging(tensor_parallel.Gpt):
-    """once: a file. The rank of that number that makes a layer takes it away and never comes back; its other threads
-    run."""
+    """once: a file. The first rank that makes a layer (or is loaded with the workload, by `where`) takes it away,
+    leaves its process number in `once`.pid, and never comes back; its other threads run."""
 
-    def __init__(self, once: str, rank: int, **settings: Any) -> None:
+    def __init__(self, once: str, where: str, **settings: Any) -> None:
         super().__init__(**settings)
-        self._once, self._rank = Path(once), rank
+        self._once, self._where = Path(once), where
+        self._hang("workload")
 
     def build_layer(self, layer: int, layers: int, seed: int) -> Any:
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == self._rank and self._once.exists():
-            self._once.unlink()
-            threading.Event().wait()
+        self._hang("layer")
         return super().build_layer(layer, layers, seed)
+
+    def _hang(self, where: str) -> None:
+        if where == self._where:
+            with contextlib.suppress(FileNotFoundError):
+                self._once.unlink()
+                Path(f"{self._once}.pid").write_text(str(os.getpid()))
+                threading.Event().wait()
 
 
 class SlowData(Gpt):

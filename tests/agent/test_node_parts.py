@@ -769,7 +769,7 @@ def test_a_new_lead_learns_from_each_node_which_ranks_are_spare_there() -> None:
     hub = NodeHub("127.0.0.1", 0, 2, "", lambda _: None, LeadStatus(0, lead=0, term=2, run="a run"))
     try:
         hub.take_over({1: ("127.0.0.1", 1)}, frozenset({1}))
-        frames = fake_node((hub.host, hub.port), begun=True, resumes=[1, 0])
+        frames = fake_node((hub.host, hub.port), resumes=[1, 0])
         link = hub.followers(5)[1]
         pool = SpreadPool([], hub, {Worker(1, 2): 1})
         known = pool.adopt_there(link, Worker(0, 0), "known", 0.0)
@@ -821,7 +821,7 @@ def test_one_node_that_is_late_takes_no_time_from_what_the_others_have_to_tell(
     try:
         nodes = {1: ("127.0.0.1", 1), 0: ("127.0.0.1", 2)}
         hub.take_over(nodes, frozenset(nodes))
-        frames = fake_node((hub.host, hub.port), begun=True, resumes=[1, 0])
+        frames = fake_node((hub.host, hub.port), resumes=[1, 0])
         copy = Copy("a run", 1, 1, 0, 0, nodes, {}, 0, pack({"workers": []}), plan_of(spec), {})
         succession = Succession(spec, 3, hub, copy, Spool(), {}, {}, 0, SpareRanks())
         _, takeover = succession.take_over()

@@ -379,7 +379,7 @@ def test_a_node_that_was_being_let_in_when_its_launcher_left_goes_to_the_lead(le
 def test_a_node_whose_lead_is_lost_before_it_knows_the_job_asks_the_others(lead: NodeHub) -> None:
     """It has come where all look for their lead, and nobody else is known to it but by that one's word."""
     front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None)
-    front.hands_out, front.members[1] = True, (lead.host, lead.port)
+    front.take_over({1: (lead.host, lead.port)}, frozenset())
     node = Node((front.host, front.port))
     try:
         comes_to(node, front, "it to come")

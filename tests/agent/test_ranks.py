@@ -166,26 +166,26 @@ def test_a_rank_that_hangs_leaves_its_sibling_to_another_worker() -> None:
 
 @pytest.mark.chaos
 @pytest.mark.processes
-@pytest.mark.parametrize("rank", [1, at_length(0)])
-def test_a_rank_that_is_waited_for_in_vain_is_to_blame(rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["layer", at_length("workload")])
+def test_a_rank_that_is_waited_for_in_vain_is_to_blame(where: str, tmp_path: Path) -> None:
     """It hangs at its start, and its threads run: they end it once its sibling has given up, which is spare."""
     (once := tmp_path / "once").touch()
-    model = NamedWorkload("tests.agent.hanging:RankHanging", TINY | {"once": str(once), "rank": rank})
-    incarnations, made_of = list[str](), list[Sequence[tuple[str, int]]]()
+    model = NamedWorkload("tests.agent.hanging:RankHanging", TINY | {"once": str(once), "where": where})
+    came = dict[str, WorkerProcess]()
 
     def follow(job: LocalJob, worker: str, message: dict[str, Any]) -> None:
         (entry,) = job.launcher._pool.running.values()
-        if entry.incarnation not in incarnations:
-            incarnations.append(entry.incarnation)
-            made_of.append(entry.made_of)
+        came[entry.incarnation] = entry
 
     grid: dict[str, Any] = {"pipelines": 1, "stages": 1, "micro_batches": 1, "platform": Platform(ranks_per_worker=2)}
     times, faults = Timeouts(transfer=4.0, group=5.0), Faults(max_restarts=1, restart_delay=0.1)
     job = LocalJob(**grid, iterations=1, workload=model, timeouts=times, faults=faults, on_message=follow).run()
-    assert "final" in job.lines[-1] and not once.exists()
-    assert made_of == [(), ((incarnations[0], 1 - rank),)], "where its sibling was the next one begins"
+    assert "final" in job.lines[-1]
+    first, second = came.values()
+    hung = [process.pid for process in (first.process, *first.siblings)].index(int(Path(f"{once}.pid").read_text()))
+    assert second.made_of == ((first.incarnation, 1 - hung),), "where its sibling was the next one begins"
     (restart,) = [line["restart"] for line in job.lines if "restart" in line]
-    assert golden("ended-a-rank-has-waited", 1 - rank) in restart["reason"]
+    assert golden("ended-a-rank-has-waited", 1 - hung) in restart["reason"]
 
 
 @pytest.mark.chaos
