@@ -314,7 +314,8 @@ class WorkerProcess:
             self.ended_at = now
             self._kill_at = now + (JOIN_SECONDS if self.asked else LATE_SECONDS)
         if not self._codes:
-            if now < self._kill_at and not all(process.is_ending() for process in self.siblings):
+            ending = [process.is_ending() for process in self.siblings]  # of each, for its exit code
+            if now < self._kill_at and not all(ending):
                 return False
             self._codes = self._ends
             self._kill_ranks()
