@@ -111,6 +111,11 @@ class _Job:
         self.deploy(1)
         self.form()
 
+    def end(self, entry: WorkerProcess) -> None:
+        """Its process does."""
+        assert entry.has_ended([entry.process.sentinel])
+        self.launcher._ended(entry)
+
     def _sent(self, name: str, message: dict[str, Any]) -> None:
         if name == "W2_1" and message["kind"] == "deployment":
             self.told.append(message)
@@ -187,7 +192,7 @@ def test_without_shards_one_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_one_that_dies_before_its_launcher_knew_that_it_was_to_leave_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     job = made("none", monkeypatch)
-    job.launcher._ended(job.pool.running[Worker(1, 0)])
+    job.end(job.pool.running[Worker(1, 0)])
     assert job.restarted == ["W1_0"]
     job.deploy(2, leaving=("W1_0",))
     assert job.told[-1]["after"] is None, "nobody can finish an iteration without it"
@@ -231,7 +236,7 @@ def test_a_death_meanwhile_puts_nobody_else_out(shared: bool, job: _Job) -> None
     if shared:
         job.share()
     dead = job.pool.running[Worker(2, 1)]
-    job.launcher._ended(dead)
+    job.end(dead)
     job.deploy(3, leaving=("W1_0",), dead=("W2_1",))
     assert ("W1_0" in job.deployment.living) is not shared
     assert job.pool.fenced == (["W1_0"] if shared else [])
@@ -278,7 +283,7 @@ def test_one_that_dies_before_it_may_go_is_told_of(job: _Job) -> None:
     """Nobody waits for a generation without it: who decides takes it for out already."""
     job.deploy(2, leaving=("W1_0",))
     job.form()
-    job.launcher._ended(job.pool.running[Worker(1, 0)])
+    job.end(job.pool.running[Worker(1, 0)])
     assert job.decides.gone == ["W1_0"] and job.decides.asked == [2]
     assert job.restarted == [], "it was to leave"
 
