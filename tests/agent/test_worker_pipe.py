@@ -71,9 +71,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-@pytest.mark.parametrize(
-    "silent", [pytest.param(False, id="one has died"), pytest.param(True, id="one is silent, and told to end")]
-)
+@pytest.mark.parametrize("silent", [False, True], ids=["died", "silent"])
 def test_a_launcher_never_waits_for_ranks_that_do_not_end(silent: bool, now: list[float]) -> None:
     """It asks, and goes on with all others meanwhile; they are given the same time, all together."""
     seconds = (processes.JOIN_SECONDS if silent else processes.LATE_SECONDS) + processes.LAST_SECONDS
