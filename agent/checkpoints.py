@@ -57,7 +57,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.options import Checkpoints
-from openrecycle.agent.models.layers import Partition, Span, build_layer, first_names, partition_of, spans
+from openrecycle.agent.models.layers import Partition, Span, build_layer, partition_of, spans, state_names
 from openrecycle.agent.models.state import (
     AVERAGE,
     Piece,
@@ -875,8 +875,8 @@ class CheckpointWeights:
                 raise FileNotFoundError("there are no averages")
             values |= averages
         built = build_layer(self._workload(), layer, self._layers, self._seed)  # says what is in its state dict
-        first = first_names(built)
-        return {n: values.get(f"{layer}.{first.get(n, n)}", value) for n, value in built.state_dict().items()}
+        names = state_names(built)
+        return {n: values.get(f"{layer}.{names.get(n, n)}", value) for n, value in built.state_dict().items()}
 
 
 Loaded = TypeVar("Loaded", bound=nn.Module | Sequence[nn.Module])

@@ -54,6 +54,7 @@ from openrecycle.agent.models.layers import (
     first_names,
     kind_of,
     nothing,
+    state_names,
     tied_of,
     without_memory,
 )
@@ -830,10 +831,10 @@ def part_of_rank(module: nn.Module, state: StageState) -> StageState:
 
 def gathered_tensors(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors of a state dict, or averages, without ranks. All ranks must call it, as `gathered`."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters, names = dict(module.named_parameters()), state_names(module)
 
     def whole(name: str, value: Any) -> Any:
-        split = getattr(parameters.get(name), "placed", None)
+        split = getattr(parameters.get(names.get(name, name)), "placed", None)
         return value if split is None else split.whole(value.detach())
 
     return {name: whole(name, value) for name, value in tensors.items()}

@@ -44,11 +44,11 @@ from openrecycle.agent.models.layers import (
     Partition,
     Span,
     StageCuts,
-    first_names,
     layer_count,
     layer_io_of,
     partition_of,
     tied_of,
+    state_names,
 )
 from openrecycle.agent.models.parallelized import OtherRankError, gathered_tensors, part_of_rank
 from openrecycle.agent.models.state import StageState, StateError, Writer, layer_of
@@ -434,8 +434,8 @@ class WorkerLoop:
                 continue
             save_weights(folder, layer, state)
             if own:
-                first = first_names(module)
-                averaged = {name: own.get(first.get(name, name), value) for name, value in state.items()}
+                names = state_names(module)
+                averaged = {name: own.get(names.get(name, name), value) for name, value in state.items()}
                 save_weights(folder, layer, averaged, averaged=True)
 
     def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:
