@@ -214,18 +214,24 @@ def micro_batch_memory(
     """By stage; None where the layers can't be run here: that is said elsewhere, in better words. parameter_bytes: of
     the whole model. as_workers: do workers run whole micro-batches on a CPU, too?
 
-    Raises InputError for a loss that gives no number; and where it raises in a run for real that is as in workers."""
+    Raises InputError for a loss that gives no number, or has no place for a label; and where it raises in a run for
+    real that is as in workers."""
     layers = sum(partition)
     try:
         read, wanted = tensors_of(probe_inputs(workload, seed), "data"), probe_targets(workload, seed)
     except Exception:
         return None
 
+    form: Any = None
+    """Of what the last layer gives."""
+
     def run(take: Callable[[Tensor], Tensor]) -> list[MicroBatchMemory]:
         inputs, targets = tuple(map(take, read)), compat.copied(wanted, take)
         found: list[MicroBatchMemory] = []
 
         def measured(output: Any) -> Tensor:
+            nonlocal form
+            form = compat.copied(output, _form)  # the output itself is measured, and must not be kept
             try:
                 return workload.loss(output, targets)
             except Exception as error:
@@ -246,22 +252,56 @@ def micro_batch_memory(
         try:
             with kept_settings(), way() as take:
                 torch.set_num_threads(1)  # as workers have
-                return run(take)
+                memory = run(take)
         except _LossRaised as raised:
             error = raised.__cause__
             if isinstance(error, InputError):
                 raise error from None
-            if (
-                as_workers
-                and way is _real
-                and (error := _raised(workload, raised.output, wanted, autocast)) is not None
-            ):
-                got = f"{in_a_line(error)[:200]} (output {_forms(raised.output)}; targets {_forms(wanted)})"
-                expected = "a function that takes what the last layer gives, and a micro-batch's targets"
-                raise InputError("loss", got, expected) from error
+            if not as_workers or way is not _real:
+                continue
+            error = _raised(workload, raised.output, wanted, autocast)
         except Exception:
             continue
+        else:
+            error = None
+            if way is not _real:  # in which labels have no values
+                error = _beyond(workload, form, wanted, autocast)
+            if error is None:
+                return memory
+        if error is not None:
+            got = f"{in_a_line(error)[:200]} (output {_forms(form)}; targets {_forms(compat.copied(wanted, _form))})"
+            expected = "a function that takes what the last layer gives, and a micro-batch's targets"
+            raise InputError("loss", got, expected) from error
     return None
+
+
+_NO_PLACE = "out of bounds|out of range|must be smaller than num_classes"
+"""What torch says of an index for which there is no place."""
+
+
+def _beyond(workload: Workload, form: Any, targets: Any, autocast: Autocast | None) -> Exception | None:
+    """What the loss raises where a label is none of the classes: that does not depend on what a model makes of its
+    inputs, so any numbers in the form of its output will do. form: with a TensorSpec for each tensor."""
+    leaves, tree = compat.tree_flatten(form)
+    try:
+        made = compat.tree_unflatten(list(map(_any_numbers, leaves)), tree)
+        with kept_settings(), torch.no_grad(), precision(autocast):
+            workload.loss(made, compat.copied(targets, torch.clone))
+    except (IndexError, RuntimeError) as error:
+        return error if re.search(_NO_PLACE, in_a_line(error)) else None
+    except Exception:
+        pass
+    return None
+
+
+def _any_numbers(leaf: Any) -> Any:
+    """Of that form. Raises ValueError where that would take long, or memory that there may not be."""
+    if not isinstance(leaf, TensorSpec):
+        return leaf
+    made = leaf.empty(torch.device("meta"))
+    if made.nbytes > _LARGE:
+        raise ValueError(made.nbytes)
+    return torch.zeros_like(made, device="cpu")
 
 
 def _raised(workload: Workload, output: Any, targets: Any, autocast: Autocast | None) -> Exception | None:
@@ -275,12 +315,15 @@ def _raised(workload: Workload, output: Any, targets: Any, autocast: Autocast | 
     return None
 
 
-def _forms(value: Any) -> str:
-    """Of the tensors in it, as the loss gets them."""
-    leaves, _ = compat.tree_flatten(value)
-    forms = [
-        str(TensorSpec.of(t)) if isinstance(t, Tensor) and not t.is_nested else type(t).__name__ for t in leaves[:8]
-    ]
+def _form(tensor: Tensor) -> Any:
+    """Of one that is nested, which has none, the name of its class."""
+    return type(tensor).__name__ if tensor.is_nested else TensorSpec.of(tensor)
+
+
+def _forms(form: Any) -> str:
+    """As the loss gets them."""
+    leaves, _ = compat.tree_flatten(form)
+    forms = [str(leaf) if isinstance(leaf, TensorSpec | str) else type(leaf).__name__ for leaf in leaves[:8]]
     return ", ".join([*forms, "..."] if len(leaves) > 8 else forms)
 
 
