@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
+from openrecycle.agent.checkpoints import Identity, load_layers, write_share
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples import fully_sharded, gpt, tensor_parallel
 from openrecycle.agent.examples.gpt import Block
@@ -592,7 +593,6 @@ def test_a_shared_parameter_that_gets_another_name_is_refused() -> None:
     with pytest.raises(InputError) as refused:
         parts_of_a_rank(WrappedAndTied(part=True), 2, (2,), 0)  # type: ignore[arg-type]
     assert refused.value.field == "tied" and "0.0.scale.weight" in str(refused.value)
-
     plain, wrapped = (parts_of_a_rank(task, 2, (2,), 0) for task in (Tied(Residual), WrappedAndTied(part=False)))  # type: ignore[arg-type]
     assert [[name for name, _ in layer] for layer in wrapped[1]] == [[name for name, _ in layer] for layer in plain[1]]
 
@@ -655,6 +655,7 @@ def test_what_parallelize_draws_on_a_gpu_is_the_same_on_all_peers(monkeypatch: p
         assert torch.equal(gpu.get_state(), before)
         found.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
 
 class TiedWithin(Task):
     """Two modules of a layer share a parameter, and parallelize_module makes one for each."""
