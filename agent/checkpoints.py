@@ -57,7 +57,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.options import Checkpoints
-from openrecycle.agent.models.layers import Partition, Span, build_layer, first_names, partition_of, spans
+from openrecycle.agent.models.layers import Partition, Span, build_layer, partition_of, spans, state_names
 from openrecycle.agent.models.state import (
     AVERAGE,
     Piece,
@@ -96,6 +96,15 @@ _STATE, _MODEL, _OPTIMIZER = FILES = "state.json", "model.safetensors", "optimiz
 _WRITTEN = "share.json"
 _OF_MODEL = "model."
 _NAME = re.compile(r"iteration-([0-9]{10,18})")
+
+
+Part = Callable[[str, Tensor], Tensor]
+"""Of a tensor of a state, and its name, what somebody wants of it: a view."""
+
+
+def whole_tensor(name: str, tensor: Tensor) -> Tensor:
+    """A Part."""
+    return tensor
 
 
 class CheckpointError(StateError):
@@ -170,12 +179,12 @@ class Checkpoint:
             for number in range(len(shares)):
                 self._verify(stage, number)
 
-    def load(self, span: Span) -> StageState:
+    def load(self, span: Span, part: Part = whole_tensor) -> StageState:
         """The state of some layers, verified. Raises CheckpointError; and OSError."""
         if not span or not 0 <= span[0] <= span[-1] < sum(self.partition):
             raise CheckpointError(f"{self.path}: has layers 0 to {sum(self.partition) - 1}, not {span}")
         of_stages = [
-            self._load(stage, span)
+            self._load(stage, span, part)
             for stage, own in enumerate(spans(self.partition))
             if own[0] <= span[-1] and span[0] <= own[-1]
         ]
@@ -184,7 +193,7 @@ class Checkpoint:
         with _readable(self.path):
             return joined([of_layers(state, span) for state in of_stages])
 
-    def _load(self, stage: int, span: Span) -> StageState:
+    def _load(self, stage: int, span: Span, part: Part) -> StageState:
         """What a stage has of these layers, and what is no layer's."""
         found: dict[str, Tensor] = {}
         pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
@@ -212,14 +221,16 @@ class Checkpoint:
                         elif whole in found:
                             raise StateError(f"{whole}: there twice")
                         else:
-                            found[whole] = tensor.clone()
+                            found[whole] = part(whole, tensor).clone()
         with _readable(self.path / f"stage-{stage}"):
             if document.get("committed") != self.iteration:
                 raise StateError(f"it is not of iteration {self.iteration}")
             for whole, of_it in pieces.items():
                 if whole in found:
                     raise StateError(f"{whole}: there twice")
-                found[whole] = put_together(whole, of_it)
+                tensor = put_together(whole, of_it)
+                mine = part(whole, tensor)
+                found[whole] = tensor if mine is tensor else mine.clone()  # which would keep all of it
             if len(self.shares[stage]) > 1:
                 # In the order in which one optimizer would keep them.
                 names = [name for group in document["groups"] for name in group["parameters"]]
@@ -297,18 +308,19 @@ def set_aside_later(directory: Path, iteration: int) -> list[str]:
     return names
 
 
-def load_layers(directory: Path, span: Span) -> StageState:
-    """The state of some layers from a checkpoint, or from the newest one in a folder of checkpoints.
+def load_layers(directory: Path, span: Span, part: Part = whole_tensor) -> StageState:
+    """The state of some layers from a checkpoint, or from the newest one in a folder of checkpoints. part: what is
+    kept of each tensor, a view of it.
 
     `StageOptimizer.load_state` takes it up; its `document["committed"]` is the next iteration.
     Raises CheckpointError; and OSError.
     """
     if (directory / "manifest.json").exists():
-        return Checkpoint.open(directory).load(span)
+        return Checkpoint.open(directory).load(span, part)
     candidates = whole_checkpoints(directory)
     if not candidates:
         raise CheckpointError(f"{directory}: no whole checkpoint in it")
-    return candidates[0].load(span)
+    return candidates[0].load(span, part)
 
 
 # -- writing ----------------------------------------------------------------------------------
@@ -875,8 +887,8 @@ class CheckpointWeights:
                 raise FileNotFoundError("there are no averages")
             values |= averages
         built = build_layer(self._workload(), layer, self._layers, self._seed)  # says what is in its state dict
-        first = first_names(built)
-        return {n: values.get(f"{layer}.{first.get(n, n)}", value) for n, value in built.state_dict().items()}
+        names = state_names(built)
+        return {n: values.get(f"{layer}.{names.get(n, n)}", value) for n, value in built.state_dict().items()}
 
 
 Loaded = TypeVar("Loaded", bound=nn.Module | Sequence[nn.Module])

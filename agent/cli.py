@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
-from openrecycle.agent.config.options import FLAGS, GRID, Optimization, Planning, TrainingOptions, parse_bytes
+from openrecycle.agent.config.options import (
+    FLAGS,
+    GRID,
+    Optimization,
+    Planning,
+    TrainingOptions,
+    parse_bytes,
+    profile_unlike,
+)
 from openrecycle.agent.config.settings import Leaf, build, leaves, spelled, without_none
 from openrecycle.agent.jobs.start import check_writable, make_launcher, take_over
 from openrecycle.agent.launcher.processes import preload, start_worker_server
@@ -222,6 +230,8 @@ def train(
                 options: TrainingOptions = build(TrainingOptions, {**given, "console.token": token}, job=job)
                 source = NamedWorkload(workload, json_object(workload_options))
                 options.check()
+                if unlike := profile_unlike(profile, options.optimization):
+                    say(f"warning: {unlike}")
                 try:
                     launcher = make_launcher(options, source, listener, say, role=role)
                 except LedElsewhere as led:
@@ -361,7 +371,7 @@ MODELS_HELP = "gpt-3-medium, gpt-3-3.35b or gpt-3-6.7b: one layer, the embedding
 MAX_REPEATS = 1000
 
 
-TRAINED_WITH = ("optimization.mode", "optimization.autocast", "planning.capacity")
+TRAINED_WITH = ("optimization.mode", "optimization.autocast", "optimization.sharding", "planning.capacity")
 """Options of `train` that a profile is measured with."""
 
 
@@ -461,7 +471,8 @@ def _summary(made: Profile) -> list[str]:
         lines.append("transfers: " + ", ".join(f"{t.median:.3f} ms" for t in made.transfers))
     if made.reductions is not None:
         times = ", ".join(f"{t.median:.3f} ms among {n}" for n, t in enumerate(made.reductions.by_peers, start=2))
-        lines.append(f"reductions of {made.reductions.bytes / 2**20:.1f} MiB: {times}")
+        what = "sums for those who step them, and parameters for all," if made.sharded_over else "reductions"
+        lines.append(f"{what} of {made.reductions.bytes / 2**20:.1f} MiB: {times}")
     return lines
 
 

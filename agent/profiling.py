@@ -20,7 +20,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -57,11 +57,14 @@ from openrecycle.agent.models.layers import (
 from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.stages.shards import assign
 from openrecycle.agent.stages.stage import Stage, assemble
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.transfers import Script, Transfers
 from openrecycle.agent.workers.executor import Executor
+from openrecycle.agent.workers.reduction import GradientReduction
+from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, Worker
@@ -235,7 +238,7 @@ def hear(entry: WorkerProcess, kind: str, seconds: float) -> channel.Message:
 @dataclass(frozen=True)
 class _PeerSpec:
     """sizes: bytes of the tensors to pass on between peers 0 and 1. reduced: bytes to sum among the
-    first 2, 3, ... peers; 0 for none."""
+    first 2, 3, ... peers; 0 for none. optimization: None: all get all sums."""
 
     number: int
     peers: int
@@ -244,12 +247,21 @@ class _PeerSpec:
     reduced: int
     repeats: int
     warm_up: int
+    optimization: Optimization | None
 
 
 def measure_traffic(
-    sizes: tuple[int, ...], reduced_bytes: int, peers: int, *, repeats: int, warm_up: int, clock: Clock = "wall"
+    sizes: tuple[int, ...],
+    reduced_bytes: int,
+    peers: int,
+    *,
+    repeats: int,
+    warm_up: int,
+    clock: Clock = "wall",
+    optimization: Optimization | None = None,
 ) -> tuple[tuple[Timing, ...], Reductions | None]:
-    """One-way transfers of `sizes` bytes, and reductions of `reduced_bytes` among 2 to `peers` peers.
+    """One-way transfers of `sizes` bytes, and reductions of `reduced_bytes` among 2 to `peers` peers: for all of them,
+    or where `optimization` shards its state, with the parameters that come of it, as peers exchange them then.
 
     Every peer is a process of this machine. Waiting for each other is no processor's time, so with
     `cpu` the quickest quarter of four times as many rounds stands for a machine that nobody else uses.
@@ -265,7 +277,8 @@ def measure_traffic(
     pool = ProcessPool(_peer, ["openrecycle.agent.profiling"])
     try:
         for number in range(processes):
-            spec = _PeerSpec(number, processes, store.port, sizes, reduced, repeats, warm_up)
+            sharded = optimization if optimization is not None and optimization.sharding == "zero1" else None
+            spec = _PeerSpec(number, processes, store.port, sizes, reduced, repeats, warm_up, sharded)
             pool.start(Worker(number, 0), lambda _incarnation, spec=spec: spec, time.monotonic())  # type: ignore[misc]
         first = pool.running[Worker(0, 0)]
         seconds = hear(first, "measured", _TRAFFIC_SECONDS)
@@ -293,7 +306,10 @@ def _peer(spec: _PeerSpec, pipe: Connection) -> None:
     for size in range(2, spec.peers + 1) if spec.reduced else ():
         if spec.number < size:
             groups = Groups(store, size, everybody[spec.number], everybody[:size], Timeouts())
-            reductions.append(_reduce(groups, spec.reduced, rounds))
+            exchange = _all_reduced(groups, spec.reduced)
+            if spec.optimization is not None:
+                exchange = _shared(groups, everybody[spec.number], spec.reduced, spec.optimization)
+            reductions.append(_timed_together(groups, exchange, rounds))
     drop = spec.warm_up
     if spec.number == 0:
         channel.send(
@@ -319,15 +335,50 @@ def _pass_on(groups: Groups, spec: _PeerSpec, size: int, rounds: range) -> list[
     return taken
 
 
-def _reduce(groups: Groups, size: int, rounds: range) -> list[float]:
-    tensor, taken = torch.zeros(max(1, size // 8), dtype=torch.int64), []
-    together = torch.zeros(1, dtype=torch.int64)
+def _timed_together(groups: Groups, exchange: Callable[[], object], rounds: range) -> list[float]:
+    """Seconds, by round."""
+    together, taken = torch.zeros(1, dtype=torch.int64), []
     for _ in rounds:
         groups.reduce(together)
         started = time.perf_counter()
-        groups.reduce(tensor)
+        exchange()
         taken.append(time.perf_counter() - started)
     return taken
+
+
+def _all_reduced(groups: Groups, size: int) -> Callable[[], object]:
+    return partial(groups.reduce, torch.zeros(max(1, size // 8), dtype=torch.int64))
+
+
+def _shared(groups: Groups, me: Worker, size: int, optimization: Optimization) -> Callable[[], object]:
+    """What peers that share an optimizer's state exchange in a step, of one parameter."""
+    kind = SUM_OF[optimization.mode]
+    parameter = nn.Parameter(torch.zeros(max(1, size // (8 if optimization.mode == "deterministic" else 4))))
+    sums = kind([parameter], terms=1, bucket_bytes=optimization.bucket_bytes)
+    optimizer = StageOptimizer(
+        nn.ParameterList([parameter]), torch.optim.SGD([parameter]), sums, pipelines=len(groups.peers)
+    )
+    sharded = _sharded(me, groups, optimizer)
+    assert sharded is not None and optimizer.shards is not None
+    shards = optimizer.shards
+
+    def exchange() -> None:
+        GradientReduction(sums, sharded.begin_reduce).finish()
+        shards.stale = True  # as after a step
+        sharded.gather()
+
+    return exchange
+
+
+def _sharded(me: Worker, groups: Any, optimizer: StageOptimizer) -> ShardedStage | None:
+    """One of the peers of `groups`, of whom each has its share; None where the state is not sharded."""
+    shards = optimizer.shards
+    if shards is None:
+        return None
+    peers, everything = groups.peers, range(len(shards.sizes))
+    hosts = dict.fromkeys(peers, 0)
+    ownership = assign(peers, dict.fromkeys(peers, everything), hosts, shards.sizes)
+    return ShardedStage(me, groups, optimizer, ownership, lambda _: None)
 
 
 _STAGES_SECONDS = 600.0
@@ -409,7 +460,9 @@ def measure_step(workload: WorkloadSource, job: Job, optimization: Optimization)
             reduced = max(reduced, bench.reduced_bytes)
     finally:
         torch.set_num_threads(threads)
-    _, sums = measure_traffic((), reduced, job.pipelines, repeats=STEP_ROUNDS, warm_up=STEP_WARM_UP)
+    _, sums = measure_traffic(
+        (), reduced, job.pipelines, repeats=STEP_ROUNDS, warm_up=STEP_WARM_UP, optimization=optimization
+    )
     reduction = sums.by_peers[-1].median if sums is not None else 0.0
     return round(1000 * statistics.median(rounds) + reduction, 1)
 
@@ -455,7 +508,7 @@ class StageBenchmark:
         cuts = StageCuts.of(workload, job.stages, autocast=run.optimization.autocast, device=device, layers=run.layers)
         between = cuts.stage_io
         stage, _ = assemble(workload, job, cuts, me.stage, 0, run.optimization, device)
-        optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.optimization)
+        optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.optimization, job.pipelines)
         steps = Steps(me, run.optimization, optimizer, cuts.partition, lambda *_: None)
         self._gradients = stage.gradients.buffer
         self._clock, self._marks = clock or CLOCKS[run.effort.clock], list[float]()
@@ -465,7 +518,9 @@ class StageBenchmark:
             device=device,
         )
         self._script = script_of(me, job)
-        groups: Any = NullGroup(me, between, device)  # as far as the executor asks
+        peers = [Worker(pipeline, me.stage) for pipeline in range(job.pipelines)]
+        groups: Any = NullGroup(me, between, device, peers)  # as far as the executor asks
+        self._executor.sharded = _sharded(me, groups, optimizer)
         steps.begin(groups, [me], 0, {})
         self._groups = groups
         self._iteration = 0
@@ -510,11 +565,13 @@ def script_of(me: Worker, job: Job) -> Script:
 
 
 class NullGroup:
-    """Groups of one worker whose neighbours have everything ready, and forget what they are sent."""
+    """Groups of one worker whose neighbours have everything ready, and forget what they are sent. peers: of its stage;
+    with them nothing is exchanged."""
 
-    ranks = Ranks()
+    ranks, peer_group = Ranks(), None
 
-    def __init__(self, me: Worker, between: StageIO, device: torch.device = CPU) -> None:
+    def __init__(self, me: Worker, between: StageIO, device: torch.device = CPU, peers: Sequence[Worker] = ()) -> None:
+        self.peers = peers
         generator = torch.Generator().manual_seed(0)
         incoming = between[me.stage - 1] if me.stage else ()
         self._incoming = on_device(_numbers(incoming, generator, 1.0), device)
@@ -672,10 +729,11 @@ def measure_model(
     parts = []
     for spec in parts_of(shape, batch, optimization):
         say(f"measuring {spec.name} of {name}")
-        parts.append(measure_part(spec, effort)[0])
+        part = measure_part(spec, effort)[0]
+        parts.append(part.model_copy(update={"step": _part_of(part.step, optimization, pipelines)}))
     boundary = torch.float32.itemsize * batch * shape.sequence * shape.width
     reduced = max(part.reduced_bytes for part in parts)
-    transfers, reductions = _traffic((boundary,), reduced, pipelines, effort, say)
+    transfers, reductions = _traffic((boundary,), reduced, pipelines, effort, optimization, say)
     about = (
         f"{shape.layers} layers, hidden {shape.width}, {shape.heads} heads, sequence {shape.sequence}, "
         f"vocabulary {shape.vocabulary}, {shape.parameters / 1e9:.2f} billion parameters; sizes: {shape.note}"
@@ -685,6 +743,7 @@ def measure_model(
         about=about,
         samples_per_micro_batch=batch,
         mode=optimization.mode,
+        sharded_over=_sharded_over(optimization, pipelines),
         hardware=_hardware(effort, optimization),
         cut="layers",
         layers=shape.layers,
@@ -747,12 +806,13 @@ def measure_workload(
         ]
     parts = [_timed(part, found) for part, found in zip(parts, rounds, strict=True)]
     reduced = max(sum(parts[k].reduced_bytes for k in span) for span in together)
-    transfers, reductions = _traffic(tuple(sizes), reduced, pipelines, effort, say)
+    transfers, reductions = _traffic(tuple(sizes), reduced, pipelines, effort, optimization, say)
     return Measurements(
         model=path,
         about=f"{alone.stages} {what}s of {path} with options {dict(options)}"[:300],
         samples_per_micro_batch=workload.samples_per_micro_batch,
         mode=optimization.mode,
+        sharded_over=_sharded_over(optimization, pipelines),
         hardware=_hardware(effort, optimization),
         cut="each" if what == "layer" else "stages",
         layers=alone.stages if what == "layer" else 0,
@@ -761,6 +821,16 @@ def measure_workload(
         transfers=transfers,
         reductions=reductions,
     )
+
+
+def _sharded_over(optimization: Optimization, pipelines: int) -> int:
+    return pipelines if optimization.sharding == "zero1" else 0
+
+
+def _part_of(step: Timing, optimization: Optimization, pipelines: int) -> Timing:
+    """Of the time of a whole stage's step, what each of its workers takes: an element's does not depend on others."""
+    share = min(1.0, 2 / max(1, _sharded_over(optimization, pipelines)))
+    return step.model_copy(update={name: round(getattr(step, name) * share, 3) for name in ("median", "p10", "p90")})
 
 
 def shared_out(stage: Rounds, layers: list[Rounds]) -> list[Rounds]:
@@ -780,13 +850,22 @@ def _timed(part: Part, found: Rounds) -> Part:
 
 
 def _traffic(
-    sizes: tuple[int, ...], reduced: int, pipelines: int, effort: ProfilingEffort, say: Say
+    sizes: tuple[int, ...],
+    reduced: int,
+    pipelines: int,
+    effort: ProfilingEffort,
+    optimization: Optimization,
+    say: Say,
 ) -> tuple[tuple[Timing, ...], Reductions | None]:
     """One transfer per boundary. reduced: bytes of the largest sum."""
     say("measuring transfers and reductions")
     repeats, unlike = max(5, effort.repeats), tuple(sorted(set(sizes)))
     found, reductions = measure_traffic(
-        unlike, reduced, pipelines, repeats=repeats, warm_up=effort.warm_up, clock=effort.clock
+        *(unlike, reduced, pipelines),
+        repeats=repeats,
+        warm_up=effort.warm_up,
+        clock=effort.clock,
+        optimization=optimization,
     )
     by_size = dict(zip(unlike, found, strict=True))
     return tuple(by_size[size] for size in sizes), reductions

@@ -292,6 +292,23 @@ def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job
         return job_on(document, job.pipelines, job.stages, job.micro_batches, by_layers=each)
 
 
+def profile_unlike(profile: str | Path | Profile | JobDoc | None, optimization: Optimization) -> str:
+    """What is said where steps were measured of another kind than the job's; "": nothing."""
+    document = load(profile) if isinstance(profile, str | Path) else profile
+    if not isinstance(document, Profile):
+        return ""
+    flags = (
+        ("--mode", document.mode, optimization.mode),
+        ("--optimizer-sharding", document.sharding, optimization.sharding),
+    )
+    for flag, measured, wanted in flags:
+        if measured != wanted:
+            return (
+                f"the profile was measured with {flag} {measured}: steps by {wanted} take another time than plans say"
+            )
+    return ""
+
+
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Optimization(OptionGroup):

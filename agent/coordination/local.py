@@ -100,6 +100,8 @@ class LocalCoordination(Coordination):
     ) -> None:
         job = catalog.job
         self._relayout, self._room = relayout, room
+        self._hosts = dict[str, str]()
+        """By the process."""
         self._no_room = set[str]()
         """What has been said of partitions that there is no memory for."""
         self._find_beside = beside
@@ -131,6 +133,7 @@ class LocalCoordination(Coordination):
         pids: Sequence[int] = (),
         made_of: Sequence[tuple[str, int]] = (),
     ) -> None:
+        self._hosts[incarnation] = host
         if refusal := self._take(WorkerRegistered(str(worker), incarnation, reports=False)):
             self._orders.append(LauncherWarning(refusal.detail, worker))
 
@@ -183,11 +186,12 @@ class LocalCoordination(Coordination):
         self._unchecked.append(plan)
 
     def saved(self) -> dict[str, Any]:
-        return {"state": _STATE.dump_python(self._state, mode="json")}
+        return {"state": _STATE.dump_python(self._state, mode="json"), "hosts": self._hosts}
 
     def restore(self, document: Mapping[str, Any]) -> None:
         """Goes on from what another launcher has `saved`. Raises ValueError when it is no such document."""
         self._state = _STATE.validate_python(document["state"])
+        self._hosts = dict(document["hosts"])
 
     def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
         self._now = now
@@ -222,7 +226,8 @@ class LocalCoordination(Coordination):
         self._looked_at = state.generation
         technique, memory = self._catalog.technique, self._catalog.memory
         find = partial(lay_out, job, frozenset(map(Worker.parse, lost)))
-        found = self._beside.submit(find, technique=technique, memory=memory, present=state.held, room=self._room)
+        room = self._room and self._room.with_hosts(state.hosts(self._hosts))
+        found = self._beside.submit(find, technique=technique, memory=memory, present=state.held, room=room)
         self._layout = state.generation, found
 
     def _take_layout(self) -> None:

@@ -408,6 +408,15 @@ class State:
         """By the process that holds the place: thousands of strangers may ask, and each is looked for."""
         return {member.incarnation: member for member in self.members.values()}
 
+    def hosts(self, known: Mapping[str, str]) -> list[tuple[int, str]]:
+        """Of each place its stage, and on which host is who holds it, or was who held it last. known: by the
+        process."""
+        return [
+            (member.stage, known[newest])
+            for member in self.members.values()
+            if (newest := next(reversed(member.incarnations), "")) in known
+        ]
+
     def _formed(self, name: str) -> bool:
         return self.members[name].acknowledged in ("formed", "resumed")
 

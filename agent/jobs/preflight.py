@@ -103,8 +103,8 @@ class StageMemory:
     computed or stepped at a time; where they are clipped after a step, of all that is stepped beside it. activations:
     of as many micro-batches as a plan may have in flight, with what an op needs for a moment. transfers: what
     neighbours are sent, for as long as it is kept, and what is received ahead. checkpoint: the copy of its
-    share that is written. hand_over: pieces on their way to workers that join. resume: for the whole state of the
-    stage, as it is read from a checkpoint, as far as there is not room in the others.
+    share that is written. hand_over: pieces on their way to workers that join. resume: for what is read from a
+    checkpoint, as far as there is not room in the others: of a sharded optimizer it is the whole stage's.
     """
 
     parameters: int
@@ -214,18 +214,24 @@ def micro_batch_memory(
     """By stage; None where the layers can't be run here: that is said elsewhere, in better words. parameter_bytes: of
     the whole model. as_workers: do workers run whole micro-batches on a CPU, too?
 
-    Raises InputError for a loss that gives no number; and where it raises in a run for real that is as in workers."""
+    Raises InputError for a loss that gives no number, or has no place for a label; and where it raises in a run for
+    real that is as in workers."""
     layers = sum(partition)
     try:
         read, wanted = tensors_of(probe_inputs(workload, seed), "data"), probe_targets(workload, seed)
     except Exception:
         return None
 
+    form: Any = None
+    """Of what the last layer gives."""
+
     def run(take: Callable[[Tensor], Tensor]) -> list[MicroBatchMemory]:
         inputs, targets = tuple(map(take, read)), compat.copied(wanted, take)
         found: list[MicroBatchMemory] = []
 
         def measured(output: Any) -> Tensor:
+            nonlocal form
+            form = compat.copied(output, _form)  # the output itself is measured, and must not be kept
             try:
                 return workload.loss(output, targets)
             except Exception as error:
@@ -246,22 +252,56 @@ def micro_batch_memory(
         try:
             with kept_settings(), way() as take:
                 torch.set_num_threads(1)  # as workers have
-                return run(take)
+                memory = run(take)
         except _LossRaised as raised:
             error = raised.__cause__
             if isinstance(error, InputError):
                 raise error from None
-            if (
-                as_workers
-                and way is _real
-                and (error := _raised(workload, raised.output, wanted, autocast)) is not None
-            ):
-                got = f"{in_a_line(error)[:200]} (output {_forms(raised.output)}; targets {_forms(wanted)})"
-                expected = "a function that takes what the last layer gives, and a micro-batch's targets"
-                raise InputError("loss", got, expected) from error
+            if not as_workers or way is not _real:
+                continue
+            error = _raised(workload, raised.output, wanted, autocast)
         except Exception:
             continue
+        else:
+            error = None
+            if way is not _real:  # in which labels have no values
+                error = _beyond(workload, form, wanted, autocast)
+            if error is None:
+                return memory
+        if error is not None:
+            got = f"{in_a_line(error)[:200]} (output {_forms(form)}; targets {_forms(compat.copied(wanted, _form))})"
+            expected = "a function that takes what the last layer gives, and a micro-batch's targets"
+            raise InputError("loss", got, expected) from error
     return None
+
+
+_NO_PLACE = "out of bounds|out of range|must be smaller than num_classes"
+"""What torch says of an index for which there is no place."""
+
+
+def _beyond(workload: Workload, form: Any, targets: Any, autocast: Autocast | None) -> Exception | None:
+    """What the loss raises where a label is none of the classes: that does not depend on what a model makes of its
+    inputs, so any numbers in the form of its output will do. form: with a TensorSpec for each tensor."""
+    leaves, tree = compat.tree_flatten(form)
+    try:
+        made = compat.tree_unflatten(list(map(_any_numbers, leaves)), tree)
+        with kept_settings(), torch.no_grad(), precision(autocast):
+            workload.loss(made, compat.copied(targets, torch.clone))
+    except (IndexError, RuntimeError) as error:
+        return error if re.search(_NO_PLACE, in_a_line(error)) else None
+    except Exception:
+        pass
+    return None
+
+
+def _any_numbers(leaf: Any) -> Any:
+    """Of that form. Raises ValueError where that would take long, or memory that there may not be."""
+    if not isinstance(leaf, TensorSpec):
+        return leaf
+    made = leaf.empty(torch.device("meta"))
+    if made.nbytes > _LARGE:
+        raise ValueError(made.nbytes)
+    return torch.zeros_like(made, device="cpu")
 
 
 def _raised(workload: Workload, output: Any, targets: Any, autocast: Autocast | None) -> Exception | None:
@@ -275,12 +315,15 @@ def _raised(workload: Workload, output: Any, targets: Any, autocast: Autocast | 
     return None
 
 
-def _forms(value: Any) -> str:
-    """Of the tensors in it, as the loss gets them."""
-    leaves, _ = compat.tree_flatten(value)
-    forms = [
-        str(TensorSpec.of(t)) if isinstance(t, Tensor) and not t.is_nested else type(t).__name__ for t in leaves[:8]
-    ]
+def _form(tensor: Tensor) -> Any:
+    """Of one that is nested, which has none, the name of its class."""
+    return type(tensor).__name__ if tensor.is_nested else TensorSpec.of(tensor)
+
+
+def _forms(form: Any) -> str:
+    """As the loss gets them."""
+    leaves, _ = compat.tree_flatten(form)
+    forms = [str(leaf) if isinstance(leaf, TensorSpec | str) else type(leaf).__name__ for leaf in leaves[:8]]
     return ", ".join([*forms, "..."] if len(leaves) > 8 else forms)
 
 
@@ -755,8 +798,14 @@ def _equal(one: StageOptimizer, other: StageOptimizer) -> bool:
 
 # -- do the workers fit into memory? ------------------------------------------------------------
 
-Machine = tuple[Collection[Worker], int | None]
-"""The workers on it, and the bytes that they may have, where that is known."""
+
+class Machine(NamedTuple):
+    """The workers on it at the start, and the bytes that those may have that are on it, where that is known. host: its
+    name."""
+
+    workers: Collection[Worker]
+    has: int | None
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -765,7 +814,7 @@ class JobMemory:
     gives or writes nothing. text: all of it in a sentence. warning: is it more than there is, if all that may be needed
     at a time is?
 
-    partition: of the start. layers, held: as of LayerRoom. parameter_bytes: of the whole model."""
+    partition: of the start. layers, held, resumed: as of LayerRoom. parameter_bytes: of the whole model."""
 
     stages: tuple[StageMemory, ...]
     least: tuple[int, ...]
@@ -774,6 +823,7 @@ class JobMemory:
     partition: Partition = ()
     layers: tuple[tuple[int, int], ...] = ()
     held: tuple[int, ...] = ()
+    resumed: tuple[int, ...] = ()
     parameter_bytes: int = 0
 
     @property
@@ -788,26 +838,33 @@ class JobMemory:
     def room(self, workload: Workload, options: TrainingOptions, machines: Collection[Machine]) -> LayerRoom | None:
         """For layers that move; None: there is enough for any, or nobody knows how much there is."""
         stages = len(self.stages)
-        places = dict[tuple[int, ...], int]()
-        limits = [
-            (tuple(int(s == stage) for s in range(stages)), c) for stage, c in enumerate(options.job.capacity_bytes)
+        places = [
+            (has, tuple(int(s == stage) for s in range(stages)), "")
+            for stage, has in enumerate(options.job.capacity_bytes)
         ]
-        for workers, has in machines:
+        for has, workers, host in _by_host(machines):
             if workers and has is not None:
-                limits.append((tuple(sum(w.stage == s for w in workers) for s in range(stages)), has))
-        for workers_of, has in limits:
-            places[workers_of] = min(has, places.get(workers_of, has))
-        # A checkpoint is read before anything moves.
+                places.append((has, tuple(sum(w.stage == s for w in workers) for s in range(stages)), host))
+        # A checkpoint is read before anything else.
         totals = [stage.total - stage.resume for stage in self.stages]
-        everything = sum(totals) + sum(most - least for least, most in self.layers)
-        if all(sum(workers_of) * everything <= has for workers_of, has in places.items()):
+        everything = max(sum(totals) + sum(most - least for least, most in self.layers), sum(self.resumed))
+        # Workers go to other machines.
+        most = [(has, options.job.pipelines * stages if host else sum(workers)) for has, workers, host in places]
+        if all(workers * everything <= has for has, workers in most):
             return None
         if options.planning.limits[1].text == "bytes":  # a plan for another partition holds what there is room for
             each = (0,) * len(self.layers)
         else:
             with own_numbers("room", options.seed), kept_settings():
                 each = self._activations(workload, options)
-        room = LayerRoom((0,) * stages, self.layers, each, self.held, tuple((has, of) for of, has in places.items()))
+        room = LayerRoom(
+            (0,) * stages,
+            self.layers,
+            each,
+            self.held,
+            tuple(places),
+            self.resumed,
+        )
         by_layers = room.taken(self.partition, self.partition, (options.job.pipelines,) * stages)
         beside = tuple(max(0, total - known) for total, known in zip(totals, by_layers, strict=True))
         return replace(room, beside=beside)
@@ -833,6 +890,19 @@ class JobMemory:
             f"warning: the {len(workers)} workers {where} may come to take {_size(together)} together, and may have "
             f"{_size(has)}; to be safe: fewer micro-batches in flight (--memory), fewer workers, or more machines"
         )
+
+
+def _by_host(machines: Collection[Machine]) -> Iterator[tuple[int | None, list[Worker], str]]:
+    """What they have, and who is there; what has the name of a host is one of it."""
+    for host in dict.fromkeys(machine.host for machine in machines):
+        there = [machine for machine in machines if machine.host == host]
+        for some in [there] if host else [[machine] for machine in there]:
+            has = [machine.has for machine in some]
+            yield (
+                None if None in has else sum(filter(None, has)),
+                [w for machine in some for w in machine.workers],
+                host,
+            )
 
 
 def _refuse_above(together: int, workers: Collection[Worker], has: int, how: str, where: str) -> None:
@@ -869,6 +939,12 @@ def _check_memory(
             state_memory(mine, kept.each, kept.apart, optimization, 1), job.pipelines, copies=copies
         )
 
+    def resumed(whole: StageMemory, span: Iterable[int]) -> int:
+        """While a checkpoint is read. whole: as of a worker that has all of the stage's state."""
+        # A rank puts each parameter together, and keeps its part.
+        largest = max((p.nbytes for layer in span for _, p in shapes[layer]), default=0) if ranks > 1 else 0
+        return whole.parameters + whole.sums + whole.copied + ranks * largest
+
     def states(peers: int) -> list[StageMemory]:
         by_stage = [[named for layer in span for named in own[layer]] for span in spans(partition)]
         return [state_memory(mine, kept.each, kept.apart, optimization, peers).times(ranks) for mine in by_stage]
@@ -892,20 +968,24 @@ def _check_memory(
             state = with_activations(state, mine, held[stage], job.micro_batches, ranks_that_hold)
         state = replace(state, checkpoint=checkpoint(spans(partition)[stage]))
         state = replace(state, hand_over=hand_over_memory(state, kept.each, job.pipelines))
-        if copies and optimization.sharding == "zero1":
-            state = replace(state, resume=max(0, state.parameters + state.sums + alone[stage].copied - state.total))
+        if copies:
+            state = replace(state, resume=max(0, resumed(alone[stage], spans(partition)[stage]) - state.total))
         each.append(state)
         least.append(one.total)
 
+    def layer(number: int, peers: int) -> StageMemory:
+        return state_memory(own[number], kept.each, kept.apart, optimization, peers).times(ranks)
+
     def of_layer(number: int, peers: int) -> int:
-        state = state_memory(own[number], kept.each, kept.apart, optimization, peers).times(ranks)
+        state = layer(number, peers)
         # What is computed or stepped at a time need not grow with the layers.
         once = state.gradients if kept.apart and optimization.clip_norm is None else 0
         return state.total - once + checkpoint([number])
 
     in_flight = tuple(ranks_that_hold * max(map(sum, stage)) for stage in held)
     by_layer = tuple((of_layer(k, _MANY), of_layer(k, 1)) for k in range(len(own)))
-    made = JobMemory(tuple(each), tuple(least), "", False, partition, by_layer, in_flight, size)
+    read = tuple(resumed(layer(k, 1), [k]) for k in range(len(own))) if copies else ()
+    made = JobMemory(tuple(each), tuple(least), "", False, partition, by_layer, in_flight, read, size)
     told = [_said(made, held, micro_batches is not None, states, options)]
     told.append(f"all {len(workers)} that are here {_size(made.of(workers))}")
     if has is not None:

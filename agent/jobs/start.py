@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -80,7 +81,7 @@ def make_launcher(
     if shared := options.platform.check(len(here) * options.platform.ranks_per_worker):
         say(shared)
     from openrecycle.agent.checkpoints import IF_ANY, claim
-    from openrecycle.agent.jobs.preflight import check_workload, partition_at_start
+    from openrecycle.agent.jobs.preflight import Machine, check_workload, partition_at_start
     from openrecycle.agent.launcher import launch
     from openrecycle.agent.models.layers import kind_of, layer_count, layer_io_of
     from openrecycle.agent.models.parallelized import DividedBatches, parts_of_a_rank
@@ -123,8 +124,9 @@ def make_launcher(
     origin = _origin(options, source, sum(partition), say)
     room: LayerRoom | None = None
     if options.job.layers and options.planning.relayout != "never":
-        machines = [(here, memory_limit()), *(pool.machines if pool else ())] if on_cpu else []
-        room = needed.room(workload, options, machines)
+        own = Machine(here, memory_limit(), socket.gethostname())
+        others = [Machine(*node) for node in pool.machines] if pool else []
+        room = needed.room(workload, options, [own, *others] if on_cpu else [])
     heartbeat_seconds: float | None = None
     technique, memory = options.planning.limits
     coordination: Coordination

@@ -38,6 +38,7 @@ from openrecycle.agent.config.options import (
     Optimization,
     Planning,
     TrainingOptions,
+    profile_unlike,
 )
 from openrecycle.agent.jobs.callables import (
     CallableWorkload,
@@ -230,6 +231,8 @@ class ResilientTrainer:
         options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
         options = replace(options.anchored(), job=options.planning.job(job, profile))
         options.check()  # what is wrong is said here, not when training begins
+        if unlike := profile_unlike(profile, options.optimization):
+            log.warning("%s", unlike)
         if options.record is not None:
             check_writable(Path(options.record))
         make_batch, loading = _batches(data, job, seed, batch_size, loading or Loading())

@@ -287,21 +287,30 @@ def reseed_torch(seed: int, device: torch.device) -> None:
     it takes down the stack: 0.1 ms on CPUs, and with a GPU, where it was a third of an iteration, 0.7 ms."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        generators: Any = torch.cuda.default_generators
-        generators[torch.cuda.current_device() if device.index is None else device.index].manual_seed(seed)
+        _of_gpu(device).manual_seed(seed)
+
+
+def _of_gpu(device: torch.device) -> Any:
+    """What draws there."""
+    generators: Any = torch.cuda.default_generators
+    return generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 @contextlib.contextmanager
 def own_numbers(*parts: int | str) -> Iterator[None]:
-    """Within, the random numbers of torch (on the CPU), Python and NumPy depend on `parts` alone; afterwards each goes
-    on from where it was."""
+    """Within, the random numbers of torch, Python and NumPy depend on `parts` alone; afterwards each goes on from where
+    it was. Those of torch are the CPU's, and the GPU's where this process uses one: `parallelize` may draw there, as
+    with to_empty() and init_weights()."""
     numpy = sys.modules.get("numpy")
-    mine = torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
-    reseed(seed_for(*parts), torch.device("cpu"))
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
+    drawing = [torch.default_generator, *([_of_gpu(device)] if device.type == "cuda" else [])]
+    mine = [each.get_state() for each in drawing], random.getstate(), numpy and numpy.random.get_state()
+    reseed(seed_for(*parts), device)
     try:
         yield
     finally:
-        torch.default_generator.set_state(mine[0])
+        for each, state in zip(drawing, mine[0], strict=True):
+            each.set_state(state)
         random.setstate(mine[1])
         if numpy is not None:
             numpy.random.set_state(mine[2])

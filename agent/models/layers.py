@@ -77,6 +77,14 @@ def first_names(layer: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
+def state_names(layer: nn.Module) -> dict[str, str]:
+    """Of a layer's state dict, each name with that by which states know the tensor: what wraps a module, as for
+    activation checkpointing, may leave its own name out of a state dict."""
+    first = first_names(layer)
+    known = {id(tensor): name for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
+    return first | {n: known[id(t)] for n, t in layer.state_dict(keep_vars=True).items() if id(t) in known}
+
+
 def build_layer(workload: Workload, layer: int, layers: int, seed: int) -> nn.Module:
     """Equal arguments give equal initial parameters, also of a builder that draws some without a seed."""
     build = getattr(workload, "build_layer", None) or getattr(workload, "build_stage")  # noqa: B009 -- one of the two
@@ -230,6 +238,18 @@ class LayerStack(nn.Module):
     @property
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         return ((int(name), layer) for name, layer in self.named_children())
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the names that each layer itself gives them, which are those that its owner sees: what wraps a layer, as
+        for activation checkpointing, may leave its own out."""
+        seen, front = set[int](), f"{prefix}." if prefix else ""
+        for number, layer in self.layers if recurse else ():
+            for name, parameter in layer.named_parameters(f"{front}{number}", remove_duplicate=remove_duplicate):
+                if not remove_duplicate or id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
 
     def forward(self, *inputs: Tensor, seed: int) -> Any:
         """seed: of a micro-batch's random numbers, from which those of each layer follow."""

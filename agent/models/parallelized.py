@@ -54,10 +54,11 @@ from openrecycle.agent.models.layers import (
     first_names,
     kind_of,
     nothing,
+    state_names,
     tied_of,
     without_memory,
 )
-from openrecycle.agent.models.state import Block, Split, StageState, StateError
+from openrecycle.agent.models.state import Block, Split, StateError
 from openrecycle.agent.models.workload import Metric, Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
 
@@ -811,29 +812,29 @@ def split_over_ranks(module: nn.Module) -> Split:
     return out
 
 
-def part_of_rank(module: nn.Module, state: StageState) -> StageState:
-    """This rank's part of a state without ranks: of split parameters, and of what is kept of each of their elements."""
+def part_of_rank(module: nn.Module) -> Callable[[str, Tensor], Tensor]:
+    """What this rank has of the tensors of a state without ranks, by their names: its part of split parameters, and of
+    what is kept of each of their elements; all of the others."""
     split = {name: p for name, p in module.named_parameters() if hasattr(p, "placed")}
-    tensors = dict(state.tensors)
-    for key, tensor in state.tensors.items():
+
+    def part(key: str, tensor: Tensor) -> Tensor:
         kind, _, name = key.partition(".")
-        if kind == "model":
-            owner = split.get(name)
-        elif kind == "optimizer":
+        owner = split.get(name) if kind == "model" else None
+        if kind == "optimizer":
             owner = next((p for n, p in split.items() if name.startswith(f"{n}.")), None)
-        else:
-            continue
-        if owner is not None and tensor.shape == owner.placed.shape:  # type: ignore[attr-defined]
-            tensors[key] = tensor[tuple(slice(*run) for run in owner.placed.block)]  # type: ignore[attr-defined]
-    return StageState(state.document, tensors)
+        if owner is None or tensor.shape != owner.placed.shape:  # type: ignore[attr-defined]
+            return tensor
+        return tensor[tuple(slice(*run) for run in owner.placed.block)]  # type: ignore[attr-defined]
+
+    return part
 
 
 def gathered_tensors(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors of a state dict, or averages, without ranks. All ranks must call it, as `gathered`."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters, names = dict(module.named_parameters()), state_names(module)
 
     def whole(name: str, value: Any) -> Any:
-        split = getattr(parameters.get(name), "placed", None)
+        split = getattr(parameters.get(names.get(name, name)), "placed", None)
         return value if split is None else split.whole(value.detach())
 
     return {name: whole(name, value) for name, value in tensors.items()}

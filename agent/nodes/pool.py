@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from openrecycle.agent.coordination.membership import LeadTerm
 from openrecycle.agent.launcher.processes import (
@@ -109,6 +109,9 @@ STRANGERS_SECONDS = 60.0
 
 HELLO_BYTES = 64 * 1024
 """Of what a node says of itself before it takes part."""
+
+MAX_HOST = 255
+"""Characters of the name of a host."""
 
 MAX_STRANGERS_OF_ONE = 16
 """Of those, from one address."""
@@ -343,6 +346,8 @@ class NodeHub:
         """Where the other nodes listen that are in the job, and not known to be gone."""
         self.memory: dict[int, int] = {}
         """Bytes that the workers of a node may take, of the nodes that have said so."""
+        self.hosts: dict[int, str] = {}
+        """The name of a node's host, as its workers say it."""
         self.lead: Address | None = None
         """Where the lead listens, if that is another launcher, as far as is known."""
         self.deposed = ""
@@ -518,6 +523,8 @@ class NodeHub:
                     self.members[link.rank] = link.address, port
                 if isinstance(memory := hello.get("memory"), int):
                     self.memory[link.rank] = memory
+                if isinstance(host := hello.get("host"), str):
+                    self.hosts[link.rank] = host[:MAX_HOST]
                 self.links[link.rank] = link
             self.news.notify_all()
         self._say(f"node {link.rank} is here, at {link.address} (answers in {1000 * link.round_trip:.2f} ms)")
@@ -633,7 +640,7 @@ def open_pool(
         say(f"waiting for {count(role.nodes - 1, 'more node')} at {hub.host}:{hub.port}")
         hub.wait_for_all(NODE_SECONDS)
         if fits is not None:
-            for node, (workers, has) in machines(hub, homes, role.rank).items():
+            for node, (workers, has, _) in machines(hub, homes, role.rank).items():
                 if warning := fits(workers, has, f"on node {node}"):
                     say(warning)
     except LedElsewhere:
@@ -645,10 +652,23 @@ def open_pool(
     return SpreadPool(preload(workload), hub, homes)
 
 
-def machines(hub: NodeHub, homes: Mapping[Worker, int], own: int) -> dict[int, tuple[list[Worker], int | None]]:
-    """By node but for the own one: its workers, and the bytes that they may have, where it has said so."""
-    others = sorted(set(homes.values()) - {own})
-    return {node: ([w for w, home in homes.items() if home == node], hub.memory.get(node)) for node in others}
+class NodeMemory(NamedTuple):
+    """workers: those that begin there. has: the bytes that those may have that are there; None: it has not said so.
+    host: its name; "": it has not said so."""
+
+    workers: list[Worker]
+    has: int | None
+    host: str
+
+
+def machines(hub: NodeHub, homes: Mapping[Worker, int], own: int) -> dict[int, NodeMemory]:
+    """By node but for the own one."""
+    return {
+        node: NodeMemory(
+            [w for w, home in homes.items() if home == node], hub.memory.get(node), hub.hosts.get(node, "")
+        )
+        for node in sorted(set(homes.values()) - {own})
+    }
 
 
 def wait_for_name(host: str, port: int, say: Say, seconds: float = NAME_SECONDS) -> None:
@@ -702,7 +722,7 @@ class SpreadPool(ProcessPool):
         return str(LeadTerm(self._hub.lead_status.term, self._hub.lead_status.rank))
 
     @property
-    def machines(self) -> list[tuple[list[Worker], int | None]]:
+    def machines(self) -> list[NodeMemory]:
         """Of the other nodes."""
         return list(machines(self._hub, self._homes, self._hub.lead_status.rank).values())
 

@@ -190,7 +190,7 @@ class NodeServer:
             self._hub = self._listen(host, port)
             self._address = self._hub.host if self._rank == 0 else address
         about |= {"rank": self._rank, "nodes": self._nodes, "address": self._address, "port": self._hub.port}
-        frames.send({"kind": "hello", **about, **MACHINE, "memory": memory_limit()})
+        frames.send({"kind": "hello", **about, **MACHINE, "memory": memory_limit(), "host": socket.gethostname()})
         answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":
             if answer.get("again"):

@@ -402,6 +402,15 @@ class GradientSum:
         self.settled.clear()
         self._rejected_after.clear()
 
+    def give_up(self) -> None:
+        """Of all memory: nothing is summed here any more."""
+        self._let_go, self.lent = None, False
+        self._buffer = self._buffer.new_zeros(TRAILING)
+        self._counts, self._counts_from, self._of_parameters = self._buffer[:0], 0, 0
+        for kept in (self._sums, self._shaped, self._scratch, self._gradients, self._temporaries):
+            kept.clear()
+        self.clear()
+
     def _counted(self) -> list[int]:
         """Terms per tensor."""
         return list(map(int, self._behind[:-TRAILING]))

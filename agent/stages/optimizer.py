@@ -735,6 +735,15 @@ class StageOptimizer:
         self._snapshot.forget()
         self._kept = None
 
+    @_changing
+    def give_up(self) -> None:
+        """Of all that is beside the parameters: another one is to take its place, and it takes no step any more."""
+        self.optimizer.state.clear()
+        for parameter in self._trained:
+            parameter.grad = None
+        self._snapshot, self._kept, self._kept_memory = _Snapshot(self), None, []
+        self.gradients.give_up()
+
     def _cut(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> list[tuple[nn.Parameter, Mapping[str, Any]]]:
         """The state of a parameter, or of each of its segments."""
         shards = self.shards

@@ -281,8 +281,7 @@ def choose_split(
     wanted: a strategy's name to try that one alone; where it does not pass, the fused one is returned.
     Raises whatever the module's own forward or backward raises.
     """
-    devices = sorted({t.device.index for t in probe.inputs if t.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), own_numbers("trial"):
+    with own_numbers("trial"):
         trial = _Trial(module, probe, autocast)
         found = _choose(trial, wanted)
     if trial.remembers:

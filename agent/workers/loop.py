@@ -31,6 +31,7 @@ from openrecycle.agent.checkpoints import (
     learning_rates,
     load_layers,
     save_weights,
+    whole_tensor,
 )
 from openrecycle.agent.config.devices import kind_number
 from openrecycle.agent.config.faults import FaultInjector, profile_pace, slowness
@@ -44,14 +45,14 @@ from openrecycle.agent.models.layers import (
     Partition,
     Span,
     StageCuts,
-    first_names,
     layer_count,
     layer_io_of,
     partition_of,
+    state_names,
     tied_of,
 )
 from openrecycle.agent.models.parallelized import OtherRankError, gathered_tensors, part_of_rank
-from openrecycle.agent.models.state import StageState, StateError, Writer, layer_of
+from openrecycle.agent.models.state import StateError, Writer, layer_of
 from openrecycle.agent.models.torch_settings import TorchSettings
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
@@ -145,7 +146,7 @@ class WorkerLoop:
                 groups = self._optimizer.optimizer.param_groups
                 rates = learning_rates(groups)
                 try:
-                    self._load(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
+                    self._load(origin.resumed)
                 except CheckpointError:
                     raise
                 except StateError as error:
@@ -227,8 +228,12 @@ class WorkerLoop:
     def _take_another_place(self, me: Worker) -> None:
         """Or the same one with other layers."""
         self._split.close()  # a workload that was given its modules gives the same ones again
+        # Before another one is put together: there need not be the memory for two.
+        for optimizer in (self._optimizer, *(coming.optimizer for coming in self._coming.values())):
+            optimizer.give_up()
         # With the origin that the job has, as one has that comes later: all must write the same checkpoints.
         self._take_place(me, self._origin)
+        gc.collect()  # its modules; and of a workload before, also the process ends that read ahead for it
 
     def _settle_in(self, orders: GenerationSpec) -> None:
         """Becomes the worker of the place, the layers and the checkpoint (or start) that a generation asks for, where
@@ -244,35 +249,27 @@ class WorkerLoop:
         if orders.cell != self._me:
             self._kills = ()  # wishes for faults at a place were meant for the worker that began there
         # Some may have gone over to other layers already, and others not: a checkpoint has them all.
-        partition, state = (orders.held if orders.restore is None else orders.partition), None
-        cuts = replace(self._cuts, partition=partition or self._cuts.partition)
-        try:
-            if orders.restore:
-                state = load_layers(Path(orders.restore), cuts.span(orders.cell.stage))
-        except (CheckpointError, OSError) as error:  # the next generation tries again, with this one or an older
-            raise TransferError(str(error)) from None
-        self._cuts, self._taken_in = cuts, 0
-        anew = orders.restore == FROM_START and not self._several  # ranks train copies (agent.models.parallelized)
-        if anew:
+        partition = orders.held if orders.restore is None else orders.partition
+        self._cuts, self._taken_in = replace(self._cuts, partition=partition or self._cuts.partition), 0
+        if orders.restore == FROM_START and not self._several:  # ranks train copies (agent.models.parallelized)
             # The modules that a workload was given have been trained in place.
             self._workload = self._load_workload()
         self._take_another_place(orders.cell)
-        if anew:
-            gc.collect()  # of the workload before: also the process ends that read ahead for it
-        if state is not None:
-            self._load(state)
+        if orders.restore:
+            try:
+                self._load(orders.restore)
+            except (CheckpointError, OSError) as error:  # the next generation tries again, with this one or an older
+                raise TransferError(str(error)) from None
         if orders.restore is not None:
             self._state.holds_everything()
             self._restored = taken_up
             # What came of it may have gone with those who had not told it yet.
             self._evaluated = 0
 
-    def _load(self, state: StageState) -> None:
-        """Of a checkpoint. Raises StateError."""
-        if self._several:
-            self._optimizer.load_state(part_of_rank(self._optimizer.module, state))  # which may be views of the whole
-        else:
-            self._optimizer.load_state(state, own=True)
+    def _load(self, checkpoint: str) -> None:
+        """The state of this worker's layers, or a rank's part of it. Raises StateError and OSError."""
+        part = part_of_rank(self._optimizer.module) if self._several else whole_tensor
+        self._optimizer.load_state(load_layers(Path(checkpoint), self._cuts.span(self._me.stage), part), own=True)
 
     def _lacks_state(self) -> bool:
         """Does this worker still take state that it is to step from its peers?"""
@@ -434,8 +431,8 @@ class WorkerLoop:
                 continue
             save_weights(folder, layer, state)
             if own:
-                first = first_names(module)
-                averaged = {name: own.get(first.get(name, name), value) for name, value in state.items()}
+                names = state_names(module)
+                averaged = {name: own.get(names.get(name, name), value) for name, value in state.items()}
                 save_weights(folder, layer, averaged, averaged=True)
 
     def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:

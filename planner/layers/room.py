@@ -1,13 +1,15 @@
 """Do workers have the memory for the layers that a partition gives them, and for those that are on their way?
 
-While layers move a worker has what it had, and what comes: with its parameters, what the optimizer keeps, and sums.
+While layers move a worker has what it had, and what comes: with its parameters, what the optimizer keeps, and sums. And
+once they have moved, all may have to go back to a checkpoint: of a sharded optimizer each then reads all.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Annotated
 
@@ -17,6 +19,7 @@ from openrecycle.planner.jobs.words import counts, gigabytes
 from openrecycle.planner.plans.plan import INTEGER
 
 _Bytes = Annotated[int, Field(ge=0, le=2**53), INTEGER]
+_Host = Annotated[str, Field(max_length=255)]
 
 
 @dataclass(frozen=True)
@@ -25,57 +28,89 @@ class LayerRoom:
 
     beside: by stage, what a worker takes whatever its layers. layers: what each takes without what is sharded over the
     workers of a stage, and with all of that, of which each of n workers keeps 2 parts of n. activations: by layer, of a
-    micro-batch; held: by stage, how many of them at a time. places: what some workers may have together, and how many
-    of each stage these are: those of a machine, or one of a stage.
+    micro-batch; held: by stage, how many of them at a time. places: what some workers may have together, how many of
+    each stage these are, and the host that they are on; "": those of one that has no name, or one worker of a stage,
+    wherever it is. resumed: by layer, what a worker takes that reads it from a checkpoint; (): there are none.
     """
 
     beside: tuple[_Bytes, ...]
     layers: tuple[tuple[_Bytes, _Bytes], ...]
     activations: tuple[_Bytes, ...]
     held: tuple[_Bytes, ...]
-    places: tuple[tuple[_Bytes, tuple[_Bytes, ...]], ...]
+    places: tuple[tuple[_Bytes, tuple[_Bytes, ...], _Host], ...]
+    resumed: tuple[_Bytes, ...] = ()
 
     def suits(self, stages: int, layers: int) -> bool:
         """Is it of a job of that form?"""
-        by_stage = (self.beside, self.held, *(workers for _, workers in self.places))
-        return all(len(x) == stages for x in by_stage) and len(self.layers) == len(self.activations) == layers
+        by_stage = (self.beside, self.held, *(workers for _, workers, _ in self.places))
+        by_layer = (self.layers, self.activations, self.resumed or self.layers)
+        return all(len(x) == stages for x in by_stage) and all(len(x) == layers for x in by_layer)
+
+    def with_hosts(self, hosts: Iterable[tuple[int, str]]) -> LayerRoom:
+        """As workers are on hosts now. hosts: of each worker its stage, and where it is, or was last."""
+        there = Counter(hosts)
+        places = tuple(
+            (has, tuple(there[stage, host] for stage in range(len(workers))) if host else workers, host)
+            for has, workers, host in self.places
+        )
+        return replace(self, places=tuple(place for place in places if any(place[1])))
 
     def refusal(self, partition: Sequence[int], present: Sequence[int], living: Sequence[int]) -> str:
         """Why layers can't move there from `present`; "": they can. living: workers of each stage."""
-        before = self.taken(present, present, living)
-        # Nothing is in flight from the last iteration with the old layers to the first with the new ones.
-        moments = [self.taken(partition, present, living, running=now) for now in (present, partition)]
-        for has, workers in self.places:
-            grown = max(moments, key=lambda each: _together(workers, each))
-            grows = any(n and b > a for n, a, b in zip(workers, before, grown, strict=True))
-            if grows and (together := _together(workers, grown)) > has:
-                who = (
-                    f"the {sum(workers)} workers of a machine"
-                    if sum(workers) > 1
-                    else f"a worker of stage {_of(workers)}"
-                )
-                return (
-                    f"layers per stage can't become {counts(partition)}: while they move, {who} would come to take "
-                    f"{gigabytes(together)}, and may have {gigabytes(has)}"
-                )
+        for when, before, grown in self._moments(partition, present, living):
+            for has, workers, _ in self.places:
+                grows = any(n and b > a for n, a, b in zip(workers, before, grown, strict=True))
+                if grows and (together := _together(workers, grown)) > has:
+                    who = (
+                        f"the {sum(workers)} workers of a machine"
+                        if sum(workers) > 1
+                        else f"a worker of stage {_of(workers)}"
+                    )
+                    return (
+                        f"layers per stage can't become {counts(partition)}: {when}, {who} would come to take "
+                        f"{gigabytes(together)}, and may have {gigabytes(has)}"
+                    )
         return ""
+
+    def _moments(
+        self, partition: Sequence[int], present: Sequence[int], living: Sequence[int]
+    ) -> list[tuple[str, list[int], list[int]]]:
+        """When a worker comes to take more: by stage, what it takes at such a time now, and what it would."""
+        now, whole = self.taken(present, present, living), [*accumulate(self.resumed, initial=0)]
+        # Nothing is in flight from the last iteration with the old layers to the first with the new ones.
+        moments = [
+            ("while they move", now, self.taken(partition, present, living, running=running))
+            for running in (present, partition)
+        ]
+        if self.resumed:
+            before, after = ([whole[b] - whole[a] for a, b in _spans(layers)] for layers in (present, partition))
+            moments.append(("when they go back to a checkpoint", before, after))
+        return moments
 
     def furthest(self, present: Sequence[int], living: Sequence[int], growing: int) -> tuple[tuple[int, ...], ...]:
         """By stage and where it begins, where it may end, that its workers have room for what comes to them if that is
         so for `growing` stages at a time."""
-        before = self.taken(present, present, living)
-        out = []
-        for stage, (start, end) in enumerate(pairwise([0, *accumulate(present)])):
-            spare = [
-                max(0, has - _together(workers, before)) // _of_some(workers, stage, growing)
-                for has, workers in self.places
-                if workers[stage]
-            ]
+        before, whole, out = self.taken(present, present, living), [*accumulate(self.resumed, initial=0)], []
+        back = [whole[b] - whole[a] for a, b in _spans(present)] if self.resumed else []
+        for stage, (start, end) in enumerate(_spans(present)):
             new = [0 if start <= k < end else each for k, each in enumerate(self._each(stage, living[stage]))]
-            sums = [0, *accumulate(new)]
-            most = min(spare, default=sums[-1])
-            out.append(tuple(bisect_right(sums, at + most) - 1 for at in sums[:-1]))
+            sums = [*accumulate(new, initial=0)]
+            more = self._more(stage, before, growing)
+            ends = [len(new) if more is None else bisect_right(sums, at + more) - 1 for at in sums[:-1]]
+            if back and (more := self._more(stage, back, growing)) is not None:
+                most = back[stage] + more
+                ends = [min(end, bisect_right(whole, at + most) - 1) for end, at in zip(ends, whole[:-1], strict=True)]
+            out.append(tuple(ends))
         return tuple(out)
+
+    def _more(self, stage: int, each: Sequence[int], growing: int) -> int | None:
+        """What a worker of a stage may take beside what one of each stage takes; None: anything."""
+        spare = [
+            max(0, has - _together(workers, each)) // _of_some(workers, stage, growing)
+            for has, workers, _ in self.places
+            if workers[stage]
+        ]
+        return min(spare, default=None)
 
     def _each(self, stage: int, living: int) -> list[int]:
         """By layer, of a worker of the stage that runs it."""
@@ -92,12 +127,16 @@ class LayerRoom:
         """By stage, of a worker that has the layers of both, and micro-batches in those of `running`; (): of
         `partition`."""
         out = []
-        of_each = (list(pairwise([0, *accumulate(layers)])) for layers in (partition, present, running or partition))
+        of_each = map(_spans, (partition, present, running or partition))
         for stage, ((a, b), (c, d), (e, f)) in enumerate(zip(*of_each, strict=True)):
             state = self._states(living[stage])
             kept = sum(state[k] for k in {*range(a, b), *range(c, d)})
             out.append(self.beside[stage] + kept + self.held[stage] * sum(self.activations[e:f]))
         return out
+
+
+def _spans(partition: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise(accumulate(partition, initial=0)))
 
 
 def _together(workers: Sequence[int], each: Sequence[int]) -> int:

@@ -194,7 +194,8 @@ class Timing(DocumentModel):
 class Part(DocumentModel):
     """A measured piece of a model: its ops for one micro-batch, its step, and the bytes it keeps.
 
-    The bytes are those of planner.jobs.job.StageProfile. reduced_bytes: what its peers all-reduce.
+    The bytes are those of planner.jobs.job.StageProfile, of a sharded optimizer all of it, as two workers that are left
+    keep it. reduced_bytes: what its peers sum.
     """
 
     name: Text
@@ -217,7 +218,8 @@ class Part(DocumentModel):
 
 
 class Reductions(DocumentModel):
-    """All-reduce of `bytes` among 2, 3, ... peers, in order; all of them on the profiled machine."""
+    """All-reduce of `bytes` among 2, 3, ... peers, in order; all of them on the profiled machine. Where the optimizer's
+    state is sharded, the sums of each part for those who step it, and its parameters for all."""
 
     bytes: Annotated[int, Field(ge=1), INTEGER]
     by_peers: Annotated[tuple[Timing, ...], Field(fail_fast=True)]
@@ -252,8 +254,10 @@ class Measurements(DocumentModel):
     """What was measured of a model, whatever grid it will train on.
 
     cut: `stages` (each part is one), `each` (each part is a layer of the model), or `layers` (parts: first, layer,
-    last; `layers` of the middle one). mode: how gradients were summed. transfers: of the tensor between stages, or
-    layers, one per boundary; one for all where cut is `layers`. capacity_bytes: memory of one worker; 0 when not known.
+    last; `layers` of the middle one). mode: how gradients were summed. sharded_over: the workers of a stage over which
+    the optimizer's state was sharded, of whom one was measured; 0: it was not. transfers: of the tensor between stages,
+    or layers, one per boundary; one for all where cut is `layers`. capacity_bytes: memory of one worker; 0 when not
+    known.
     """
 
     profile_version: Annotated[Literal[1], INTEGER] = 1
@@ -261,6 +265,7 @@ class Measurements(DocumentModel):
     about: Text
     samples_per_micro_batch: Count
     mode: Literal["deterministic", "fast"]
+    sharded_over: Annotated[int, Field(ge=0, exclude_if=lambda value: not value), INTEGER] = 0
     hardware: Hardware
     cut: Literal["stages", "layers", "each"]
     layers: Annotated[int, Field(ge=0, le=MAX_LAYERS), INTEGER] = 0
@@ -285,6 +290,11 @@ class Measurements(DocumentModel):
     def spread(self) -> float:
         """The largest of any part; transfers and reductions have their own."""
         return max(part.spread for part in self.parts)
+
+    @property
+    def sharding(self) -> Literal["none", "zero1"]:
+        """As the option has it."""
+        return "zero1" if self.sharded_over else "none"
 
     def job_for(self, pipelines: int, stages: int, micro_batches: int) -> Job:
         """The job of this model on a grid. Raises InputError when the model can't be cut so."""
@@ -359,18 +369,26 @@ class Measurements(DocumentModel):
 
         size = sum(p.reduced_bytes for p in group)
         reduce = self.reductions.milliseconds if self.reductions else lambda _size, _peers: 0.0
-        times = tuple(round(reduce(size, n), decimals) for n in range(1, pipelines + 1))
+        measured = total("step") / self._share(self.sharded_over)
+        # Fewer workers have more to step; what that takes longer than with all comes on top of their sums.
+        least = round(measured * self._share(pipelines), decimals)
+        beyond = (measured * (self._share(n) - self._share(pipelines)) for n in range(1, pipelines + 1))
+        times = tuple(round(reduce(size, n) + more, decimals) for n, more in enumerate(beyond, start=1))
         return StageProfile(
             forward=max(total("forward"), 10.0**-decimals),
             input_backward=total("input_backward"),
             weight_backward=total("weight_backward"),
-            optimizer=total("step"),
+            optimizer=least,
             reductions=times if any(times) else (),
             activation_bytes=sum(p.activation_bytes for p in group),
             weight_backward_bytes=sum(p.weight_backward_bytes for p in group),
             weight_bytes=sum(p.weight_bytes for p in group),
             optimizer_bytes=sum(p.optimizer_bytes for p in group),
         )
+
+    def _share(self, peers: int) -> float:
+        """Of a stage's step, what each of so many workers takes."""
+        return min(1.0, 2 / max(1, peers)) if self.sharded_over else 1.0
 
     def profile(self, pipelines: int, stages: int, micro_batches: int) -> Profile:
         """The document for that grid. Raises InputError."""

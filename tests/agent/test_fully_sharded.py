@@ -21,12 +21,21 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
+from openrecycle.agent.checkpoints import Identity, load_layers, write_share
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples import fully_sharded, gpt, tensor_parallel
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import build_layers
-from openrecycle.agent.models.parallelized import DividedBatches, OverRanks, Parallelized, parts_of_a_rank
+from openrecycle.agent.models.parallelized import (
+    DividedBatches,
+    OverRanks,
+    Parallelized,
+    gathered_tensors,
+    part_of_rank,
+    parts_of_a_rank,
+)
+from openrecycle.agent.models.state import Writer
 from openrecycle.agent.stages.backward import STRATEGIES
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import stage_optimizer
@@ -562,8 +571,8 @@ def test_what_layers_share_they_split_alike() -> None:
     assert refused.value.field == "tied"
 
 
-class Wrapped(Tied):
-    """A wrapper puts something before the names of what it holds."""
+class Wrapped(Task):
+    """A wrapper puts something before the names of what it holds; one around the whole layer shows them without."""
 
     def __init__(self, *, part: bool) -> None:
         super().__init__(Residual)
@@ -576,11 +585,76 @@ class Wrapped(Tied):
         return super().parallelize(layer, mesh)
 
 
-@pytest.mark.parametrize("part", [True, False])
-def test_a_shared_parameter_that_gets_another_name_is_refused(part: bool) -> None:
+class WrappedAndTied(Wrapped, Tied):
+    pass
+
+
+def test_a_shared_parameter_that_gets_another_name_is_refused() -> None:
     with pytest.raises(InputError) as refused:
-        parts_of_a_rank(Wrapped(part=part), 2, (2,), 0)  # type: ignore[arg-type]
+        parts_of_a_rank(WrappedAndTied(part=True), 2, (2,), 0)  # type: ignore[arg-type]
     assert refused.value.field == "tied" and "0.0.scale.weight" in str(refused.value)
+    plain, wrapped = (parts_of_a_rank(task, 2, (2,), 0) for task in (Tied(Residual), WrappedAndTied(part=False)))  # type: ignore[arg-type]
+    assert [[name for name, _ in layer] for layer in wrapped[1]] == [[name for name, _ in layer] for layer in plain[1]]
+
+
+@pytest.mark.parametrize("part", [True, False])
+def test_a_state_dict_is_of_whole_parameters_whatever_wraps_them(part: bool) -> None:
+    """It says their names without the wrapper's."""
+    task: Any = Wrapped(part=part)
+    with compat.imagined_ranks(2) as mesh:
+        workload: Any = Parallelized(task, mesh, torch.clone, divided=True)
+        ((_, layer),) = build_layers(workload, range(1), 2, 0).layers
+        whole = gathered_tensors(layer, layer.state_dict())
+    expected = task.build_layer(0, 2, 0).state_dict()
+    assert {name: value.shape for name, value in whole.items()} == {name: t.shape for name, t in expected.items()}
+
+
+def test_a_rank_keeps_its_part_alone_of_what_it_reads(tmp_path: Path) -> None:
+    """Of a checkpoint of workers without ranks, in pieces and whole."""
+    task: Any = Task(Residual)
+    alone = build_layers(task, range(1), 2, 0)
+    optimizer = stage_optimizer(task, alone, SUM_OF["fast"](alone.parameters(), terms=1), Optimization())
+    for peer in range(2):
+        identity = Identity("", 1, 1, 2, 1, 0, {})
+        write_share(tmp_path, optimizer.share(Writer(peer, 2)), 0, 1, identity, 1, 1)
+    with compat.imagined_ranks(2) as mesh:
+        module = build_layers(Parallelized(task, mesh, torch.clone, divided=True), range(1), 2, 0)  # type: ignore[arg-type]
+    state = load_layers(tmp_path, range(1), part_of_rank(module))
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.tensors.values()}
+    parts = sum(t.nbytes for t in state.tensors.values())
+    assert sum(memory.values()) == parts < sum(t.nbytes for t in optimizer.state().tensors.values())
+    rank = stage_optimizer(task, module, SUM_OF["fast"](module.parameters(), terms=1), Optimization())
+    rank.load_state(state, own=True)
+    named = dict(alone.named_parameters())
+    for name, parameter in module.named_parameters():
+        part = parameter.placed.block if hasattr(parameter, "placed") else ()  # type: ignore[attr-defined]
+        assert torch.equal(parameter, named[name][tuple(slice(*run) for run in part)])
+
+
+def test_what_parallelize_draws_on_a_gpu_is_the_same_on_all_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with to_empty() and init_weights()."""
+    gpu = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+
+    class Drawn(Task):
+        def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    parameter.normal_(generator=gpu)
+            return super().parallelize(layer, mesh)
+
+    found = []
+    for draws in range(3):
+        torch.rand(draws, generator=gpu)
+        before = gpu.get_state()
+        with compat.imagined_ranks(2) as mesh:
+            workload: Any = Parallelized(Drawn(Residual), mesh, torch.clone, divided=True)  # type: ignore[arg-type]
+            module = build_layers(workload, range(1), 2, seed=draws // 2)
+        assert torch.equal(gpu.get_state(), before)
+        found.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
 class TiedWithin(Task):

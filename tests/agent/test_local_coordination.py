@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -105,13 +106,16 @@ class _Wrong(Catalog):
         return Plan.of(late, metrics=plan.metrics, solver=plan.solver), origin
 
 
-def _layers_move(room: LayerRoom | None) -> tuple[list[tuple[int, ...]], list[str]]:
-    """What layers per stage are, generation by generation, and what people are told, when two workers die in turn."""
+def _layers_move(
+    room: LayerRoom | None, host: str = "", takes_over: bool = False
+) -> tuple[list[tuple[int, ...]], list[str]]:
+    """What layers per stage are, generation by generation, and what people are told, when two workers die in turn.
+    takes_over: another launcher goes on once all have begun."""
     job = Job.uniform(3, 2, 4, durations={"F": 4.0, "I": 4.0, "W": 4.0}, time_unit="ms", layers=8)
     catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("none"))
     coordination = LocalCoordination(catalog, relayout="auto", room=room)
     for worker in job.workers():
-        coordination.ready(worker, str(worker))
+        coordination.ready(worker, str(worker), host)
     partitions, told = list[tuple[int, ...]](), list[str]()
     for dead in ("", "W1_1", "W0_1"):
         if dead:
@@ -126,6 +130,11 @@ def _layers_move(room: LayerRoom | None) -> tuple[list[tuple[int, ...]], list[st
                     _all_form(coordination, order.deployment)
             looks = bool(orders) or coordination._layout is not None
             time.sleep(0.001)
+        if takes_over and not dead:
+            saved = json.loads(json.dumps(coordination.saved()))
+            coordination.close(lambda: True)
+            coordination = LocalCoordination(catalog, relayout="auto", room=room)
+            coordination.restore(saved)
     coordination.close(lambda: True)
     return partitions, told
 
@@ -135,11 +144,22 @@ def test_where_memory_is_short_layers_stay_and_that_is_said_once() -> None:
     moved, told = _layers_move(None)
     assert moved[:3] == [(4, 4), (4, 4), (5, 3)] and not told
     one, has = 1_000_000_000, 6 * 4 * 1_000_000_000
-    full = LayerRoom((0, 0), ((one, one),) * 8, (0,) * 8, (0, 0), ((has, (3, 3)),))
+    full = LayerRoom((0, 0), ((one, one),) * 8, (0,) * 8, (0, 0), ((has, (3, 3), ""),))
     stayed, told = _layers_move(full)
     assert set(stayed) == {(4, 4)} and len(told) == len(set(told)) == 2
     assert told[0] == golden("layers-cant-become-5-3")
-    assert _layers_move(replace(full, places=((has + 3 * one, (3, 3)),)))[0][:3] == moved[:3]
+    assert _layers_move(replace(full, places=((has + 3 * one, (3, 3), ""),)))[0][:3] == moved[:3]
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_workers_take_memory_on_the_node_that_they_are_on(takes_over: bool) -> None:
+    """All begin on a node that has enough, and were started on another one since."""
+    one = 1_000_000_000
+    places = ((100 * one, (3, 3), "large"), (6 * 4 * one, (0, 0), "small"))
+    room = LayerRoom((0, 0), ((one, one),) * 8, (0,) * 8, (0, 0), places)
+    assert (5, 3) in _layers_move(room, "large", takes_over)[0]
+    stayed, told = _layers_move(room, "small", takes_over)
+    assert set(stayed) == {(4, 4)} and told
 
 
 def test_a_plan_made_while_survivors_wait_is_checked_once_they_form() -> None:

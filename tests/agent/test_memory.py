@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from openrecycle.agent.config.options import Checkpoints, Mode, Optimization, Planning, TrainingOptions
 from openrecycle.agent.jobs import preflight
-from openrecycle.agent.jobs.preflight import check_workload, micro_batch_memory, state_memory
+from openrecycle.agent.jobs.preflight import Machine, check_workload, micro_batch_memory, state_memory
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.state import StageState
 from openrecycle.agent.stages.gradients import SUM_OF
@@ -252,10 +252,10 @@ def test_layers_that_move_take_what_they_would_take_from_the_start(optimization:
     checkpoints = Checkpoints(directory=str(tmp_path), every=5)
     options = TrainingOptions(job=Job.uniform(3, 2, 3), optimization=optimization, checkpoints=checkpoints)
     workers, found = list(options.job.workers()), check_workload(chain, options)
-    assert found.room(chain, options, [(workers, None)]) is None, "nobody knows what there is"
-    assert found.room(chain, options, [(workers, 1 << 30)]) is None, "there is enough for any layers"
-    room = found.room(chain, options, [(workers, found.of(workers)), ([], 5)])
-    assert room is not None and room.places == ((found.of(workers), (3, 3)),)
+    assert found.room(chain, options, [Machine(workers, None)]) is None, "nobody knows what there is"
+    assert found.room(chain, options, [Machine(workers, 1 << 30)]) is None, "there is enough for any layers"
+    room = found.room(chain, options, [Machine(workers, found.of(workers)), Machine([], 5)])
+    assert room is not None and room.places == ((found.of(workers), (3, 3), ""),)
     begun = room.taken((2, 2), (2, 2), (3, 3))
     assert begun == [stage.total for stage in found.stages]
     assert room.refusal((2, 2), (2, 2), (3, 3)) == "" != room.refusal((3, 1), (2, 2), (3, 3))
@@ -289,6 +289,46 @@ def test_a_sharded_optimizer_is_read_from_a_checkpoint_as_a_whole_and_that_is_sa
     assert check_workload(chain, options).stages[0].resume == 0
 
 
+def test_a_stage_that_has_grown_could_go_back_to_a_checkpoint(tmp_path: Path) -> None:
+    """Of a sharded optimizer that takes more than to train."""
+
+    class Wide(Chain):
+        def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+            wide = (nn.Linear(8 * WIDTH, 8 * WIDTH) for _ in range(4))
+            return nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), *wide, nn.Linear(8 * WIDTH, WIDTH))
+
+    chain: Any = Wide()
+    job = Job.uniform(32, 2, 1, layers=4)
+    checkpoints = Checkpoints(directory=str(tmp_path), every=5)
+    options = TrainingOptions(job=job, optimization=Optimization(sharding="zero1"), checkpoints=checkpoints)
+    found = check_workload(chain, options)
+    assert found.resumed == (6 * found.stages[0].parameters // 2,) * 4
+    assert [stage.total for stage in found.stages] == [sum(found.resumed[:2])] * 2, "to train takes less"
+    # There is room for what moves, and to read two layers.
+    options = replace(options, job=replace(job, capacity_bytes=(8 * found.resumed[0] // 3,) * 2))
+    room = found.room(chain, options, [])
+    assert room is not None and room.refusal((2, 2), (2, 2), (32, 32)) == ""
+    assert room.refusal((3, 1), (2, 2), (32, 32)) != replace(room, resumed=()).refusal((3, 1), (2, 2), (32, 32)) == ""
+
+
+@pytest.mark.parametrize("optimization", [Optimization(), Optimization(mode="fast"), Optimization(sharding="zero1")])
+def test_of_a_stage_that_another_takes_the_place_of_parameters_stay(optimization: Optimization) -> None:
+    chain, live = Chain(), compat.LiveBytes()
+    with live:
+        module = _linear(8, 256)
+        sums = SUM_OF[optimization.mode](module.parameters(), terms=1)
+        stage = stage_optimizer(chain, module, sums, optimization, 4)  # type: ignore[arg-type]
+        for _ in range(2):
+            for parameter in sums.parameters:
+                sums.add(parameter, torch.ones(parameter.shape))
+            stage.step()
+        held = live.now
+        stage.give_up()
+    parameters = sum(p.nbytes for p in module.parameters())
+    assert parameters <= live.now < 1.01 * parameters < held / 3
+    sums.clear()
+
+
 def test_what_is_read_of_a_sharded_optimizer_is_given_up_parameter_by_parameter() -> None:
     def stage(optimization: Optimization) -> StageOptimizer:
         module = _linear(8, 256)
@@ -317,7 +357,7 @@ def test_each_of_a_stages_workers_has_its_capacity_for_layers_that_move() -> Non
     drawn = torch.get_rng_state()
     room = check_workload(chain, options).room(chain, options, [])
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert room is not None and room.places == ((total, (1, 0)), (total, (0, 1)))
+    assert room is not None and room.places == ((total, (1, 0), ""), (total, (0, 1), ""))
     assert room.refusal((3, 1), (2, 2), (1, 2))
 
 

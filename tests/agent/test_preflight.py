@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
-from openrecycle.agent.config.devices import Mode, memory_limit
+from openrecycle.agent.config.devices import Mode, Platform, memory_limit
 from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.jobs.callables import CallableWorkload
 from openrecycle.agent.jobs.preflight import check_workload
@@ -252,6 +252,37 @@ def test_the_command_line_refuses_the_same() -> None:
     check_workload(NamedWorkload("tests.agent.nan_model:NanModel").load(), options)
     with pytest.raises(InputError, match="ReduceLROnPlateau"):
         check_workload(NamedWorkload("tests.agent.test_preflight:Plateau").load(), options)
+
+
+class Wide(nn.Module):
+    """Of more than runs for real before the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(W, W), nn.Parameter(torch.zeros(3 << 20))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x) + self.table[:W]
+        return y
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_label_that_is_none_of_the_classes_is_found_in_a_large_model(device: Any) -> None:
+    """On a GPU it would end all that a process has there."""
+
+    def checked(data: Any) -> None:
+        given = CallableWorkload([Wide(), Wide()], data, nn.functional.cross_entropy, own_jobs.sgd, None, None, 0)
+        check_workload(given, TrainingOptions(job=Job(1, 2, 1), platform=Platform(device=device)))  # type: ignore[arg-type]
+
+    with pytest.raises(InputError) as refused:
+        checked(wrong_jobs.classes)
+    assert refused.value.field == "loss" and "Target 6" in str(refused.value)
+    checked(wrong_jobs.numbered_from_0)
+
+
+def test_what_a_loss_makes_of_numbers_that_are_no_output_is_not_looked_at() -> None:
+    given = CallableWorkload([Wide(), Wide()], own_jobs.data, wrong_jobs.positive_alone, own_jobs.sgd, None, None, 0)
+    check_workload(given, TrainingOptions(job=Job(1, 2, 1)))  # type: ignore[arg-type]
 
 
 def test_whatever_builders_draw_with_is_seeded() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from openrecycle.agent.config.devices import Mode
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models.layers import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
@@ -58,6 +60,29 @@ def test_a_round_times_every_op_once() -> None:
         whole = next(looks) - before - 2
         assert times.keys() == {"F", "I", "W", "O"}
         assert 3 * (times["F"] + times["I"] + times["W"]) + times["O"] == whole
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "fast"])
+@pytest.mark.parametrize(("pipelines", "share"), [(1, 1.0), (2, 1.0), (8, 0.25)])
+def test_of_a_sharded_optimizer_a_worker_steps_its_share(pipelines: int, share: float, mode: Mode) -> None:
+    optimization = Optimization(mode=mode, sharding="zero1", clip_norm=1.0)
+    run = StageRun(Worker(0, 1), Job(pipelines, 2, 1), GPT, optimization, ProfilingEffort(1, 0), 1)
+    stepped = []
+    bench = StageBenchmark(run)
+
+    def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        stepped.append(sum(p.numel() for group in optimizer.param_groups for p in group["params"]))
+
+    handle = register_optimizer_step_pre_hook(count)
+    try:
+        for _ in range(2):
+            assert bench.round()["O"] > 0
+    finally:
+        handle.remove()
+    whole = bench.reduced_bytes / (8 if mode == "deterministic" else 4)
+    assert sum(stepped) / 2 == pytest.approx(share * whole, rel=0.05 if share == 1 else 0.5), (
+        "small parameters are not cut"
+    )
 
 
 def test_neighbours_have_what_a_stage_waits_for() -> None:

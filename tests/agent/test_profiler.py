@@ -10,7 +10,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
-from openrecycle.agent.config.options import Planning, with_profile
+from openrecycle.agent.config.devices import Mode
+from openrecycle.agent.config.options import Optimization, Planning, profile_unlike, with_profile
 from openrecycle.agent.profiling import (
     SHAPES,
     PartSpec,
@@ -29,6 +30,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Problem
 from openrecycle.planner.profiles import load_profile
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import at_length
 
 BATCH, WIDTH = 32, 128
 FLOATS = 4 * BATCH * WIDTH
@@ -96,6 +98,36 @@ def test_traffic_between_real_processes() -> None:
     assert reductions is not None and reductions.bytes == 4096
     assert len(reductions.by_peers) == 2 and all(t.median > 0 for t in reductions.by_peers)
     assert measure_traffic((), 4096, 1, repeats=1, warm_up=0) == ((), None)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["deterministic", at_length("fast")])
+def test_peers_that_share_an_optimizer_are_measured_as_they_exchange(mode: Mode) -> None:
+    optimization = Optimization(mode=mode, sharding="zero1", bucket_cap_mb=0.1)
+    _, found = measure_traffic((), 1 << 20, 3, repeats=2, warm_up=1, optimization=optimization)
+    assert found is not None and len(found.by_peers) == 2 and all(t.median > 0 for t in found.by_peers)
+
+
+@pytest.mark.processes
+def test_a_profile_of_a_sharded_optimizer_says_what_its_job_does(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    options = '{"width": 32, "heads": 2, "sequence": 16, "batch": 2, "layers": 2}'
+    command = ["profile", "--workload", "openrecycle.agent.examples.gpt:Gpt", "--workload-options", options]
+    sizes = ["--stages", "1", "--pipelines", "4", "--micro-batches", "1", "--repeats", "2", "--warm-up", "1"]
+    sharding = ["--optimizer-sharding", "zero1", "--allow-spread", "--out", str(out)]
+    done = CliRunner().invoke(app, [*command, *sizes, *sharding], catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    made = load_profile(out)
+    assert (made.sharded_over, made.sharding) == (4, "zero1")
+    assert profile_unlike(out, Optimization(sharding="zero1")) == "" != profile_unlike(made, Optimization())
+    # Each of 4 workers steps 2 parts of 4; of 2 that are left each steps all.
+    (whole,) = made.job_for(4, 1, 1).profiles
+    step, sums = sum(part.step.median for part in made.parts), made.reductions
+    assert sums is not None and whole.optimizer == pytest.approx(step, abs=0.01)
+    size = sum(part.reduced_bytes for part in made.parts)
+    shares = [1, 1, 2 / 3, 1 / 2]
+    expected = [sums.milliseconds(size, n) + step * (2 * share - 1) for n, share in enumerate(shares, start=1)]
+    assert whole.reductions == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.processes

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from openrecycle.agent.config.devices import Mode
 from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.jobs.callables import CallableWorkload
-from openrecycle.agent.models.layers import LayerStack, build_layers
+from openrecycle.agent.models.layers import LayerStack, build_layers, tied_of
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
@@ -57,6 +58,26 @@ def test_what_a_layer_shares_within_itself_it_shares_on_with_its_copy() -> None:
     assert own is not table.weight and torch.equal(own, table.weight)
     layer = dict(stack.layers)[1]
     assert layer.get_parameter("first.weight") is layer.get_parameter("second.weight") is own
+
+
+def test_layers_that_are_wrapped_share_by_the_names_that_their_owner_sees() -> None:
+    """As for activation checkpointing, with whole layers in wrappers."""
+    table, head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    head.weight = table.weight
+    given = CallableWorkload([checkpoint_wrapper(table), checkpoint_wrapper(head)], *[None] * 5, 0, layers=2)  # type: ignore[arg-type]
+    (names,) = tied = tied_of(given, 2)  # type: ignore[arg-type]
+    stack, me = build_layers(given, range(2), 2, 0), Worker(0, 0)
+    assert set(names) == set(dict(stack.named_parameters())) and stack.copies == {names[1]}
+    sums = SUM_OF["deterministic"](stack.parameters(), terms=1)
+    for parameter in sums.parameters:
+        sums.add(parameter, torch.ones(8, 8))
+    optimizer = StageOptimizer(stack, torch.optim.SGD(stack.parameters(), lr=1.0), sums)
+    groups: Any = None  # nothing goes to another stage
+    TiedSums(me, groups, tied, (2,), [me]).sum(0, optimizer)
+    before = table.weight.detach().clone()
+    optimizer.step()
+    for parameter in stack.parameters():
+        assert torch.equal(parameter, before - 2)
 
 
 def _reference(iterations: int) -> list[float]:

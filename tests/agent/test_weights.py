@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from openrecycle.agent.checkpoints import WeightsError, load_weights, read_weights, save_weights, weights_file
-from openrecycle.agent.models.state import StateError
+from openrecycle.agent.checkpoints import (
+    CheckpointWeights,
+    Identity,
+    WeightsError,
+    load_weights,
+    read_weights,
+    save_weights,
+    weights_file,
+    write_share,
+)
+from openrecycle.agent.jobs.callables import CallableWorkload
+from openrecycle.agent.models.layers import build_layers
+from openrecycle.agent.models.state import StateError, Writer
+from openrecycle.agent.stages.gradients import GradientSum
+from openrecycle.agent.stages.optimizer import ExponentialMovingAverage, StageOptimizer, make_optimizer
 from openrecycle.planner.jobs.errors import InputError
 
 
@@ -101,6 +116,37 @@ def test_a_folder_of_weights_goes_into_the_layers(tmp_path: Path) -> None:
     first, _, last = load_weights(list(model), tmp_path, averaged=True)
     assert isinstance(first, nn.Linear) and torch.equal(first.weight, torch.ones(3, 4))
     assert torch.equal(last.get_parameter("weight"), trained[2].get_parameter("weight"))
+
+
+def wrapped(layer: int, layers: int) -> nn.Module:
+    """As for activation checkpointing: the whole layer, or a part of it."""
+    made = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if not layer:
+        return checkpoint_wrapper(made)  # type: ignore[no-any-return]
+    made[1] = checkpoint_wrapper(made[1])
+    return made
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_checkpoint_has_the_weights_of_what_is_wrapped(layer: int, tmp_path: Path) -> None:
+    """A state dict says their names without the wrapper's."""
+    task: Any = CallableWorkload(wrapped, *[None] * 5, 0, layers=2)  # type: ignore[arg-type]
+    stack = build_layers(task, range(2), 2, 0)
+    with torch.no_grad():
+        for tensor in (*stack.parameters(), *stack.buffers()):
+            tensor.fill_(7)
+    average = ExponentialMovingAverage(partial(torch.optim.SGD, lr=0.0), decay=0.5)
+    sums = GradientSum(stack.parameters(), terms=1)
+    optimizer = StageOptimizer(stack, make_optimizer(average, list(stack.named_parameters())), sums)
+    for parameter in sums.parameters:
+        sums.add(parameter, torch.ones(parameter.shape))
+    optimizer.step()
+    write_share(tmp_path, optimizer.share(Writer(0, 1)), 0, 2, Identity("", 2, 1, 1, 1, 0, {}), 1, 1)
+    weights = CheckpointWeights(tmp_path, 1, lambda: task, 2, 0)
+    for averaged in (False, True):
+        state = weights(layer, averaged=averaged)
+        assert sorted(state) == sorted(wrapped(layer, 2).state_dict())
+        assert all(value.eq(7).all() for value in state.values())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import Dataset
 
 from tests.agent.own_jobs import WIDTH
@@ -241,6 +242,16 @@ def of_type(dtype: torch.dtype, iteration: int, pipeline: int, micro_batch: int)
 def classes(iteration: int, pipeline: int, micro_batch: int, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
     """Numbered from 1."""
     return torch.randn(4, WIDTH), torch.arange(WIDTH - 3, WIDTH + 1).to(dtype)
+
+
+def numbered_from_0(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(4, WIDTH), torch.tensor([0, WIDTH - 1, -100, 1])
+
+
+def positive_alone(output: Tensor, targets: Tensor) -> Tensor:
+    if output.device.type != "meta" and not isinstance(output, FakeTensor) and (output <= 0).any():
+        raise RuntimeError("not positive")
+    return nn.functional.mse_loss(output, targets)
 
 
 class OneHot(nn.Module):

@@ -373,7 +373,7 @@ def test_layers_move_no_further_than_there_is_memory() -> None:
     one = 10**9
 
     def with_room(layers: int, **given: object) -> Recommendation:
-        places = ((layers * one, (3, 3, 3, 3)),)
+        places = ((layers * one, (3, 3, 3, 3), ""),)
         return recommend(room=LayerRoom((0,) * 4, ((one, one),) * 44, (0,) * 44, (0,) * 4, places), **given)
 
     full = with_room(12 * 11)

@@ -187,7 +187,7 @@ DEAD = [Worker(1, 2)]
 def together(more: int) -> LayerRoom:
     """Twelve workers on one machine that has memory for so many layers more than the 11 of each."""
     has = 12 * (2 + 11) * LAYER + more
-    return LayerRoom((2 * LAYER,) * 4, ((LAYER, LAYER),) * 44, (0,) * 44, (4,) * 4, ((has, (3,) * 4),))
+    return LayerRoom((2 * LAYER,) * 4, ((LAYER, LAYER),) * 44, (0,) * 44, (4,) * 4, ((has, (3,) * 4, ""),))
 
 
 def test_layers_move_no_further_than_there_is_memory() -> None:
@@ -208,7 +208,7 @@ def test_layers_move_no_further_than_there_is_memory() -> None:
 
 
 def test_each_worker_has_its_own_capacity() -> None:
-    each = tuple((14 * LAYER, tuple(int(s == own) for s in range(4))) for own in range(4))
+    each = tuple((14 * LAYER, tuple(int(s == own) for s in range(4)), "") for own in range(4))
     found = lay_out(even(), DEAD, room=replace(together(0), places=each))
     assert found.partition == (11, 12, 9, 12)
     # The activations of 4 micro-batches leave no room for a twelfth layer.
@@ -225,10 +225,35 @@ def test_what_is_sharded_is_shared_by_those_who_live() -> None:
 
 def test_activations_are_those_of_the_layers_that_run() -> None:
     """Between the last iteration with the old layers and the first with the new ones nothing is in flight."""
-    room = LayerRoom((0,) * 2, ((1, 1),) * 4, (10,) * 4, (1,) * 2, ((44, (1, 1)),))
+    room = LayerRoom((0,) * 2, ((1, 1),) * 4, (10,) * 4, (1,) * 2, ((44, (1, 1), ""),))
     assert room.refusal((2, 2), (2, 2), (1, 1)) == ""
     assert room.refusal((3, 1), (2, 2), (1, 1)), "a layer's state is there twice"
-    assert replace(room, places=((45, (1, 1)),)).refusal((3, 1), (2, 2), (1, 1)) == ""
+    assert replace(room, places=((45, (1, 1), ""),)).refusal((3, 1), (2, 2), (1, 1)) == ""
+
+
+def test_a_stage_grows_no_further_than_it_could_go_back_to_a_checkpoint() -> None:
+    """While layers move a worker has those that it had as well, and little of each: much of it is sharded."""
+    room = LayerRoom((0,) * 2, ((1, 1),) * 4, (0,) * 4, (1,) * 2, ((8, (1, 0), ""), (8, (0, 1), "")), (4,) * 4)
+    assert room.refusal((2, 2), (2, 2), (1, 1)) == "" == replace(room, resumed=()).refusal((3, 1), (2, 2), (1, 1))
+    assert room.refusal((3, 1), (2, 2), (1, 1))
+    assert room.furthest((2, 2), (1, 1), 1) == ((2, 3, 4, 4), (2, 3, 4, 4))
+    assert replace(room, places=((12, (1, 0), ""), (8, (0, 1), ""))).refusal((3, 1), (2, 2), (1, 1)) == ""
+    # Where there is too little already, only what gets larger is refused.
+    little = replace(room, places=((7, (1, 0), ""), (20, (0, 1), "")))
+    assert little.refusal((1, 3), (2, 2), (1, 1)) == "" != little.refusal((3, 1), (2, 2), (1, 1))
+
+
+def test_workers_take_memory_on_the_host_that_they_are_on() -> None:
+    """Two machines, on which a worker of each stage began."""
+    places = ((9, (1, 1), "a"), (9, (1, 1), "b"), (4, (1, 0), ""))
+    room = LayerRoom((0,) * 2, ((1, 1),) * 4, (0,) * 4, (1,) * 2, places)
+    assert room.with_hosts([(0, "a"), (0, "b"), (1, "a"), (1, "b")]) == room
+    moved = room.with_hosts([(0, "b"), (0, "b"), (1, "a"), (1, "b")])
+    assert moved.places == ((9, (0, 1), "a"), (9, (2, 1), "b"), (4, (1, 0), ""))
+    assert room.refusal((3, 1), (2, 2), (2, 2)) == ""
+    assert replace(moved, places=((9, (0, 1), "a"), (7, (2, 1), "b"))).refusal((3, 1), (2, 2), (2, 2))
+    # Nobody is left on the first.
+    assert room.with_hosts([(0, "b"), (0, "b"), (1, "b"), (1, "b")]).places[0] == (9, (2, 2), "b")
 
 
 @given(layered(speeds=False), st.data())
@@ -236,8 +261,11 @@ def test_a_partition_that_is_chosen_fits(job: Job, data: st.DataObject) -> None:
     sizes = st.integers(0, 9)
     by_stage = st.tuples(*[sizes] * job.stages)
     layers = data.draw(st.tuples(*[st.tuples(sizes, sizes).map(lambda p: (min(p), max(p)))] * len(job.layers)))
-    places = data.draw(st.lists(st.tuples(st.integers(0, 200), by_stage.filter(any)), max_size=3))
-    room = LayerRoom(data.draw(by_stage), layers, tuple(n for n, _ in layers), data.draw(by_stage), tuple(places))
+    resumed = data.draw(st.sampled_from([(), tuple(3 * most for _, most in layers)]))
+    places = data.draw(st.lists(st.tuples(st.integers(0, 200), by_stage.filter(any), st.just("")), max_size=3))
+    room = LayerRoom(
+        data.draw(by_stage), layers, tuple(n for n, _ in layers), data.draw(by_stage), tuple(places), resumed
+    )
     dead = data.draw(st.sets(st.sampled_from(list(job.workers())), max_size=2))
     present, living = (
         job.partition,
