@@ -100,3 +100,4 @@ if __name__ == "__main__":
     console, name, worker, shared = sys.argv[1:]
     with Reporter(console=console, run=name, job=JOB, worker=worker, iterations=ITERATIONS) as reporter:
         train(reporter, *build(int(worker.partition("_")[2])), shared)
+    print(f"{worker}: {ITERATIONS} iterations done")

@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, check_whole
-from openrecycle.planner.jobs.words import number_of
+from openrecycle.planner.jobs.words import names, number_of
 
 # -- what the ops of a stage or a layer take ----------------------------------------------------
 
@@ -697,8 +697,8 @@ class Problem:
 
     def _remedy(self, stage: int) -> str:
         """What would give `stage` a living worker."""
-        last = self.job.pipelines - 1
-        back = f"bring back one of W0_{stage} to W{last}_{stage}" if last else f"bring back W0_{stage}"
+        peers = [f"W{pipeline}_{stage}" for pipeline in range(self.job.pipelines)]
+        back = f"bring back {'one of ' if len(peers) > 1 else ''}{names(peers)}"
         donor = max(range(self.job.stages), key=lambda s: len(self.living_peers(s)))
         if len(self.living_peers(donor)) < 2:
             return back

@@ -407,6 +407,7 @@ def test_what_is_frozen_stays_as_it_is_tied_or_not() -> None:
     assert changed == trained and 0 < len(trained) < len(after)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.chaos
 @pytest.mark.processes
 def test_the_example_survives_its_kill(tmp_path: Path) -> None:
@@ -414,7 +415,7 @@ def test_the_example_survives_its_kill(tmp_path: Path) -> None:
         [sys.executable, "-m", "openrecycle.agent.examples.hugging_face_gpt2"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": f"{ROOT / '.src'}:{ROOT}"},

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 STAGE = {"forward": 1, "input_backward": 1, "weight_backward": 1, "optimizer": 0}
 PROFILE = {"pipelines": 2, "stages": 2, "micro_batches": 2, "profiles": [STAGE, STAGE], "transfers": [0]}
-ROOM = {"beside": [1, 1], "layers": [[1, 1]], "activations": [1], "held": [1, 1], "places": [[9, [1, 1]]]}
+ROOM = {"beside": [1, 1], "layers": [[1, 1]], "activations": [1], "held": [1, 1], "places": [[9, [1, 1], ""]]}
 BYTES = {"memory": "bytes"}
 SPEC = {"name": "n", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 5}
 
