@@ -101,7 +101,7 @@ def _goodput(view: JobView) -> Card:
     if figures.waited >= 1:
         note += f"; apart from it waited {text.milliseconds(1000 * figures.waited)} for a person"
     if figures.goodput is None:
-        unknown = "no fault-free rate was measured" if view.state in OVER else "no fault-free rate yet"
+        unknown = "no fault-free rate" if view.state in OVER else "no fault-free rate yet"
         return Card("Goodput so far", "–", note, of=unknown)
     return Card("Goodput so far", text.percent(figures.goodput), note, of="of fault-free")
 

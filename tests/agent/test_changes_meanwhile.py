@@ -31,7 +31,7 @@ class TrainsOn(ConsoleKilled):
 
 @pytest.mark.chaos
 def test_no_bit_differs_and_the_books_account_for_all(tmp_path: Path) -> None:
-    """A kill that the console is not there for, a return, and a worker that is asked to leave."""
+    """A kill that the console is not there for, a return, and a kill with it."""
     server = on_sqlite(tmp_path)
     killed = TrainsOn(server)
 
@@ -42,4 +42,4 @@ def test_no_bit_differs_and_the_books_account_for_all(tmp_path: Path) -> None:
         job.change()
 
     job = play(server, tmp_path, changes, room_for=3, faults=BAD_NETWORK, skew=3600.0)
-    assert [deed.split()[0] for deed in job.done] == ["kill", "start", "drain"]
+    assert [deed.split()[0] for deed in job.done] == ["kill", "start", "kill"]

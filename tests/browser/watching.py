@@ -145,7 +145,7 @@ def assert_it_fits(page: Page, *texts: str) -> None:
                 && e.clientWidth > 0).map(e => e.textContent)""",
         ", ".join(texts),
     )
-    assert cut == [], f"{where}: text is cut"
+    assert cut == [], f"{where}: text is cut: {cut}"
     charts = page.locator("[data-testid='stPlotlyChart'], [data-testid='stVegaLiteChart']")
     for i in range(charts.count()):
         described = charts.nth(i).evaluate("e => !!e.closest('[aria-label]') || !!e.querySelector('[aria-label]')")
