@@ -270,6 +270,13 @@ def whole_checkpoints(directory: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda c: c.iteration, reverse=True)
 
 
+def is_there(directory: Path | None, iteration: int) -> bool:
+    """Is there a checkpoint of so many iterations? Without a look into it."""
+    with contextlib.suppress(OSError):  # it can't be said now
+        return directory is not None and _path(directory, iteration).is_dir()
+    return False
+
+
 def find(directory: Path, which: str = "newest") -> Checkpoint:
     """which: `newest`; `newest-intact`, which passes over damaged ones; or a checkpoint's name or
     iteration. The one found has been read and verified.
@@ -392,7 +399,7 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
         "stages": [[{"files": share["files"], "layers": share["holds"]} for share in said] for said in stages],
         "partition": [said[0]["layers"] for said in stages],
     }
-    target = directory / f"iteration-{iteration:010d}"
+    target = _path(directory, iteration)
     try:
         (partial / ".claimed").touch(exist_ok=False)
     except (FileExistsError, FileNotFoundError):
@@ -461,6 +468,10 @@ def _tidy(directory: Path, iteration: int, keep: int) -> None:
         number = int(m[0]) if (m := re.search(r"\d{10,}", rest)) else iteration + 1
         if kind in (".removed", ".replaced") or (kind == ".partial" and number < iteration):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _path(directory: Path, iteration: int) -> Path:
+    return directory / f"iteration-{iteration:010d}"
 
 
 def _share(path: Path, stage: int, number: int) -> Path:
