@@ -79,7 +79,7 @@ from openrecycle.agent.models.state import (
 )
 from openrecycle.agent.models.workload import Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
-from openrecycle.planner.jobs.words import printable
+from openrecycle.planner.jobs.words import count, printable
 from openrecycle.planner.plans.plan import read_json
 
 if TYPE_CHECKING:
@@ -684,7 +684,7 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
     if done:
         say(f"all {iterations} iterations are in {found.path}: nothing is left to train")
     else:
-        say(f"resumes after iteration {found.iteration - 1} from {found.path}")
+        say(f"resumes after {count(found.iteration, 'iteration')} from {found.path}")
     for name in set_aside_later(directory, found.iteration):
         say(f"note: a later checkpoint is now called {name}")
     if (identity.pipelines, identity.micro_batches) != (was.pipelines, was.micro_batches):

@@ -572,6 +572,8 @@ def sentence_of(line: dict[str, Any]) -> str:
 
 def is_remark(line: dict[str, Any]) -> bool:
     """Is it about something out of the ordinary?"""
+    if "validation" in line:  # that gradients are clipped is not, also where it came out after the step
+        return is_warning(line)
     return not any(key in line for key in ("iteration", "gradient_norm", "final"))
 
 
@@ -603,9 +605,10 @@ def _evaluation(iteration: int, values: dict[str, str]) -> str:
 def _validation(iteration: int, coefficient: float | None, redone: bool) -> str:
     if coefficient is None:
         what = "a gradient was NaN, infinite or out of range; its update is skipped"
-    else:
-        what = f"the gradients are clipped to {coefficient:.3g} of their size"
-    return f"iteration {iteration}: {what}" + ("; what followed begins anew" if redone else "")
+        return f"iteration {iteration}: {what}" + ("; it had been made already and was rolled back" if redone else "")
+    what = f"clipped to {coefficient:.3g} of their length" if coefficient < 1 else "not clipped"
+    again = "; the step is taken again, to the same result" if redone else ""
+    return f"iteration {iteration}: the gradients are {what}{again}"
 
 
 def _relayout(

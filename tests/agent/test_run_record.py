@@ -356,12 +356,18 @@ def test_without_a_micro_batch_the_loss_is_another_one() -> None:
         ({"checkpoint": {"iteration": 3, "problem": golden("the-disk-is-full")}}, True),
         ({"checkpoint": {"iteration": 3, "problem": None}}, False),
         ({"validation": {"iteration": 3, "coefficient": None, "redone": False}}, True),
-        ({"validation": {"iteration": 3, "coefficient": 0.5, "redone": False}}, False),
     ],
 )
 def test_what_is_wrong_is_told_from_what_is_not(line: dict[str, Any], expected: bool) -> None:
     """Of lines of the record and of what is said beside it, in one place."""
     assert is_remark(line) and is_warning(line) is expected
+
+
+@pytest.mark.parametrize("coefficient", [0.5, 1.0])
+def test_gradients_that_are_clipped_are_nothing_out_of_the_ordinary(coefficient: float) -> None:
+    """Nothing is lost where that comes out after the step, which is then taken again."""
+    line = {"validation": {"iteration": 3, "coefficient": coefficient, "redone": True}}
+    assert not is_remark(line) and not is_warning(line)
 
 
 def test_layers_that_come_to_their_stages_at_the_end_are_said_of_no_iteration_that_there_is_not() -> None:
