@@ -79,7 +79,7 @@ from openrecycle.agent.models.state import (
 )
 from openrecycle.agent.models.workload import Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
-from openrecycle.planner.jobs.words import printable
+from openrecycle.planner.jobs.words import count, printable
 from openrecycle.planner.plans.plan import read_json
 
 if TYPE_CHECKING:
@@ -270,6 +270,13 @@ def whole_checkpoints(directory: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda c: c.iteration, reverse=True)
 
 
+def is_there(directory: Path | None, iteration: int) -> bool:
+    """Is there a checkpoint of so many iterations? Without a look into it."""
+    with contextlib.suppress(OSError):  # it can't be said now
+        return directory is not None and _path(directory, iteration).is_dir()
+    return False
+
+
 def find(directory: Path, which: str = "newest") -> Checkpoint:
     """which: `newest`; `newest-intact`, which passes over damaged ones; or a checkpoint's name or
     iteration. The one found has been read and verified.
@@ -392,7 +399,7 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
         "stages": [[{"files": share["files"], "layers": share["holds"]} for share in said] for said in stages],
         "partition": [said[0]["layers"] for said in stages],
     }
-    target = directory / f"iteration-{iteration:010d}"
+    target = _path(directory, iteration)
     try:
         (partial / ".claimed").touch(exist_ok=False)
     except (FileExistsError, FileNotFoundError):
@@ -461,6 +468,10 @@ def _tidy(directory: Path, iteration: int, keep: int) -> None:
         number = int(m[0]) if (m := re.search(r"\d{10,}", rest)) else iteration + 1
         if kind in (".removed", ".replaced") or (kind == ".partial" and number < iteration):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _path(directory: Path, iteration: int) -> Path:
+    return directory / f"iteration-{iteration:010d}"
 
 
 def _share(path: Path, stage: int, number: int) -> Path:
@@ -673,7 +684,7 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
     if done:
         say(f"all {iterations} iterations are in {found.path}: nothing is left to train")
     else:
-        say(f"resumes after iteration {found.iteration - 1} from {found.path}")
+        say(f"resumes after {count(found.iteration, 'iteration')} from {found.path}")
     for name in set_aside_later(directory, found.iteration):
         say(f"note: a later checkpoint is now called {name}")
     if (identity.pipelines, identity.micro_batches) != (was.pipelines, was.micro_batches):

@@ -294,7 +294,7 @@ class _Printing:
     def __call__(self, line: Line) -> None:
         if is_remark(line):
             self.remark(sentence_of(line))
-        elif "gradient_norm" not in line:  # a line per iteration is enough
+        elif line.keys().isdisjoint(("gradient_norm", "validation")):  # a line per iteration is enough
             self.show(sentence_of(line))
 
     def show(self, text: str) -> None:

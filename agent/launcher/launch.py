@@ -12,12 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from openrecycle.agent.checkpoints import Claim
+from openrecycle.agent.checkpoints import Claim, is_there
 from openrecycle.agent.config.faults import Rejoin
 from openrecycle.agent.config.options import TIMES_LONGEST
 from openrecycle.agent.coordination.launcher import (
@@ -239,8 +240,6 @@ class Launcher:
         self._validations: set[int] = set()
         self._changed_settings = set[str]()
         """Of torch, those that it has been said of that a worker's code changes them."""
-        self._unwritten: int | None = None
-        """The checkpoint of which was last said that it can't be written."""
         self._turns = LoopLag(boot_clock)
         self._silences = Silences(options.faults.timeouts.pause, time.monotonic())
         self._committed_in = 0, -1
@@ -541,10 +540,9 @@ class Launcher:
                     self._changed_settings.add(message["setting"])
                     self._listener({"warning": f"{cell}: {message['text']}"})
             case "checkpoint":
-                iteration, problem = message["at_iteration"], message["problem"]
-                # Where one worker finds no room for its share, others mostly find none either.
-                if problem is None or iteration != self._unwritten:
-                    self._unwritten = None if problem is None else iteration
+                options, heard = self._options.checkpoints, (message["at_iteration"], message["problem"])
+                there = partial(is_there, options.folder)
+                for iteration, problem in self._record.checkpoint(*heard, options.every, there):
                     self._listener({"checkpoint": {"iteration": iteration, "problem": problem}})
             case "error":
                 entry.error = message["text"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ LONG_WAIT = 0.1
 _MS = 1e6
 REMEMBERED = 4096
 """Losses kept, to compare with when iterations are run again from a checkpoint."""
+LEFT_OUT = "a worker ended, or the members of the job changed, before all of its shares were written"
+"""Of a checkpoint of which nobody has said anything."""
 
 
 class DivergedError(RuntimeError):
@@ -119,6 +121,10 @@ class RunRecord:
         """The newest iteration whose gradient's norm is recorded."""
         self._evaluated = 0
         """The newest iteration whose evaluation is recorded."""
+        self._newest_checkpoint = committed
+        """That is known to be whole, or that the run begins with."""
+        self._unwritten: set[int] = set()
+        """Checkpoints after that one of which has been said that they can't be written."""
         self.skipped: dict[int, tuple[int, ...]] = {}
         """By iteration, the micro-batches that are left out of it."""
 
@@ -212,6 +218,8 @@ class RunRecord:
         progress = self._of(worker)
         progress.formed_generation, progress.formed_at, progress.committed = generation, at, iteration
         self._joining.discard(worker)
+        if iteration < self._newest_checkpoint:  # all went back to an older one, the newest being damaged
+            self._newest_checkpoint, self._unwritten = iteration, set()
         progress.committed_at = {i: t for i, t in progress.committed_at.items() if i < iteration}
         return self._settle()
 
@@ -258,6 +266,25 @@ class RunRecord:
         if iteration > self._normed:
             self._norms.setdefault(iteration, norm)
         return self._settle()
+
+    def checkpoint(
+        self, iteration: int, problem: str | None, every: int, there: Callable[[int], bool]
+    ) -> tuple[tuple[int, str | None], ...]:
+        """A worker says that the checkpoint of so many iterations is whole (None), or why it is not. every: iterations
+        from one to the next. there: is that one in the folder? Returns what is to be said of which checkpoints, once
+        of each: where a worker dies before its share is written nobody says anything, and the next one shows it; where
+        somebody comes after the last iteration, the last one is written again."""
+        if iteration <= self._newest_checkpoint or (problem is not None and iteration in self._unwritten):
+            return ()
+        if problem is not None:
+            # Where one worker finds no room for its share, others mostly find none either.
+            self._unwritten.add(iteration)
+            return ((iteration, problem),)
+        first = self._newest_checkpoint - self._newest_checkpoint % every + every
+        untold = [i for i in range(first, iteration, every) if i not in self._unwritten]
+        self._newest_checkpoint, self._unwritten = iteration, set()
+        # Who made it whole may have died before saying so.
+        return (*((i, None if there(i) else LEFT_OUT) for i in untold), (iteration, None))
 
     def left_out(self, iteration: int, micro_batch: int) -> None:
         """The iteration is done again without this micro-batch, so with another loss."""
@@ -469,6 +496,8 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_norms": TypeAdapter(dict[int, str]),
     "_normed": TypeAdapter(int),
     "_evaluated": TypeAdapter(int),
+    "_newest_checkpoint": TypeAdapter(int),
+    "_unwritten": TypeAdapter(set[int]),
     "skipped": TypeAdapter(dict[int, tuple[int, ...]]),
 }
 """What a RunRecord holds, and how it is told. Not the hashes of parameters: of those, a launcher compares what it
@@ -543,6 +572,8 @@ def sentence_of(line: dict[str, Any]) -> str:
 
 def is_remark(line: dict[str, Any]) -> bool:
     """Is it about something out of the ordinary?"""
+    if "validation" in line:  # that gradients are clipped is not, also where it came out after the step
+        return is_warning(line)
     return not any(key in line for key in ("iteration", "gradient_norm", "final"))
 
 
@@ -574,9 +605,10 @@ def _evaluation(iteration: int, values: dict[str, str]) -> str:
 def _validation(iteration: int, coefficient: float | None, redone: bool) -> str:
     if coefficient is None:
         what = "a gradient was NaN, infinite or out of range; its update is skipped"
-    else:
-        what = f"the gradients are clipped to {coefficient:.3g} of their size"
-    return f"iteration {iteration}: {what}" + ("; what followed begins anew" if redone else "")
+        return f"iteration {iteration}: {what}" + ("; it had been made already and was rolled back" if redone else "")
+    what = f"clipped to {coefficient:.3g} of their length" if coefficient < 1 else "not clipped"
+    again = "; the step is taken again, to the same result" if redone else ""
+    return f"iteration {iteration}: the gradients are {what}{again}"
 
 
 def _relayout(

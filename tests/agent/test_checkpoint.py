@@ -426,6 +426,7 @@ def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     assert said == []
     options = prepare(newest, Identity("tests:job", 2, 2, 3, 2, 7, {"clip_norm": 2.0}), 10, said.append)
     assert options.resumed_at == 2 and options.resumed is not None
+    assert golden("resumes-after-2-iterations", tmp_path) in said[0]
     assert golden("2-x-3-micro-batches-an") in said[1]
     assert said[2] == "note: clip_norm was 1.0 and is 2.0 from here"
     assert prepare(Checkpoints(directory=str(tmp_path), resume="1"), JOB, 10, said.append).resumed_at == 1
