@@ -768,7 +768,8 @@ class SpreadPool(ProcessPool):
         self.spares.keep({self.own_node, *(node for node, link in links.items() if self._linked.get(node) is link)})
         self._linked = links
         for node, link in links.items():
-            told, link.spares = link.spares, None
+            with self._hub.news:  # under which the link's thread says them, once
+                told, link.spares = link.spares, None
             if told is not None:
                 running = {entry.incarnation for entry in self.entries}
                 filled = {rank for entry in self.entries for rank in entry.made_of}
