@@ -348,8 +348,6 @@ def export_command(
         raise InputError("--out", None, "a file, since png is no text for a terminal")
     check_out(out)
     write_out(out, chosen.render(_valid_plan(path), pipeline=pipeline))
-    if out is not None and not is_stdout(out):
-        console().print(f"written to {out}", markup=False, soft_wrap=True)
 
 
 def compare_command(
