@@ -112,7 +112,7 @@ def needs_look(event: EventView) -> bool:
 
 def feed(console: ConsoleService, view: JobView, events: list[EventView], zone: str | None) -> None:
     """The list, and a button that takes note of what nobody has yet."""
-    st.html(feed_html(events, zone) if view.events else f"{_NONE}None so far.</div>")
+    st.html(feed_html(events, zone) if view.events else _quiet("None so far."))
     open_ones = [e.seq for e in events if needs_look(e)]
     label = f"Acknowledge {text.count(len(open_ones), 'event')}" if open_ones else "Nothing to acknowledge"
     st.button(
@@ -131,13 +131,14 @@ def _acknowledge(console: ConsoleService, job_id: str, seqs: list[int]) -> None:
         console.operators.acknowledge(job_id, seqs, actor(console))
 
 
-_NONE = '<div class="or-quiet or-feed">'
+def _quiet(words: str) -> str:
+    return f'<div class="or-quiet or-feed">{words}</div>'
 
 
 def feed_html(events: list[EventView], zone: str | None, now: float | None = None) -> str:
     """Above the first event of each day but today's stands which day it was. now: POSIX seconds."""
     if not events:
-        return f"{_NONE}No event fits.</div>"
+        return _quiet("No event fits.")
     rows, day = [], text.local(time.time() if now is None else now, zone).date()
     for event in events:
         at = text.local(event.at, zone)
