@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
+from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.options import (
     FLAGS,
     GRID,
@@ -230,7 +231,8 @@ def train(
                 options: TrainingOptions = build(TrainingOptions, {**given, "console.token": token}, job=job)
                 source = NamedWorkload(workload, json_object(workload_options))
                 options.check()
-                if unlike := profile_unlike(profile, options.optimization):
+                device = None if options.planning.by_profile else options.platform.device
+                if unlike := profile_unlike(profile, options.optimization, device):
                     say(f"warning: {unlike}")
                 try:
                     launcher = make_launcher(options, source, listener, say, role=role)
@@ -371,7 +373,10 @@ MODELS_HELP = "gpt-3-medium, gpt-3-3.35b or gpt-3-6.7b: one layer, the embedding
 MAX_REPEATS = 1000
 
 
-TRAINED_WITH = ("optimization.mode", "optimization.autocast", "optimization.sharding", "planning.capacity")
+TRAINED_WITH = (
+    *("optimization.mode", "optimization.autocast", "optimization.sharding", "planning.capacity"),
+    *("platform.device", "platform.transport"),
+)
 """Options of `train` that a profile is measured with."""
 
 
@@ -415,6 +420,9 @@ def profile_command(
                 raise InputError(option, value, f"a whole number from {least} to {most}")
         if clock not in get_args(Clock):
             raise InputError("--clock", clock, "wall or cpu")
+        computes_on: Platform = build(Platform, given, "platform.")
+        if computes_on.device != "cpu" and clock != "wall":
+            raise InputError("--clock", clock, f"wall with --device {computes_on.device}, which is no processor")
         # Written so that NaN fails it too.
         if not spread_limit >= 0:
             raise InputError("--spread-limit", spread_limit, "a number of at least 0")
@@ -425,6 +433,7 @@ def profile_command(
         import_from_here()
 
         # Only now: importing torch takes seconds, and bad input should not have to wait for it.
+        computes_on.check(1)
         import torch
 
         from openrecycle.agent import profiling
@@ -434,9 +443,11 @@ def profile_command(
         grid = (pipelines, stages, micro_batches)
         try:
             if model is not None:
-                measured = profiling.measure_model(model, batch, grid, optimization, effort, _say)
+                measured = profiling.measure_model(model, batch, grid, optimization, effort, _say, computes_on)
             else:
-                measured = profiling.measure_workload(workload or "", options, grid, optimization, effort, _say)
+                measured = profiling.measure_workload(
+                    *(workload or "", options, grid, optimization, effort, _say, computes_on)
+                )
         except profiling.MeasuringError as error:
             refuse(str(error))
         made = measured.model_copy(update={"capacity_bytes": capacity_bytes}).profile(*grid)
@@ -460,7 +471,8 @@ def _say(sentence: str) -> None:
 
 def _summary(made: Profile) -> list[str]:
     """What was measured, for the terminal."""
-    lines = [f"{made.model} on {made.hardware.processor}, {made.hardware.threads} threads, {made.hardware.clock} clock"]
+    on = made.hardware.accelerator or f"{made.hardware.processor}, {made.hardware.threads} threads"
+    lines = [f"{made.model} on {on}, {made.hardware.clock} clock"]
     for part in made.parts:
         lines.append(
             f"{part.name:>10}: F {part.forward.median:.3f}  I {part.input_backward.median:.3f}  "

@@ -2,13 +2,13 @@
 and reductions between real processes; and a whole profile of these.
 
 A part runs through the same `Stage`, sums and optimizer as in training, one micro-batch after the other, alone in this
-process. Bytes are counted exactly, from the allocations and releases that torch's own profiler sees, in a round that is
-not timed.
+process. Bytes are counted exactly, from the allocations and releases that torch's own profiler sees, on a GPU by what
+torch has given out of its memory, in a round that is not timed.
 
 Stages: each stage runs through the executor that trains, in a process of its own, with neighbours that answer at once:
 an op's time is all that passes from its beginning to the next one's, data loading, seeding and what Python does between
 ops included. As many stages run at the same time as workers will on this machine, since they share its memory and
-caches then, too.
+caches then, too; or as there are GPUs. A GPU says itself when it came from one op to the next.
 
 Transfers and reductions go over the groups that training uses.
 """
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from openrecycle.agent.config.devices import on_device
+from openrecycle.agent.config.devices import Platform, on_device
 from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.config.options import LOOPBACK, Optimization, Timeouts
 from openrecycle.agent.examples.gpt import Block
@@ -91,7 +91,7 @@ class ProfilingEffort:
 
 @dataclass
 class Stopwatch:
-    """Seconds by op, one entry per timed round."""
+    """Seconds by op, one entry per timed round. clock: looked at when what was begun has ended."""
 
     clock: Callable[[], float]
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -115,9 +115,23 @@ def timing_of(seconds: list[float]) -> Timing:
     )
 
 
+def _clock_of(effort: ProfilingEffort, device: torch.device) -> Callable[[], float]:
+    """For what is timed alone."""
+    clock = CLOCKS[effort.clock]
+    if device.type == "cpu":
+        return clock
+
+    def when_done() -> float:
+        torch.cuda.synchronize(device)
+        return clock()
+
+    return when_done
+
+
 @dataclass(frozen=True)
 class PartSpec:
-    """build: makes what trains. x: what enters it. loss: of its output, scaled, where it is the last."""
+    """build: makes what trains. x: what enters it. loss: of its output, scaled, where it is the last. All on one
+    device."""
 
     name: str
     build: Callable[[], tuple[Stage, StageOptimizer]]
@@ -127,8 +141,10 @@ class PartSpec:
 
 def measure_part(spec: PartSpec, effort: ProfilingEffort) -> tuple[Part, Tensors]:
     """The part, and its output (its scaled loss, where it is the last)."""
-    (stage, optimizer), weight_bytes = kept_bytes(spec.build)
-    watch = Stopwatch(CLOCKS[effort.clock])
+    device = (spec.x[0] if isinstance(spec.x, tuple) else spec.x).device
+    kept = partial(kept_bytes, device=device)
+    (stage, optimizer), weight_bytes = kept(spec.build)
+    watch = Stopwatch(_clock_of(effort, device))
     dy: Gradients = None
 
     def forward() -> Tensors:
@@ -138,13 +154,13 @@ def measure_part(spec: PartSpec, effort: ProfilingEffort) -> tuple[Part, Tensors
     def input_backward() -> None:
         stage.input_backward(_KEY, dy if dy is None else _each(Tensor.clone, dy))  # type: ignore[arg-type]
 
-    y, activation_bytes = kept_bytes(forward)
+    y, activation_bytes = kept(forward)
     activation_bytes -= size_of(y)
     if spec.loss is None:
         dy = _each(_gradient, y)
-    _, change = kept_bytes(input_backward)
+    _, change = kept(input_backward)
     stage.weight_backward(_KEY)
-    _, state_bytes = kept_bytes(lambda: [optimizer.step() for _ in range(2)])
+    _, state_bytes = kept(lambda: [optimizer.step() for _ in range(2)])
 
     for number in range(effort.warm_up + effort.repeats):
         if number == effort.warm_up:
@@ -172,13 +188,26 @@ def measure_part(spec: PartSpec, effort: ProfilingEffort) -> tuple[Part, Tensors
     return part, y
 
 
-def kept_bytes(work: Callable[[], T]) -> tuple[T, int]:
-    """What `work` returns, and the bytes it took and did not give back (negative: gave back more)."""
+def kept_bytes(work: Callable[[], T], device: torch.device = CPU) -> tuple[T, int]:
+    """What `work` returns, and the bytes of `device` that it took and did not give back (negative: gave back more)."""
     gc.collect()
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        return work(), torch.cuda.memory_allocated(device) - before
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         result = work()
     events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
     return result, sum(e.nbytes() for e in events if e.name() == "[memory]")
+
+
+def _take_workspaces(device: torch.device, optimization: Optimization) -> None:
+    """What a GPU's library for products of matrices keeps for itself is no layer's. It has some for each thread."""
+    if device.type == "cuda":
+        lower = None if optimization.autocast is None else LOWER[optimization.autocast]
+        layer, x = nn.Linear(64, 64, device=device), torch.ones(64, 64, device=device, requires_grad=True)
+        for dtype in (None, lower):
+            with torch.autocast("cuda", dtype, enabled=dtype is not None):
+                (x @ layer(x)).float().sum().backward()
 
 
 def size_of(tensors: Tensors) -> int:
@@ -238,7 +267,7 @@ def hear(entry: WorkerProcess, kind: str, seconds: float) -> channel.Message:
 @dataclass(frozen=True)
 class _PeerSpec:
     """sizes: bytes of the tensors to pass on between peers 0 and 1. reduced: bytes to sum among the
-    first 2, 3, ... peers; 0 for none. optimization: None: all get all sums."""
+    first 2, 3, ... peers; 0 for none. optimization: None: all get all sums. shared: do peers share GPUs?"""
 
     number: int
     peers: int
@@ -248,6 +277,8 @@ class _PeerSpec:
     repeats: int
     warm_up: int
     optimization: Optimization | None
+    computes_on: Platform
+    shared: bool
 
 
 def measure_traffic(
@@ -259,13 +290,15 @@ def measure_traffic(
     warm_up: int,
     clock: Clock = "wall",
     optimization: Optimization | None = None,
+    computes_on: Platform | None = None,
+    say: Say = lambda _: None,
 ) -> tuple[tuple[Timing, ...], Reductions | None]:
     """One-way transfers of `sizes` bytes, and reductions of `reduced_bytes` among 2 to `peers` peers: for all of them,
     or where `optimization` shards its state, with the parameters that come of it, as peers exchange them then.
 
-    Every peer is a process of this machine. Waiting for each other is no processor's time, so with
-    `cpu` the quickest quarter of four times as many rounds stands for a machine that nobody else uses.
-    Raises MeasuringError.
+    Every peer is a process of this machine, with a GPU of its own while there are. Waiting for each other is no
+    processor's time, so with `cpu` the quickest quarter of four times as many rounds stands for a machine that nobody
+    else uses. say: is told if they share GPUs. Raises MeasuringError; InputError if they can't.
     """
     if clock == "cpu":
         repeats *= _QUICKEST
@@ -273,12 +306,18 @@ def measure_traffic(
     processes = max(2 if sizes else 1, peers if reduced else 1)
     if processes < 2:
         return (), None
+    computes_on = computes_on or Platform()
+    if sharing := computes_on.check(processes):
+        say(f"{sharing}; what passes between GPUs takes another time than is measured here")
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     pool = ProcessPool(_peer, ["openrecycle.agent.profiling"])
     try:
         for number in range(processes):
             sharded = optimization if optimization is not None and optimization.sharding == "zero1" else None
-            spec = _PeerSpec(number, processes, store.port, sizes, reduced, repeats, warm_up, sharded)
+            spec = _PeerSpec(
+                *(number, processes, store.port, sizes, reduced, repeats, warm_up, sharded),
+                *(computes_on, bool(sharing)),
+            )
             pool.start(Worker(number, 0), lambda _incarnation, spec=spec: spec, time.monotonic())  # type: ignore[misc]
         first = pool.running[Worker(0, 0)]
         seconds = hear(first, "measured", _TRAFFIC_SECONDS)
@@ -296,20 +335,34 @@ def measure_traffic(
 def _peer(spec: _PeerSpec, pipe: Connection) -> None:
     """The process. Peer 0 measures and says what it found."""
     torch.set_num_threads(1)
+    device = spec.computes_on.take(spec.number, deterministic=False, shared=spec.shared)
     store = dist.TCPStore(LOOPBACK, spec.port, is_master=False, timeout=timedelta(seconds=_TRAFFIC_SECONDS))
     rounds = range(spec.warm_up + spec.repeats)
     everybody = [Worker(n, 0) for n in range(spec.peers)]
-    transfers, reductions = [], []
+    # All groups stay until the process ends: to end one over NCCL is to wait for the others.
+    groups, transfers, reductions = [], list[list[float]](), list[list[float]]()
+
+    def among(number: int, living: Sequence[Worker], neighbours: Sequence[Worker] = ()) -> Groups:
+        groups.append(
+            Groups(
+                *(store, number, everybody[spec.number], living, Timeouts()),
+                transport=spec.computes_on.carrier,
+                device=device,
+                neighbours=neighbours,
+            )
+        )
+        return groups[-1]
+
     if spec.number < 2 and spec.sizes:
-        groups = Groups(store, 1, everybody[spec.number], everybody[:2], Timeouts())
-        transfers = [_pass_on(groups, spec, size, rounds) for size in spec.sizes]
+        two = among(1, everybody[:2], [everybody[1 - spec.number]])
+        transfers = [_pass_on(two, spec, size, rounds, device) for size in spec.sizes]
     for size in range(2, spec.peers + 1) if spec.reduced else ():
         if spec.number < size:
-            groups = Groups(store, size, everybody[spec.number], everybody[:size], Timeouts())
-            exchange = _all_reduced(groups, spec.reduced)
+            peers = among(size, everybody[:size])
+            exchange = _all_reduced(peers, spec.reduced, device)
             if spec.optimization is not None:
-                exchange = _shared(groups, everybody[spec.number], spec.reduced, spec.optimization)
-            reductions.append(_timed_together(groups, exchange, rounds))
+                exchange = _shared(peers, everybody[spec.number], spec.reduced, spec.optimization, device)
+            reductions.append(_timed_together(peers, exchange, rounds, device))
     drop = spec.warm_up
     if spec.number == 0:
         channel.send(
@@ -319,9 +372,9 @@ def _peer(spec: _PeerSpec, pipe: Connection) -> None:
     pipe.poll(_TRAFFIC_SECONDS)
 
 
-def _pass_on(groups: Groups, spec: _PeerSpec, size: int, rounds: range) -> list[float]:
+def _pass_on(groups: Groups, spec: _PeerSpec, size: int, rounds: range, device: torch.device) -> list[float]:
     """Seconds there and back, by round."""
-    tensor, taken = torch.zeros(size, dtype=torch.uint8), []
+    tensor, taken = torch.zeros(size, dtype=torch.uint8, device=device), []
     other = Worker(1 - spec.number, 0)
     for number in rounds:
         started = time.perf_counter()
@@ -335,26 +388,30 @@ def _pass_on(groups: Groups, spec: _PeerSpec, size: int, rounds: range) -> list[
     return taken
 
 
-def _timed_together(groups: Groups, exchange: Callable[[], object], rounds: range) -> list[float]:
+def _timed_together(groups: Groups, exchange: Callable[[], object], rounds: range, device: torch.device) -> list[float]:
     """Seconds, by round."""
-    together, taken = torch.zeros(1, dtype=torch.int64), []
+    together, taken = torch.zeros(1, dtype=torch.int64, device=device), []
+    clock = _clock_of(ProfilingEffort(), device)
     for _ in rounds:
         groups.reduce(together)
-        started = time.perf_counter()
+        started = clock()
         exchange()
-        taken.append(time.perf_counter() - started)
+        taken.append(clock() - started)
     return taken
 
 
-def _all_reduced(groups: Groups, size: int) -> Callable[[], object]:
-    return partial(groups.reduce, torch.zeros(max(1, size // 8), dtype=torch.int64))
+def _all_reduced(groups: Groups, size: int, device: torch.device) -> Callable[[], object]:
+    return partial(groups.reduce, torch.zeros(max(1, size // 8), dtype=torch.int64, device=device))
 
 
-def _shared(groups: Groups, me: Worker, size: int, optimization: Optimization) -> Callable[[], object]:
+def _shared(
+    groups: Groups, me: Worker, size: int, optimization: Optimization, device: torch.device
+) -> Callable[[], object]:
     """What peers that share an optimizer's state exchange in a step, of one parameter."""
     kind = SUM_OF[optimization.mode]
-    parameter = nn.Parameter(torch.zeros(max(1, size // (8 if optimization.mode == "deterministic" else 4))))
-    sums = kind([parameter], terms=1, bucket_bytes=optimization.bucket_bytes)
+    elements = max(1, size // (8 if optimization.mode == "deterministic" else 4))
+    parameter = nn.Parameter(torch.zeros(elements, device=device))
+    sums = kind([parameter], terms=1, device=device, bucket_bytes=optimization.bucket_bytes)
     optimizer = StageOptimizer(
         nn.ParameterList([parameter]), torch.optim.SGD([parameter]), sums, pipelines=len(groups.peers)
     )
@@ -392,7 +449,8 @@ STEP_ROUNDS, STEP_WARM_UP = 5, 2
 
 @dataclass(frozen=True)
 class StageRun:
-    """What a process that measures is told; plain data. layers: of the model; None: as the workload says."""
+    """What a process that measures is told; plain data. layers: of the model; None: as the workload says. slot: which
+    GPU it takes, on GPUs."""
 
     cell: Worker
     job: Job
@@ -401,6 +459,8 @@ class StageRun:
     effort: ProfilingEffort
     threads: int
     layers: int | None = None
+    computes_on: Platform = field(default_factory=Platform)
+    slot: int = 0
 
 
 Rounds = dict[str, list[float]]
@@ -416,18 +476,22 @@ def measure_stages(
     *,
     what: str = "stage",
     layers: int | None = None,
+    computes_on: Platform | None = None,
 ) -> list[Rounds]:
     """By stage. what: it is called. layers: of the model; None: as the workload says for so many stages. Raises
     MeasuringError."""
     threads = torch.get_num_threads()
     found: list[Rounds] = [{} for _ in range(job.stages)]
-    for together in batches(job, max(1, (os.cpu_count() or 1) // threads)):
+    computes_on = computes_on or Platform()
+    on_cpus = computes_on.device == "cpu"
+    width = (os.cpu_count() or 1) // threads if on_cpus else torch.cuda.device_count()
+    for together in batches(job, max(1, width)):
         say("measuring ops of " + ", ".join(f"{what} {cell.stage}" for cell in together) + " at the same time")
         pool = ProcessPool(_process, [*preload(workload), "openrecycle.agent.profiling"])
         try:
             running = []
             for place, cell in enumerate(together):
-                run = StageRun(cell, job, workload, optimization, effort, threads, layers)
+                run = StageRun(cell, job, workload, optimization, effort, threads, layers, computes_on, place)
                 running.append(pool.start(Worker(place, 0), lambda _, run=run: run, time.monotonic()))  # type: ignore[misc]
             for entry in running:
                 hear(entry, "ready", _STAGES_SECONDS)
@@ -483,7 +547,8 @@ def batches(job: Job, width: int) -> list[list[Worker]]:
 def _process(run: StageRun, pipe: Connection) -> None:
     torch.set_num_threads(run.threads)
     try:
-        bench = StageBenchmark(run)
+        device = run.computes_on.take(run.slot, deterministic=run.optimization.mode == "deterministic")
+        bench = StageBenchmark(run, device=device)
         channel.send(pipe, "ready")
         channel.receive(pipe)
         for _ in range(run.effort.warm_up):
@@ -511,7 +576,9 @@ class StageBenchmark:
         optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.optimization, job.pipelines)
         steps = Steps(me, run.optimization, optimizer, cuts.partition, lambda *_: None)
         self._gradients = stage.gradients.buffer
-        self._clock, self._marks = clock or CLOCKS[run.effort.clock], list[float]()
+        on_cpu = device.type == "cpu"
+        self._clock: Callable[[], Any] = clock or (CLOCKS[run.effort.clock] if on_cpu else partial(_recorded, device))
+        self._marks = list[Any]()
         self._executor = Executor(
             *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda: None), {}),
             *(self._mark, lambda *_: None, between),
@@ -535,9 +602,8 @@ class StageBenchmark:
         self._marks.clear()
         started = self._clock()
         self._executor.run(self._iteration, self._script, self._groups)
-        ended = self._clock()
+        started, *marks, before, ended = seconds_of([started, *self._marks, self._clock()])
         self._iteration += 1
-        *marks, before = self._marks
         times: dict[str, list[float]] = {"O": [ended - before + marks[0] - started]}
         for op, begin, end in zip(self._script.ops, marks, [*marks[1:], before], strict=False):
             times.setdefault(op.kind, []).append(end - begin)
@@ -547,6 +613,21 @@ class StageBenchmark:
         """The executor asks this before every op."""
         self._marks.append(self._clock())
         return False
+
+
+def _recorded(device: torch.device) -> Any:
+    """What the GPU notes the time of, when it has done all that it was given."""
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_of(marks: Sequence[Any]) -> list[float]:
+    """When they were; on a GPU, since the first one."""
+    if isinstance(marks[0], (int, float)):
+        return list(marks)
+    marks[-1].synchronize()
+    return [marks[0].elapsed_time(mark) / 1000 for mark in marks]
 
 
 def script_of(me: Worker, job: Job) -> Script:
@@ -674,15 +755,15 @@ class TokenEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: (batch, sequence) int64; returns (batch, sequence, width)."""
-        x: Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        x: Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         return x
 
 
-def parts_of(shape: Shape, batch: int, optimization: Optimization) -> list[PartSpec]:
+def parts_of(shape: Shape, batch: int, optimization: Optimization, device: torch.device = CPU) -> list[PartSpec]:
     """Embedding, one layer, head with its loss; `batch` samples of full length each. AdamW."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(shape.vocabulary, (batch, shape.sequence), generator=generator)
-    x = torch.randn(batch, shape.sequence, shape.width, generator=generator)
+    tokens = torch.randint(shape.vocabulary, (batch, shape.sequence), generator=generator).to(device)
+    x = torch.randn(batch, shape.sequence, shape.width, generator=generator).to(device)
 
     def head() -> nn.Module:
         return nn.Sequential(nn.LayerNorm(shape.width), nn.Linear(shape.width, shape.vocabulary))
@@ -692,8 +773,8 @@ def parts_of(shape: Shape, batch: int, optimization: Optimization) -> list[PartS
 
     def trained(build: Callable[[], nn.Module]) -> Callable[[], tuple[Stage, StageOptimizer]]:
         def made() -> tuple[Stage, StageOptimizer]:
-            module = build()
-            gradients = SUM_OF[optimization.mode](module.parameters(), terms=TERMS)
+            module = build().to(device)
+            gradients = SUM_OF[optimization.mode](module.parameters(), terms=TERMS, device=device)
             optimizer = StageOptimizer(
                 module, torch.optim.AdamW(module.parameters()), gradients, clips=optimization.clip_norm is not None
             )
@@ -715,25 +796,32 @@ Grid = tuple[int, int, int]
 
 
 def measure_model(
-    name: str, batch: int, grid: Grid, optimization: Optimization, effort: ProfilingEffort, say: Say
+    name: str,
+    batch: int,
+    grid: Grid,
+    optimization: Optimization,
+    effort: ProfilingEffort,
+    say: Say,
+    computes_on: Platform | None = None,
 ) -> Measurements:
     """Of a built-in shape: embedding, one layer and head, split as the deferred Linear does it.
 
     grid: pipelines, stages, micro-batches. say: gets sentences about the progress. Raises InputError
     or MeasuringError.
     """
+    computes_on = computes_on or Platform()
     name, (pipelines, stages, _) = shape_name(name), grid
     shape = shape_of(name)
     if stages > shape.layers:
         raise InputError("--stages", stages, f"at most {shape.layers}, the layers of {name}")
-    parts = []
-    for spec in parts_of(shape, batch, optimization):
+    device, parts = _taken(computes_on, optimization), []
+    for spec in parts_of(shape, batch, optimization, device):
         say(f"measuring {spec.name} of {name}")
         part = measure_part(spec, effort)[0]
         parts.append(part.model_copy(update={"step": _part_of(part.step, optimization, pipelines)}))
     boundary = torch.float32.itemsize * batch * shape.sequence * shape.width
     reduced = max(part.reduced_bytes for part in parts)
-    transfers, reductions = _traffic((boundary,), reduced, pipelines, effort, optimization, say)
+    transfers, reductions = _traffic((boundary,), reduced, pipelines, effort, optimization, say, computes_on)
     about = (
         f"{shape.layers} layers, hidden {shape.width}, {shape.heads} heads, sequence {shape.sequence}, "
         f"vocabulary {shape.vocabulary}, {shape.parameters / 1e9:.2f} billion parameters; sizes: {shape.note}"
@@ -744,7 +832,7 @@ def measure_model(
         samples_per_micro_batch=batch,
         mode=optimization.mode,
         sharded_over=_sharded_over(optimization, pipelines),
-        hardware=_hardware(effort, optimization),
+        hardware=_hardware(effort, optimization, device),
         cut="layers",
         layers=shape.layers,
         parts=tuple(parts),
@@ -755,7 +843,13 @@ def measure_model(
 
 
 def measure_workload(
-    path: str, options: Mapping[str, Any], grid: Grid, optimization: Optimization, effort: ProfilingEffort, say: Say
+    path: str,
+    options: Mapping[str, Any],
+    grid: Grid,
+    optimization: Optimization,
+    effort: ProfilingEffort,
+    say: Say,
+    computes_on: Platform | None = None,
 ) -> Measurements:
     """Of any workload: each of its layers as a worker puts it together and runs it, were it a stage; of one that comes
     in stages, each of these. Bytes are those of one micro-batch, fed with what the one before puts out.
@@ -768,23 +862,24 @@ def measure_workload(
     pipelines, stages, micro_batches = grid
     source, job = NamedWorkload(path, options), Job.uniform(*grid)
     workload = source.load()
-    autocast = optimization.autocast
-    whole = StageCuts.of(workload, stages, autocast=autocast)
+    autocast, computes_on = optimization.autocast, computes_on or Platform()
+    device = _taken(computes_on, optimization)
+    whole = StageCuts.of(workload, stages, autocast=autocast, device=device)
     what = kind_of(workload) if whole.layers <= MAX_LAYERS else "stage"
     cuts, alone, together = whole, job, tuple(range(k, k + 1) for k in range(stages))
     if what == "layer":
         together = spans(whole.partition)
         cuts = StageCuts((1,) * whole.layers, whole.layer_io)
         alone = Job.uniform(pipelines, cuts.layers, micro_batches)
-    inputs = tensors_of(workload.inputs(0, 0, 0, 0), "data")
+    inputs = on_device(tensors_of(workload.inputs(0, 0, 0, 0), "data"), device)
     x: Tensors = inputs if len(inputs) > 1 else inputs[0]
-    targets = workload.targets(0, 0, 0, 0)
+    targets = on_device(workload.targets(0, 0, 0, 0), device)
 
     def scaled_loss(output: Any) -> Tensor:
         return workload.loss(output, targets) / (pipelines * micro_batches)
 
     def trained(number: int) -> tuple[Stage, StageOptimizer]:
-        made, _ = assemble(workload, alone, cuts, number, 0, optimization)
+        made, _ = assemble(workload, alone, cuts, number, 0, optimization, device)
         return made, stage_optimizer(workload, made.module, made.gradients, optimization)
 
     parts, sizes = [], []
@@ -796,9 +891,12 @@ def measure_workload(
         parts.append(part)
         if not last:
             sizes.append(size_of(x))
-    rounds = measure_stages(source, alone, optimization, effort, say, what=what, layers=cuts.layers)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # others need it now
+    measured = partial(measure_stages, source, layers=cuts.layers, computes_on=computes_on)
+    rounds = measured(alone, optimization, effort, say, what=what)
     if alone.stages > stages:
-        of_stages = measure_stages(source, job, optimization, effort, say, layers=cuts.layers)
+        of_stages = measured(job, optimization, effort, say)
         rounds = [
             layer
             for span, stage in zip(together, of_stages, strict=True)
@@ -806,14 +904,14 @@ def measure_workload(
         ]
     parts = [_timed(part, found) for part, found in zip(parts, rounds, strict=True)]
     reduced = max(sum(parts[k].reduced_bytes for k in span) for span in together)
-    transfers, reductions = _traffic(tuple(sizes), reduced, pipelines, effort, optimization, say)
+    transfers, reductions = _traffic(tuple(sizes), reduced, pipelines, effort, optimization, say, computes_on)
     return Measurements(
         model=path,
         about=f"{alone.stages} {what}s of {path} with options {dict(options)}"[:300],
         samples_per_micro_batch=workload.samples_per_micro_batch,
         mode=optimization.mode,
         sharded_over=_sharded_over(optimization, pipelines),
-        hardware=_hardware(effort, optimization),
+        hardware=_hardware(effort, optimization, device),
         cut="each" if what == "layer" else "stages",
         layers=alone.stages if what == "layer" else 0,
         parts=tuple(parts),
@@ -821,6 +919,13 @@ def measure_workload(
         transfers=transfers,
         reductions=reductions,
     )
+
+
+def _taken(computes_on: Platform, optimization: Optimization) -> torch.device:
+    """What this process computes on."""
+    device = computes_on.take(0, deterministic=optimization.mode == "deterministic")
+    _take_workspaces(device, optimization)
+    return device
 
 
 def _sharded_over(optimization: Optimization, pipelines: int) -> int:
@@ -856,6 +961,7 @@ def _traffic(
     effort: ProfilingEffort,
     optimization: Optimization,
     say: Say,
+    computes_on: Platform,
 ) -> tuple[tuple[Timing, ...], Reductions | None]:
     """One transfer per boundary. reduced: bytes of the largest sum."""
     say("measuring transfers and reductions")
@@ -866,15 +972,18 @@ def _traffic(
         warm_up=effort.warm_up,
         clock=effort.clock,
         optimization=optimization,
+        computes_on=computes_on,
+        say=say,
     )
     by_size = dict(zip(unlike, found, strict=True))
     return tuple(by_size[size] for size in sizes), reductions
 
 
-def _hardware(effort: ProfilingEffort, optimization: Optimization) -> Hardware:
+def _hardware(effort: ProfilingEffort, optimization: Optimization, device: torch.device) -> Hardware:
     return Hardware(
         processor=_processor(),
         cores=os.cpu_count() or 1,
+        accelerator="" if device.type == "cpu" else torch.cuda.get_device_name(device),
         system=f"{platform.system()} {platform.machine()}",
         torch=torch.__version__,
         threads=torch.get_num_threads(),

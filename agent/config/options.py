@@ -25,7 +25,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from openrecycle.agent.config.devices import Autocast, Mode, Platform
+from openrecycle.agent.config.devices import Autocast, Kind, Mode, Platform
 from openrecycle.agent.config.faults import Kill, Rejoin, Slow, profile_pace
 from openrecycle.agent.config.settings import OptionGroup, documented, leaves, option, spelled
 from openrecycle.planner.jobs.errors import InputError
@@ -292,11 +292,17 @@ def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job
         return job_on(document, job.pipelines, job.stages, job.micro_batches, by_layers=each)
 
 
-def profile_unlike(profile: str | Path | Profile | JobDoc | None, optimization: Optimization) -> str:
-    """What is said where steps were measured of another kind than the job's; "": nothing."""
+def profile_unlike(
+    profile: str | Path | Profile | JobDoc | None, optimization: Optimization, device: Kind | None = None
+) -> str:
+    """What is said where ops or steps were measured of another kind than the job's; "": nothing. device: where ops
+    run; None: it does not matter, since they are paced."""
     document = load(profile) if isinstance(profile, str | Path) else profile
     if not isinstance(document, Profile):
         return ""
+    measured_on = "cuda" if document.hardware.accelerator else "cpu"
+    if device not in (None, measured_on):
+        return f"the profile was measured with --device {measured_on}: on {device} ops take other times than plans say"
     flags = (
         ("--mode", document.mode, optimization.mode),
         ("--optimizer-sharding", document.sharding, optimization.sharding),

@@ -231,7 +231,8 @@ class ResilientTrainer:
         options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
         options = replace(options.anchored(), job=options.planning.job(job, profile))
         options.check()  # what is wrong is said here, not when training begins
-        if unlike := profile_unlike(profile, options.optimization):
+        device = None if options.planning.by_profile else options.platform.device
+        if unlike := profile_unlike(profile, options.optimization, device):
             log.warning("%s", unlike)
         if options.record is not None:
             check_writable(Path(options.record))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
-from openrecycle.agent.config.devices import Mode
+from openrecycle.agent.config.devices import Mode, Platform, Transport
 from openrecycle.agent.config.options import Optimization, Planning, profile_unlike, with_profile
 from openrecycle.agent.profiling import (
     SHAPES,
@@ -19,6 +20,7 @@ from openrecycle.agent.profiling import (
     kept_bytes,
     measure_part,
     measure_traffic,
+    seconds_of,
     shape_of,
     shared_out,
     timing_of,
@@ -92,8 +94,10 @@ def test_a_layers_time_is_its_part_of_its_stages() -> None:
 
 
 @pytest.mark.processes
-def test_traffic_between_real_processes() -> None:
-    transfers, reductions = measure_traffic((64, 4096), 4096, 3, repeats=3, warm_up=1)
+@pytest.mark.parametrize("transport", [None, at_length("ordered")])
+def test_traffic_between_real_processes(transport: Transport | None) -> None:
+    computes_on = Platform(transport=transport)
+    transfers, reductions = measure_traffic((64, 4096), 4096, 3, repeats=3, warm_up=1, computes_on=computes_on)
     assert len(transfers) == 2 and all(t.repeats == 3 and t.median > 0 for t in transfers)
     assert reductions is not None and reductions.bytes == 4096
     assert len(reductions.by_peers) == 2 and all(t.median > 0 for t in reductions.by_peers)
@@ -120,6 +124,9 @@ def test_a_profile_of_a_sharded_optimizer_says_what_its_job_does(tmp_path: Path)
     made = load_profile(out)
     assert (made.sharded_over, made.sharding) == (4, "zero1")
     assert profile_unlike(out, Optimization(sharding="zero1")) == "" != profile_unlike(made, Optimization())
+    # Its ops ran on a processor, and a job's on GPUs take other times.
+    assert profile_unlike(out, Optimization(sharding="zero1"), "cpu") == ""
+    assert profile_unlike(out, Optimization(sharding="zero1"), "cuda") != ""
     # Each of 4 workers steps 2 parts of 4; of 2 that are left each steps all.
     (whole,) = made.job_for(4, 1, 1).profiles
     step, sums = sum(part.step.median for part in made.parts), made.reductions
@@ -191,3 +198,28 @@ def test_times_that_vary_too_much_are_not_written(tmp_path: Path) -> None:
     sizes = ["--stages", "1", "--pipelines", "1", "--repeats", "5", "--spread-limit", "0", "--out", str(out)]
     done = CliRunner().invoke(app, [*command, *sizes], catch_exceptions=False)
     assert done.exit_code == 2 and "layer 0 vary by" in done.stderr and not out.exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--clock", "cpu"]])
+def test_a_profile_on_a_gpu_that_is_not_there_is_refused(more: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    done = CliRunner().invoke(app, ["profile", "--model", "gpt-3-medium", "--device", "cuda", "--out", str(out), *more])
+    assert done.exit_code == 2 and not out.exists()
+    assert ("--clock" if more else "--device") in done.stderr
+
+
+def test_what_a_gpu_noted_is_read_as_seconds_since_the_first() -> None:
+    assert seconds_of([0.5, 0.75]) == [0.5, 0.75]
+    assert seconds_of([Noted(3.0), Noted(5.0), Noted(9.0)]) == [0.0, 0.002, 0.006]
+
+
+@dataclass
+class Noted:
+    """As a GPU's event: its time is known once it has been waited for."""
+
+    at: float
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Noted) -> float:
+        return other.at - self.at

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.options import Faults, HandOver, Optimization
 from openrecycle.agent.coordination.generations import worth_moving
-from openrecycle.agent.coordination.launcher import Deploy
-from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.models.workload import PROBED, NamedWorkload
 from openrecycle.agent.workers.relayout import Move, moves
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.local_jobs import ENDLESS, TINY, LocalJob, Message, uncut
+from tests.agent.rearranging import rearranging
 from tests.conftest import at_length
 
 LAYERS = 6
@@ -44,25 +43,8 @@ def test_who_gives_which_layers_to_whom() -> None:
     assert moves((2, 2, 2), (2, 2, 2), living) == ()
 
 
-class Rearranging(LocalCoordination):
-    """Wants other layers from some generations on."""
-
-    partitions: ClassVar[dict[int, tuple[int, ...]]] = {}
-
-    def _open(self, generation: Any) -> None:
-        super()._open(generation)
-        newest = max((n for n in self.partitions if n <= generation.number), default=None)
-        if newest is not None:
-            last = self._orders[-1]
-            assert isinstance(last, Deploy)
-            lost = map(Worker.parse, last.deployment.failed)
-            plan, _ = self._catalog.at(self.partitions[newest]).plan_for(lost)
-            deployment = last.deployment.model_copy(update={"plan_fingerprint": plan.fingerprint})
-            self._orders[-1] = replace(last, plan=plan, deployment=deployment)
-
-
 def _job(iterations: int, partitions: dict[int, tuple[int, ...]], **given: Any) -> LocalJob:
-    decides = type("Decides", (Rearranging,), {"partitions": partitions})
+    decides = rearranging(partitions)
     given = {"workload": LAYERED, "optimization": CLIP} | given
     return LocalJob(iterations=iterations, decides=decides, **given).run()
 

@@ -22,7 +22,7 @@ from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.workers.reduction import Route, TiedSums, routes
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.local_jobs import TINY, LocalJob, Message, uncut
-from tests.agent.test_relayout import Rearranging
+from tests.agent.rearranging import Rearranging
 from tests.conftest import at_length
 
 LAYERS = 6

@@ -14,7 +14,8 @@ import pytest
 from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import ENDLESS, TINY, LocalJob, Message, uncut
-from tests.agent.test_relayout import WAYS, Rearranging, of_several_ranks
+from tests.agent.rearranging import Rearranging
+from tests.agent.test_relayout import WAYS, of_several_ranks
 
 pytestmark = pytest.mark.processes
 

@@ -39,12 +39,17 @@ LIMITS = {
     "sharded": 120,
     "ranks": 240,
     "mesh": 240,
+    "layers": 120,
+    "lost-stage": 150,
+    "precision": 180,
+    "compiled": 240,
     "command": 120,
     "sums": 60,
-    "profile": 75,
-    "speed": 75,
+    "profile": 120,
+    "speed": 120,
 }
 """Every check, in order, and its seconds."""
+BEFORE_JOBS = {"environment", "fork", "nccl-2", "nccl-4", "nccl-death", "waits", "host", "sums"}
 NEEDS_CUDA = {"nccl-2", "nccl-4", "nccl-death", "waits"}
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_LINES, NOTE_LETTERS = 15, 300
@@ -87,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in LIMITS:
             if options.only and name not in options.only:
                 continue
-            if name == "train" and transport == "auto":
+            if transport == "auto" and name not in BEFORE_JOBS:
                 transport = choose(results, options.device)
             results.append(_run(name, options, transport, out, deadline))
             print(f"{name}: {results[-1].status}, {results[-1].seconds:.0f} s", file=sys.stderr, flush=True)

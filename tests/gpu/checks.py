@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -185,6 +186,7 @@ def waits(told: Told) -> Said:
 ITERATIONS = 4
 KILLS = ("W0_1@1:I0", "W1_0@2:F1", "W1_1@1:O")
 """Of `train`: in the backward, in the forward, right before a step."""
+KILLED_STAGE = ("W0_1@5:F0", "W1_1@5:I1")
 MORE_KILLS = ("W0_0@0:F0", "W1_1@2:R", "W0_1@3:W1", "W1_0@1:I1", "W0_0@2:O", "W1_1@3:F0")
 """Of `kills`, as far as there is time."""
 
@@ -197,7 +199,8 @@ def _job(told: Told, **options: Any) -> Any:
     from tests.agent.local_jobs import LocalJob
 
     heard = options.pop("on_line", lambda job, line: None)
-    workload = NamedWorkload(options.pop("workload", "openrecycle.agent.examples.gpt:Gpt"), _small(told))
+    path, model = options.pop("workload", "openrecycle.agent.examples.gpt:Gpt"), options.pop("model", {})
+    workload = NamedWorkload(path, _small(told) | model)
     computes_on = options.pop("platform", Platform(device=told.device, transport=told.carrier))  # type: ignore[arg-type]
 
     def on_line(job: Any, line: Any) -> None:
@@ -340,6 +343,87 @@ def mesh(told: Told) -> Said:
     return "", "a rank was killed: the same bits (tensor parallel over one dimension, fully sharded over the other)"
 
 
+def layers(told: Told) -> Said:
+    """Layers move to other stages when a worker is lost; one weight is the first layer's and the last one's."""
+    from tests.agent.rearranging import rearranging
+
+    partition, kill = (3, 1, 2), "W1_1@1:F1"
+    options: dict[str, Any] = {"stages": 3, "iterations": 6, "model": {"layers": 6, "tied": True}}
+    calm = _result(_job(told, **options))
+    job = _job(told, kills=(kill,), decides=rearranging({2: partition}), **options)
+    changes = [line["relayout"]["partition"] for line in job.lines if "relayout" in line]
+    if job.dead != [kill[:4]] or changes != [list(partition)]:
+        raise CheckFailed(f"--kill {kill}: dead are {', '.join(job.dead) or 'none'}, partitions {changes or 'none'}")
+    if _result(job) != calm:
+        raise CheckFailed(f"--kill {kill}: other bits than without a failure")
+    return "", f"--kill {kill}, then layers {partition}: the same bits"
+
+
+def lost_stage(told: Told) -> Said:
+    """All workers of a stage are lost, and it goes back to a checkpoint."""
+    from openrecycle.agent.checkpoints import whole_checkpoints
+    from openrecycle.agent.config.options import Checkpoints
+
+    folder = Path(told.folder) / f"checkpoints-{told.transport}"
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, which a job would refuse
+
+    def newest() -> str | None:
+        return next((str(found.path) for found in whole_checkpoints(folder)), None)
+
+    def on_line(job: Any, line: Any) -> None:
+        if "failure" in line and len(job.dead) == 2:
+            for name in job.dead:
+                job.start(name)
+
+    job = _job(
+        told,
+        iterations=8,
+        checkpoints=Checkpoints(directory=str(folder), every=2),
+        checkpoint=newest,
+        kills=KILLED_STAGE,
+        on_line=on_line,
+    )
+    if job.dead != ["W0_1", "W1_1"] or newest() is None:
+        raise CheckFailed(f"dead are {', '.join(job.dead) or 'none'}")
+    if _result(job) != _result(_job(told, iterations=8)):
+        raise CheckFailed("other bits than without a failure")
+    return "", f"{' and '.join(KILLED_STAGE)} killed, back to a checkpoint: the same bits"
+
+
+def precision(told: Told) -> Said:
+    """Autocast, gradients that are clipped, forwards that are done again in the backward, and evaluations."""
+    from openrecycle.agent.config.options import Optimization
+
+    done = []
+    for kind in ("bf16", "fp16"):
+        options: dict[str, Any] = {
+            "workload": "tests.gpu.jobs:Recomputed",
+            "optimization": Optimization(autocast=kind, clip_norm=0.3),  # type: ignore[arg-type]
+            "evaluate_every": 2,
+        }
+        found = []
+        for kills in ((), KILLS[:1]):
+            job = _job(told, kills=kills, **options)
+            if job.dead != [kill[:4] for kill in kills]:
+                raise CheckFailed(f"{kind}: dead are {', '.join(job.dead) or 'none'}")
+            found.append([*_result(job), *(line["evaluation"] for line in job.lines if "evaluation" in line)])
+        if found[0] != found[1] or len(found[0]) <= ITERATIONS + 1:
+            raise CheckFailed(f"{kind}: other bits than without a failure, or no evaluation")
+        done.append(kind)
+    return "", f"--kill {KILLS[0]}: the same bits ({', '.join(done)}; clipped, recomputed, evaluated)"
+
+
+def compiled(told: Told) -> Said:
+    begun = time.monotonic()
+    options: dict[str, Any] = {"workload": "tests.gpu.jobs:Compiled"}
+    calm = _result(_job(told, **options))
+    took = time.monotonic() - begun
+    for kill in KILLS[:2]:
+        if _result(_job(told, kills=(kill,), **options)) != calm:
+            raise CheckFailed(f"--kill {kill}: other bits than without a failure")
+    return f"a job of {ITERATIONS} iterations {took:.0f} s", "2 of 2 kills: the same bits"
+
+
 def _lose_a_rank(told: Told, name: str, kill: str, **options: Any) -> None:
     """name: of the example."""
     if told.transport == "nccl":
@@ -357,33 +441,42 @@ def command(told: Told) -> Said:
     """`openrecycle train`, as a user runs it."""
     if missing := [name for name in ("typer", "rich", "cryptography") if not _importable(name)]:
         raise Skipped(f"not installed: {', '.join(missing)}")
-    reference = _reference(told)
-    record = Path(told.folder) / "command.jsonl"
-    record.unlink(missing_ok=True)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "agent", "train", "--device", told.device, "--transport", told.carrier),
-            *("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", str(ITERATIONS)),
-            *("--workload-options", json.dumps(_small(told)), "--kill", KILLS[0], "--record", str(record)),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(done.stdout, done.stderr, file=sys.stderr)
-    if done.returncode:
-        raise CheckFailed(f"exit status {done.returncode}: {done.stderr.strip()[-200:]}")
-    lines = list(map(json.loads, record.read_text().splitlines()))
-    if [line["loss"] for line in lines if "iteration" in line] + [lines[-1]["final"]] != reference:
+    reference, folder = _reference(told), Path(told.folder)
+    checkpoints = folder / "command-checkpoints"
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    losses: list[str] = []
+    final: Any = None
+    for iterations, more in ((2, ["--kill", KILLS[0]]), (ITERATIONS, ["--resume", "newest", "--kill", "W1_0@3:F1"])):
+        record = folder / f"command-{iterations}.jsonl"
+        record.unlink(missing_ok=True)
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "agent", "train", "--device", told.device, "--transport", told.carrier),
+                *("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", str(iterations)),
+                *("--workload-options", json.dumps(_small(told)), "--record", str(record)),
+                *("--checkpoint", str(checkpoints), "--checkpoint-every", "2", *more),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        print(done.stdout, done.stderr, file=sys.stderr)
+        if done.returncode:
+            raise CheckFailed(f"exit status {done.returncode}: {done.stderr.strip()[-200:]}")
+        lines = list(map(json.loads, record.read_text().splitlines()))
+        losses += [line["loss"] for line in lines if "iteration" in line]
+        final = lines[-1]["final"]
+    if [*losses, final] != reference:
         raise CheckFailed("other bits than without a failure")
-    return "", f"--kill {KILLS[0]}: the same bits"
+    return "", f"--kill {KILLS[0]}, then --resume and another kill: the same bits"
 
 
 # -- measuring --------------------------------------------------------------------------------------
 
 
-def _bench(told: Told, mode: str, stages: int) -> tuple[Any, Any, Any]:
-    """A benchmark of the first stage of so many, its job and the device, which this process takes as a worker does."""
+def _bench(told: Told, mode: str, sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """A benchmark of a stage that is the whole model, its job and the device, which this process takes as a worker
+    does."""
     from openrecycle.agent.config.devices import Platform
     from openrecycle.agent.config.options import Optimization
     from openrecycle.agent.models.workload import NamedWorkload
@@ -393,11 +486,15 @@ def _bench(told: Told, mode: str, stages: int) -> tuple[Any, Any, Any]:
     torch.set_num_threads(1)
     platform_ = Platform(device=told.device, transport="tagged")  # type: ignore[arg-type]
     device = platform_.take(0, deterministic=mode == "deterministic")
-    job = Job.uniform(1, stages, 8 if told.on_gpu else 2)
+    job = Job.uniform(1, 1, 8 if told.on_gpu else 2)
     optimization = Optimization(mode=mode, autocast="bf16" if told.on_gpu else None)  # type: ignore[arg-type]
-    source = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", _sizes(told))
+    source = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", _sizes(told) | sizes)
     run = StageRun(Worker(0, 0), job, source, optimization, ProfilingEffort(), 1)
     return StageBenchmark(run, device=device), job, device
+
+
+LARGER = {"width": 2048, "sequence": 1024, "batch": 8}
+"""Of which the GPU has more to do than the host."""
 
 
 def _sizes(told: Told) -> dict[str, Any]:
@@ -427,23 +524,52 @@ def sums(told: Told) -> Said:
 
 
 def profile(told: Told) -> Said:
-    bench, _, device = _bench(told, "deterministic", 2)
-    rounds = [bench.round() for _ in range(8)][2:]
-    times = {kind: statistics.median(one[kind] for one in rounds) for kind in rounds[0]}
-    split = bench._executor._stage.split.name
-    note = f"the first of two stages, backward {split if split == 'fused' else f'split ({split})'}"
-    if device.type == "cuda":
-        cuda: Any = torch.cuda
-        note += f"; at most {cuda.max_memory_allocated(device) / 2**30:.2f} GiB"
-    return ", ".join(f"{kind} {_ms(times[kind])}" for kind in "FIWO"), note
+    """As `openrecycle profile --device cuda` measures, layer by layer; in bfloat16."""
+    from openrecycle.agent.config.devices import Platform
+    from openrecycle.agent.config.options import Optimization
+    from openrecycle.agent.profiling import ProfilingEffort, measure_workload
+
+    torch.set_num_threads(1)  # as workers have
+    grid = (2, 2, 8 if told.on_gpu else 2)
+    effort = ProfilingEffort(repeats=8 if told.on_gpu else 2)
+    optimization = Optimization(autocast="bf16" if told.on_gpu else None)
+    computes_on = Platform(device=told.device, transport=told.carrier)  # type: ignore[arg-type]
+
+    def say(sentence: str) -> None:
+        print(sentence, file=sys.stderr, flush=True)
+
+    workload = "openrecycle.agent.examples.gpt:Gpt"
+    found = measure_workload(workload, _sizes(told), grid, optimization, effort, say, computes_on)
+    (Path(told.folder) / "profile.json").write_text(found.profile(*grid).model_dump_json(indent=1))
+    ops = {"F": "forward", "I": "input_backward", "W": "weight_backward", "O": "step"}
+    sums = {kind: sum(getattr(part, name).median for part in found.parts) for kind, name in ops.items()}
+    assert found.reductions is not None
+    times = ", ".join(f"{kind} {ms:.3g} ms" for kind, ms in sums.items())
+    spread = max(part.spread for part in found.parts)
+    mib = sum(part.activation_bytes for part in found.parts) / 2**20
+    note = (
+        f"sums over {len(found.parts)} layers; times of one vary by up to {spread:.0%}; {mib:.0f} MiB of activations; "
+    )
+    note += f"transfer {found.transfers[0].median:.3g} ms, reduction of "
+    note += f"{found.reductions.bytes / 2**20:.0f} MiB {found.reductions.by_peers[0].median:.3g} ms"
+    return times, f"{note} over {told.transport}"
 
 
 def speed(told: Told) -> Said:
-    """The whole model in one worker, against a plain loop over the same micro-batches."""
+    """The whole model in one worker, against a plain loop over the same micro-batches; and a larger one."""
+    figures, notes = [], []
+    for name, sizes in (("", {}), ("larger: ", LARGER)) if told.on_gpu else (("", {}),):
+        figure, note = _speed_of(told, sizes)
+        figures.append(name + figure)
+        notes.append(name + note)
+    return "; ".join(figures), "; ".join(notes)
+
+
+def _speed_of(told: Told, sizes: dict[str, Any]) -> Said:
     seconds: dict[str, float] = {}
     note = ""
     for mode in ("fast", "deterministic"):
-        bench, job, device = _bench(told, mode, 1)
+        bench, job, device = _bench(told, mode, sizes)
         seconds[mode] = _median_seconds(bench.round, device)
         if device.type == "cuda":
             count, places = host_waits(bench.round)
@@ -451,7 +577,7 @@ def speed(told: Told) -> Said:
             note += f"{mode}: {count} host waits an iteration, {per_op:.1f} an op ({places}); "
         del bench
     torch.use_deterministic_algorithms(False)
-    seconds["plain"] = _median_seconds(_plain_loop(told, job, device), device)
+    seconds["plain"] = _median_seconds(_plain_loop(told, job, device, sizes), device)
     figure = f"iteration {_ms(seconds['plain'])} in a plain loop"
     for mode in ("fast", "deterministic"):
         figure += f", {mode} {_ms(seconds[mode])} ({seconds[mode] / seconds['plain']:.2f} ×)"
@@ -469,11 +595,11 @@ def _median_seconds(round_: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(times[2:])
 
 
-def _plain_loop(told: Told, job: Any, device: torch.device) -> Callable[[], None]:
+def _plain_loop(told: Told, job: Any, device: torch.device, sizes: dict[str, Any]) -> Callable[[], None]:
     from openrecycle.agent.examples.gpt import Gpt
     from openrecycle.agent.models.layers import build_layer
 
-    workload = Gpt(**_sizes(told))
+    workload = Gpt(**_sizes(told) | sizes)
     layers = workload.layer_count(1)
     module = torch.nn.Sequential(*(build_layer(workload, layer, layers, 0) for layer in range(layers))).to(device)
     optimizer = workload.optimizer(module.parameters())
@@ -534,6 +660,10 @@ CHECKS: dict[str, Callable[[Told], Said]] = {
     "sharded": sharded,
     "ranks": ranks,
     "mesh": mesh,
+    "layers": layers,
+    "lost-stage": lost_stage,
+    "precision": precision,
+    "compiled": compiled,
     "command": command,
     "sums": sums,
     "profile": profile,
