@@ -338,14 +338,13 @@ def _peer(spec: _PeerSpec, pipe: Connection) -> None:
     device = spec.computes_on.take(spec.number, deterministic=False, shared=spec.shared)
     store = dist.TCPStore(LOOPBACK, spec.port, is_master=False, timeout=timedelta(seconds=_TRAFFIC_SECONDS))
     rounds = range(spec.warm_up + spec.repeats)
-    everybody = [Worker(n, 0) for n in range(spec.peers)]
     # All groups stay until the process ends: to end one over NCCL is to wait for the others.
     groups, transfers, reductions = [], list[list[float]](), list[list[float]]()
 
     def among(number: int, living: Sequence[Worker], neighbours: Sequence[Worker] = ()) -> Groups:
         groups.append(
             Groups(
-                *(store, number, everybody[spec.number], living, Timeouts()),
+                *(store, number, living[spec.number], living, Timeouts()),
                 transport=spec.computes_on.carrier,
                 device=device,
                 neighbours=neighbours,
@@ -354,14 +353,15 @@ def _peer(spec: _PeerSpec, pipe: Connection) -> None:
         return groups[-1]
 
     if spec.number < 2 and spec.sizes:
-        two = among(1, everybody[:2], [everybody[1 - spec.number]])
+        neighbours = [Worker(0, 0), Worker(0, 1)]
+        two = among(1, neighbours, [neighbours[1 - spec.number]])
         transfers = [_pass_on(two, spec, size, rounds, device) for size in spec.sizes]
     for size in range(2, spec.peers + 1) if spec.reduced else ():
         if spec.number < size:
-            peers = among(size, everybody[:size])
+            peers = among(size, [Worker(n, 0) for n in range(size)])
             exchange = _all_reduced(peers, spec.reduced, device)
             if spec.optimization is not None:
-                exchange = _shared(peers, everybody[spec.number], spec.reduced, spec.optimization, device)
+                exchange = _shared(peers, peers.peers[spec.number], spec.reduced, spec.optimization, device)
             reductions.append(_timed_together(peers, exchange, rounds, device))
     drop = spec.warm_up
     if spec.number == 0:
@@ -375,15 +375,15 @@ def _peer(spec: _PeerSpec, pipe: Connection) -> None:
 def _pass_on(groups: Groups, spec: _PeerSpec, size: int, rounds: range, device: torch.device) -> list[float]:
     """Seconds there and back, by round."""
     tensor, taken = torch.zeros(size, dtype=torch.uint8, device=device), []
-    other = Worker(1 - spec.number, 0)
+    there, back = groups.lines.forward, groups.lines.backward
     for number in rounds:
         started = time.perf_counter()
         if spec.number == 0:
-            groups.send(other, tensor, number).wait()
-            groups.receive(other, tensor, number).wait()
+            there.send(1, tensor, number).wait()
+            back.receive(1, tensor, number).wait()
         else:
-            groups.receive(other, tensor, number).wait()
-            groups.send(other, tensor, number).wait()
+            there.receive(0, tensor, number).wait()
+            back.send(0, tensor, number).wait()
         taken.append(time.perf_counter() - started)
     return taken
 

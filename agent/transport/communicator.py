@@ -374,9 +374,10 @@ class Groups:
             else:
                 rank, forward = self._rank, over_gloo(self._control)
                 backward = forward
-            self._lines = Lines(me, forward, backward, peers, rank)
+            self.lines = Lines(me, forward, backward, peers, rank)
+            """For data."""
             if self._ordered:
-                connect(self._lines, neighbours, device)
+                connect(self.lines, neighbours, device)
         except RuntimeError as error:
             begun.end()
             peer = error.peer if isinstance(error, TransferError) else None
@@ -385,7 +386,7 @@ class Groups:
 
     def transfers(self, layout: TransferLayout) -> Transfers:
         """For the generation's iterations; once."""
-        return (OrderedTransfers if self._ordered else TaggedTransfers)(self._lines, layout)
+        return (OrderedTransfers if self._ordered else TaggedTransfers)(self.lines, layout)
 
     def send(self, to: Worker, tensor: Tensor, tag: int) -> PendingTransfer:
         """Starts a send of the control plane; the receiver may ask for it in any order."""
@@ -398,12 +399,12 @@ class Groups:
     @property
     def peer_group(self) -> Group | None:
         """That of the stage, for data; None where this worker is alone in it."""
-        return self._lines.peers
+        return self.lines.peers
 
     def reduce(self, tensor: Tensor) -> None:
         """Sums `tensor` (integer) over the living peers of the stage, in place."""
-        if self._lines.peers is not None:
-            self._lines.peers.sum(tensor)
+        if self.lines.peers is not None:
+            self.lines.peers.sum(tensor)
 
     def gather_rows(self, values: Sequence[int]) -> dict[WorkerRank, tuple[int, ...]]:
         """Everybody's `values`, on everybody: of each rank of each worker. All must bring equally many."""
@@ -446,7 +447,7 @@ class Groups:
 
     @property
     def _all(self) -> list[Group]:
-        lines = self._lines
+        lines = self.lines
         groups = (self._control, lines.peers, lines.forward, lines.backward, self._unused)
         return [g for g in dict.fromkeys(groups) if g is not None]
 

@@ -434,7 +434,7 @@ def _alone(begun: groups.Begun) -> Groups:
 @pytest.mark.processes
 def test_a_kernel_that_waits_for_a_neighbour_takes_few_multiprocessors(group: Any) -> None:
     """Left alone, those that wait for a few neighbours would take all, and nothing would compute what they wait for."""
-    lines: Any = _alone(groups.Begun())._lines
+    lines: Any = _alone(groups.Begun()).lines
     ctas = [line._group.options.config.max_ctas for line in (lines.forward, lines.backward, group)]
     assert ctas == [groups.MESSAGE_CTAS, groups.MESSAGE_CTAS, None]
 
@@ -444,7 +444,7 @@ def test_groups_that_are_given_up_wait_for_no_device(group: Any, monkeypatch: py
     """That runs aside, while the next generation has receives on it."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("waits for the device"))
     made = _alone(groups.Begun())
-    lines: Any = made._lines
+    lines: Any = made.lines
     made.close()
     _joined("abort-group")
     assert [line._group.aborted for line in (lines.forward, lines.backward)] == [1, 1]

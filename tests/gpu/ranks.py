@@ -236,7 +236,7 @@ def grid(rank: Rank) -> dict[str, float]:
     """All groups of a generation, as workers make them; a message along each line and a sum in each stage."""
     groups, device, seconds = _form(rank, 1)
     # As in a pipeline: forward, then back, then the sum over the stage.
-    me, lines = rank.members[rank.number], groups._lines
+    me, lines = rank.members[rank.number], groups.lines
     next_one, last_one = Worker(me.pipeline, 1), Worker(me.pipeline, 0)
     value = torch.full((ELEMENTS,), float(me.pipeline), device=device)
     if me.stage == 0:
@@ -257,7 +257,7 @@ def grid(rank: Rank) -> dict[str, float]:
 def death(rank: Rank) -> dict[str, float]:
     """Rank 3 is killed while all others wait for somebody; they wake, and form groups without it on the same device."""
     groups, device, _ = _form(rank, 1)
-    me, lines = rank.members[rank.number], groups._lines
+    me, lines = rank.members[rank.number], groups.lines
     if rank.number == 3:
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
