@@ -814,7 +814,7 @@ def measure_model(
     shape = shape_of(name)
     if stages > shape.layers:
         raise InputError("--stages", stages, f"at most {shape.layers}, the layers of {name}")
-    device, parts = _taken(computes_on, optimization), []
+    device, parts = _taken(computes_on, optimization, grid), []
     for spec in parts_of(shape, batch, optimization, device):
         say(f"measuring {spec.name} of {name}")
         part = measure_part(spec, effort)[0]
@@ -863,7 +863,7 @@ def measure_workload(
     source, job = NamedWorkload(path, options), Job.uniform(*grid)
     workload = source.load()
     autocast, computes_on = optimization.autocast, computes_on or Platform()
-    device = _taken(computes_on, optimization)
+    device = _taken(computes_on, optimization, grid)
     whole = StageCuts.of(workload, stages, autocast=autocast, device=device)
     what = kind_of(workload) if whole.layers <= MAX_LAYERS else "stage"
     cuts, alone, together = whole, job, tuple(range(k, k + 1) for k in range(stages))
@@ -921,8 +921,10 @@ def measure_workload(
     )
 
 
-def _taken(computes_on: Platform, optimization: Optimization) -> torch.device:
-    """What this process computes on."""
+def _taken(computes_on: Platform, optimization: Optimization, grid: Grid) -> torch.device:
+    """What this process computes on. Raises InputError, also where transfers could not be measured at the end."""
+    if grid[:2] != (1, 1):
+        computes_on.check(2)
     device = computes_on.take(0, deterministic=optimization.mode == "deterministic")
     _take_workspaces(device, optimization)
     return device
@@ -966,8 +968,10 @@ def _traffic(
     """One transfer per boundary. reduced: bytes of the largest sum."""
     say("measuring transfers and reductions")
     repeats, unlike = max(5, effort.repeats), tuple(sorted(set(sizes)))
+    # On GPUs among as many as there are: for more, a plan reckons from these.
+    peers = pipelines if computes_on.device == "cpu" else min(pipelines, max(2, torch.cuda.device_count()))
     found, reductions = measure_traffic(
-        *(unlike, reduced, pipelines),
+        *(unlike, reduced, peers),
         repeats=repeats,
         warm_up=effort.warm_up,
         clock=effort.clock,
