@@ -32,7 +32,7 @@ chaos: setup-tests  ## hundreds of kills, every bit compared (more than an hour)
 bench: setup-tests  ## every benchmark, with the machine's load beside each figure
 	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m tests.benchmarks.$$(basename $$file .py) || exit 1; done
 
-gpu:  ## the product on this machine's GPU, in ten to fifteen minutes; with the Python and torch that are here
+gpu:  ## the product on this machine's GPU, in up to 20 minutes; with the Python and torch that are here
 	@$(PYTHON) -m tests.gpu
 
 setup:

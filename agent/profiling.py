@@ -260,7 +260,7 @@ def hear(entry: WorkerProcess, kind: str, seconds: float) -> channel.Message:
     except (EOFError, OSError):
         raise MeasuringError("a process that measures ended early") from None
     if message["kind"] != kind:
-        raise MeasuringError(f"stage can't be run: {message['text']}")
+        raise MeasuringError(message["text"])
     return message
 
 
@@ -334,6 +334,14 @@ def measure_traffic(
 
 def _peer(spec: _PeerSpec, pipe: Connection) -> None:
     """The process. Peer 0 measures and says what it found."""
+    try:
+        _measure_as_peer(spec, pipe)
+    except Exception as error:
+        channel.send(pipe, "failed", text=f"transfers can't be measured: {type(error).__name__}: {error}")
+        os._exit(_FAILED)
+
+
+def _measure_as_peer(spec: _PeerSpec, pipe: Connection) -> None:
     torch.set_num_threads(1)
     device = spec.computes_on.take(spec.number, deterministic=False, shared=spec.shared)
     store = dist.TCPStore(LOOPBACK, spec.port, is_master=False, timeout=timedelta(seconds=_TRAFFIC_SECONDS))
@@ -486,7 +494,8 @@ def measure_stages(
     on_cpus = computes_on.device == "cpu"
     width = (os.cpu_count() or 1) // threads if on_cpus else torch.cuda.device_count()
     for together in batches(job, max(1, width)):
-        say("measuring ops of " + ", ".join(f"{what} {cell.stage}" for cell in together) + " at the same time")
+        beside = " at the same time" if len(together) > 1 else ""
+        say("measuring ops of " + ", ".join(f"{what} {cell.stage}" for cell in together) + beside)
         pool = ProcessPool(_process, [*preload(workload), "openrecycle.agent.profiling"])
         try:
             running = []
@@ -560,7 +569,7 @@ def _process(run: StageRun, pipe: Connection) -> None:
         while True:
             bench.round()
     except Exception as error:
-        channel.send(pipe, "failed", text=f"{type(error).__name__}: {error}")
+        channel.send(pipe, "failed", text=f"stage can't be run: {type(error).__name__}: {error}")
         os._exit(_FAILED)
 
 

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="of the jobs that are trained; auto: nccl if four workers can use it here",
     )
     parser.add_argument("--only", action="append", choices=tuple(LIMITS), help="this check; may be given again")
-    parser.add_argument("--minutes", type=float, default=15.0, help="what has not begun by then is skipped")
+    parser.add_argument("--minutes", type=float, default=20.0, help="what has not begun by then is skipped")
     parser.add_argument("--limit", type=float, help="seconds a check may take at most, instead of each one's own")
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder for logs and results")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
