@@ -102,7 +102,7 @@ class Membership(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([30, round(FAILURE_TIMEOUTS.lost) + 1]))
     def nobody_is_heard(self, seconds: int) -> None:
-        """Whatever is decided then, nobody is put out for it."""
+        """Whatever is decided then, nobody is fenced for it."""
         before, out = self.run_.state, (WorkerState.FAILED, WorkerState.FINISHED)
         self.run_.now += seconds
         self.run_.send(Tick())

@@ -209,7 +209,7 @@ def say_slot(told: Told, pipe: Connection) -> None:
 
 @pytest.mark.processes
 def test_every_process_of_a_node_has_a_slot_of_its_own() -> None:
-    """So a GPU of its own: one that is put out keeps it until it has ended."""
+    """So a GPU of its own: one that is fenced keeps it until it has ended."""
     pool = ProcessPool(say_slot, [])
     try:
         entries = [pool.start(Worker(n, 0), lambda _: Told(), 0.0) for n in range(3)]

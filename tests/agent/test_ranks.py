@@ -141,7 +141,7 @@ def test_the_death_of_a_rank_whose_child_lives(tmp_path: Path) -> None:
 @pytest.mark.chaos
 @pytest.mark.processes
 def test_a_rank_that_hangs_leaves_its_sibling_to_another_worker() -> None:
-    """It is stopped, so its worker is silent, and put out; a rank of another stage dies."""
+    """It is stopped, so its worker is silent, and fenced; a rank of another stage dies."""
     grid: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 3, "iterations": 400}
     hangs = list[int]()
 
