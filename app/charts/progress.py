@@ -23,7 +23,7 @@ from openrecycle.app.jobs.states import HOLDING, OUT, RoleState
 from openrecycle.app.jobs.throughput import IterationView
 from openrecycle.app.observing.recorder import Series, Values
 from openrecycle.app.plans.whatif import WhatIf
-from openrecycle.planner.jobs.words import STAND_BY, milliseconds
+from openrecycle.planner.jobs.words import milliseconds
 from openrecycle.planner.plans.drawing import OP_WORDS
 
 # -- grids of workers too large for a button each -----------------------------------------------
@@ -239,10 +239,10 @@ def generation_marks(
         known, came = [healed[g] for g in since if g in healed], [opened[g] for g in since if g in opened]
         reason = came[-1].reason if came else ""
         lost = sorted({r.worker for r in known} or {worker for g in came for worker in g.lost})
-        if reason.endswith(" to leave") and not lost:
-            marks.append(Mark(after.iteration, "↓ drained", False, reason[:_LONGEST]))
-        elif STAND_BY in reason and not lost and after.living < before.living:
-            marks.append(Mark(after.iteration, "↓ stands by", False, reason[:_LONGEST]))
+        left = came[-1].let_go if came else ()
+        if left and not lost:
+            text = "↓ stands by" if all(worker.stands_by for worker in left) else "↓ drained"
+            marks.append(Mark(after.iteration, text, False, reason[:_LONGEST]))
         elif lost or after.living < before.living:
             text = "✕ " + (", ".join(lost[:2]) + (" …" if len(lost) > 2 else "") or "failure")
             detail = f"resumed after {milliseconds(max(r.resumed_ms for r in known))}" if known else "recovered"
