@@ -10,7 +10,7 @@ import pytest
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.app.catalogs.contents import parse_request
-from openrecycle.app.catalogs.service import Filling
+from openrecycle.app.catalogs.service import Filling, info_of
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan, job_doc
@@ -141,12 +141,13 @@ def test_a_large_plan_is_fitted_beside_the_console(
 
 
 def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path) -> None:
-    here = ConsoleHere(tmp_path)
+    here = ConsoleHere(tmp_path, tolerance=3)
     here.console.plans.ahead.held_ops = 1
-    here.console.plans.ahead._tolerance = 3
     jobs = [JobHere(here.console, f"job {i}", pipelines=8, stages=16, micro_batches=64) for i in range(2)]
-    wait(lambda: len(here.console.plans.ahead._filling) == 2)
-    (filling,) = here.console.catalogs._fillings.values()
+    plans = [here.console.jobs.find(job.job_id).plans for job in jobs]
+    wait(lambda: all(each.ahead.wanted for each in plans))
+    filling = here.console.catalogs.filling(info_of(plans[0].question).fingerprint)
+    assert filling is not None
     jobs[0].finish()
     assert filling.running, "another job of the same question waits for it"
     jobs[1].finish()
