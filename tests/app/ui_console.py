@@ -184,7 +184,7 @@ class JobHere:
         return self
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], object], what: str = "it comes about") -> None:
     """Waits for a condition that another thread or process brings about."""
     deadline = time.monotonic() + DEADLINE
     while not condition():
