@@ -237,9 +237,9 @@ def generation_marks(
             continue
         since = range(before.generation + 1, after.generation + 1)
         known, came = [healed[g] for g in since if g in healed], [opened[g] for g in since if g in opened]
-        reason = came[-1].reason if came else ""
+        newest = came[-1] if came else GenerationView(after.generation, "")
+        reason, left = newest.reason, newest.let_go
         lost = sorted({r.worker for r in known} or {worker for g in came for worker in g.lost})
-        left = came[-1].let_go if came else ()
         if left and not lost:
             text = "↓ stands by" if all(worker.stands_by for worker in left) else "↓ drained"
             marks.append(Mark(after.iteration, text, False, reason[:_LONGEST]))
@@ -250,7 +250,7 @@ def generation_marks(
         elif after.living > before.living:
             marks.append(Mark(after.iteration, "↺ re-join", False, f"{after.living} workers living again"))
         else:
-            words = "⇄ layers" if "layers per stage" in reason else "⇄ new plan" if "plan" in reason else "re-formed"
+            words = "⇄ layers" if newest.relayout else "⇄ new plan" if newest.replanned else "re-formed"
             marks.append(Mark(after.iteration, words, False, reason[:_LONGEST] or "same workers, new groups"))
     return marks
 

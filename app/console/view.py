@@ -201,12 +201,14 @@ class EventView:
 @dataclass(frozen=True)
 class GenerationView:
     """A generation that opened, and why. lost: who was in the one before, and died or was given up. let_go: who was,
-    and is out at somebody's wish."""
+    and is out at somebody's wish. relayout: has it another partition? replanned: another plan for the same workers?"""
 
     generation: int
     reason: str
     lost: tuple[str, ...] = ()
     let_go: tuple[LetGo, ...] = ()
+    relayout: bool = False
+    replanned: bool = False
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,14 @@ class _History(NamedTuple):
 def generation_views(rows: Sequence[Record]) -> tuple[GenerationView, ...]:
     """rows: as Store.all_generations gives them. Of the first nothing is known but that it was there."""
     return tuple(
-        GenerationView(row["generation"], row["reason"], _lost(before, row), tuple(starmap(LetGo, row["let_go"])))
+        GenerationView(
+            row["generation"],
+            row["reason"],
+            _lost(before, row),
+            tuple(starmap(LetGo, row["let_go"])),
+            relayout=row["partition"] != before["partition"],
+            replanned=row["plan_fingerprint"] != before["plan_fingerprint"] and row["failed"] == before["failed"],
+        )
         for before, row in pairwise(rows)
     )
 

@@ -14,7 +14,17 @@ import pyarrow.ipc
 import pytest
 import ui_factory as factory
 
-from openrecycle.agent.coordination.membership import Candidate, Chosen, LetGo, Mode, ModeSet, Offer, Offered, StateLost
+from openrecycle.agent.coordination.membership import (
+    Candidate,
+    Chosen,
+    LetGo,
+    Mode,
+    ModeSet,
+    Offer,
+    Offered,
+    StateLost,
+    UsePlan,
+)
 from openrecycle.app.charts.progress import (
     LATE,
     LOOKS,
@@ -186,12 +196,25 @@ def test_a_change_of_plan_and_a_worker_that_was_asked_to_leave_are_told_from_a_f
     steps = [(1, 12), (2, 11), (3, 11), (3, 11)]
     iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
     left = GenerationView(2, "Ann asked W1_2 to leave", let_go=(LetGo("W1_2", False),))
-    planned = GenerationView(3, "Ann put plan 89abcdef in force")
+    planned = GenerationView(3, "Ann put plan 89abcdef in force", replanned=True)
     marks = generation_marks(iterations, (), (left, planned))
     assert [(m.text, m.lost) for m in marks] == [("↓ drained", False), ("⇄ new plan", False)]
     assert marks[1].detail == "Ann put plan 89abcdef in force"
-    moved = replace(planned, reason="re-partition: layers per stage become 11, 14, 7, 12")
+    moved = replace(planned, reason="re-partition: layers per stage become 11, 14, 7, 12", relayout=True)
     assert generation_marks(iterations, (), (left, moved))[1].text == "⇄ layers"
+
+
+def test_another_plan_and_other_layers_are_told_apart() -> None:
+    run = Run(2, 2, partition=(3, 3)).start()
+    run.send(UsePlan("mine", (), "ada"))
+    run.resume()
+    run.send(UsePlan("other layers", (), "ada", partition=(4, 2)))
+    run.exit("W1_1")
+    told = generation_views([generation_row(g) for g in run.opened])
+    assert [(g.relayout, g.replanned) for g in told] == [(False, True), (True, True), (False, False)]
+    steps = zip(factory.iteration_views(3), (1, 2, 3), strict=True)
+    iterations = tuple(replace(i, generation=number, living=4) for i, number in steps)
+    assert [m.text for m in generation_marks(iterations, (), told)] == ["⇄ new plan", "⇄ layers"]
 
 
 def test_a_loss_that_no_launcher_reported_is_marked_also_where_a_worker_is_back_before_the_next_commit() -> None:
@@ -215,7 +238,7 @@ def test_a_loss_that_no_launcher_reported_is_marked_also_where_a_worker_is_back_
 
 def _row(generation: int, reason: str, failed: list[str], joining: list[str]) -> dict[str, Any]:
     row = {"generation": generation, "reason": reason, "failed": failed, "joining": joining}
-    return row | {"moves": [], "let_go": []}
+    return row | {"moves": [], "let_go": [], "partition": [], "plan_fingerprint": "plan"}
 
 
 def test_who_joined_and_has_no_state_yet_is_not_lost_when_the_next_generation_opens() -> None:
