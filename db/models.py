@@ -197,7 +197,8 @@ class GenerationRow(Base):
     living, failed, joining: JSON lists of workers; moves: of [from, to]. restore: from a checkpoint. interim_plan: the
     fingerprint of what it runs until newcomers have their state, "": of nothing; interim_failed: whom that goes
     without, a JSON list. partition: layers per stage that the plan is for, a JSON list; moved_at: the iteration from
-    which on the workers had them, where they had others before.
+    which on the workers had them, where they had others before. let_go: of those that are out since the generation
+    before, who is not lost, a JSON list of [worker, does it stand by?].
     """
 
     __tablename__ = "generation"
@@ -216,6 +217,7 @@ class GenerationRow(Base):
     interim_failed: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
     partition: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
     moved_at: Mapped[int | None] = mapped_column(BigInteger)
+    let_go: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
 
 
 class AcknowledgementRow(Base):

@@ -366,7 +366,7 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     if state.pending and state.pending.until is not None and now >= state.pending.until:
         return generations.overdue(state, notes)
     if nobody > failure_timeouts.lost and not state.pending and not state.halted:
-        # Nobody is put out: they may train, and only this console not hear it.
+        # Nobody is fenced: they may train, and only this console not hear it.
         text = (
             f"{UNHEARD}{failure_timeouts.lost / 3600:.3g} h. Their launcher has ended, is suspended, or can't reach "
             "this console. If they still train, the job goes on as soon as one of them is heard; if not, it can be "

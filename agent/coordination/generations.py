@@ -28,6 +28,7 @@ from openrecycle.agent.coordination.membership import (
     DrainAsked,
     FailureTimeouts,
     Generation,
+    LetGo,
     Member,
     Mode,
     ModeSet,
@@ -107,22 +108,21 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
     return ask(state, pending, notes)
 
 
+def _let_go_since(state: State) -> tuple[LetGo, ...]:
+    """Those in the generation in force that are out at somebody's wish."""
+    members = [state.members[name] for name in state.current.living] if state.current else []
+    wishes = ((m.name, m.detail.startswith(STANDS_BY), m.detail.startswith(ASKED)) for m in members)
+    return tuple(LetGo(name, stands_by) for name, stands_by, asked in wishes if stands_by or asked)
+
+
 def _on_request(state: State) -> Iterator[str]:
-    """Of those in the generation in force that are out at somebody's wish: the words for it, which whatever else has
-    happened meanwhile must not hide. All are named (`standing_by`): who is out, and is not, is lost."""
-    out = [state.members[name] for name in state.current.living] if state.current else []
-    if by := [m.name for m in out if m.detail.startswith(STANDS_BY)]:
-        yield f"{', '.join(by)} {'is' if len(by) == 1 else 'are'} to {STAND_BY}"
-    for member in out:
-        if member.detail.startswith(ASKED):
-            yield _asked(member.detail.removeprefix(ASKED), member.name)
-
-
-def standing_by(reason: str) -> set[str]:
-    """Who is to, by the reason of a generation."""
-    endings = f" is to {STAND_BY}", f" are to {STAND_BY}"
-    told = ((words, ending) for words in reason.split("; ") for ending in endings if words.endswith(ending))
-    return {name for words, ending in told for name in words.removesuffix(ending).split(", ")}
+    """The words for those, which whatever else has happened meanwhile must not hide."""
+    out = _let_go_since(state)
+    if by := [worker for worker, stands_by in out if stands_by]:
+        yield f"{names(by)} {'is' if len(by) == 1 else 'are'} to {STAND_BY}"
+    for worker, stands_by in out:
+        if not stands_by:
+            yield _asked(state.members[worker].detail.removeprefix(ASKED), worker)
 
 
 def _asked(actor: str, name: str) -> str:
@@ -150,6 +150,7 @@ def pend(
         moves=still_valid(state, (*_unknown_moves(state), *moves)),
         restore=restore,
         partition=partition or (state.current.partition if state.current else state.held),
+        let_go=_let_go_since(state),
     )
 
 
@@ -248,6 +249,7 @@ def plan_ready(state: State, event: PlanReady, now: float, failure_timeouts: Fai
         pending.moves,
         pending.restore,
         partition=pending.partition,
+        let_go=pending.let_go,
     )
     members = dict(state.members)
     for name in generation.living:

@@ -146,7 +146,7 @@ class Coordination:
 
     wake_fd: int | None = None
     judges_silence: bool = False
-    """Does it put out itself who is silent, whatever the launcher bears?"""
+    """Does it fence by itself who is silent, whatever the launcher bears?"""
 
     @property
     def stands(self) -> str:

@@ -236,6 +236,14 @@ class Interim(NamedTuple):
     failed: tuple[str, ...]
 
 
+class LetGo(NamedTuple):
+    """A worker of the generation before that is out at somebody's wish. stands_by: with the rest of its pipeline; else
+    a person has asked it to leave."""
+
+    worker: str
+    stands_by: bool
+
+
 @dataclass(frozen=True)
 class Generation:
     """A deployment that has been opened.
@@ -243,7 +251,7 @@ class Generation:
     joining: those of `living` that take state from a peer first. moves: (from, to) of workers that
     have taken an empty place on another stage. restore: all go back (see `back_to`). interim: what it runs
     until all of `living` have their state, and their layers. partition: layers per stage that its plan is for; (): the
-    model's stages can't be cut.
+    model's stages can't be cut. let_go: of those that are out since the generation before, who is not lost.
     """
 
     number: int
@@ -256,6 +264,7 @@ class Generation:
     restore: bool = False
     interim: Interim | None = None
     partition: tuple[int, ...] = ()
+    let_go: tuple[LetGo, ...] = ()
 
     @cached_property
     def lives_in(self) -> frozenset[str]:
@@ -278,6 +287,7 @@ class PendingGeneration:
     restore: bool = False
     until: float | None = None
     partition: tuple[int, ...] = ()
+    let_go: tuple[LetGo, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -663,7 +663,7 @@ class Launcher:
             self._stands = why
 
     def _lost(self, entry: WorkerProcess, at: int, why: str, spare: Sequence[int] = (), *, said: bool = False) -> None:
-        """A process is gone, or was put out. Why is said at once: the job may not live to say it with the recovery."""
+        """A process is gone, or was fenced. Why is said at once: the job may not live to say it with the recovery."""
         on_purpose = self._record.died(entry.worker, at)
         self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=why, spare=spare))
         if str(entry.worker) in self._leaving:
@@ -830,9 +830,9 @@ class Launcher:
                 self._record.released(cell)
                 self._listener({"left": {"worker": str(cell), **why}})
             elif entry.member and cell not in living:
-                self._pool.fence(entry, "put out of the job", silent=self._silent(entry, time.monotonic()))
+                self._pool.fence(entry, "removed from the job", silent=self._silent(entry, time.monotonic()))
                 self._record.died(cell, now)
-                self._gone(entry, "was put out of the job")
+                self._gone(entry, "was removed from the job")
         schedule = event.plan.schedule() if self._bad_samples.suspects else None
 
         def owner(micro_batch: int, stage: int) -> str:
@@ -1053,10 +1053,10 @@ class Launcher:
                 entry.look(now)
                 if now - entry.lived_at <= self._silences.pause:
                     self._coordination.lives(entry.worker, entry.incarnation)
-            if self._why_out(entry, now) is None:
+            if self._why_fenced(entry, now) is None:
                 continue
             self._read(entry)  # what has come since this turn began
-            why = self._why_out(entry, now)
+            why = self._why_fenced(entry, now)
             if why is None or entry.fenced:
                 continue
             self._pool.fence(entry, why, silent=self._silent(entry, now))
@@ -1065,8 +1065,8 @@ class Launcher:
     def _silent(self, entry: WorkerProcess, now: float) -> bool:
         return self._silences.of(entry.heard_at, now) > self._silences.pause
 
-    def _why_out(self, entry: WorkerProcess, now: float) -> str | None:
-        """In words, why that worker is to be put out; None: it is not."""
+    def _why_fenced(self, entry: WorkerProcess, now: float) -> str | None:
+        """In words, why that worker is to be fenced; None: it is not."""
         limits = self._options.faults.timeouts
         silent = self._silences.of(entry.heard_at, now)
         if silent > (borne := limits.silence if entry.spoke else limits.start):

@@ -417,7 +417,7 @@ def spare_of(codes: Sequence[int | None], *, silent: bool) -> tuple[int, ...]:
     """Exit codes of a worker's ranks, None of those that did not end in time: those that ended because they were told
     to, or because another one had. Where all did, nobody is known to be at fault, and none is to be used again.
 
-    silent: it was put out for that, and who does not end is the one that hangs; or all were killed. Else it is only
+    silent: it was fenced for that, and who does not end is the one that hangs; or all were killed. Else it is only
     late, where another one is known to have died. Where none has, and one has waited for another in vain, that one
     hangs, and its threads may have ended it nevertheless: then only who has waited is known to be well.
     """
@@ -569,7 +569,7 @@ class ProcessPool:
 
     @property
     def entries(self) -> list[WorkerProcess]:
-        """Every process that has not ended, those put out of the job too."""
+        """Every process that has not ended, those removed from the job too."""
         return [*self.running.values(), *self._aside]
 
     def move(self, source: Worker, to: Worker, generation: int) -> bool:

@@ -2,7 +2,7 @@
 
 The launcher of a job keeps this, with a console and without: it alone starts processes, and hears first of their end.
 
-- A process that has ended, or was put out of the job, gets a successor after a delay, which doubles with each further
+- A process that has ended, or was removed from the job, gets a successor after a delay, which doubles with each further
   one in a row. Of which it is the successor a process keeps, whatever place it is given meanwhile.
 - One that has trained for `RECOVERED_SECONDS`, and beyond the iteration in which the one before it ended, has
   recovered: the count begins anew. Without the second condition, a job that goes back to a checkpoint and comes to the
@@ -39,7 +39,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class Gone:
-    """A process that has ended, or was put out. worker: its place. there: is its node? committed: iterations of the
+    """A process that has ended, or was fenced. worker: its place. there: is its node? committed: iterations of the
     job. asked: was it to leave, or is the job to end?"""
 
     worker: str

@@ -494,7 +494,7 @@ class ConsoleCoordination(Coordination):
         self._workers.add(registration)
 
     def lives(self, worker: Worker, incarnation: str) -> None:
-        # Its newest heartbeat once more: the console judges by those alone, and would put it out.
+        # Its newest heartbeat once more: the console judges by those alone, and would fence it.
         if incarnation in self._beats:
             self._said.setdefault(incarnation, (str(worker), self._beats[incarnation]))
 

@@ -563,7 +563,7 @@ class Communicator:
         """Has connections made, beside the training, for the generation after the one formed last: for it alone, and
         whoever of this one dies. Returns at once; does nothing where they are there already, or under way. All workers
         of a generation call it."""
-        self._bury_left()
+        self._close_left()
         groups = self._live
         if self._formed is None or groups is None:
             return
@@ -620,15 +620,15 @@ class Communicator:
         if groups is None:
             return
         groups.leave()
-        self._bury_left()
+        self._close_left()
         self._left_in_haste = [groups]
         if not hurry:
-            self._bury_left()
+            self._close_left()
 
-    def _bury_left(self) -> None:
+    def _close_left(self) -> None:
         left, self._left_in_haste = self._left_in_haste, []
         if left:
-            threading.Thread(target=_bury, args=(left,), name="bury-groups", daemon=True).start()
+            threading.Thread(target=_close_and_drop, args=(left,), name="close-groups", daemon=True).start()
 
     def cancel(self, newest_generation: int) -> None:
         """Wakes whoever waits in groups, or for groups, of a generation before `newest_generation`."""
@@ -651,11 +651,11 @@ def _make(make: Callable[[], Groups], made: Made) -> None:
         made.put(error)
 
 
-def _bury(coffin: list[Groups]) -> None:
-    for groups in coffin:
+def _close_and_drop(left: list[Groups]) -> None:
+    for groups in left:
         groups.close()
     del groups
-    coffin.clear()
+    left.clear()
 
 
 # Tags tell apart the messages of this many iterations; two may be in flight, since steps are staggered.

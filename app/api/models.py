@@ -265,7 +265,8 @@ class AcknowledgementInfo(BaseModel):
 class GenerationInfo(BaseModel):
     """interim_plan: what it ran until newcomers had their state, "" if nothing; interim_failed: whom that goes
     without. partition: layers per stage that its plan is for; moved_at: the iteration from which on workers had them,
-    null where they had them before, or have not got them."""
+    null where they had them before, or have not got them. let_go: of those that are out since the generation before,
+    who is not lost, and whether it stands by or was asked to leave."""
 
     generation: int
     plan_fingerprint: str
@@ -280,6 +281,7 @@ class GenerationInfo(BaseModel):
     interim_failed: list[str] = []
     partition: list[int] = []
     moved_at: int | None = None
+    let_go: list[tuple[str, bool]] = []
     acknowledgements: list[AcknowledgementInfo]
 
 

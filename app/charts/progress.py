@@ -23,7 +23,7 @@ from openrecycle.app.jobs.states import HOLDING, OUT, RoleState
 from openrecycle.app.jobs.throughput import IterationView
 from openrecycle.app.observing.recorder import Series, Values
 from openrecycle.app.plans.whatif import WhatIf
-from openrecycle.planner.jobs.words import STAND_BY, milliseconds
+from openrecycle.planner.jobs.words import milliseconds
 from openrecycle.planner.plans.drawing import OP_WORDS
 
 # -- grids of workers too large for a button each -----------------------------------------------
@@ -237,12 +237,12 @@ def generation_marks(
             continue
         since = range(before.generation + 1, after.generation + 1)
         known, came = [healed[g] for g in since if g in healed], [opened[g] for g in since if g in opened]
-        reason = came[-1].reason if came else ""
+        newest = came[-1] if came else GenerationView(after.generation, "")
+        reason, left = newest.reason, newest.let_go
         lost = sorted({r.worker for r in known} or {worker for g in came for worker in g.lost})
-        if reason.endswith(" to leave") and not lost:
-            marks.append(Mark(after.iteration, "↓ drained", False, reason[:_LONGEST]))
-        elif STAND_BY in reason and not lost and after.living < before.living:
-            marks.append(Mark(after.iteration, "↓ stands by", False, reason[:_LONGEST]))
+        if left and not lost:
+            text = "↓ stands by" if all(worker.stands_by for worker in left) else "↓ drained"
+            marks.append(Mark(after.iteration, text, False, reason[:_LONGEST]))
         elif lost or after.living < before.living:
             text = "✕ " + (", ".join(lost[:2]) + (" …" if len(lost) > 2 else "") or "failure")
             detail = f"resumed after {milliseconds(max(r.resumed_ms for r in known))}" if known else "recovered"
@@ -250,7 +250,7 @@ def generation_marks(
         elif after.living > before.living:
             marks.append(Mark(after.iteration, "↺ re-join", False, f"{after.living} workers living again"))
         else:
-            words = "⇄ layers" if "layers per stage" in reason else "⇄ new plan" if "plan" in reason else "re-formed"
+            words = "⇄ layers" if newest.relayout else "⇄ new plan" if newest.replanned else "re-formed"
             marks.append(Mark(after.iteration, words, False, reason[:_LONGEST] or "same workers, new groups"))
     return marks
 

@@ -16,15 +16,14 @@ import time
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, starmap
 from statistics import median
 from typing import Annotated, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from pydantic import ConfigDict, Field
 
-from openrecycle.agent.coordination.generations import standing_by
-from openrecycle.agent.coordination.membership import ACK_ORDER, FailureTimeouts, Member
+from openrecycle.agent.coordination.membership import ACK_ORDER, FailureTimeouts, LetGo, Member
 from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, LogLine, OpKind, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob, Row, changes
 from openrecycle.app.jobs.states import (
@@ -201,11 +200,15 @@ class EventView:
 
 @dataclass(frozen=True)
 class GenerationView:
-    """A generation that opened, and why. lost: who was in the one before, and died or was given up."""
+    """A generation that opened, and why. lost: who was in the one before, and died or was given up. let_go: who was,
+    and is out at somebody's wish. relayout: has it another partition? replanned: another plan for the same workers?"""
 
     generation: int
     reason: str
     lost: tuple[str, ...] = ()
+    let_go: tuple[LetGo, ...] = ()
+    relayout: bool = False
+    replanned: bool = False
 
 
 @dataclass(frozen=True)
@@ -284,21 +287,29 @@ class _History(NamedTuple):
 
 def generation_views(rows: Sequence[Record]) -> tuple[GenerationView, ...]:
     """rows: as Store.all_generations gives them. Of the first nothing is known but that it was there."""
-    return tuple(GenerationView(row["generation"], row["reason"], _lost(before, row)) for before, row in pairwise(rows))
+    return tuple(
+        GenerationView(
+            row["generation"],
+            row["reason"],
+            _lost(before, row),
+            tuple(starmap(LetGo, row["let_go"])),
+            relayout=row["partition"] != before["partition"],
+            replanned=row["plan_fingerprint"] != before["plan_fingerprint"] and row["failed"] == before["failed"],
+        )
+        for before, row in pairwise(rows)
+    )
 
 
 def _lost(before: Record, row: Record) -> tuple[str, ...]:
-    """Who was in the generation before, and is out, or joins anew; but for those that were asked to leave or to stand
-    by, and for whose process took another's place. Nor has anybody died who joined before and has no state yet, nor,
-    where the state of a whole stage is gone, one of those that have held it (StateLost begins with the stage)."""
+    """Who was in the generation before, and is out, or joins anew; but for those that were let go, and for whose
+    process took another's place. Nor has anybody died who joined before and has no state yet, nor, where the state of a
+    whole stage is gone, one of those that have held it (StateLost begins with the stage)."""
     reason = row["reason"]
-    stayed = {*before["failed"], *(source for source, _ in row["moves"])}
-    out = {*row["failed"]} - standing_by(reason)
+    stayed = {*before["failed"], *(source for source, _ in row["moves"]), *(worker for worker, _ in row["let_go"])}
     joins = {name for name in row["joining"] if not reason.startswith(f"stage {Worker.parse(name).stage}: ")}
     # One that joined before, and is named, joins with a new process.
     same = {name for name in before["joining"] if not re.search(rf"\b{name}\b", reason)}
-    gone = sorted((out | (joins - same)) - stayed)
-    return tuple(name for name in gone if f"asked {name} to leave" not in reason)
+    return tuple(sorted(({*row["failed"]} | (joins - same)) - stayed))
 
 
 class _KeptView(NamedTuple):

@@ -301,6 +301,7 @@ def generation_row(generation: Generation) -> Record:
         "restore": generation.restore,
         "reason": generation.reason,
         "partition": generation.partition,
+        "let_go": generation.let_go,
         "opened_at": time.time(),
     }
 

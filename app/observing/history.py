@@ -170,6 +170,7 @@ _STRICTER: dict[str, Any] = {
     "generation.interim_failed": Workers,
     "generation.partition": Annotated[list[Annotated[int, Field(ge=1, le=MAX_LAYERS)]], Field(max_length=MAX_LAYERS)],
     "generation.moved_at": Annotated[int, Field(ge=0, le=2**53)] | None,
+    "generation.let_go": list[tuple[WorkerName, bool]],
     "event.severity": Literal["info", "warning", "error"],
     "event.kind": Literal["worker", "failure", "generation", "recovery", "plan", "job", "console", "operator", "step"],
     "event.worker": WorkerName | None,
@@ -399,7 +400,7 @@ _WORKER_COLUMNS = {
     "worker_state": ("worker",),
     "command": ("worker",),
     "job_plan": ("failed",),
-    "generation": ("living", "failed", "joining", "moves", "interim_failed"),
+    "generation": ("living", "failed", "joining", "moves", "interim_failed", "let_go"),
 }
 
 

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from cachetools import LRUCache
@@ -23,7 +23,7 @@ from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, count_ops
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.profiles import SHAPES, analytic_job, model_shape
-from openrecycle.planner.simulation.engine import HOUR, RecoveryCosts, SimulationOutcome, simulate, sweep
+from openrecycle.planner.simulation.engine import HOUR, Crossing, RecoveryCosts, SimulationOutcome, simulate, sweep
 from openrecycle.planner.simulation.planned import PlannedJob, Rate, evened
 from openrecycle.planner.simulation.policies import PLANNED, planned_policy
 from openrecycle.planner.simulation.traces import HOST, Domain, Trace, from_history, generated, public_traces, scaled
@@ -87,7 +87,7 @@ class Simulation:
     """One run, filled from its child process. rows: one document per policy, as the command prints it.
 
     curves: by policy, (hours, samples per second from then on). living: (hours, workers from then
-    on). rates: by policy, samples per second at each MTBF of `mtbf`; crossings: sentences. refused: policies that this
+    on). rates: by policy, samples per second at each MTBF of `mtbf`. refused: policies that this
     job can't have, and what it could have in their place.
     watched: by page that shows it, when that looked last, monotonic seconds. first: set once there is a row, or will
     be none.
@@ -99,7 +99,7 @@ class Simulation:
     living: list[tuple[float, int]] = field(default_factory=list)
     mtbf: list[float] = field(default_factory=list)
     rates: dict[str, list[float]] = field(default_factory=dict)
-    crossings: list[str] = field(default_factory=list)
+    crossings: list[Crossing] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     error: str = ""
     done: bool = False
@@ -127,8 +127,8 @@ class Simulation:
             self.curves[said["row"]["policy"]] = said["curve"]
             self.rows.append(said["row"])
         if "mtbf" in said:
-            self.rates, self.crossings = said["rates"], said["crossings"]
-            self.mtbf = said["mtbf"]
+            self.mtbf, self.rates = said["mtbf"], said["rates"]
+            self.crossings = [Crossing(**crossing) for crossing in said["crossings"]]
         self.error = said.get("error", "")
         self.done = said.get("done", False) or bool(self.error)
         if self.rows or self.done:
@@ -346,7 +346,7 @@ def run(
         yield {
             "mtbf": list(made.hours),
             "rates": {outcome.policy: made.rates(i) for i, outcome in enumerate(made.outcomes[0])},
-            "crossings": [f"{c.after} overtakes {c.before} at about {c.hours:.3g} h" for c in made.crossings],
+            "crossings": [asdict(crossing) for crossing in made.crossings],
         }
 
 

@@ -54,6 +54,18 @@ app.observing.history       Python 3.11 (`zipfile._EndRecData`)
 agent.monitoring.liveness   Python 3.11 (`sys._current_frames`, documented, yet of CPython alone)
     Gives: of a worker that hangs it is said where each of its threads is. No figure: it is asked for once per silence.
     Not needed once Python has it for all interpreters; tests/agent/test_hanging.py fails where it changes.
+agent.jobs.trainer          Python 3.11 (`_inheriting` of a process that multiprocessing starts)
+    Gives: a script that begins to train when a worker imports it is refused in one sentence. No figure: else each
+    worker would begin a job of its own.
+    Not needed once multiprocessing says in public that a process is importing its parent's script;
+    tests/agent/test_resilient_trainer.py fails where it changes.
+agent.models.hugging_face   transformers 5 (`_from_config`, `_init_weights`, `_can_record_outputs`)
+    Gives: a model is cut without memory for it, its buffers have their values, and its routers are found. No figure:
+    there is no other way to any of them.
+    Not needed once transformers has public names for them; tests/agent/test_from_transformers.py fails where they
+    change.
+
+The private names of torch are in agent.models.compat.
 """
 
 from __future__ import annotations

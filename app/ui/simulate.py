@@ -29,6 +29,7 @@ from openrecycle.app.ui.access import say_error
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import Table, rows_html
 from openrecycle.planner.plans.plan import job_doc
+from openrecycle.planner.simulation.engine import Crossing
 from openrecycle.planner.simulation.traces import public_traces
 
 SHAPE = "A model's shape"
@@ -197,14 +198,12 @@ def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
         if figures.open:
             figures.html(rows_html(sensitivity_table(simulation), "Figures by MTBF"))
         if simulation.crossings:
-            st.markdown("\n".join(f"- {_cross(line)}" for line in simulation.crossings))
+            st.markdown("\n".join(f"- {_cross(crossing)}" for crossing in simulation.crossings))
 
 
-def _cross(sentence: str) -> str:
-    """`a overtakes b at about 12 h`, with the policies' own words."""
-    after, _, rest = sentence.partition(" overtakes ")
-    before, _, hours = rest.partition(" at about ")
-    return f"**{policy_words(after)}** overtakes **{policy_words(before)}** at an MTBF of about {hours}."
+def _cross(crossing: Crossing) -> str:
+    after, before = policy_words(crossing.after), policy_words(crossing.before)
+    return f"**{after}** overtakes **{before}** at an MTBF of about {crossing.hours:.3g} h."
 
 
 def _cards(simulation: Simulation) -> list[Card]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 REPARTITION, SHALLOWER = "re-partition", "one stage less"
 
 
-# -- the ways on when workers are lost or come back, and which is better ------------------------
+# -- the options when workers are lost or come back, and which is better ------------------------
 
 
 @dataclass(frozen=True)

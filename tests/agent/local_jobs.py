@@ -24,8 +24,10 @@ from openrecycle.agent.coordination.launcher import Coordination
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.coordination.membership import CHECKPOINT
 from openrecycle.agent.launcher.launch import Launcher, Stopped
+from openrecycle.agent.launcher.processes import ProcessPool, preload
 from openrecycle.agent.messages.protocol import Command
 from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.workers import worker as worker_process
 from openrecycle.agent.workers.spec import RunSpec
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
@@ -81,35 +83,33 @@ class LocalJob:
         self.void: list[Message] = []
         self._on_line, self._on_message, self._on_generation = on_line, on_message, on_generation
         catalog = plans(job, Technique.STAGGERED, MemoryLimit("uniform"))
-        self.launcher = _WatchedLauncher(
-            RunSpec(
-                TrainingOptions(
-                    job=job,
-                    iterations=iterations,
-                    evaluate_every=evaluate_every,
-                    planning=Planning(pace=",".join(f"{kind}={1000 * pace:g}ms" for kind in "FIW") if pace else None),
-                    optimization=optimization or Optimization(),
-                    platform=computes_on,
-                    checkpoints=checkpoints or Checkpoints(),
-                    faults=replace(
-                        faults or Faults(),
-                        kill=kills,
-                        timeouts=replace(timeouts or Timeouts(), silence=hang_seconds),
-                        hand_over=hand_over or HandOver(),
-                    ),
+        spec = RunSpec(
+            TrainingOptions(
+                job=job,
+                iterations=iterations,
+                evaluate_every=evaluate_every,
+                planning=Planning(pace=",".join(f"{kind}={1000 * pace:g}ms" for kind in "FIW") if pace else None),
+                optimization=optimization or Optimization(),
+                platform=computes_on,
+                checkpoints=checkpoints or Checkpoints(),
+                faults=replace(
+                    faults or Faults(),
+                    kill=kills,
+                    timeouts=replace(timeouts or Timeouts(), silence=hang_seconds),
+                    hand_over=hand_over or HandOver(),
                 ),
-                workload,
-                job.partition or partition,
-                origin=None
-                if checkpoints is None
-                else Origin(Identity("tiny", stages, stages, pipelines, micro_batches, 0, {})),
-                divided=divided,
-                shared_gpus=bool(computes_on.check(pipelines * stages * computes_on.ranks_per_worker)),
             ),
-            decides(catalog, grace=grace, **coordination),
-            self._hear_line,
-            catalog,
+            workload,
+            job.partition or partition,
+            origin=None
+            if checkpoints is None
+            else Origin(Identity("tiny", stages, stages, pipelines, micro_batches, 0, {})),
+            divided=divided,
+            shared_gpus=bool(computes_on.check(pipelines * stages * computes_on.ranks_per_worker)),
         )
+        self.pool = ProcessPool(worker_process.main, preload(workload))
+        self.coordination = decides(catalog, grace=grace, **coordination)
+        self.launcher = _WatchedLauncher(spec, self.coordination, self._hear_line, catalog, self.pool)
         self.launcher.job = self
         self.moves: tuple[tuple[Worker, Worker], ...] = ()
         """Into the newest generation."""

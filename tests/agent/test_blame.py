@@ -202,13 +202,13 @@ def test_a_job_without_a_console_takes_an_end_out_and_then_for_good() -> None:
     run.broken("W0_0>W1_1", "W1_1>W0_0")
     assert "W1_1" not in run.living and len(run.living) == 5 and golden("w1-1-is-taken-out") in run.remarks[-1]
 
-    run.coordination.failed(Failure("exit", Worker(1, 1), "W1_1", detail="put out"))
+    run.coordination.failed(Failure("exit", Worker(1, 1), "W1_1", detail="fenced"))
     run.begin("W1_1", "new")
     run.take()
     assert "W1_1" in run.living, "it may re-join"
     run.broken("W1_1>W2_0")
     assert "W1_1" not in run.living and "for good" in run.remarks[-1]
-    run.coordination.failed(Failure("exit", Worker(1, 1), "new", detail="put out"))
+    run.coordination.failed(Failure("exit", Worker(1, 1), "new", detail="fenced"))
     run.begin("W1_1", "newer")
     run.take()
     assert run.refused[-1] == Worker(1, 1) and "W1_1" not in run.living

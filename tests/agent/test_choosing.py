@@ -13,6 +13,7 @@ from openrecycle.agent.coordination.membership import (
     Exited,
     GenerationAcknowledged,
     LayersMoved,
+    LetGo,
     Mode,
     ModeSet,
     Offer,
@@ -385,9 +386,10 @@ def test_what_happens_before_the_plan_is_there_does_not_hide_who_was_asked_to_le
     run.back("W0_1")
     assert run.opened[-1].failed == ("W1_0", "W2_0")
     assert run.opened[-1].reason == "W0_1 re-joins; ada asked W1_0 to leave"
+    assert run.opened[-1].let_go == (LetGo("W1_0", False),)
     run.resume()
     run.back("W2_0")
-    assert run.opened[-1].reason == "W2_0 re-joins", "that it has left is old news"
+    assert run.opened[-1].reason == "W2_0 re-joins" and not run.opened[-1].let_go, "that it has left is old news"
 
 
 def test_what_happens_before_the_plan_is_there_does_not_hide_who_stands_by() -> None:
@@ -400,6 +402,7 @@ def test_what_happens_before_the_plan_is_there_does_not_hide_who_stands_by() -> 
     run.plans = True
     run.exit("W1_1")
     assert run.opened[-1].reason.endswith("; W2_1 is to stand by")
+    assert run.opened[-1].let_go == (LetGo("W2_1", True),)
 
 
 def test_the_launcher_of_one_that_ends_before_it_could_leave_is_told_that_it_was_to() -> None:

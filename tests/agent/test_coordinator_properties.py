@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -102,7 +103,7 @@ class Membership(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([30, round(FAILURE_TIMEOUTS.lost) + 1]))
     def nobody_is_heard(self, seconds: int) -> None:
-        """Whatever is decided then, nobody is put out for it."""
+        """Whatever is decided then, nobody is fenced for it."""
         before, out = self.run_.state, (WorkerState.FAILED, WorkerState.FINISHED)
         self.run_.now += seconds
         self.run_.send(Tick())
@@ -266,6 +267,11 @@ class Membership(RuleBasedStateMachine):
         for generation in self.run_.opened:
             for source, to in generation.moves:
                 assert to in generation.living and source != to
+
+    @invariant()
+    def who_is_let_go_was_there_and_is_not_any_more(self) -> None:
+        for before, generation in pairwise(self.run_.opened):
+            assert {worker for worker, _ in generation.let_go} <= {*before.living} & {*generation.failed}
 
     @invariant()
     def nobody_is_asked_in_vain(self) -> None:

@@ -59,7 +59,7 @@ def test_a_process_that_moved_is_not_fenced_while_it_does_not_know_yet() -> None
 
 @pytest.mark.parametrize("comes", ["W0_2", "W0_1"])
 def test_a_move_for_which_there_was_no_plan_is_undone(comes: str) -> None:
-    """No launcher has been told of it: a healthy process was put out, or its place taken for that of the newcomer."""
+    """No launcher has been told of it: a healthy process was fenced, or its place taken for that of the newcomer."""
     run = Run(2, 3, checkpoints=True).start()
     run.plans = False
     for name in ("W0_1", "W1_1", "W0_2", "W1_2"):

@@ -209,7 +209,7 @@ def say_slot(told: Told, pipe: Connection) -> None:
 
 @pytest.mark.processes
 def test_every_process_of_a_node_has_a_slot_of_its_own() -> None:
-    """So a GPU of its own: one that is put out keeps it until it has ended."""
+    """So a GPU of its own: one that is fenced keeps it until it has ended."""
     pool = ProcessPool(say_slot, [])
     try:
         entries = [pool.start(Worker(n, 0), lambda _: Told(), 0.0) for n in range(3)]
@@ -291,57 +291,83 @@ def _options() -> SimpleNamespace:
     return SimpleNamespace(config=SimpleNamespace(max_ctas=None))
 
 
+PAIR = [Worker(0, 0), Worker(0, 1)]
+
+
+def _group(name: str = "generation1/forward", seconds: float = 0.2) -> groups.NcclGroup:
+    """Of the two workers of a pipeline."""
+    return groups.NcclGroup(None, name, 0, PAIR, Timeouts(transfer=seconds), CPU)
+
+
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Any:
-    backend: Any = type("Backend", (_Backend,), {"Options": staticmethod(_options)})
+def backends(monkeypatch: pytest.MonkeyPatch) -> list[_Backend]:
+    """Those of all groups that are made."""
+    made: list[_Backend] = []
+
+    class Backend(_Backend):
+        Options = staticmethod(_options)
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
     gloo = compat.dist.ProcessGroupGloo
-    monkeypatch.setattr(compat, "dist", SimpleNamespace(ProcessGroupNCCL=backend, ProcessGroupGloo=gloo))
+    monkeypatch.setattr(compat, "dist", SimpleNamespace(ProcessGroupNCCL=Backend, ProcessGroupGloo=gloo))
     monkeypatch.setattr(groups, "dist", SimpleNamespace(PrefixStore=lambda name, store: store))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    made: Any = groups.NcclGroup(
-        None, "generation1/forward", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(transfer=0.2), CPU
-    )
     return made
 
 
-def test_a_transfer_is_over_when_the_device_says_so(group: Any) -> None:
+@pytest.fixture
+def group(backends: list[_Backend]) -> groups.NcclGroup:
+    return _group()
+
+
+@pytest.fixture
+def backend(group: groups.NcclGroup, backends: list[_Backend]) -> _Backend:
+    """That of `group`."""
+    return backends[0]
+
+
+def test_a_transfer_is_over_when_the_device_says_so(group: Any, backend: _Backend) -> None:
     pending = group.receive(1, torch.zeros(2), 0)
-    group._group.done = True
+    backend.done = True
     assert pending.wait() is pending.tensor
-    assert group._group.works[0].joined and group._group.tags == {0}
+    assert backend.works[0].joined and backend.tags == {0}
     group.sum(torch.zeros(1))
 
 
-def test_what_failed_is_no_data(group: Any) -> None:
+def test_what_failed_is_no_data(group: Any, backend: _Backend) -> None:
     """An operation whose peer's machine has gone counts as completed, with an error."""
     pending = group.receive(1, torch.zeros(2), 0)
-    group._group.works[0].failure = RuntimeError("remote process has exited")
-    group._group.done = True
+    backend.works[0].failure = RuntimeError("remote process has exited")
+    backend.done = True
     with pytest.raises(TransferError, match="remote process has exited") as failed:
         pending.wait()
-    assert failed.value.peer == Worker(0, 1) and not group._group.works[0].joined
+    assert failed.value.peer == Worker(0, 1) and not backend.works[0].joined
 
 
-def test_what_the_device_fails_in_is_no_fault_of_a_peer(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_device_fails_in_is_no_fault_of_a_peer(group: Any, backend: _Backend) -> None:
     pending = group.receive(1, torch.zeros(2), 0)
-    group._group.works[0].failure = torch.AcceleratorError("CUDA error: device-side assert triggered")
-    group._group.done = True
+    backend.works[0].failure = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    backend.done = True
     with pytest.raises(torch.AcceleratorError):
         pending.wait()
 
 
-def test_all_groups_are_ended_before_one_is_waited_for(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_groups_are_ended_before_one_is_waited_for(
+    backends: list[_Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kernel of one that waits for a dead peer holds up the device, and so whoever waits for another's."""
-    others = [groups.NcclGroup(None, "x", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(), CPU) for _ in range(2)]
+    every = [_group(str(number)) for number in range(3)]
     seen: list[int] = []
-    every: list[Any] = [group, *others]
 
     def synchronize(device: torch.device) -> None:
         """Returns when no kernel of any group runs."""
         deadline = time.monotonic() + 10.0
-        while sum(g._group.aborted for g in every) < 3 and time.monotonic() < deadline:
+        while sum(backend.aborted for backend in backends) < 3 and time.monotonic() < deadline:
             time.sleep(0.001)
-        seen.append(sum(g._group.aborted for g in every))
+        seen.append(sum(backend.aborted for backend in backends))
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     halt_all(every)
@@ -353,9 +379,10 @@ def test_a_peer_that_says_nothing_is_given_up(group: Any) -> None:
         group.send(1, torch.zeros(2), 0).wait()
 
 
-def test_what_an_abort_ends_is_no_data(group: Any) -> None:
+def test_what_an_abort_ends_is_no_data(backends: list[_Backend]) -> None:
     """The device says that the operation is over; nobody may take what is in the tensor for an answer."""
-    group._seconds = 30.0
+    group: Any = _group(seconds=30.0)
+    (backend,) = backends
     pending = group.receive(1, torch.zeros(2), 0)
     canceller = threading.Timer(0.05, group.cancel)
     canceller.start()
@@ -365,22 +392,21 @@ def test_what_an_abort_ends_is_no_data(group: Any) -> None:
     for start in (lambda: group.send(1, torch.zeros(1), 0), lambda: group.sum(torch.zeros(1))):
         with pytest.raises(TransferError, match="cancelled"):
             start()
-    assert not group._group.works[0].joined and len(group._group.works) == 1
+    assert not backend.works[0].joined and len(backend.works) == 1
     group.halt()
     group.halt()
     _joined("abort-group")
-    assert group._group.aborted == 1, "an aborted communicator must not be aborted again"
+    assert backend.aborted == 1, "an aborted communicator must not be aborted again"
 
 
-def test_nothing_is_received_before_an_abort_has_given_its_memory_back(group: Any) -> None:
+def test_nothing_is_received_before_an_abort_has_given_its_memory_back(group: Any, backend: _Backend) -> None:
     """It waits for what the device was given, and a receive may wait for what is launched later: for ever, both."""
     returned = threading.Event()
-    group._group.abort = returned.wait
+    backend.abort = returned.wait
     made: list[Any] = []
-    members = [Worker(0, 0), Worker(0, 1)]
 
     def next_generation() -> None:
-        made.append(groups.NcclGroup(None, "generation2/forward", 0, members, Timeouts(), CPU))
+        made.append(_group("generation2/forward"))
 
     group.cancel()
     forming = threading.Thread(target=next_generation)
@@ -393,30 +419,30 @@ def test_nothing_is_received_before_an_abort_has_given_its_memory_back(group: An
 
 
 @pytest.mark.timeout(20)
-def test_an_abort_that_hangs_is_waited_for_once(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_that_hangs_is_waited_for_once(group: Any, backend: _Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer was just connecting: nothing ends that wait, and no later generation is to pay for it again."""
     monkeypatch.setattr(groups, "_ABORT_SECONDS", 0.5)
     never = threading.Event()
-    group._group.abort = never.wait
+    backend.abort = never.wait
     group.cancel()
     for _ in range(100):
-        groups.NcclGroup(None, "x", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(), CPU)
+        _group("x")
     never.set()
 
 
-def test_what_begins_while_its_group_is_aborted_is_aborted_too(group: Any) -> None:
+def test_what_begins_while_its_group_is_aborted_is_aborted_too(group: Any, backend: _Backend) -> None:
     """The first message makes a communicator, of which the abort did not know: its kernel would wait for ever."""
 
     def recv(tensors: list[Tensor], source: int, tag: int) -> _Work:
         group.cancel()
         _joined("abort-group")
-        assert group._group.aborted == 1
-        return _Work(lambda: group._group.aborted > 1)
+        assert backend.aborted == 1
+        return _Work(lambda: backend.aborted > 1)
 
-    group._group.recv = recv
+    backend.recv = recv
     pending = group.receive(1, torch.zeros(2), 0)
     _joined("abort-group")
-    assert group._group.aborted == 2
+    assert backend.aborted == 2
     with pytest.raises(TransferError, match="cancelled"):
         pending.wait()
 
@@ -432,40 +458,40 @@ def _alone(begun: groups.Begun) -> Groups:
 
 
 @pytest.mark.processes
-def test_a_kernel_that_waits_for_a_neighbour_takes_few_multiprocessors(group: Any) -> None:
+def test_a_kernel_that_waits_for_a_neighbour_takes_few_multiprocessors(backends: list[_Backend]) -> None:
     """Left alone, those that wait for a few neighbours would take all, and nothing would compute what they wait for."""
-    lines: Any = _alone(groups.Begun()).lines
-    ctas = [line._group.options.config.max_ctas for line in (lines.forward, lines.backward, group)]
+    _alone(groups.Begun())
+    _group("sums")
+    ctas = [backend.options.config.max_ctas for backend in backends]
     assert ctas == [groups.MESSAGE_CTAS, groups.MESSAGE_CTAS, None]
 
 
 @pytest.mark.processes
-def test_groups_that_are_given_up_wait_for_no_device(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_are_given_up_wait_for_no_device(backends: list[_Backend], monkeypatch: pytest.MonkeyPatch) -> None:
     """That runs aside, while the next generation has receives on it."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("waits for the device"))
-    made = _alone(groups.Begun())
-    lines: Any = made.lines
-    made.close()
+    _alone(groups.Begun()).close()
     _joined("abort-group")
-    assert [line._group.aborted for line in (lines.forward, lines.backward)] == [1, 1]
+    assert [backend.aborted for backend in backends] == [1, 1]
 
 
 @pytest.mark.processes
-def test_a_thread_that_is_left_behind_connects_no_more(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_left_behind_connects_no_more(
+    backends: list[_Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it has the device wait for, and the end of that, would hold up the generation that trains by then."""
-    begun, made = groups.Begun(), list[Any]()
+    begun = groups.Begun()
 
     class Made(groups.NcclGroup):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            made.append(self)
             begun.give_up()
 
     monkeypatch.setattr(communicator, "NcclGroup", Made)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("waits for the device"))
     with pytest.raises(TransferError, match=golden("nobody-waits-for-these-connections")):
         _alone(begun)
-    assert [one._group.aborted for one in made] == [1]
+    assert [backend.aborted for backend in backends] == [1]
 
 
 def test_what_breaks_says_with_whom(group: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from openrecycle.agent.config.options import Timeouts
-from openrecycle.agent.transport.communicator import Communicator, Groups, RendezvousStore
+from openrecycle.agent.transport.communicator import Communicator, Groups, RendezvousStore, StoreClient
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.planner.jobs.job import Worker
 from tests.golden import golden
@@ -64,7 +64,7 @@ def test_a_newer_generation_ends_the_wait_for_peers_that_do_not_connect(store: R
     communicators = [Communicator(patient) for _ in living]
     with ThreadPoolExecutor(4) as pool:
         waiting = pool.submit(communicators[0].form, 1, living[0], living, store.address)
-        gone = Communicator(patient)._stores.connect(store.address, 60.0)
+        gone = StoreClient().connect(store.address, 60.0)
         for _ in living[1:]:
             gone.add("generation1/ready", 1)
         gone.set("generation1/go", b"go")  # whoever is last says so

@@ -77,7 +77,7 @@ def test_the_others_train_on_while_the_state_comes(optimization: Optimization) -
 
     job = _job(0.05, optimization=optimization, on_line=until_it_trains).run()
     assert job.losses == _losses(len(job.losses), optimization=optimization)
-    assert job.dead == ["W1_1"], "nobody was put out"
+    assert job.dead == ["W1_1"], "nobody was fenced"
     assert not job.said("broken", generation=3)
     assert _trained_while_it_came(job, 3) >= 6
     assert {i["generation"] for i in job.iterations} == {1, 2, 3}

@@ -243,7 +243,7 @@ def test_a_death_meanwhile_puts_nobody_else_out(shared: bool, job: _Job) -> None
     assert job.restarted == ["W2_1"]
 
 
-def test_who_is_put_out_is_started_again_and_who_leaves_is_not(job: _Job) -> None:
+def test_who_is_fenced_is_started_again_and_who_leaves_is_not(job: _Job) -> None:
     job.deploy(2, dead=("W2_1",))
     assert job.pool.fenced == ["W2_1"] and job.restarted == ["W2_1"]
     for generation in (3, 4):

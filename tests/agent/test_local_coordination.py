@@ -420,7 +420,7 @@ class Play(RuleBasedStateMachine):
         assert deploy.restore or holding == set(range(self.stages)), "each stage has somebody to take its state from"
         self.newest = newest
         for worker in set(self.processes) - living:
-            self.exit(worker)  # put out
+            self.exit(worker)  # fenced
 
     def exit(self, worker: Worker) -> None:
         self.decides.failed(Failure("exit", worker, self.processes.pop(worker), detail="died"))

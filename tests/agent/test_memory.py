@@ -68,9 +68,14 @@ def _options(**changes: Any) -> TrainingOptions:
     return TrainingOptions(job=Job.uniform(2, 2, 3), **changes)
 
 
-@pytest.mark.parametrize("small", [0, 1 << 30], ids=["without data", "for real"])
-def test_what_a_micro_batch_holds_is_counted(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_SMALL", small)
+@pytest.fixture(params=[0, 1 << 30], ids=["without data", "for real"])
+def tried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the first micro-batch is run."""
+    monkeypatch.setattr(preflight, "_SMALL", request.param)
+
+
+@pytest.mark.usefixtures("tried")
+def test_what_a_micro_batch_holds_is_counted() -> None:
     chain: Any = Chain()
     found = micro_batch_memory(chain, (2, 2), 0, None, 1)
     assert found is not None
@@ -91,13 +96,9 @@ def test_a_layer_that_looks_at_its_numbers_runs_for_real(monkeypatch: pytest.Mon
     assert found is not None and found[0].forward > 4 * ROW
 
 
-@pytest.mark.parametrize("small", [0, 1 << 30], ids=["without data", "for real"])
-def test_a_stage_is_built_as_a_worker_builds_it_and_a_given_model_stays_as_it_is(
-    small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("tried")
+def test_a_stage_is_built_as_a_worker_builds_it_and_a_given_model_stays_as_it_is() -> None:
     """With parameters that two layers share, which each stage has a copy of."""
-    monkeypatch.setattr(preflight, "_SMALL", small)
-
     linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     linears[3].weight = linears[0].weight
 
@@ -127,10 +128,8 @@ def test_layers_that_can_not_be_run_are_no_reason_to_refuse() -> None:
     assert found.stages[0].activations == 0 and found.told == ()
 
 
-@pytest.mark.parametrize("small", [0, 1 << 30], ids=["without data", "for real"])
-def test_a_loss_that_raises_is_refused_where_workers_do_the_same(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_SMALL", small)
-
+@pytest.mark.usefixtures("tried")
+def test_a_loss_that_raises_is_refused_where_workers_do_the_same() -> None:
     class Wrong(Chain):
         def loss(self, output: Tensor, targets: Tensor) -> Tensor:
             return super().loss(output, targets.view(2, ROWS // 4, WIDTH))

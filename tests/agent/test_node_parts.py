@@ -788,7 +788,7 @@ def test_a_new_lead_learns_from_each_node_which_ranks_are_spare_there() -> None:
         hub.close("")
 
 
-def test_of_a_worker_that_the_lead_has_put_out_its_node_books_no_spare_ranks(hub: NodeHub) -> None:
+def test_of_a_worker_that_the_lead_has_fenced_its_node_books_no_spare_ranks(hub: NodeHub) -> None:
     """As the lead does not: nobody knows which of them was at fault."""
     frames = fake_node((hub.host, hub.port))
     hub.wait_for_all(5)

@@ -24,7 +24,7 @@ from openrecycle.planner.jobs.job import Worker
 VALIDATIONS = st.sampled_from([CLEAN, SKIP, ValidationResult(0.5)])
 
 
-def _outlook(validations: list[ValidationResult]) -> PostValidation:
+def _after(validations: list[ValidationResult]) -> PostValidation:
     post_validation = PostValidation()
     for validation in validations:
         post_validation = post_validation.after(validation)
@@ -50,17 +50,17 @@ def test_what_is_left_of_the_norm_is_at_most_what_was_asked_for(norms: list[floa
 
 def test_a_surprise_makes_the_stages_wait_until_it_has_been_calm() -> None:
     assert PostValidation().optimistic
-    assert not _outlook([ValidationResult(0.5)]).optimistic
-    assert not _outlook([ValidationResult(0.5)] + [CLEAN] * (2 * CLEAN_NEEDED - 1)).optimistic
-    assert _outlook([ValidationResult(0.5)] + [CLEAN] * 2 * CLEAN_NEEDED).optimistic
+    assert not _after([ValidationResult(0.5)]).optimistic
+    assert not _after([ValidationResult(0.5)] + [CLEAN] * (2 * CLEAN_NEEDED - 1)).optimistic
+    assert _after([ValidationResult(0.5)] + [CLEAN] * 2 * CLEAN_NEEDED).optimistic
     again = [ValidationResult(0.5)] + [CLEAN] * (2 * CLEAN_NEEDED - 1)
-    assert not _outlook([*again, SKIP, *[CLEAN] * CLEAN_NEEDED]).optimistic
+    assert not _after([*again, SKIP, *[CLEAN] * CLEAN_NEEDED]).optimistic
 
 
 def test_skipped_updates_in_a_row_are_counted() -> None:
-    assert _outlook([CLEAN, SKIP, SKIP]).skipped == 2
-    assert _outlook([SKIP, SKIP, ValidationResult(0.5)]).skipped == 0
-    assert _outlook([SKIP, SKIP, CLEAN]).skipped == 0
+    assert _after([CLEAN, SKIP, SKIP]).skipped == 2
+    assert _after([SKIP, SKIP, ValidationResult(0.5)]).skipped == 0
+    assert _after([SKIP, SKIP, CLEAN]).skipped == 0
 
 
 @given(st.lists(VALIDATIONS, max_size=400))

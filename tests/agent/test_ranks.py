@@ -123,7 +123,7 @@ def test_the_death_of_a_rank_whose_child_lives(tmp_path: Path) -> None:
 
     def strike(job: LocalJob, line: dict[str, Any]) -> None:
         if line.get("iteration") == 2:
-            (sibling,) = next(e for w, e in job.launcher._pool.running.items() if str(w) == "W1_1").siblings
+            (sibling,) = next(e for w, e in job.pool.running.items() if str(w) == "W1_1").siblings
             os.kill(sibling.pid or 0, signal.SIGKILL)
         if line.get("living") == 3:
             job.stop()
@@ -141,12 +141,12 @@ def test_the_death_of_a_rank_whose_child_lives(tmp_path: Path) -> None:
 @pytest.mark.chaos
 @pytest.mark.processes
 def test_a_rank_that_hangs_leaves_its_sibling_to_another_worker() -> None:
-    """It is stopped, so its worker is silent, and put out; a rank of another stage dies."""
+    """It is stopped, so its worker is silent, and fenced; a rank of another stage dies."""
     grid: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 3, "iterations": 400}
     hangs = list[int]()
 
     def strike(job: LocalJob, line: dict[str, Any]) -> None:
-        running = {str(cell): entry for cell, entry in job.launcher._pool.running.items()}
+        running = {str(cell): entry for cell, entry in job.pool.running.items()}
         if line.get("iteration") == 1:
             hangs.append(running["W1_1"].siblings[0].pid or 0)
             os.kill(hangs[0], signal.SIGSTOP)
@@ -174,7 +174,7 @@ def test_a_rank_that_is_waited_for_in_vain_is_to_blame(where: str, tmp_path: Pat
     came = dict[str, WorkerProcess]()
 
     def follow(job: LocalJob, worker: str, message: dict[str, Any]) -> None:
-        (entry,) = job.launcher._pool.running.values()
+        (entry,) = job.pool.running.values()
         came[entry.incarnation] = entry
 
     grid: dict[str, Any] = {"pipelines": 1, "stages": 1, "micro_batches": 1, "platform": Platform(ranks_per_worker=2)}

@@ -44,9 +44,9 @@ def test_nothing_is_redone_and_the_bits_stay(monkeypatch: pytest.MonkeyPatch) ->
 
     def while_it_waits(job: LocalJob, worker: str, message: dict[str, Any]) -> None:
         if waiting and worker == "W1_1" and message["kind"] == "alive":
-            heard.append(job.launcher._pool.running[Worker(1, 1)].heard_at)
+            heard.append(job.pool.running[Worker(1, 1)].heard_at)
             if len(heard) == 3:
-                let_in(job.launcher._coordination, *waiting.pop())  # type: ignore[arg-type]
+                let_in(job.coordination, *waiting.pop())  # type: ignore[arg-type]
 
     monkeypatch.setattr(LocalCoordination, "ready", ready)
     acts: dict[str, Any] = {"on_line": _return_after_death, "on_message": while_it_waits}

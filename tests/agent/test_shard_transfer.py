@@ -125,7 +125,7 @@ class _Wire:
         self._sums: dict[int, Tensor] = {}
         self._broadcasts: SimpleQueue[Tensor] = SimpleQueue()
         self._meet = threading.Barrier(2, timeout=20)
-        self._sent: dict[tuple[Worker, Worker], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+        self.sent: dict[tuple[Worker, Worker], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
         self.largest = 0
 
     def of(self, me: Worker) -> Any:
@@ -144,11 +144,11 @@ class _Wire:
             return SimpleNamespace(wait=lambda: tensor.copy_(self._broadcasts.get(timeout=20)))
 
         def send(to: Worker, tensor: Tensor, tag: int) -> Any:
-            self._sent[me, to].put(tensor.clone())
+            self.sent[me, to].put(tensor.clone())
             return SimpleNamespace(wait=lambda: tensor)
 
         def receive(source: Worker, buffer: Tensor, tag: int) -> Any:
-            return SimpleNamespace(wait=lambda: buffer.copy_(self._sent[source, me].get(timeout=20)))
+            return SimpleNamespace(wait=lambda: buffer.copy_(self.sent[source, me].get(timeout=20)))
 
         group = SimpleNamespace(sum=sum_, begin_broadcast=begin_broadcast)
         return SimpleNamespace(peer_group=group, peers=(A, B), send=send, receive=receive, address="127.0.0.1")
@@ -237,9 +237,9 @@ def test_parameters_come_whatever_way_they_lie_in_memory() -> None:
 
 def _drained(wire: _Wire, source: Worker, to: Worker) -> Iterator[Tensor]:
     """What was sent, which stays to be received."""
-    sent = [wire._sent[source, to].get() for _ in range(wire._sent[source, to].qsize())]
+    sent = [wire.sent[source, to].get() for _ in range(wire.sent[source, to].qsize())]
     for tensor in sent:
-        wire._sent[source, to].put(tensor)
+        wire.sent[source, to].put(tensor)
     yield from sent
 
 
@@ -249,8 +249,11 @@ def test_layers_that_move_bring_what_no_segment_has() -> None:
         _step(stage)
     wire, to = _Wire(), Worker(0, 1)
     sharded = _sharded(wire, {A: have, B: peer})
-    taking = ShardedStage.__new__(ShardedStage)
-    taking._me, taking._groups, taking._optimizer, taking._shards = to, wire.of(to), comes, comes.shards  # type: ignore[assignment]
+    own, groups = _stage(0), wire.of(to)
+    groups.peers = (to,)
+    assert own.shards is not None
+    alone = assign([to], {to: own.shards.shards_held}, {to: 0}, own.shards.sizes)
+    taking = ShardedStage(to, groups, own, alone, lambda text: None)
     moves, span = [(to, A, range(1))], range(1)
     _together(
         *(lambda w=w: sharded[w].move_layers(moves, {}) for w in (A, B)),

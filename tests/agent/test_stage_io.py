@@ -191,7 +191,7 @@ def test_the_last_one_may_give_the_loss_whatever_it_takes() -> None:
     assert of(Parts(Masked, Told), 2) == of(Parts(Masked, Joined), 2)
 
 
-def test_declared_boundaries_are_taken_and_checked() -> None:
+def test_declared_stage_io_is_taken_and_checked() -> None:
     workload = Gpt(width=32, heads=2, sequence=16, batch=2)
     declared = layer_io_of(workload, 3, 0)
     assert declared == ((TensorSpec((2, 16, 32), "float32"),),) * 2

@@ -210,7 +210,7 @@ class World:
         self.unsent = [report for report in self.unsent if report.sender is not process]
         place = next((w for w, e in self.pool.running.items() if e.incarnation == process.incarnation), None)
         if place is None:
-            return  # put out by the launcher, which has said so
+            return  # fenced by the launcher, which has said so
         del self.pool.running[place]
         body = FailureReport(
             worker=str(place), incarnation=process.incarnation, cause="exit", reporter="launcher", detail=detail

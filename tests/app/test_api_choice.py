@@ -124,6 +124,8 @@ def test_a_worker_is_drained(server: ConsoleServer) -> None:
     assert (answer.status_code, answer.json()) == (202, {"reason": "ada asked W2_1 to leave"})
     newest = agents.deployment(after=1)
     assert newest["failed"] == newest["leaving"] == ["W2_1"]
+    stored = server.get(agents.path("/generations")).json()["generations"]
+    assert [generation["let_go"] for generation in stored] == [[], [["W2_1", False]]]
     again = server.post(agents.path("/workers/W2_1/drain"))
     assert (again.status_code, again.json()["code"]) == (409, "not_running")
     worker = next(w for w in server.get(agents.path("/workers")).json()["workers"] if w["name"] == "W2_1")

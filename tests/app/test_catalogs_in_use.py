@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pytest
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.app.catalogs.contents import parse_request
-from openrecycle.app.catalogs.service import Filling
+from openrecycle.app.catalogs.service import Filling, info_of
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan, job_doc
@@ -19,24 +19,20 @@ from tests.golden import golden
 pytestmark = pytest.mark.processes
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    until(condition, "it is so")
-
-
 def ended(filling: Filling) -> str:
-    wait(lambda: not filling.running)
+    until(lambda: not filling.running)
     return filling.state
 
 
 def test_a_second_job_begins_with_the_first_ones_plans(tmp_path: Path) -> None:
     here = ConsoleHere(tmp_path)
     first = here.console.jobs.find(JobHere(here.console, "first").job_id)
-    wait(lambda: first.plans.ahead.made == first.plans.ahead.wanted)
-    wait(lambda: len(here.console.catalogs.names(first.plans.question)) == 5)
+    until(lambda: first.plans.ahead.made == first.plans.ahead.wanted)
+    until(lambda: len(here.console.catalogs.names(first.plans.question)) == 5)
     calls = []
     here.console.plans.ahead._maker.submit = lambda *args, **more: calls.append(args)  # type: ignore[method-assign]
     second = here.console.jobs.find(JobHere(here.console, "second").job_id)
-    wait(lambda: len(here.console.queries.job_plans(second.job_id)) == 5)
+    until(lambda: len(here.console.queries.job_plans(second.job_id)) == 5)
     assert calls == [], "nothing was planned again"
     here.close()
 
@@ -69,11 +65,11 @@ def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(tm
     live = here.console.jobs.find(job.job_id)
     live.plans.inline_ops = 1
     assert live.plans.ahead.wanted == 5, "the full grid, and one failure on each of four stages"
-    wait(lambda: live.plans.ahead.made == 5)
+    until(lambda: live.plans.ahead.made == 5)
     job.register()
     assert [plan.failed for plan in live.plans.catalog.plans] == [()], "only what it needed"
     job.die("W1_2")
-    wait(lambda: here.console.queries.view(job.job_id).generation == 2)
+    until(lambda: here.console.queries.view(job.job_id).generation == 2)
     opened = next(event.text for event in here.console.queries.view(job.job_id).events if event.kind == "generation")
     assert golden("from-the-catalog-planned-ahead-for") in opened
     again = here.console.jobs.find(JobHere(here.console, "the same again").job_id)
@@ -92,12 +88,12 @@ def test_a_plan_at_hand_that_is_for_other_failures_is_made_anew(
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "small").register()
     live = here.console.jobs.find(job.job_id)
-    wait(lambda: live.plans.ahead.made == 5)
+    until(lambda: live.plans.ahead.made == 5)
     (made_for,) = next(plan.failed for plan in live.plans.catalog.plans if [name[3] for name in plan.failed] == ["2"])
     other = "W1_2" if made_for != "W1_2" else "W0_2"
     monkeypatch.setattr(Plan, "renamed", _of_others)
     job.die(other)
-    wait(lambda: here.console.queries.view(job.job_id).generation == 2)
+    until(lambda: here.console.queries.view(job.job_id).generation == 2)
     view = here.console.queries.view(job.job_id)
     opened = next(event.text for event in view.events if event.kind == "generation")
     assert "made now (list)" in opened
@@ -120,14 +116,14 @@ def test_a_large_plan_is_fitted_beside_the_console(
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "large", micro_batches=90).register()
     live = here.console.jobs.find(job.job_id)
-    wait(lambda: live.plans.ahead.made == 5 and here.console.queries.view(job.job_id).generation == 1)
+    until(lambda: live.plans.ahead.made == 5 and here.console.queries.view(job.job_id).generation == 1)
     located = here.console.catalogs.located(live.plans.question, ("W1_2",))
     assert located is not None
     if damaged:
         broken = replace(located, stored=located.stored[:-1] + bytes([located.stored[-1] ^ 1]))
         monkeypatch.setattr(here.console.catalogs, "located", lambda question, failed: broken)
     job.die("W1_2")
-    wait(lambda: here.console.queries.view(job.job_id).generation == 2)
+    until(lambda: here.console.queries.view(job.job_id).generation == 2)
     view = here.console.queries.view(job.job_id)
     opened = next(event.text for event in view.events if event.kind == "generation")
     assert ("made now (list)" if damaged else located.origin) in opened
@@ -141,15 +137,16 @@ def test_a_large_plan_is_fitted_beside_the_console(
 
 
 def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path) -> None:
-    here = ConsoleHere(tmp_path)
+    here = ConsoleHere(tmp_path, tolerance=3)
     here.console.plans.ahead.held_ops = 1
-    here.console.plans.ahead._tolerance = 3
     jobs = [JobHere(here.console, f"job {i}", pipelines=8, stages=16, micro_batches=64) for i in range(2)]
-    wait(lambda: len(here.console.plans.ahead._filling) == 2)
-    (filling,) = here.console.catalogs._fillings.values()
+    plans = [here.console.jobs.find(job.job_id).plans for job in jobs]
+    until(lambda: all(each.ahead.wanted for each in plans))
+    filling = here.console.catalogs.filling(info_of(plans[0].question).fingerprint)
+    assert filling is not None
     jobs[0].finish()
     assert filling.running, "another job of the same question waits for it"
     jobs[1].finish()
     assert filling.state == "cancelled"
-    wait(here.console.catalogs.idle)
+    until(here.console.catalogs.idle)
     here.close()

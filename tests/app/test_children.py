@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
 from pathlib import Path
 from types import ModuleType
 
@@ -113,10 +114,9 @@ def test_one_that_is_not_kept_ends_with_its_answer_and_takes_what_was_prepared()
     children = Children(count, name="counting")
     children.prepare()
     children.prepare()
-    ready = children._children
-    assert len(ready) == 1
+    (ready,) = (process for process in active_children() if process.name == "counting")
     asked = children.begin(1)
-    assert asked.process is ready[0].process
+    assert asked.process is ready
     assert len(list(asked.messages())) == 1 and ended(asked)
 
 
@@ -193,7 +193,7 @@ def test_no_more_than_so_many_at_a_time() -> None:
 
     taken = threading.Thread(target=take)
     taken.start()
-    while not children._children:
+    while not any(process.name == "deaf" for process in active_children()):
         time.sleep(0.01)
     with pytest.raises(TimeoutError):
         children.ask(wait=0.0)

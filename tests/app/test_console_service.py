@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from ui_console import until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts, Note
 from openrecycle.agent.messages.protocol import (
@@ -118,13 +118,6 @@ def resume(console: ConsoleService, job_id: str, generation: int, names: list[st
 
 def exited(worker: str) -> FailureReport:
     return FailureReport(worker=worker, incarnation=f"{worker}-a", cause="exit", reporter="launcher", detail="gone")
-
-
-def until(true: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.02)
 
 
 def test_what_can_not_be_stored_has_not_happened(console: ConsoleService, store: Troubled) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import pytest
+from ui_console import until
 
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, Registration
 from openrecycle.app.console.service import ConsoleService
@@ -76,13 +74,6 @@ class Workers:
                 )
                 self.console.reports.heartbeats(self.job_id, [beat])
             until(lambda: set(names) <= self.heard() and not self.job.measurements.op_times._fresh)
-
-
-def until(true: Callable[[], object], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.02)
 
 
 def started(store: Store) -> ConsoleService:

@@ -58,6 +58,13 @@ def opened(url: str) -> Database:
     return database
 
 
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where files are put for a while."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Database, str, Path]]:
     """A database with a finished job and another, the id of the first, and its file. Not to be changed."""
@@ -452,10 +459,9 @@ def test_the_manifest_is_one(origin: tuple[Database, str, Path]) -> None:
 
 @pytest.mark.parametrize("asked", [at_length("bytes=abc"), at_length("bytes=999999999-"), "bytes=0-3", None])
 def test_an_exported_file_is_sent_whole_and_is_gone_whatever_part_was_asked_for(
-    origin: tuple[Database, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None
+    origin: tuple[Database, str, Path], temporary: Path, asked: str | None
 ) -> None:
     source, job_id, path = origin
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     console = ConsoleService(Store(source))
     console.jobs.follow()
     try:
@@ -466,17 +472,14 @@ def test_an_exported_file_is_sent_whole_and_is_gone_whatever_part_was_asked_for(
         console.close()
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/zip")
     assert answer.headers["accept-ranges"] == "none"
-    (tmp_path / "got.zip").write_bytes(answer.content)
-    with zipfile.ZipFile(tmp_path / "got.zip") as got, zipfile.ZipFile(path) as made:
+    (temporary / "got.zip").write_bytes(answer.content)
+    with zipfile.ZipFile(temporary / "got.zip") as got, zipfile.ZipFile(path) as made:
         assert got.namelist() == made.namelist() and got.testzip() is None
-    assert not [*tmp_path.glob("openrecycle-history-*")]
+    assert not [*temporary.glob("openrecycle-history-*")]
 
 
-def test_files_that_nobody_reads_to_the_end_are_a_few(
-    origin: tuple[Database, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_nobody_reads_to_the_end_are_a_few(origin: tuple[Database, str, Path], temporary: Path) -> None:
     source, job_id, _ = origin
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     console = ConsoleService(Store(source))
     console.jobs.follow()
 
@@ -485,7 +488,7 @@ def test_files_that_nobody_reads_to_the_end_are_a_few(
         with pytest.raises(ConsoleError) as refused:
             await console.histories.export(job_id, audit=False)
         assert (refused.value.status, refused.value.code) == (409, "busy")
-        assert len([*tmp_path.glob("openrecycle-history-*")]) == len(sent)
+        assert len([*temporary.glob("openrecycle-history-*")]) == len(sent)
         sent[1].unlink()
         assert (await console.histories.export(job_id, audit=False)).exists()
 
@@ -495,12 +498,9 @@ def test_files_that_nobody_reads_to_the_end_are_a_few(
         console.close()
 
 
-def test_what_a_killed_export_has_written_is_gone(
-    origin: tuple[Database, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_export_has_written_is_gone(origin: tuple[Database, str, Path], temporary: Path) -> None:
     """Whoever asked for it left meanwhile."""
     source, job_id, _ = origin
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     console = ConsoleService(Store(source))
     console.jobs.follow()
     histories = Histories(console.jobs, source)
@@ -508,7 +508,7 @@ def test_what_a_killed_export_has_written_is_gone(
 
     async def leave() -> None:
         task = asyncio.create_task(histories.export(job_id, audit=False))
-        while not [*tmp_path.glob("*.part")]:
+        while not [*temporary.glob("*.part")]:
             assert not task.done(), task
             await asyncio.sleep(0.01)
         task.cancel()
@@ -520,14 +520,13 @@ def test_what_a_killed_export_has_written_is_gone(
     finally:
         histories.close()
         console.close()
-    assert not [*tmp_path.glob("openrecycle-history-*")]
+    assert not [*temporary.glob("openrecycle-history-*")]
 
 
 def test_an_export_that_takes_too_much_memory_ends_its_own_process(
-    origin: tuple[Database, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    origin: tuple[Database, str, Path], temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, job_id, _ = origin
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     console = ConsoleService(Store(source))
     console.jobs.follow()
     monkeypatch.setattr(histories, "work", a_greedy_export)
@@ -539,7 +538,7 @@ def test_an_export_that_takes_too_much_memory_ends_its_own_process(
     finally:
         exports.close()
         console.close()
-    assert not [*tmp_path.glob("openrecycle-history-*")]
+    assert not [*temporary.glob("openrecycle-history-*")]
 
 
 def a_greedy_export(channel: Channel, url: str, action: str, job_id: str, out: str, *more: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -198,3 +199,37 @@ def test_a_class_name_says_which_class_it_is() -> None:
                     where.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
     assert len(where) > 500
     assert not {name: files for name, files in where.items() if len(files) > 1}
+
+
+def asked_for(node: ast.AST) -> str:
+    """Which attribute of an object, also by getattr."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and isinstance(node.args[1], ast.Constant):
+        return str(node.args[1].value)
+    return ""
+
+
+def test_private_names_of_others_are_listed() -> None:
+    """In the two files that say for which version each is known to work, and when it is no longer needed."""
+    named = {path: ast.parse(path.read_text()) for room in (*ROOMS, ".src") for path in (ROOT / room).rglob("*.py")}
+    nodes = {path: list(ast.walk(tree)) for path, tree in named.items()}
+    ours = {"_replace", "_make", "_asdict", "_fields", "_exit"}  # of namedtuple and os, which document them
+    for node in (node for of_file in nodes.values() for node in of_file):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            ours.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            ours.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            ours.add(node.id)
+    users = {
+        path.relative_to(ROOT).with_suffix("").as_posix().removeprefix(".src/").replace("/", ".")
+        for path, of_file in nodes.items()
+        if ROOT / "agent" / "examples" not in path.parents
+        for node in of_file
+        if re.match("_[a-z]", asked := asked_for(node)) and asked not in ours
+    }
+    lists = "app.runtime.patches", "agent.models.compat"
+    said = "\n".join(str(ast.get_docstring(named[ROOT / f"{name.replace('.', '/')}.py"])) for name in lists)
+    assert len(users) > 5
+    assert not {user for user in users if user not in lists and user not in said}

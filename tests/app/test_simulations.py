@@ -57,6 +57,16 @@ def test_a_simulation_runs_in_its_own_process_and_is_kept() -> None:
     simulations.close()
 
 
+def test_where_one_policy_becomes_better_than_another_comes_as_figures() -> None:
+    simulations = Simulations()
+    made = wait(simulations.get(parse_request(**SMALL, policies=("recycle", "spares")), PAGE))
+    (crossing,) = made.crossings
+    assert {crossing.before, crossing.after} == set(made.rates) and made.mtbf[0] < crossing.hours < made.mtbf[-1]
+    rates = zip(made.mtbf, made.rates[crossing.before], made.rates[crossing.after], strict=True)
+    assert all((earlier > later) == (mtbf < crossing.hours) for mtbf, earlier, later in rates if earlier != later)
+    simulations.close()
+
+
 def test_a_cancelled_simulation_ends_its_process() -> None:
     simulations = Simulations()
     request = parse_request(model="gpt-145.6b", pipelines=32, stages=16, micro_batches=64, policies=("ours",))

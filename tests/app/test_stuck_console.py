@@ -81,10 +81,14 @@ def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
         assert asked.get("/healthz").json() == {"status": "ok"}
 
         async def hang(how_many: int) -> None:
-            for _ in range(how_many):
-                asyncio.ensure_future(threads.run(release.wait))  # noqa: RUF006 (it hangs)
-            while len(threads._began) < how_many:
-                await asyncio.sleep(0.01)
+            began = threading.Barrier(how_many + 1)
+
+            def hold() -> None:
+                began.wait(10)
+                release.wait()
+
+            hanging = [asyncio.ensure_future(threads.run(hold)) for _ in range(how_many)]
+            await asyncio.to_thread(began.wait, 10)
             threads.stuck_seconds = 0.0
             stuck.append(threads.stuck)
             if how_many == 2:
@@ -94,8 +98,7 @@ def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
                 assert "some threads" in answer.json()["detail"]
             threads.stuck_seconds = runner.STUCK_SECONDS
             release.set()
-            while threads._began:
-                await asyncio.sleep(0.01)
+            await asyncio.gather(*hanging)
             release.clear()
 
         stuck: list[bool] = []
@@ -120,8 +123,7 @@ def test_more_exports_than_are_made_at_once_are_refused(monkeypatch: pytest.Monk
 
     async def ask() -> None:
         made = [asyncio.ensure_future(runner.exporting(release.wait)) for _ in range(2)]
-        while len(threads._began) < 2:
-            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)  # each has its place
         with pytest.raises(ConsoleError) as refused:
             await runner.exporting(release.wait)
         assert (refused.value.status, refused.value.code) == (429, "too_many")

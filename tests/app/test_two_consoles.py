@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import requests
 from console_server import Agents, ConsoleServer, ForkedConsole
 from sqlalchemy import create_engine, text
+from ui_console import until
 
 from tests.conftest import new_database
 from tests.golden import golden
@@ -56,13 +56,6 @@ def end(server: ConsoleServer) -> None:
     if server.process.poll() is None:
         server.process.send_signal(signal.SIGCONT)
     server.close()
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE:.0f} s for {what}"
-        time.sleep(0.02)
 
 
 def ready(server: ConsoleServer) -> bool:

@@ -14,7 +14,17 @@ import pyarrow.ipc
 import pytest
 import ui_factory as factory
 
-from openrecycle.agent.coordination.membership import Candidate, Chosen, Mode, ModeSet, Offer, Offered, StateLost
+from openrecycle.agent.coordination.membership import (
+    Candidate,
+    Chosen,
+    LetGo,
+    Mode,
+    ModeSet,
+    Offer,
+    Offered,
+    StateLost,
+    UsePlan,
+)
 from openrecycle.app.charts.progress import (
     LATE,
     LOOKS,
@@ -185,28 +195,37 @@ def test_a_change_of_plan_and_a_worker_that_was_asked_to_leave_are_told_from_a_f
     base = factory.iteration_views(4)
     steps = [(1, 12), (2, 11), (3, 11), (3, 11)]
     iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
-    left, planned = GenerationView(2, "Ann asked W1_2 to leave"), GenerationView(3, "Ann put plan 89abcdef in force")
+    left = GenerationView(2, "Ann asked W1_2 to leave", let_go=(LetGo("W1_2", False),))
+    planned = GenerationView(3, "Ann put plan 89abcdef in force", replanned=True)
     marks = generation_marks(iterations, (), (left, planned))
     assert [(m.text, m.lost) for m in marks] == [("↓ drained", False), ("⇄ new plan", False)]
     assert marks[1].detail == "Ann put plan 89abcdef in force"
-    moved = replace(planned, reason="re-partition: layers per stage become 11, 14, 7, 12")
+    moved = replace(planned, reason="re-partition: layers per stage become 11, 14, 7, 12", relayout=True)
     assert generation_marks(iterations, (), (left, moved))[1].text == "⇄ layers"
+
+
+def test_another_plan_and_other_layers_are_told_apart() -> None:
+    run = Run(2, 2, partition=(3, 3)).start()
+    run.send(UsePlan("mine", (), "ada"))
+    run.resume()
+    run.send(UsePlan("other layers", (), "ada", partition=(4, 2)))
+    run.exit("W1_1")
+    told = generation_views([generation_row(g) for g in run.opened])
+    assert [(g.relayout, g.replanned) for g in told] == [(False, True), (True, True), (False, False)]
+    steps = zip(factory.iteration_views(3), (1, 2, 3), strict=True)
+    iterations = tuple(replace(i, generation=number, living=4) for i, number in steps)
+    assert [m.text for m in generation_marks(iterations, (), told)] == ["⇄ new plan", "⇄ layers"]
 
 
 def test_a_loss_that_no_launcher_reported_is_marked_also_where_a_worker_is_back_before_the_next_commit() -> None:
     rows: list[dict[str, Any]] = [
-        {"generation": 1, "reason": "all have registered", "failed": [], "joining": [], "moves": []},
-        {"generation": 2, "reason": "W1_2: silent", "failed": ["W1_2"], "joining": [], "moves": []},
-        {"generation": 3, "reason": "W1_2 re-joins", "failed": [], "joining": ["W1_2"], "moves": []},
-        {"generation": 4, "reason": "W0_0: silent; W0_0 re-joins", "failed": [], "joining": ["W0_0"], "moves": []},
-        {"generation": 5, "reason": "Ann asked W0_1 to leave", "failed": ["W0_1"], "joining": [], "moves": []},
-        {
-            "generation": 6,
-            "reason": "W1_2: silent; W2_2 takes the place of W1_2",
-            "failed": ["W0_1", "W2_2"],
-            "joining": ["W1_2"],
-            "moves": [("W2_2", "W1_2")],
-        },
+        _row(1, "all have registered", [], []),
+        _row(2, "W1_2: silent", ["W1_2"], []),
+        _row(3, "W1_2 re-joins", [], ["W1_2"]),
+        _row(4, "W0_0: silent; W0_0 re-joins", [], ["W0_0"]),
+        _row(5, "Ann asked W0_1 to leave", ["W0_1"], []) | {"let_go": [("W0_1", False)]},
+        _row(6, "W1_2: silent; W2_2 takes the place of W1_2", ["W0_1", "W2_2"], ["W1_2"])
+        | {"moves": [("W2_2", "W1_2")]},
     ]
     generations = generation_views(rows)
     assert [g.lost for g in generations] == [("W1_2",), (), ("W0_0",), (), ("W1_2",)]
@@ -218,7 +237,8 @@ def test_a_loss_that_no_launcher_reported_is_marked_also_where_a_worker_is_back_
 
 
 def _row(generation: int, reason: str, failed: list[str], joining: list[str]) -> dict[str, Any]:
-    return {"generation": generation, "reason": reason, "failed": failed, "joining": joining, "moves": []}
+    row = {"generation": generation, "reason": reason, "failed": failed, "joining": joining}
+    return row | {"moves": [], "let_go": [], "partition": [], "plan_fingerprint": "plan"}
 
 
 def test_who_joined_and_has_no_state_yet_is_not_lost_when_the_next_generation_opens() -> None:

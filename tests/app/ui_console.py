@@ -56,14 +56,14 @@ class Address(dict[str, Any]):
 class ConsoleHere:
     """Console and database below `folder`; `close` ends both."""
 
-    def __init__(self, folder: Path, failure_timeouts: FailureTimeouts | None = None) -> None:
+    def __init__(self, folder: Path, failure_timeouts: FailureTimeouts | None = None, *, tolerance: int = 1) -> None:
         self.database: Database = sqlite_in(folder)
         self.store = Store(self.database)
         # No silence is ever too long here: tests pause as they like.
         self.console = ConsoleService(
             self.store,
             failure_timeouts=failure_timeouts or FailureTimeouts(1.0, 80_000.0, 86_000.0),
-            tolerance=1,
+            tolerance=tolerance,
         )
         self.console.start()
 
@@ -184,7 +184,7 @@ class JobHere:
         return self
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], object], what: str = "it comes about") -> None:
     """Waits for a condition that another thread or process brings about."""
     deadline = time.monotonic() + DEADLINE
     while not condition():

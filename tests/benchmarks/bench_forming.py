@@ -142,7 +142,7 @@ def run(pipelines: int, stages: int, generations: int, together: int, *, standby
             rows.append([1000 * (max(times[i] for times, _ in answers) - began) for i in range(4)])
             busy.append(1000 * _busy(used for _, used in answers))
             ahead.append(1000 * max(pipes[worker].recv() for worker in living))
-            time.sleep(0.3)  # the groups before are buried
+            time.sleep(0.3)  # the groups before are closed
         formed, agreed, sent, reduced = (statistics.median(row[i] for row in rows[1:]) for i in range(4))
         print(
             f"{pipelines * stages} workers ({pipelines} x {stages}) in {len(parts)} processes, "

@@ -4,7 +4,7 @@ A real job of 3 x 4 workers with ops of 40 ms. At random moments everybody, the 
 still for 5 to 120 s; a call of `on_iteration`, on the way of `ResilientTrainer`, takes 1 to 60 s; and for 1 to 60 s
 nobody reads standard output, which is full and takes the iterations as `openrecycle train` prints them.
 Meanwhile other processes burn processor time. Nobody should be lost, no generation formed without a death, and no line
-missing. Then jobs in which one worker hangs in its forward: seconds until it is put out, which should be 30 at most.
+missing. Then jobs in which one worker hangs in its forward: seconds until it is fenced, which should be 30 at most.
 
     python -m tests.benchmarks.bench_liveness --minutes 30 --burners 40
     python -m tests.benchmarks.bench_liveness --minutes 2 --longest 15 --held 10     # shorter

@@ -11,6 +11,8 @@ from sqlalchemy import inspect, text
 
 from openrecycle.db.models import Base
 from openrecycle.db.session import Database, DatabaseError
+from openrecycle.db.store import Store
+from tests.db.test_job_index import generation
 from tests.golden import golden
 
 
@@ -33,6 +35,18 @@ def test_an_upgrade_of_an_up_to_date_database_changes_nothing(database: Database
     before = inspect(database.engine).get_table_names()
     database.upgrade()
     assert inspect(database.engine).get_table_names() == before
+
+
+def test_a_column_that_came_later_has_its_default_in_rows_of_before(database: Database) -> None:
+    store = Store(database)
+    store.create_job("j", name="j", spec="{}", state="running", created_at=0.0, workers=[])
+    store.apply("j", generation(1, ["W0_0"]))
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table generation drop column let_go"))
+    database.upgrade()
+    assert [(row["living"], row["let_go"]) for row in store.generations("j")] == [(["W0_0"], [])]
+    with database.engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 
 
 def test_a_table_of_somebody_else_is_left_to_them(database_url: str) -> None:
