@@ -93,6 +93,11 @@ class CallableWorkload:
         return Read(self.make_batch, self.seed).stream
 
     @property
+    def grid(self) -> tuple[int, int] | None:
+        """Of the job that its data are cut for, if for any."""
+        return Read(self.make_batch, self.seed).grid
+
+    @property
     def parallelize(self) -> Parallelize:
         """Where layers can be split over ranks."""
         if self.split is None:

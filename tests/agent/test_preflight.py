@@ -24,7 +24,7 @@ from openrecycle.agent.models.state import dtype_name
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
-from tests.agent import own_jobs, wrong_jobs
+from tests.agent import own_jobs, streamed_jobs, wrong_jobs
 from tests.agent.runs import nan_model
 from tests.conftest import at_length
 from tests.golden import golden
@@ -252,6 +252,20 @@ def test_the_command_line_refuses_the_same() -> None:
     check_workload(NamedWorkload("tests.agent.nan_model:NanModel").load(), options)
     with pytest.raises(InputError, match="ReduceLROnPlateau"):
         check_workload(NamedWorkload("tests.agent.test_preflight:Plateau").load(), options)
+
+
+@pytest.mark.parametrize("made", [own_jobs.workload, lambda: streamed_jobs.trainer().workload()], ids=["set", "stream"])
+def test_data_are_cut_for_the_grid_of_their_job(made: Any) -> None:
+    """On another one some samples would come twice, and others never."""
+    job, workload = own_jobs.JOB, made()
+    check_workload(workload, TrainingOptions(job=job))
+    for wrong in (Job.uniform(3, job.stages, job.micro_batches), Job.uniform(job.pipelines, job.stages, 4)):
+        with pytest.raises(InputError, match=r"^job\.(pipelines: got 3, expected 2|micro_batches: got 4, expected 3)"):
+            check_workload(workload, TrainingOptions(job=wrong))
+
+
+def test_a_function_gives_data_to_any_grid() -> None:
+    check_workload(own_jobs.trainer().workload(), TrainingOptions(job=Job.uniform(4, own_jobs.JOB.stages, 5)))
 
 
 class Wide(nn.Module):
