@@ -191,15 +191,17 @@ _LEAVES_ONE = """
 import sys
 from openrecycle.forking import start_server
 context = start_server([])
-process = context.Process(target=exec, args=("import multiprocessing, os; lock = multiprocessing.RLock(); os._exit(0)", {}))
+process = context.Process(target=exec, args=(sys.argv[1], {}))
 process.start()
 process.join(60)
 print(process.exitcode)
 """
 
 
+_MAKES_ONE = "import multiprocessing, os; lock = multiprocessing.RLock(); os._exit(0)"
+
+
 def test_what_a_worker_leaves_to_be_removed_is_no_news(tmp_path: Path) -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", _LEAVES_ONE], cwd=tmp_path, env=IN_CLONE, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", _LEAVES_ONE, _MAKES_ONE]
+    said = subprocess.run(command, cwd=tmp_path, env=IN_CLONE, capture_output=True, text=True, timeout=120)
     assert said.stdout.strip() == "0" and not said.stderr, said.stderr
