@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import Autocast, memory_limit
 from openrecycle.agent.config.options import Optimization, TrainingOptions
+from openrecycle.agent.config.settings import spelled
 from openrecycle.agent.launcher.bad_samples import named
 from openrecycle.agent.messages.client import prints_anyway
 from openrecycle.agent.models import compat
@@ -446,7 +447,8 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
 def partition_at_start(options: TrainingOptions, layers: int) -> Partition:
     """As it is asked for, or even. Raises InputError."""
     job = options.job
-    return partition_of(job.partition or parse_partition(options.planning.partition or ""), layers, job.stages)
+    with spelled({"partition": "planning.partition"}):
+        return partition_of(job.partition or parse_partition(options.planning.partition or ""), layers, job.stages)
 
 
 # -- data -------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from tests.golden import golden
         (["--console", "nowhere"], ["--console", "'nowhere'", "http://"]),
         (["--record", "/no/such/folder/run.jsonl"], ["--record", golden("folder-that-exists")]),
         (["--workload", "no.such:Model"], ["--workload", "no.such"]),
+        (["--partition", "1,2"], ["--partition: got '1,2'"]),
         (["--workload", "tests.agent.own_jobs:trainer"], ["--workload", "a ResilientTrainer without", "workload()"]),
         (["--workload", "tests.agent.own_jobs:workload"], ["--pipelines: got 3", "2, as"]),
         (["--workload", "tests.agent.own_jobs:workload", "--pipelines", "2"], ["--micro-batches: got 6", "3, as"]),
