@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -147,6 +149,21 @@ def test_what_can_be_known_is_refused_by_the_constructor(changes: dict[str, Any]
     assert type(caught.value) is InputError
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_what_was_typed_or_read_from_standard_input_can_not_be_imported(
+    file: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(stage: int, stages: int) -> nn.Module:
+        return own_jobs.build_stage(stage, stages)
+
+    typed = ModuleType("__main__")
+    vars(typed).update(build=build, **({} if file is None else {"__file__": file}))
+    build.__module__, build.__qualname__ = "__main__", "build"
+    monkeypatch.setitem(sys.modules, "__main__", typed)
+    with pytest.raises(InputError, match=golden("something-from-a-file")):
+        own_jobs.trainer(stages=build)
 
 
 def test_torch_says_nothing_of_what_is_only_tried(caplog: pytest.LogCaptureFixture) -> None:
