@@ -46,7 +46,7 @@ from openrecycle.planner.jobs.job import (
     parse_durations,
     parse_partition,
 )
-from openrecycle.planner.jobs.words import layers_move, number_of, plural
+from openrecycle.planner.jobs.words import count, layers_move, number_of, plural
 from openrecycle.planner.layers.migration import (
     COPY_BANDWIDTH,
     SECONDS,
@@ -306,7 +306,7 @@ def catalog_command(
         sys.stdout.write(json.dumps(document) + "\n")
         return
     print(
-        f"{document['plans']} plans for up to {tolerance} failures in {document['folder']}\n"
+        f"{count(document['plans'], 'plan')} for up to {count(tolerance, 'failure')} in {document['folder']}\n"
         f"{report.planned} planned now in {report.seconds:.1f} s, {report.kept} were there; {size / 1e6:.1f} MB\n"
         f"{document['optimal']} proven optimal, worst gap {document['worst_gap']:.2%}"
     )
