@@ -256,18 +256,27 @@ def whole_checkpoints(directory: Path) -> list[Checkpoint]:
     Raises OldCheckpointError; and OSError, where a manifest can't be read now: an older checkpoint must not pass for
     the newest.
     """
-    found = []
+    return _by_state(directory)[0]
+
+
+def _by_state(directory: Path) -> tuple[list[Checkpoint], dict[int, str]]:
+    """Those of `whole_checkpoints`, and by iteration why others that were finished are none; the newest first."""
+    whole, others = list[Checkpoint](), dict[int, str]()
     for path in directory.iterdir() if directory.is_dir() else ():
         if named := _NAME.fullmatch(path.name):
+            iteration = int(named[1])
             try:
                 checkpoint = Checkpoint.open(path)
-                if checkpoint.iteration == int(named[1]):
-                    found.append(checkpoint)
+                if checkpoint.iteration == iteration:
+                    whole.append(checkpoint)
+                else:
+                    others[iteration] = f"{path}: its manifest says iteration {checkpoint.iteration}"
             except OldCheckpointError:
                 raise
-            except CheckpointError:
-                continue
-    return sorted(found, key=lambda c: c.iteration, reverse=True)
+            except CheckpointError as error:
+                if (path / "manifest.json").exists():  # else it was begun, and never finished
+                    others[iteration] = str(error)
+    return sorted(whole, key=lambda c: c.iteration, reverse=True), dict(sorted(others.items(), reverse=True))
 
 
 def is_there(directory: Path | None, iteration: int) -> bool:
@@ -277,16 +286,20 @@ def is_there(directory: Path | None, iteration: int) -> bool:
     return False
 
 
+_WHICH = ("newest", "newest-intact")
+
+
 def find(directory: Path, which: str = "newest") -> Checkpoint:
     """which: `newest`; `newest-intact`, which passes over damaged ones; or a checkpoint's name or
     iteration. The one found has been read and verified.
 
     Raises CheckpointError; and OSError.
     """
-    candidates = whole_checkpoints(directory)
+    candidates, others = _by_state(directory)
     if not candidates:
-        raise CheckpointError(f"{directory}: no whole checkpoint in it")
-    if which not in ("newest", "newest-intact"):
+        why = next(iter(others.values()), "")
+        raise CheckpointError(f"{directory}: no whole checkpoint in it" + (f" ({why})" if why else ""))
+    if which not in _WHICH:
         named = [c for c in candidates if which in (c.path.name, str(c.iteration))]
         if not named:
             names = ", ".join(str(c.iteration) for c in candidates)
@@ -650,7 +663,7 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
     put_back_replaced(directory)
     if resume in (None, IF_ANY):
         try:
-            there = whole_checkpoints(directory)
+            there, others = _by_state(directory)
         except CheckpointError as error:
             raise options.refuse("directory", f"a folder without old checkpoints ({error})") from None
         except OSError as error:  # not taken for empty: the job would begin anew
@@ -661,16 +674,25 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
                 f"a folder without checkpoints, or `checkpoints.resume` newest to go on from iteration "
                 f"{there[0].iteration}",
             )
+        if not there and others and resume == IF_ANY:
+            why = next(iter(others.values()))
+            raise options.refuse("resume", f"a whole checkpoint ({why}); to begin anew, name another folder")
         if not there:
             remove_unfinished(directory)
             return Origin(identity)
         resume = "newest-intact"
     try:
         found = find(directory, str(resume))
+        others = _by_state(directory)[1]
     except CheckpointError as error:
+        if resume not in _WHICH and not re.fullmatch(r"(iteration-)?\d+", str(resume)):
+            raise options.refuse("resume", f"{', '.join((*_WHICH, IF_ANY))} or an iteration's number") from None
         raise options.refuse("resume", f"a whole checkpoint ({error})") from None
     except OSError as error:
         raise options.refuse("directory", f"a folder that can be read ({in_a_line(error)})") from None
+    for iteration, why in others.items():
+        if iteration > found.iteration:
+            say(f"warning: {why}; the job goes on from an earlier one")
     was = found.identity
     layers = "job.stages" if identity.layers == identity.stages else "layers"
     for field, mine, theirs in ((layers, identity.layers, was.layers), ("seed", identity.seed, was.seed)):

@@ -208,7 +208,7 @@ def serve(
             port=port,
             database_url=database_url,
             token=read_token(token_file),
-            failure_timeouts=FailureTimeouts(heartbeat=heartbeat, suspect=suspect, dead=dead),
+            failure_timeouts=_timeouts(heartbeat, suspect, dead),
             tolerance=tolerance,
             api_only=api_only,
             names=tuple(host_name or ()),
@@ -226,6 +226,14 @@ def serve(
         run(settings)
     except (SettingsError, PlannerError, DatabaseError) as error:
         fail(str(error))
+
+
+def _timeouts(heartbeat: float, suspect: float, dead: float) -> FailureTimeouts:
+    """Raises InputError."""
+    try:
+        return FailureTimeouts(heartbeat=heartbeat, suspect=suspect, dead=dead)
+    except InputError as error:
+        raise InputError(f"--{error.field}", error.value, error.expected) from None
 
 
 @cli.command()

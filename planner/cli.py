@@ -46,7 +46,7 @@ from openrecycle.planner.jobs.job import (
     parse_durations,
     parse_partition,
 )
-from openrecycle.planner.jobs.words import layers_move, number_of, plural
+from openrecycle.planner.jobs.words import count, layers_move, number_of, plural
 from openrecycle.planner.layers.migration import (
     COPY_BANDWIDTH,
     SECONDS,
@@ -62,7 +62,7 @@ from openrecycle.planner.profiles import analytic_job, job_on, load, model_shape
 from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
 from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, evened
 from openrecycle.planner.simulation.policies import CUT_ANEW, PLANNED, PUBLISHED, READY_AFTER, planned_policy, published
-from openrecycle.planner.simulation.traces import HOST, Domain, Trace, generated, read_trace
+from openrecycle.planner.simulation.traces import HOST, MAX_HOURS, Domain, Trace, generated, read_trace
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan, reference_plan
 
@@ -306,7 +306,7 @@ def catalog_command(
         sys.stdout.write(json.dumps(document) + "\n")
         return
     print(
-        f"{document['plans']} plans for up to {tolerance} failures in {document['folder']}\n"
+        f"{count(document['plans'], 'plan')} for up to {count(tolerance, 'failure')} in {document['folder']}\n"
         f"{report.planned} planned now in {report.seconds:.1f} s, {report.kept} were there; {size / 1e6:.1f} MB\n"
         f"{document['optimal']} proven optimal, worst gap {document['worst_gap']:.2%}"
     )
@@ -507,9 +507,11 @@ def simulate_command(
         raise InputError("--trace", None, "a file, or --mtbf, --host-mtbf, --rack or --switch to draw a trace")
     if workers is None:
         raise InputError("--trace", None, "a file: only a job with a grid has a trace drawn for it")
+    if not 0 < hours <= MAX_HOURS:
+        raise InputError("--hours", hours, f"a number above 0, at most {MAX_HOURS}")
 
     def drawn(value: float | None) -> Trace:
-        own = [] if value is None else [Domain(1, value, repair, shape)]
+        own = [] if value is None else [_domain("--mtbf", Domain(1, value, repair, shape))]
         name = f"mtbf-{value:g}h" if value is not None else "drawn"
         return generated(workers, hours, own + shared, seed=seed, name=name)
 
@@ -561,7 +563,7 @@ def _job(
 
 
 def _shared_domains(host_mtbf: float | None, rack: str | None, switch: str | None, repair: float) -> list[Domain]:
-    out = [] if host_mtbf is None else [Domain(HOST, host_mtbf, repair)]
+    out = [] if host_mtbf is None else [_domain("--host-mtbf", Domain(HOST, host_mtbf, repair))]
     for option, text in (("--rack", rack), ("--switch", switch)):
         if text is None:
             continue
@@ -569,8 +571,18 @@ def _shared_domains(host_mtbf: float | None, rack: str | None, switch: str | Non
         mtbf = number_of(mean)
         if not re.fullmatch("[0-9]{1,9}", size) or mtbf is None:
             raise InputError(option, text, "WORKERS:MTBF, such as 32:5000")
-        out.append(Domain(int(size), mtbf, repair))
+        out.append(_domain(option, Domain(int(size), mtbf, repair)))
     return out
+
+
+def _domain(option: str, domain: Domain) -> Domain:
+    """Of that option. Raises InputError."""
+    try:
+        domain.check("")
+    except InputError as error:
+        name = error.field.strip()
+        raise InputError(f"--{name}" if name in ("repair", "shape") else option, error.value, error.expected) from None
+    return domain
 
 
 def _refuse(where: str, options: Mapping[str, object]) -> None:

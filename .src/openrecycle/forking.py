@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver, parent_process, popen_forkserver
+from multiprocessing import forkserver, parent_process, popen_forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
@@ -111,11 +111,25 @@ def start_server(preload: Sequence[str], without: Sequence[str] = (), *, safe_pa
     if safe_path or kept["PYTHONSAFEPATH"] is not None:
         os.environ["PYTHONSAFEPATH"] = kept["PYTHONSAFEPATH"] or "1"
     try:
+        _start_tracker()
         _SERVER.ensure_running()
     finally:
         os.environ.pop("PYTHONSAFEPATH", None)
         os.environ.update({name: value for name, value in kept.items() if value is not None})
     return context
+
+
+def _start_tracker() -> None:
+    """What removes the semaphores of processes that have ended, as tqdm makes one where a layer is compiled. Those of a
+    worker that was killed, or that ended without waiting for its threads, are left to it: it would warn of each."""
+    given = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, "ignore:resource_tracker:UserWarning")))
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        os.environ.pop("PYTHONWARNINGS")
+        if given is not None:
+            os.environ["PYTHONWARNINGS"] = given
 
 
 def _runs() -> bool:

@@ -93,6 +93,11 @@ class CallableWorkload:
         return Read(self.make_batch, self.seed).stream
 
     @property
+    def grid(self) -> tuple[int, int] | None:
+        """Of the job that its data are cut for, if for any."""
+        return Read(self.make_batch, self.seed).grid
+
+    @property
     def parallelize(self) -> Parallelize:
         """Where layers can be split over ranks."""
         if self.split is None:
@@ -303,7 +308,8 @@ def _check_sendable(argument: str, value: Any) -> None:
         raise InputError(
             argument,
             name,
-            "something from a file: worker processes can't import what was typed at a prompt or notebook",
+            "something from a file: worker processes can't import what was typed at a prompt or notebook, or read from "
+            "standard input",
         )
     try:
         pickle.dumps(value)
@@ -321,7 +327,9 @@ def _check_sendable(argument: str, value: Any) -> None:
 
 
 def _has_file(module: ModuleType) -> bool:
-    return hasattr(module, "__file__") or getattr(module, "__spec__", None) is not None
+    """What Python reads from standard input is called <stdin>."""
+    file = getattr(module, "__file__", "<stdin>")
+    return not file.startswith("<") or getattr(module, "__spec__", None) is not None
 
 
 def _modules_of_script() -> tuple[str, ...]:

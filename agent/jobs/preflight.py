@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import Autocast, memory_limit
 from openrecycle.agent.config.options import Optimization, TrainingOptions
+from openrecycle.agent.config.settings import spelled
 from openrecycle.agent.launcher.bad_samples import named
 from openrecycle.agent.messages.client import prints_anyway
 from openrecycle.agent.models import compat
@@ -446,7 +447,8 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
 def partition_at_start(options: TrainingOptions, layers: int) -> Partition:
     """As it is asked for, or even. Raises InputError."""
     job = options.job
-    return partition_of(job.partition or parse_partition(options.planning.partition or ""), layers, job.stages)
+    with spelled({"partition": "planning.partition"}):
+        return partition_of(job.partition or parse_partition(options.planning.partition or ""), layers, job.stages)
 
 
 # -- data -------------------------------------------------------------------------------------
@@ -456,9 +458,21 @@ class _Unreadable(Exception):
     """One micro-batch raises; what is said of it."""
 
 
+def _check_grid(workload: Workload, job: Job) -> None:
+    """Data that are cut for another grid would give some samples twice, and others never."""
+    cut: tuple[int, int] | None = getattr(workload, "grid", None)
+    for name, own, others in zip(
+        ("pipelines", "micro_batches"), (job.pipelines, job.micro_batches), cut or (), strict=False
+    ):
+        if own != others:
+            expected = f"{others}, as the trainer's job has it, for which its data are cut"
+            raise InputError(f"job.{name}", own, expected)
+
+
 def _check_data(workload: Workload, job: Job, seed: int, *, skips: bool) -> None:
     """The first and the last micro-batch of the first iteration. skips: one that raises is passed over, as long as
     there are others."""
+    _check_grid(workload, job)
     places = [(p, m) for p in range(job.pipelines) for m in range(job.micro_batches)]
     found = []
     for order in (places, places[::-1]):

@@ -230,6 +230,7 @@ class MicroBatchSampler:
                 f"micro-batches x batch_size {batch_size} go into one iteration",
             )
         self._samples, self._batch_size = samples, batch_size
+        self.grid = job.pipelines, job.micro_batches
         self._micro_batches, self._seed, self._shuffle = job.micro_batches, seed, shuffle
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
@@ -659,6 +660,10 @@ class StreamBatches:
         return self.source.batch_size
 
     @property
+    def grid(self) -> tuple[int, int]:
+        return self.pipelines, self.micro_batches
+
+    @property
     def per_iteration(self) -> int:
         return self.pipelines * self.micro_batches
 
@@ -846,6 +851,12 @@ class Read:
     @property
     def stream(self) -> StreamBatches | None:
         return self.make_batch if isinstance(self.make_batch, StreamBatches) else None
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """(pipelines, micro-batches) of the job that a data set or stream was cut for; None: a function knows none."""
+        cut = getattr(self.make_batch, "sampler", self.make_batch)
+        return cut.grid if isinstance(cut, MicroBatchSampler | StreamBatches) else None
 
 
 _MOST_ASKED = 64

@@ -66,7 +66,7 @@ class Workload(Protocol):
     of the same form on every rank as without them; or by torch.distributed.fsdp.fully_shard, and then each rank runs a
     part of the samples; or by both, over a mesh of two dimensions (agent.models.parallelized). Where inputs are of
     several shapes, `varies` is true, and `largest(seed)` gives the (inputs, targets) of a micro-batch that is in no
-    dimension smaller than any.
+    dimension smaller than any. Where its data are cut for one grid, `grid` is that: (pipelines, micro-batches).
     """
 
     @property
@@ -123,8 +123,12 @@ def probe_targets(workload: Any, seed: int) -> Any:
     return first_readable(partial(workload.targets, seed)) if largest is None else largest[1]
 
 
+_NEEDED = ("inputs", "targets", "loss", "optimizer")
+
+
 def load_workload(path: str, options: dict[str, Any]) -> Workload:
-    """`package.module:factory` called with `options`. Raises InputError when that can't be done."""
+    """`package.module:factory` called with `options`. Raises InputError when that can't be done, or gives something
+    else."""
     module_name, _, factory_name = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), factory_name)
@@ -134,6 +138,10 @@ def load_workload(path: str, options: dict[str, Any]) -> Workload:
         workload: Workload = factory(**options)
     except (TypeError, ValueError) as error:
         raise InputError("--workload-options", json.dumps(options), f"options that {path} accepts ({error})") from None
+    if missing := [name for name in _NEEDED if not hasattr(workload, name)]:
+        got = f"{path}, which gives a {type(workload).__name__} without {', '.join(missing)}"
+        expected = "a class of workloads, or a function that returns one, such as `ResilientTrainer(...).workload()`"
+        raise InputError("--workload", got, expected)
     return workload
 
 

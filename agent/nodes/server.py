@@ -38,6 +38,10 @@ FIRST_COPY_SECONDS = Timeouts().silence
 """So long a node bears the silence of a lead whose job has begun, and which has not told it of the job yet."""
 
 
+STARTING_SECONDS = 10.0
+"""So long nobody need be told that the lead does not answer yet: it looks at the model first."""
+
+
 class LeadLost(Exception):
     """The job did not come to its end here: the lead ended it, can't be reached, or turned this node away; the sentence
     says why."""
@@ -138,7 +142,8 @@ class NodeServer:
                     self._pool.kill_all()
 
     def _join(self, timeout: float) -> None:
-        deadline, said = time.monotonic() + timeout, set[str]()
+        began, said = time.monotonic(), set[str]()
+        deadline = began + timeout
         while True:
             time.sleep(self._backoff.seconds())
             host, port = self._leads[0]
@@ -147,7 +152,9 @@ class NodeServer:
             except OSError as error:
                 why, reason = f"no lead answers at {host}:{port}", str(error)
                 self._ask_another()
+                quiet = time.monotonic() - began < STARTING_SECONDS
             else:
+                quiet = False
                 try:
                     self._introduce(connection)
                     self._say(f"node {self._rank} works for {host}:{port}, its workers at {self._address}")
@@ -167,11 +174,13 @@ class NodeServer:
                     connection.close()
                     raise
                 connection.close()
-                if reason not in said:
-                    self._say(f"{why}: {reason}; it is tried again for {max(0.0, deadline - time.monotonic()):.0f} s")
-                    said.add(reason)
-            if time.monotonic() > deadline or self._stop:
+            if self._stop:
+                raise LeadLost(f"stopped before the job could be joined: {why} ({reason})")
+            if time.monotonic() > deadline:
                 raise LeadLost(f"{why} within {timeout:.0f} s ({reason})")
+            if reason not in said and not quiet:
+                self._say(f"{why}: {reason}; it is tried again for {deadline - time.monotonic():.0f} s")
+                said.add(reason)
 
     def _ask_another(self, lead: Iterable[Any] | None = None) -> None:
         """Who is asked now comes last. lead: where it listens, as that one says."""

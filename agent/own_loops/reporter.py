@@ -155,6 +155,8 @@ class Reporter:
         """The newest generation that this process is not in; None: it has not registered yet."""
         self._met = 0
         self._dead, self._refusal = 0.0, ""
+        self._too_late = False
+        """Was the job over before this process came?"""
         self._in_vain = False
         """Was the console asked for the job, a place in it, or a generation, in vain the last time?"""
         self._resumed, self._done = 0, (-1, 0.0)
@@ -219,10 +221,13 @@ class Reporter:
 
     def membership(self, timeout: float = 600.0) -> Membership:
         """Who is to form a process group now, and in which order; each call waits for a newer generation than the one
-        before gave. Raises TimeoutError, and RuntimeError where the console goes on without this worker."""
+        before gave. Raises TimeoutError, and RuntimeError where the console goes on without this worker, or the job is
+        over."""
         lost = max(self._met, self._loop.generation if self._loop is not None else 0)
         began, reported = time.monotonic(), False
         while not self.fenced:
+            if self._too_late:
+                raise RuntimeError(self._refusal)
             waited = time.monotonic() - began
             deployment = self._deployment
             if deployment is not None and deployment.generation > lost:
@@ -348,8 +353,10 @@ class Reporter:
 
     def _know_place(self, answer: BatchReply | ConsoleRefused) -> None:
         if isinstance(answer, ConsoleRefused) or answer.refused:
-            self._asked_in_vain()
+            if isinstance(answer, BatchReply):
+                self._too_late = answer.refused[0].code == "job_over"
             self._refused(str(answer) if isinstance(answer, ConsoleRefused) else answer.refused[0].detail)
+            self._asked_in_vain()
         else:
             self._before = answer.before.get(str(self._me), 0)
 

@@ -130,3 +130,8 @@ def trainer(**changes: Any) -> ResilientTrainer:
         **changes,
     }
     return ResilientTrainer(**arguments)
+
+
+def workload() -> Any:
+    """For the command line: data that are cut for JOB."""
+    return trainer(data=Squares(64), batch_size=4).workload()

@@ -217,6 +217,26 @@ def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> Non
         find(tmp_path)
 
 
+@pytest.mark.parametrize("manifest", ["junk", '{"format": "openrecycle-checkpoint", "version": 6}'])
+def test_one_that_is_damaged_or_of_a_later_release_is_not_passed_over_in_silence(manifest: str, tmp_path: Path) -> None:
+    """Nor does a job begin anew beside it, and write its own over it."""
+    _write(tmp_path, 2)
+    (tmp_path / "iteration-0000000002" / "manifest.json").write_text(manifest)
+    for resume in ("if-any", "newest", "newest-intact"):
+        with pytest.raises(InputError, match="iteration-0000000002"):
+            prepare(Checkpoints(directory=tmp_path, resume=resume), JOB, 9, print)
+    _write(tmp_path, 1)
+    said: list[str] = []
+    assert prepare(Checkpoints(directory=tmp_path, resume="if-any"), JOB, 9, said.append).resumed_at == 1
+    assert any(text.startswith("warning: ") and "iteration-0000000002" in text for text in said)
+
+
+@pytest.mark.parametrize("resume", ["foo", "-1", "newest_intact", "1.5"])
+def test_what_names_no_checkpoint_is_told_what_does(resume: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="newest-intact, if-any"):
+        prepare(Checkpoints(directory=tmp_path, resume=resume), JOB, 9, print)
+
+
 @pytest.mark.parametrize("version", [2, 3, 4])
 def test_older_forms_are_refused_by_name(version: int, tmp_path: Path) -> None:
     """And not taken for missing, so that nothing is written over them."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,9 @@ from openrecycle.forking import end_with_parent, fork_context
 from tests.agent.launches import warm
 
 pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[2]
+IN_CLONE = os.environ | {"PYTHONPATH": f"{ROOT}/.src:{ROOT}"}
 
 
 def _say(to: Connection) -> None:
@@ -149,3 +153,55 @@ def test_a_child_that_outlives_a_worker_hides_its_end_from_nobody(child: str) ->
     worker = f"{before}\nkeep_from_children([pipe])\n{child}\npipe.send(child)\ntime.sleep(100)"
     said = subprocess.run([sys.executable, "-c", _ITS_CHILD_STAYS, worker], capture_output=True, text=True, timeout=120)
     assert said.stdout.splitlines() == ["seen", "over"], said.stderr
+
+
+_INTERRUPTED = """
+import os, signal, sys
+from multiprocessing import forkserver
+from openrecycle.forking import start_server
+context = start_server(["imported_for_long"])
+open("begun").read()
+os.kill(forkserver._forkserver._forkserver_pid, signal.SIGINT)
+open("go_on", "w").close()
+mine, its = context.Pipe()
+process = context.Process(target=exec, args=(sys.argv[1], {"pipe": its}))
+process.start()
+process.join(60)
+print(mine.recv())
+"""
+_IMPORTED_FOR_LONG = "open('begun', 'w').close()\nopen('go_on').read()"
+_TAKES_IT = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    pipe.send("taken")
+"""
+
+
+def test_ctrl_c_while_it_imports_ends_it_not_and_reaches_what_is_forked(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "begun"), os.mkfifo(tmp_path / "go_on")
+    (tmp_path / "imported_for_long.py").write_text(_IMPORTED_FOR_LONG)
+    command = [sys.executable, "-c", _INTERRUPTED, _TAKES_IT]
+    said = subprocess.run(command, cwd=tmp_path, env=IN_CLONE, capture_output=True, text=True, timeout=120)
+    assert said.stdout.strip() == "taken" and not said.stderr, said.stderr
+
+
+_LEAVES_ONE = """
+import sys
+from openrecycle.forking import start_server
+context = start_server([])
+process = context.Process(target=exec, args=(sys.argv[1], {}))
+process.start()
+process.join(60)
+print(process.exitcode)
+"""
+
+
+_MAKES_ONE = "import multiprocessing, os; lock = multiprocessing.RLock(); os._exit(0)"
+
+
+def test_what_a_worker_leaves_to_be_removed_is_no_news(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _LEAVES_ONE, _MAKES_ONE]
+    said = subprocess.run(command, cwd=tmp_path, env=IN_CLONE, capture_output=True, text=True, timeout=120)
+    assert said.stdout.strip() == "0" and not said.stderr, said.stderr

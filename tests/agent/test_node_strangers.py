@@ -13,7 +13,7 @@ import pytest
 
 from openrecycle.agent.config.options import TrainingOptions
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.nodes import frames, pool
+from openrecycle.agent.nodes import frames, pool, server
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import MAX_STRANGERS, MAX_STRANGERS_OF_ONE, NodeHub, SpreadPool
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
@@ -242,6 +242,23 @@ def test_waiting_has_an_end(hub: NodeHub) -> None:
     with pytest.raises(LeadLost, match="within 0 s"):
         NodeServer(1, 3, (hub.host, hub.port), TOKEN, None, lambda _: None).run(0.1)
     first.close()
+
+
+def test_who_waits_for_a_lead_that_does_not_answer_says_so_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STARTING_SECONDS", 0.0)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        node.stop(signal.SIGTERM)
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        node = NodeServer(1, 3, taken.getsockname(), TOKEN, None, say)
+        with pytest.raises(LeadLost, match=r"^stopped"):
+            node.run(3600)
+    (waiting,) = said
+    assert "tried again for 3" in waiting
 
 
 def _tell_the_time(met: Frames) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -24,7 +26,7 @@ from openrecycle.agent.models.state import dtype_name
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
-from tests.agent import own_jobs, wrong_jobs
+from tests.agent import own_jobs, streamed_jobs, wrong_jobs
 from tests.agent.runs import nan_model
 from tests.conftest import at_length
 from tests.golden import golden
@@ -149,6 +151,21 @@ def test_what_can_be_known_is_refused_by_the_constructor(changes: dict[str, Any]
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_what_was_typed_or_read_from_standard_input_can_not_be_imported(
+    file: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(stage: int, stages: int) -> nn.Module:
+        return own_jobs.build_stage(stage, stages)
+
+    typed = ModuleType("__main__")
+    vars(typed).update(build=build, **({} if file is None else {"__file__": file}))
+    build.__module__, build.__qualname__ = "__main__", "build"
+    monkeypatch.setitem(sys.modules, "__main__", typed)
+    with pytest.raises(InputError, match=golden("something-from-a-file")):
+        own_jobs.trainer(stages=build)
+
+
 def test_torch_says_nothing_of_what_is_only_tried(caplog: pytest.LogCaptureFixture) -> None:
     """In dozens of lines, before the sentence that the user is to read."""
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -252,6 +269,20 @@ def test_the_command_line_refuses_the_same() -> None:
     check_workload(NamedWorkload("tests.agent.nan_model:NanModel").load(), options)
     with pytest.raises(InputError, match="ReduceLROnPlateau"):
         check_workload(NamedWorkload("tests.agent.test_preflight:Plateau").load(), options)
+
+
+@pytest.mark.parametrize("made", [own_jobs.workload, lambda: streamed_jobs.trainer().workload()], ids=["set", "stream"])
+def test_data_are_cut_for_the_grid_of_their_job(made: Any) -> None:
+    """On another one some samples would come twice, and others never."""
+    job, workload = own_jobs.JOB, made()
+    check_workload(workload, TrainingOptions(job=job))
+    for wrong in (Job.uniform(3, job.stages, job.micro_batches), Job.uniform(job.pipelines, job.stages, 4)):
+        with pytest.raises(InputError, match=r"^job\.(pipelines: got 3, expected 2|micro_batches: got 4, expected 3)"):
+            check_workload(workload, TrainingOptions(job=wrong))
+
+
+def test_a_function_gives_data_to_any_grid() -> None:
+    check_workload(own_jobs.trainer().workload(), TrainingOptions(job=Job.uniform(4, own_jobs.JOB.stages, 5)))
 
 
 class Wide(nn.Module):

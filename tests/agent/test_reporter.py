@@ -194,6 +194,8 @@ def test_closing_waits_for_no_plan_of_a_job_that_is_over(
         with lonely(server):
             until(lambda: server.read(f"/jobs/{server.job_id()}")["generation"] == 1, "the first generation")
         again = lonely(server)
+        with pytest.raises(RuntimeError, match="finished"):
+            again.membership(timeout=30)
         until(lambda: caplog.records, "the refusal")
         monkeypatch.setattr(reporter_module, "_CLOSE_SECONDS", 3600.0)
         closing = threading.Thread(target=again.close, daemon=True)
