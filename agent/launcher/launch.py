@@ -59,6 +59,7 @@ from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import layers_moved, names
+from openrecycle.planner.plans.packed import to_text
 from openrecycle.planner.plans.plan import Plan
 
 # -- pausing -----------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ class Launcher:
         """By worker, milliseconds of that."""
         self._unmovable: tuple[int, ...] = ()
         """The newest that they could not take; it has been said."""
-        self._documents: dict[str, str] = {}
+        self._plans: dict[str, str] = {}
         """Of plans, by fingerprint, how workers and other nodes are told of them."""
         self._data_wait = DataWait()
         self._validations: set[int] = set()
@@ -357,7 +358,7 @@ class Launcher:
             "decides": self._coordination.saved(),
             "record": self._record.saved(),
             "deployed": {"deployment": deployed.deployment.model_dump(mode="json"), "restore": deployed.restore},
-            "plan": self._document(deployed.plan),
+            "plan": self._packed(deployed.plan),
             "validations": sorted(self._validations)[-_REMEMBERED_VALIDATIONS:],
             **{name: form.dump_python(getattr(self, name), mode="json") for name, form in _FORMS.items()},
         }
@@ -962,7 +963,7 @@ class Launcher:
             entry.post(
                 "deployment",
                 deployment=deployment.model_dump(),
-                plans=[self._document(p) for p in entry.lacks(p for p in (plan, self._interim) if p)],
+                plans={p.fingerprint: self._packed(p) for p in entry.lacks(p for p in (plan, self._interim) if p)},
                 interim=self._interim.fingerprint if self._interim else None,
                 cell=str(entry.worker),
                 store=self._store.address_of(self._deployed.deployment.generation),
@@ -973,11 +974,11 @@ class Launcher:
                 **self._found,
             )
 
-    def _document(self, plan: Plan) -> str:
+    def _packed(self, plan: Plan) -> str:
         """Made once: it takes long, and those who wait for it wait for all others'."""
-        document = self._documents.get(plan.fingerprint) or plan.to_json()
-        channel.keep_newest(self._documents, plan.fingerprint, document)
-        return document
+        text = self._plans.get(plan.fingerprint) or to_text(plan)
+        channel.keep_newest(self._plans, plan.fingerprint, text)
+        return text
 
     def obey(self, command: Command) -> None:
         """What a person asks for, in the thread of `run`."""

@@ -20,7 +20,8 @@ from typing import Any, Protocol, TypeVar
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import encodable
-from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.packed import schedule_from_text
+from openrecycle.planner.plans.schedule import Schedule
 
 Message = dict[str, Any]
 
@@ -89,23 +90,24 @@ def follow(
 class GenerationSpec:
     """One generation as this worker is told of it.
 
+    schedule: of the generation's plan; the rest of a plan no worker needs.
     cell: the place of the grid that it holds from this generation on. restore: as of
     agent.coordination.launcher.Deploy. store: host and port of the store
     through which the generation's groups are formed. after: the iteration through which the members of
     the generation before go on first, when this one does nothing but add workers; None: they leave at once.
-    interim: the plan that is run while members still take their state from a peer; None: all wait for them.
-    partition: layers per stage, for which `plan` is; workers that have other layers take what they lack from peers,
+    interim: that of the plan which is run while members still take their state from a peer; None: all wait for them.
+    partition: layers per stage, for which `schedule` is; workers that have other layers take what they lack from peers,
     and run `interim` meanwhile. (): as they are. held: layers per stage until then. left_out: (iteration,
     micro-batch, numbered over the pipelines) of those that nobody runs; runs: see agent.transport.transfers.
     """
 
     deployment: Deployment
-    plan: Plan
+    schedule: Schedule
     cell: Worker
     store: tuple[str, int]
     after: int | None = None
     restore: str | None = None
-    interim: Plan | None = None
+    interim: Schedule | None = None
     left_out: frozenset[tuple[int, int]] = frozenset()
     runs: Mapping[Worker, tuple[Worker, ...]] = field(default_factory=dict)
     partition: tuple[int, ...] = ()
@@ -158,7 +160,8 @@ class WorkerChannel:
         self._announced, self._fenced, self._measure = announced, fenced, measure
         self._news = threading.Condition()
         self._orders: GenerationSpec | None = None
-        self._plans: dict[str, Plan] = {}
+        self._schedules: dict[str, Schedule] = {}
+        """By the fingerprints of their plans."""
         self._over = False
         self._iteration = -1
         self._hold: int | None = None
@@ -282,19 +285,19 @@ class WorkerChannel:
 
     def _take(self, message: Message) -> None:
         deployment = Deployment.model_validate(message["deployment"])
-        new = {plan.fingerprint: plan for plan in map(Plan.from_json, message["plans"])}
+        new = {name: schedule_from_text(plan) for name, plan in message["plans"].items()}
         for name in (deployment.plan_fingerprint, message["interim"]):  # in the order of WorkerProcess.lacks
             if name is not None:
-                keep_newest(self._plans, name, new.get(name) or self._plans[name])
+                keep_newest(self._schedules, name, new.get(name) or self._schedules[name])
         host, port = message["store"]
         self._orders = GenerationSpec(
             deployment,
-            self._plans[deployment.plan_fingerprint],
+            self._schedules[deployment.plan_fingerprint],
             Worker.parse(message["cell"]),
             (str(host), int(port)),
             message["after"],
             message["restore"],
-            self._plans[message["interim"]] if message["interim"] is not None else None,
+            self._schedules[message["interim"]] if message["interim"] is not None else None,
             frozenset((iteration, micro_batch) for iteration, micro_batch in message["left_out"]),
             {Worker.parse(worker): tuple(map(Worker.parse, parts)) for worker, parts in message["runs"]},
             tuple(message["partition"]),

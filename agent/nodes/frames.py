@@ -36,7 +36,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import read_json
 
 MAX_MESSAGE_BYTES = 1 << 26
-_PROTOCOL = "openrecycle-nodes/6"
+_PROTOCOL = "openrecycle-nodes/7"
 """Agreed on in the handshake (ALPN); another version of the messages has another number."""
 _HEADER = struct.Struct(">I")
 _PART_BYTES = 1 << 18

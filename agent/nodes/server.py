@@ -32,7 +32,7 @@ from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, decode_run, decode_spec
 from openrecycle.planner.jobs.errors import in_a_line
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.packed import from_text
 
 FIRST_COPY_SECONDS = Timeouts().silence
 """So long a node bears the silence of a lead whose job has begun, and which has not told it of the job yet."""
@@ -582,7 +582,7 @@ class Succession:
         return pool, Takeover(
             document=document,
             ahead=copy.ahead,
-            plan=Plan.from_json(copy.plan),
+            plan=from_text(copy.plan),
             recorded=self.record.newest_losses(REMEMBERED),
             lost=lost,
             lost_at=self.lost_at,

@@ -63,7 +63,8 @@ class Copy:
     """What the lead knew: of its launcher and its workers (`packed`), and where the nodes are, itself among them.
 
     ahead: nanoseconds of its clock before this machine's. heard: by incarnation, the newest message that is in it.
-    lines: of the record, that come before it. plan: in force, as JSON. job: see agent.workers.spec.encode_run.
+    lines: of the record, that come before it. plan: in force (planner.plans.packed.to_text). job: see
+    agent.workers.spec.encode_run.
     """
 
     run: str

@@ -227,7 +227,7 @@ class Standby:
                     begun.append(group)
                     if self._dropped:
                         break
-                    group.arm()
+                    group.keep_alive()
                 if not self._dropped:
                     of_ranks = dist.PrefixStore(f"generation{generation}/{me}/standby", store)
                     self.of_ranks = ranks.connections(of_ranks, timeouts)
@@ -416,11 +416,11 @@ class Groups:
             for w, row in zip(self._living, plane, strict=True)
         }
 
-    def arm(self) -> None:
-        """Prepares `cancel`, which is quicker then. From any thread."""
+    def keep_alive(self) -> None:
+        """From here on also connections that nothing passes over. From any thread."""
         for group in self._all:
             if isinstance(group, GlooGroup):
-                group.arm()
+                group.keep_alive()
 
     def cancel(self) -> None:
         """Makes every wait on these groups fail within milliseconds. From any thread."""
@@ -573,7 +573,7 @@ class Communicator:
             self._standby = Standby(
                 *(self._stores, store, generation, me, living, self._timeouts, self.address, self.ranks),
                 with_stage=self._transport == "tagged",
-                first=groups.arm,
+                first=groups.keep_alive,
             )
 
     @property

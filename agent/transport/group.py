@@ -3,12 +3,17 @@
 Measured behaviour of gloo that this file is built on: a transfer with a killed peer raises within
 20 ms, but everything else that waits (a transfer with a survivor who has left, an all-reduce two hops
 away) hangs to its time-out, and `abort()` wakes nothing. What does wake it: an expired wait closes
-every pair of its group. So `cancel` posts a receive that nobody answers, with a 1 ms time-out, to
+every pair of its group. So `wake` posts a receive that nobody answers, with a 1 ms time-out, to
 every rank. But gloo closes one pair after the other, and for each it waits until its thread comes round, which it does
-every 10 ms where nothing arrives. A connection that ends by itself is closed by that thread, at once; so `cancel` first
-ends those that it can find (see `_accepted_at`), and each pair has one end that finds it. And it asks only those for
-whom somebody waits here: whoever waits later asks the others first. To ask every rank costs as much as a good part of
-forming anew; `close` does it, when there is time.
+every 10 ms where nothing arrives. A connection that ends by itself is closed by that thread, at once; so where a
+group's connections can be found (see `_polled`), `cancel` ends those instead.
+
+To end all of them costs as much as a good part of forming anew: `close` does it, when there is time. `cancel` ends
+those over which something has passed (see `_that_carried`): by what gloo sends there when a transfer is posted, at
+either end. So nobody waits in another one, and none of its transfers was posted and dropped, at which gloo's thread
+would spin once the peer sends it. Nor is any later: whoever posts one, or begins to wait, looks after that whether the
+group has been cancelled, and closes it. While there is a sum, whose messages gloo posts when it likes, `cancel` ends
+all.
 
 A pair between two living ranks is as good as before when a third one has died, so what needs pairs alone (sends,
 receives, `gather`) goes on in a group that has lost members, and a sum does not.
@@ -56,6 +61,7 @@ nothing that a transfer brings is used before its end has been seen on the host,
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import re
@@ -67,6 +73,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -253,6 +260,8 @@ class GlooPending:
                 self._group.close()
                 _unended[:] = [kept for kept in _unended if not kept[0].is_completed()] + [(self._work, self._group)]
                 raise RuntimeError("connection closed: the group was cancelled")
+            else:
+                self._group.sum_ended()
         except RuntimeError as error:
             raise TransferError(first_line(error), self._peer) from None
         finally:
@@ -407,23 +416,33 @@ class GivenGlooGroup(Group):
         """Memory for pieces that come, in which nothing comes."""
         self._waits: dict[GlooPending, None] = {}
         self._cancelled = False
+        self._sums = 0
+        """Of gloo's own, that have begun and not ended."""
         self._closing, self._closed = threading.Lock(), False
         self._timeout, self._sum_timeout = timedelta(seconds=timeouts.transfer), timedelta(seconds=timeouts.group)
 
     def send(self, to: int, tensor: Tensor, tag: int) -> GlooPending:
-        try:
-            return self._pending(self._group.send([tensor], to, tag), tensor, to)
-        except RuntimeError as error:
-            raise TransferError(first_line(error), self._members[to]) from None
+        return self._pending(True, to, tensor, tag)
 
     def receive(self, source: int, buffer: Tensor, tag: int) -> GlooPending:
-        try:
-            return self._pending(self._group.recv([buffer], source, tag), buffer, source)
-        except RuntimeError as error:
-            raise TransferError(first_line(error), self._members[source]) from None
+        return self._pending(False, source, buffer, tag)
 
-    def _pending(self, work: Any, tensor: Tensor, other: int) -> GlooPending:
+    def _pending(self, sends: bool, other: int, tensor: Tensor, tag: int) -> GlooPending:
+        try:
+            work = self._post(sends, other, tensor, tag)
+        except RuntimeError as error:
+            raise TransferError(first_line(error), self._members[other]) from None
         return GlooPending(work, tensor, self._timeout, self, (other,), self._members[other])
+
+    def _post(self, sends: bool, other: int, tensor: Tensor, tag: int) -> Any:
+        """Raises RuntimeError."""
+        if not self._cancelled:
+            work = (self._group.send if sends else self._group.recv)([tensor], other, tag)
+            # In this order, as in `begin_wait`: either `cancel` sees what was posted, or this sees that it was called.
+            if not self._cancelled:
+                return work
+            self.close()
+        raise RuntimeError("the group was cancelled")
 
     def begin_sum(self, tensor: Tensor) -> PendingTransfer:
         options = dist.AllreduceOptions()
@@ -436,6 +455,7 @@ class GivenGlooGroup(Group):
 
     def _begin(self, collective: Callable[[list[Tensor], Any], Any], tensor: Tensor, options: Any) -> PendingTransfer:
         options.timeout, peer = self._sum_timeout, self.only_other
+        self._sums += 1
         try:
             return GlooPending(collective([tensor], options), tensor, None, self, self.others, peer)
         except RuntimeError as error:
@@ -463,7 +483,7 @@ class GivenGlooGroup(Group):
     def begin_message(self, sends: bool, other: int, tensor: Tensor, tag: int) -> GlooPending:
         """Of a collective that is made of messages. Raises TransferError."""
         try:
-            work = (self._group.send if sends else self._group.recv)([tensor], other, tag)
+            work = self._post(sends, other, tensor, tag)
         except RuntimeError as error:
             raise TransferError(first_line(error), self.only_other) from None
         return GlooPending(work, tensor, self._sum_timeout, self, (other,), self.only_other)
@@ -483,12 +503,12 @@ class GivenGlooGroup(Group):
         try:
             if self.rank == first:
                 table[0] = row
-                wait([(self._group.recv([table[i]], other, _ROW), other) for i, other in enumerate(others, 1)])
-                wait([(self._group.send([table], other, _TABLE), other) for other in others])
+                wait([(self._post(False, other, table[i], _ROW), other) for i, other in enumerate(others, 1)])
+                wait([(self._post(True, other, table, _TABLE), other) for other in others])
             else:
                 asked = [
-                    (self._group.recv([table], first, _TABLE), first),
-                    (self._group.send([row], first, _ROW), first),
+                    (self._post(False, first, table, _TABLE), first),
+                    (self._post(True, first, row, _ROW), first),
                 ]
                 wait(reversed(asked))
         except RuntimeError as error:
@@ -510,15 +530,27 @@ class GivenGlooGroup(Group):
     def end_wait(self, pending: GlooPending) -> None:
         self._waits.pop(pending, None)
 
+    def sum_ended(self) -> None:
+        """One of gloo's own, or a broadcast, well."""
+        self._sums -= 1
+
     def cancel(self) -> None:
         self._cancelled = True
+        self._wake()
+
+    def _wake(self) -> None:
+        """Whoever waits."""
         wake(self._group, {rank for pending in list(self._waits) for rank in pending.peers})
 
     def close(self) -> None:
         with self._closing:
             if not self._closed:
                 self._closed = True
-                wake(self._group, self.others)
+                self._end_all()
+                wake(self._group, self.others)  # where that has left any, or gloo's thread has not come round yet
+
+    def _end_all(self) -> None:
+        """Those connections that can be ended from here."""
 
 
 def wake(group: Any, ranks: Iterable[int]) -> None:
@@ -540,82 +572,136 @@ class GlooGroup(GivenGlooGroup):
     ) -> None:
         """Blocks until all ranks are there. Raises RuntimeError."""
         own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.form)
-        device, self._port = _device_at(address)
+        device, self._listener = _device_at(address)
         group = compat.gloo_group(own, rank, len(members), timeout=form, device=device)
         super().__init__(group, rank, members, timeouts)
-        self._lock = threading.Lock()
-        self._accepted: list[socket.socket] | None = None
+        self._known: list[_Descriptor] | None = None
+        """The connections, some of which may have been closed since."""
 
-    def arm(self) -> None:
-        """Prepares `cancel`, which does so itself where this was not called; and connections that nothing passes over
-        are kept alive from here on. From any thread."""
-        with self._lock:
-            if self._accepted is None and self._port is not None:
-                self._accepted = [] if self._cancelled else _accepted_at(self._port)
+    def keep_alive(self) -> None:
+        """From here on also connections that nothing passes over; and `cancel` is quicker then. From any thread."""
+        self._known = self._connections()
+        for _, connection in _sockets(self._known):
+            with contextlib.suppress(OSError):  # it has ended
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
 
     def cancel(self) -> None:
-        self.arm()
-        with self._lock:
-            if self._cancelled:
-                return
-            self._cancelled, accepted, self._accepted = True, self._accepted or [], []
-        for connection in accepted:
-            with contextlib.suppress(OSError):  # it has ended already
-                # Not for writing: what a peer is ready for may still be read here, and gloo forgets a send that it then
-                # can't begin: whoever waits for it was not woken for two minutes (once in some 40 deaths).
-                connection.shutdown(socket.SHUT_RD)
-            connection.close()
-        super().cancel()
+        if not self._cancelled:
+            super().cancel()
+
+    def _wake(self) -> None:
+        if self._listener is None:
+            super()._wake()
+            return
+        # And no more: a wait that expires before gloo's thread has come round would close the others, too.
+        connections = self._connections() if self._known is None else self._known
+        _end(connections if self._sums else _that_carried(connections))
+
+    def _end_all(self) -> None:
+        _end(self._connections())
+
+    def _connections(self) -> list[_Descriptor]:
+        """That there are still; none where that can't be told."""
+        if self._listener is None:
+            return []
+        return [target for target in _polled(self._listener.poll) if target not in self._listener.others]
+
+
+class _Descriptor(NamedTuple):
+    """A file descriptor, and what it stands for: by the time that it is used the number may be another one's."""
+
+    number: int
+    inode: int
+
+
+class _Listener(NamedTuple):
+    """Of a gloo device. poll: the descriptor with which its thread polls. others: what it polls besides connections."""
+
+    poll: int
+    others: frozenset[_Descriptor]
 
 
 _making_devices = threading.Lock()
+_TARGET = re.compile(r"tfd:\s*(\d+) .* ino:([0-9a-f]+)")
 
 
-def _device_at(address: str) -> tuple[Any, int | None]:
-    """A gloo device, and the port at which it listens; None where that can't be told."""
+def _device_at(address: str) -> tuple[Any, _Listener | None]:
+    """A gloo device, which each group has one of its own of; None where it can't be told what it polls."""
     with _making_devices:
-        before = set(_descriptors().values())
+        before = _descriptors()
         device = compat.gloo_device(address)
-        # Each look at a socket is a few system calls, and with 64 workers there are hundreds.
-        new = [descriptor for descriptor, inode in _descriptors().items() if inode not in before]
-        found = [s.getsockname()[1] for s in _sockets(new) if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
-    return device, found[0] if len(found) == 1 else None
+        after = _descriptors()
+    new = [target for target in after if target not in before]
+    found = {target for target, it in _sockets(new) if it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
+    # Another thread may have closed a descriptor meanwhile, whose number what polls has now; but that is rare.
+    for poll in sorted(filter(after.__getitem__, after), key=before.__contains__):
+        if found.intersection(targets := _polled(poll.number)):
+            return device, _Listener(poll.number, frozenset(targets)) if len(found) == 1 else None
+    return device, None
 
 
-def _accepted_at(port: int) -> list[socket.socket]:
-    """The connections that were made to this process at that port, each with a file descriptor of its own."""
-    found = []
-    for candidate in _sockets(_descriptors()):
-        listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if not listens and candidate.getsockname()[1] == port:
-            # Not its `dup`, which makes the connection a blocking one, for gloo too.
-            found.append(socket.socket(fileno=candidate.detach()))
-            found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            found[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
-    return found
-
-
-def _descriptors() -> dict[int, int]:
-    """The inodes of this process's sockets, by their file descriptors; none on a system without /proc."""
+def _descriptors() -> dict[_Descriptor, bool]:
+    """Those of this process, and whether they may be polled with: what is no file, as the system says, and no socket.
+    None on a system without /proc."""
     found = {}
     with contextlib.suppress(OSError), os.scandir("/proc/self/fd") as entries:
         for entry in entries:
             with contextlib.suppress(OSError):  # others open and close theirs meanwhile
-                about = os.fstat(int(entry.name))
-                if stat.S_ISSOCK(about.st_mode):
-                    found[int(entry.name)] = about.st_ino
+                about = os.fstat(number := int(entry.name))
+                found[_Descriptor(number, about.st_ino)] = not stat.S_IFMT(about.st_mode)
     return found
 
 
-def _sockets(descriptors: Iterable[int]) -> Iterator[socket.socket]:
-    """Those of these that are of TCP, each until the next is asked for."""
+def _polled(poll: int) -> list[_Descriptor]:
+    """What is polled with this descriptor."""
+    try:
+        text = Path(f"/proc/self/fdinfo/{poll}").read_text(encoding="ascii")
+    except OSError:
+        return []
+    return [_Descriptor(int(number), int(inode, 16)) for number, inode in _TARGET.findall(text)]
+
+
+def _sockets(descriptors: Iterable[_Descriptor]) -> Iterator[tuple[_Descriptor, socket.socket]]:
+    """Those of these that are sockets, each until the next is asked for."""
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # others open and close theirs meanwhile
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        with contextlib.suppress(OSError):  # it has been closed
+            copy = os.dup(descriptor.number)
+            about = os.fstat(copy)
+            if not stat.S_ISSOCK(about.st_mode) or about.st_ino != descriptor.inode:
+                os.close(copy)
                 continue
-            with socket.socket(fileno=os.dup(descriptor)) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                    yield copy
+            # Of either family: one that is not told asks the system for more than is needed.
+            with socket.socket(socket.AF_INET6, socket.SOCK_STREAM, fileno=copy) as connection:
+                yield descriptor, connection
+
+
+def _end(connections: Iterable[_Descriptor]) -> None:
+    """Has gloo's thread close these, and fail whoever waits in them."""
+    for _, connection in _sockets(connections):
+        with contextlib.suppress(OSError):  # it has ended already
+            # Not for writing: what a peer is ready for may still be read here, and gloo forgets a send that it then
+            # can't begin: whoever waits for it was not woken for two minutes (once in some 40 deaths).
+            connection.shutdown(socket.SHUT_RD)
+
+
+_HELLO_BYTES = 8
+"""What gloo sends over a connection when it is made, from the end that has made it."""
+_COUNTS = struct.Struct("=128x Q 8x I 52x Q")
+"""Of the kernel's tcp_info: bytes received, not yet sent, and sent (since Linux 4.19)."""
+
+
+def _that_carried(connections: Iterable[_Descriptor]) -> Iterator[_Descriptor]:
+    """Those over which anything has passed, or is to pass, from either end, but what gloo sends when it connects; and
+    those of which it can't be told."""
+    # By their numbers, as Python's own getsockopt would need copies of them, and several times as long. Whose number is
+    # another one's by now is closed.
+    ask, told, size = ctypes.CDLL(None).getsockopt, ctypes.create_string_buffer(_COUNTS.size), ctypes.c_uint()
+    for connection in connections:
+        size.value = _COUNTS.size
+        failed = ask(connection.number, socket.IPPROTO_TCP, socket.TCP_INFO, told, ctypes.byref(size))
+        if failed or size.value < _COUNTS.size or sum(_COUNTS.unpack(told)) != _HELLO_BYTES:
+            yield connection
 
 
 class _Late:
@@ -715,7 +801,7 @@ class LateGroup(Group):
             group.cancel()
             group.close()
         else:
-            group.arm()
+            group.keep_alive()
 
 
 def only_other(members: Sequence[Worker], rank: int) -> Worker | None:

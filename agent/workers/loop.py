@@ -90,7 +90,7 @@ from openrecycle.agent.workers.spec import WorkerSpec
 from openrecycle.agent.workers.state_transfer import StateReceiver, StateServer, send_no_offer
 from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.job import Worker, WorkerRank
-from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
 
 _JOINING = -1
 WAIT_SECONDS = 0.5
@@ -329,9 +329,9 @@ class WorkerLoop:
             self._settle_in(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
         self._leaving = frozenset(map(Worker.parse, orders.deployment.leaving))
-        scripts = [Script.of(orders.plan.schedule(), orders.cell, orders.runs)]
+        scripts = [Script.of(orders.schedule, orders.cell, orders.runs)]
         if orders.interim is not None:
-            scripts.append(Script.of(orders.interim.schedule(), orders.cell))
+            scripts.append(Script.of(orders.interim, orders.cell))
         groups = self._communicator.form(
             *(orders.generation, orders.cell, living, orders.store, self._device),
             at_boundary=orders.after is not None,
@@ -749,7 +749,7 @@ class WorkerLoop:
     def _say_hand_over(self, text: str) -> None:
         self._channel.say("hand_over", text=text)
 
-    def _hand_over(self, groups: Groups, agreement: Agreement[Worker], interim: Plan | None) -> frozenset[Worker]:
+    def _hand_over(self, groups: Groups, agreement: Agreement[Worker], interim: Schedule | None) -> frozenset[Worker]:
         """Has those that lack state begin to take it from their peers. Returns who goes on to lack some while
         `interim` is run; nobody where all have waited until everything was there.
 
@@ -960,7 +960,6 @@ class WorkerLoop:
         self._log.add(f"generation {self._generation}: {detail}")
 
 
-def _runs_ops(plan: Plan, workers: frozenset[Worker]) -> bool:
-    """Does the plan give any of them a micro-batch?"""
-    ops = plan.schedule().ops
-    return any(op.kind != "O" for w in workers for op in ops.get(w, ()))
+def _runs_ops(schedule: Schedule, workers: frozenset[Worker]) -> bool:
+    """Does it give any of them a micro-batch?"""
+    return any(op.kind != "O" for w in workers for op in schedule.ops.get(w, ()))

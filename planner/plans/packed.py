@@ -12,6 +12,7 @@ Whoever makes a large plan also writes its document, which the others hand on de
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
@@ -191,21 +192,28 @@ def decode_header(blob: bytes, *, source: str = "plan") -> Header:
 def unpack(data: bytes, question: CatalogQuestion | None = None, *, source: str = "plan", hashed: bool = True) -> Plan:
     """question: that of its catalog; None: the plan stands by itself. hashed: False for a catalog's whose fingerprint
     nobody asks for, which takes as long as all else. Raises PlanError when the data is damaged."""
+    header, found = _read(data, question, source)
+    if isinstance(found, Plan):
+        return found
+    plan = _plan(found, header.metrics, header.solver, header.fingerprint or "")
+    if question is None:
+        plan.workers.stored = data, b""
+    return plan.hashed() if hashed and not plan.fingerprint else plan
+
+
+def _read(data: bytes, question: CatalogQuestion | None, source: str) -> tuple[Header, Schedule | Plan]:
+    """A plan where only its JSON can hold it."""
     header, payload = _opened(data, source)
     asked = question or header.asked
     if asked is None:
         raise PlanError(f"{source} is a plan of a catalog, and does not say what it is for")
     if header.form == "json":
-        return Plan.from_json(_inflate(payload, MAX_JSON), source=source)
+        return header, Plan.from_json(_inflate(payload, MAX_JSON), source=source)
     try:
-        schedule = _schedule(header, payload, asked.question if isinstance(asked, RequestedPlan) else asked)
+        return header, _schedule(header, payload, asked.question if isinstance(asked, RequestedPlan) else asked)
     except (ValueError, zlib.error) as error:
         what = "a stored plan" if question is None else "a plan of this catalog"
         raise PlanError(f"{source} is not {what}: {error}") from None
-    plan = _plan(schedule, header.metrics, header.solver, header.fingerprint or "")
-    if question is None:
-        plan.workers.stored = data, b""
-    return plan.hashed() if hashed and not plan.fingerprint else plan
 
 
 def _plan(schedule: Schedule, metrics: MetricsDoc, solver: SolverDoc, fingerprint: str) -> Plan:
@@ -256,6 +264,29 @@ def from_bytes(data: bytes, *, source: str = "plan") -> Plan:
     plan = unpack(data[4:end], source=source)
     plan.workers.stored = data[4:end], data[end:]
     return plan
+
+
+def to_text(plan: Plan) -> str:
+    """The packed form alone, for messages in JSON. Raises PlannerError when its problem is none."""
+    return base64.b64encode(plan.workers.stored[0] or pack(plan)).decode()
+
+
+def from_text(text: str, *, source: str = "plan") -> Plan:
+    """Raises PlanError."""
+    return unpack(_decoded(text, source), source=source)
+
+
+def schedule_from_text(text: str, *, source: str = "plan") -> Schedule:
+    """Of a plan its ops alone, a good deal sooner. Raises PlanError."""
+    _, found = _read(_decoded(text, source), None, source)
+    return found.schedule() if isinstance(found, Plan) else found
+
+
+def _decoded(text: str, source: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise PlanError(f"{source} is not a stored plan: it is no base64") from None
 
 
 def packed(plan: Plan) -> Packed:

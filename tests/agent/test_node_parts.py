@@ -48,6 +48,7 @@ from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
+from openrecycle.planner.plans.packed import to_text
 from tests.agent.changed_options import everything_changed
 from tests.agent.consoles import until
 from tests.golden import golden
@@ -833,7 +834,7 @@ def test_one_node_that_is_late_takes_no_time_from_what_the_others_have_to_tell(
 
 
 def plan_of(run: RunSpec) -> str:
-    return Catalog(run.options.job, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())[0].to_json()
+    return to_text(Catalog(run.options.job, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())[0])
 
 
 class Slow(socket.socket):

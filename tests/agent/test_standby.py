@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,10 +17,11 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from openrecycle.agent.config.options import Timeouts
+from openrecycle.agent.config.options import LOOPBACK, Timeouts
+from openrecycle.agent.models import compat
 from openrecycle.agent.transport import communicator
 from openrecycle.agent.transport.communicator import Communicator, Groups, RendezvousStore
-from openrecycle.agent.transport.group import GlooGroup, TransferError
+from openrecycle.agent.transport.group import GivenGlooGroup, GlooGroup, TransferError
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(100)]
@@ -193,15 +196,15 @@ def test_a_worker_that_dies_costs_no_survivor_its_connections(connected: bool, s
         process.join()
 
 
-@pytest.mark.parametrize("armed", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("late", [False, True])
-def test_whoever_waits_for_any_rank_is_woken(armed: bool, late: bool, store: RendezvousStore) -> None:
+def test_whoever_waits_for_any_rank_is_woken(trains: bool, late: bool, store: RendezvousStore) -> None:
     """Also who begins to wait when the group has been cancelled."""
     job = Job(store)
     groups = job.form(1, GRID)
-    if armed:
+    if trains:
         for mine in groups.values():
-            mine.arm()
+            mine.keep_alive()
     first = groups[GRID[0]]
     pending = [first.receive(w, torch.zeros(1), 5) for w in GRID[1:]]
     woken = []
@@ -222,6 +225,76 @@ def test_whoever_waits_for_any_rank_is_woken(armed: bool, late: bool, store: Ren
     for thread in threads:
         thread.join()
     assert sorted(woken) == list(range(len(pending)))
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_cancelled_group_ends_what_has_carried_something_and_begins_nothing_in_the_rest(
+    reused: bool, store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was posted and dropped ends at both ends, though nobody waits for it here. reused: what polls gets the
+    number of what another thread closes just then."""
+    job, members, device = Job(store), GRID[:3], compat.gloo_device
+    closed = [select.epoll() for _ in range(3 * 8 * reused)]
+
+    def make_device(address: str) -> Any:
+        for other in closed[:8]:
+            other.close()
+        del closed[:8]
+        return device(address)
+
+    monkeypatch.setattr(compat, "gloo_device", make_device)
+    groups = job.all(
+        members, lambda me: GlooGroup(_client(store), "some", members.index(me), members, PATIENT, LOOPBACK)
+    )
+    first, second, third = groups.values()
+    before = _connections()
+    first.receive(1, torch.zeros(1), 5)
+    first.cancel()
+    with pytest.raises(TransferError):
+        second.receive(0, torch.zeros(1), 6).wait()
+    until(lambda: _connections() <= before - 2)
+    assert _connections() == before - 2
+    waits = third.receive(0, torch.zeros(1), 5)
+    with pytest.raises(TransferError):
+        first.send(2, torch.zeros(1), 5)
+    assert not waits.arrived()
+    first.close()
+    with pytest.raises(TransferError):
+        waits.wait()
+    until(lambda: _connections() <= before - 4)
+    pending = third.receive(1, torch.zeros(1), 5)
+    second.send(2, torch.ones(1), 5).wait()
+    assert int(pending.wait()) == 1
+
+
+def test_what_is_posted_while_a_group_is_cancelled_ends_with_it(store: RendezvousStore) -> None:
+    members = GRID[:2]
+
+    class Cancelled:
+        """Between the post and what comes after it."""
+
+        def __init__(self, group: Any) -> None:
+            self.recv = group.recv
+            self.posts = group.send
+
+        def send(self, *arguments: Any) -> Any:
+            first.cancel()
+            return self.posts(*arguments)
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(
+            lambda rank: torch.distributed.ProcessGroupGloo(_client(store), rank, 2, timedelta(seconds=60.0)), range(2)
+        )
+    first, second = GivenGlooGroup(Cancelled(one), 0, members, PATIENT), GivenGlooGroup(other, 1, members, PATIENT)
+    with pytest.raises(TransferError):
+        first.send(1, torch.ones(1), 5)
+    with pytest.raises(TransferError):
+        second.receive(0, torch.zeros(1), 6).wait()
+
+
+def _client(store: RendezvousStore) -> Any:
+    host, port = store.address
+    return torch.distributed.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
 
 def test_old_connections_are_closed_once_the_next_generation_trains(store: RendezvousStore) -> None:

@@ -24,6 +24,8 @@ from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.forking import fork_context
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans import packed
+from openrecycle.planner.plans.packed import to_text
 from openrecycle.planner.plans.plan import Plan
 from tests.agent.consoles import until
 from tests.agent.local_jobs import LocalJob
@@ -200,8 +202,8 @@ def echo(pipe: Connection) -> None:
     worker, generation = WorkerChannel(pipe, lambda _generation: None, lambda: None), 0
     while (orders := worker.wait_for_generation(generation)) is not None:
         generation = orders.generation
-        plans = [plan.fingerprint for plan in (orders.plan, orders.interim) if plan is not None]
-        worker.say("runs", plans=plans)
+        plans = [plan for plan in (orders.schedule, orders.interim) if plan is not None]
+        worker.say("runs", without=[sorted(map(str, plan.problem.failed)) for plan in plans])
 
 
 @pytest.mark.processes
@@ -226,7 +228,7 @@ def test_a_worker_has_every_plan_that_it_is_told_of_and_both_keep_the_newest() -
             ours,
             "deployment",
             deployment=deployment.model_dump(),
-            plans=[p.to_json() for p in new],
+            plans={p.fingerprint: to_text(p) for p in new},
             interim=interim.fingerprint if interim in named else None,
             cell="W0_0",
             store=("127.0.0.1", 1),
@@ -237,7 +239,7 @@ def test_a_worker_has_every_plan_that_it_is_told_of_and_both_keep_the_newest() -
             partition=[],
             held=[],
         )
-        assert channel.receive(ours)["plans"] == [p.fingerprint for p in named]
+        assert channel.receive(ours)["without"] == [list(p.failed) for p in named]
         assert len(entry.plans) <= KEPT_PLANS
     assert sent < 60, "what it has is not sent again"
     channel.send(ours, "over")
@@ -264,12 +266,12 @@ def test_a_worker_that_can_not_be_told_something_dies_as_others_do(capfd: pytest
 
 @pytest.mark.processes
 def test_a_plan_is_written_once_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    written, to_json = Counter[str](), Plan.to_json
+    written, pack = Counter[str](), packed.pack
 
-    def counted(plan: Plan) -> str:
+    def counted(plan: Plan) -> bytes:
         written[plan.fingerprint] += 1
-        return to_json(plan)
+        return pack(plan)
 
-    monkeypatch.setattr(Plan, "to_json", counted)
+    monkeypatch.setattr(packed, "pack", counted)
     job = LocalJob(iterations=4, kills=("W1_0@1:F1",)).run()
     assert job.dead == ["W1_0"] and len(written) == 2 and set(written.values()) == {1}

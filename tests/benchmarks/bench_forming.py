@@ -38,6 +38,8 @@ from tests.benchmarks.machine import describe
 FORMED, AGREED, SENT, REDUCED = range(4)
 STANDBY_SECONDS = 120.0
 NO_MORE = 2**31
+TRAINS = "trains"
+"""Said to each worker when all have reduced: connections on standby are made then."""
 WIDTH = 24
 """Numbers of an agreement's row, without gradients that are clipped."""
 
@@ -58,16 +60,20 @@ def _process(workers: Sequence[tuple[Worker, Connection]], store: tuple[str, int
 
 def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
     communicator = Communicator(TIMEOUTS)
-    news = queue.SimpleQueue[Any]()
+    news, trains = queue.SimpleQueue[Any](), queue.SimpleQueue[None]()
 
     def hear() -> None:
         while True:
             try:
-                generation, living, standby = pipe.recv()
+                told = pipe.recv()
             except EOFError:
                 communicator.cancel(NO_MORE)
                 news.put(None)
                 return
+            if told == TRAINS:
+                trains.put(None)
+                continue
+            generation, living, standby = told
             busy = time.process_time()
             communicator.cancel(generation)
             news.put((generation, living, standby, busy))
@@ -90,6 +96,7 @@ def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
         groups.reduce(torch.ones(1, dtype=torch.int64))
         times.append(time.monotonic())
         pipe.send((times, (os.getpid(), busy, time.process_time())))
+        trains.get()
         began = time.monotonic()
         if standby:
             communicator.stand_by()
@@ -139,6 +146,9 @@ def run(pipelines: int, stages: int, generations: int, together: int, *, standby
             for worker in living:
                 pipes[worker].send((generation, living, standby))
             answers = [pipes[worker].recv() for worker in living]
+            # After an iteration, in which all have reduced: before, it would hold up those that come last.
+            for worker in living:
+                pipes[worker].send(TRAINS)
             rows.append([1000 * (max(times[i] for times, _ in answers) - began) for i in range(4)])
             busy.append(1000 * _busy(used for _, used in answers))
             ahead.append(1000 * max(pipes[worker].recv() for worker in living))

@@ -9,7 +9,17 @@ import pytest
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check, checked
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plans.packed import SMALL_OPS, from_bytes, packed, storable, to_bytes, unpack
+from openrecycle.planner.plans.packed import (
+    SMALL_OPS,
+    from_bytes,
+    from_text,
+    packed,
+    schedule_from_text,
+    storable,
+    to_bytes,
+    to_text,
+    unpack,
+)
 from openrecycle.planner.plans.plan import Plan, PlanError
 from openrecycle.planner.solvers.portfolio import best_solution, make_plan, plan_of
 from tests.golden import golden
@@ -33,7 +43,23 @@ def test_a_large_plan_is_the_same_as_its_document(technique: Technique, failed: 
     assert document.fingerprint == made.fingerprint == document.compute_fingerprint()
     assert document == made == plan_of(solution, seconds=0.25)
     assert from_bytes(to_bytes(document)).to_json() == made.to_json()
+    assert from_text(to_text(document)) == made
+    schedule = schedule_from_text(to_text(document))
+    assert schedule.ops == made.schedule().ops and schedule.problem == made.schedule().problem
     assert check(document) == []
+
+
+def test_a_plan_that_only_its_document_can_hold_is_sent_too() -> None:
+    made = checked(make_plan(problem(), solver="list", look_ahead=False))
+    odd = Plan.from_json(made.to_json().replace('"duration":40,', '"duration":40.0,', 1), source="a plan")
+    assert from_text(to_text(odd)) == odd and schedule_from_text(to_text(odd)).ops == odd.schedule().ops
+
+
+@pytest.mark.parametrize("text", ["", "é", "AAAA", "no base64"])
+def test_what_is_no_text_of_a_plan_is_refused(text: str) -> None:
+    for read in (from_text, schedule_from_text):
+        with pytest.raises(PlanError):
+            read(text)
 
 
 def test_what_has_come_over_a_pipe_is_stored_as_it_is() -> None:
