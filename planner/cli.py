@@ -306,7 +306,7 @@ def catalog_command(
         sys.stdout.write(json.dumps(document) + "\n")
         return
     print(
-        f"{count(document['plans'], 'plan')} for up to {count(tolerance, 'failure')} in {document['folder']}\n"
+        f"{count(len(headers), 'plan')} for up to {count(tolerance, 'failure')} in {document['folder']}\n"
         f"{report.planned} planned now in {report.seconds:.1f} s, {report.kept} were there; {size / 1e6:.1f} MB\n"
         f"{document['optimal']} proven optimal, worst gap {document['worst_gap']:.2%}"
     )
