@@ -231,8 +231,7 @@ def train(
                 options: TrainingOptions = build(TrainingOptions, {**given, "console.token": token}, job=job)
                 source = NamedWorkload(workload, json_object(workload_options))
                 options.check()
-                device = None if options.planning.by_profile else options.platform.device
-                if unlike := profile_unlike(profile, options.optimization, device):
+                if unlike := profile_unlike(profile, options):
                     say(f"warning: {unlike}")
                 try:
                     launcher = make_launcher(options, source, listener, say, role=role)

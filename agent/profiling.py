@@ -20,11 +20,12 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,7 +62,7 @@ from openrecycle.agent.stages.shards import assign
 from openrecycle.agent.stages.stage import Stage, assemble
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.ranks import Ranks
-from openrecycle.agent.transport.transfers import Script, Transfers
+from openrecycle.agent.transport.transfers import Lines, Script, Transfers
 from openrecycle.agent.workers.executor import Executor
 from openrecycle.agent.workers.reduction import GradientReduction
 from openrecycle.agent.workers.sharding import ShardedStage
@@ -251,12 +252,15 @@ class MeasuringError(RuntimeError):
     """A process that was to be measured ended early, took too long, or could not run what it was given."""
 
 
-def hear(entry: WorkerProcess, kind: str, seconds: float) -> channel.Message:
-    """What a process that measures says next, which is to be of that kind. Raises MeasuringError."""
+def hear(entry: WorkerProcess, kind: str, seconds: float, beside: Iterable[WorkerProcess] = ()) -> channel.Message:
+    """What a process that measures says next, which is to be of that kind. beside: others, of which none says anything
+    before, unless it has failed. Raises MeasuringError."""
+    pipes = [*(other.pipe for other in beside), entry.pipe]  # who waits for another fails after it
+    ready = connection.wait(pipes, seconds)
+    if not ready:
+        raise MeasuringError(f"measuring did not end within {seconds:.0f} s")
     try:
-        if not entry.pipe.poll(seconds):
-            raise MeasuringError(f"measuring did not end within {seconds:.0f} s")
-        message = channel.receive(entry.pipe)
+        message = channel.receive(next(pipe for pipe in pipes if pipe in ready))
     except (EOFError, OSError):
         raise MeasuringError("a process that measures ended early") from None
     if message["kind"] != kind:
@@ -319,8 +323,8 @@ def measure_traffic(
                 *(computes_on, bool(sharing)),
             )
             pool.start(Worker(number, 0), lambda _incarnation, spec=spec: spec, time.monotonic())  # type: ignore[misc]
-        first = pool.running[Worker(0, 0)]
-        seconds = hear(first, "measured", _TRAFFIC_SECONDS)
+        first, *others = pool.running.values()
+        seconds = hear(first, "measured", _TRAFFIC_SECONDS, others)
     finally:
         pool.kill_all()
 
@@ -346,31 +350,31 @@ def _measure_as_peer(spec: _PeerSpec, pipe: Connection) -> None:
     device = spec.computes_on.take(spec.number, deterministic=False, shared=spec.shared)
     store = dist.TCPStore(LOOPBACK, spec.port, is_master=False, timeout=timedelta(seconds=_TRAFFIC_SECONDS))
     rounds = range(spec.warm_up + spec.repeats)
-    # All groups stay until the process ends: to end one over NCCL is to wait for the others.
-    groups, transfers, reductions = [], list[list[float]](), list[list[float]]()
+    # Over NCCL all groups stay until the process ends: to end one is to wait for the others.
+    stays = device.type == "cuda" and spec.computes_on.carrier == "ordered"
+    kept, transfers, reductions = list[Groups](), list[list[float]](), list[list[float]]()
 
     def among(number: int, living: Sequence[Worker], neighbours: Sequence[Worker] = ()) -> Groups:
-        groups.append(
-            Groups(
-                *(store, number, living[spec.number], living, Timeouts()),
-                transport=spec.computes_on.carrier,
-                device=device,
-                neighbours=neighbours,
-            )
+        groups = Groups(
+            *(store, number, living[spec.number], living, Timeouts()),
+            transport=spec.computes_on.carrier,
+            device=device,
+            neighbours=neighbours,
         )
-        return groups[-1]
+        kept.extend([groups] if stays else [])
+        return groups
 
     if spec.number < 2 and spec.sizes:
         neighbours = [Worker(0, 0), Worker(0, 1)]
-        two = among(1, neighbours, [neighbours[1 - spec.number]])
-        transfers = [_pass_on(two, spec, size, rounds, device) for size in spec.sizes]
+        groups = among(1, neighbours, [neighbours[1 - spec.number]])
+        transfers = [pass_on(groups.lines, spec.number, size, rounds, device) for size in spec.sizes]
     for size in range(2, spec.peers + 1) if spec.reduced else ():
         if spec.number < size:
-            peers = among(size, [Worker(n, 0) for n in range(size)])
-            exchange = _all_reduced(peers, spec.reduced, device)
+            groups = among(size, [Worker(n, 0) for n in range(size)])
+            exchange = _all_reduced(groups, spec.reduced, device)
             if spec.optimization is not None:
-                exchange = _shared(peers, peers.peers[spec.number], spec.reduced, spec.optimization, device)
-            reductions.append(_timed_together(peers, exchange, rounds, device))
+                exchange = _shared(groups, groups.peers[spec.number], spec.reduced, spec.optimization, device)
+            reductions.append(_timed_together(groups, exchange, rounds, device))
     drop = spec.warm_up
     if spec.number == 0:
         channel.send(
@@ -380,18 +384,18 @@ def _measure_as_peer(spec: _PeerSpec, pipe: Connection) -> None:
     pipe.poll(_TRAFFIC_SECONDS)
 
 
-def _pass_on(groups: Groups, spec: _PeerSpec, size: int, rounds: range, device: torch.device) -> list[float]:
-    """Seconds there and back, by round."""
+def pass_on(lines: Lines, me: int, size: int, rounds: Sequence[int], device: torch.device) -> list[float]:
+    """Seconds there and back between 0 and 1, by round. me: one of these."""
     tensor, taken = torch.zeros(size, dtype=torch.uint8, device=device), []
-    there, back = groups.lines.forward, groups.lines.backward
-    for number in rounds:
+    there, back, tag = lines.forward, lines.backward, 0  # one is under way at a time, and NCCL has no other tag
+    for _ in rounds:
         started = time.perf_counter()
-        if spec.number == 0:
-            there.send(1, tensor, number).wait()
-            back.receive(1, tensor, number).wait()
+        if me == 0:
+            there.send(1, tensor, tag).wait()
+            back.receive(1, tensor, tag).wait()
         else:
-            there.receive(0, tensor, number).wait()
-            back.send(0, tensor, number).wait()
+            there.receive(0, tensor, tag).wait()
+            back.send(0, tensor, tag).wait()
         taken.append(time.perf_counter() - started)
     return taken
 

@@ -25,7 +25,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from openrecycle.agent.config.devices import Autocast, Kind, Mode, Platform
+from openrecycle.agent.config.devices import Autocast, Mode, Platform
 from openrecycle.agent.config.faults import Kill, Rejoin, Slow, profile_pace
 from openrecycle.agent.config.settings import OptionGroup, documented, leaves, option, spelled
 from openrecycle.planner.jobs.errors import InputError
@@ -292,27 +292,26 @@ def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job
         return job_on(document, job.pipelines, job.stages, job.micro_batches, by_layers=each)
 
 
-def profile_unlike(
-    profile: str | Path | Profile | JobDoc | None, optimization: Optimization, device: Kind | None = None
-) -> str:
-    """What is said where ops or steps were measured of another kind than the job's; "": nothing. device: where ops
-    run; None: it does not matter, since they are paced."""
+def profile_unlike(profile: str | Path | Profile | JobDoc | None, options: TrainingOptions) -> str:
+    """What is said where ops or steps were measured of another kind than the job's; "": nothing."""
     document = load(profile) if isinstance(profile, str | Path) else profile
     if not isinstance(document, Profile):
         return ""
-    measured_on = "cuda" if document.hardware.accelerator else "cpu"
-    if device not in (None, measured_on):
-        return f"the profile was measured with --device {measured_on}: on {device} ops take other times than plans say"
+    said, optimization = [], options.optimization
     flags = (
         ("--mode", document.mode, optimization.mode),
         ("--optimizer-sharding", document.sharding, optimization.sharding),
     )
     for flag, measured, wanted in flags:
         if measured != wanted:
-            return (
+            said.append(
                 f"the profile was measured with {flag} {measured}: steps by {wanted} take another time than plans say"
             )
-    return ""
+    on, device = "cuda" if document.hardware.accelerator else "cpu", options.platform.device
+    # Ops that are quicker are stretched, where they are paced by it.
+    if on != device and not (on == "cpu" and options.planning.by_profile):
+        said.append(f"the profile was measured with --device {on}: ops by {device} take other times than plans say")
+    return "; ".join(said)
 
 
 @documented

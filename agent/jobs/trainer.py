@@ -231,8 +231,7 @@ class ResilientTrainer:
         options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
         options = replace(options.anchored(), job=options.planning.job(job, profile))
         options.check()  # what is wrong is said here, not when training begins
-        device = None if options.planning.by_profile else options.platform.device
-        if unlike := profile_unlike(profile, options.optimization, device):
+        if unlike := profile_unlike(profile, options):
             log.warning("%s", unlike)
         if options.record is not None:
             check_writable(Path(options.record))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,22 @@ from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
 from openrecycle.agent.config.devices import Mode, Platform, Transport
-from openrecycle.agent.config.options import Optimization, Planning, profile_unlike, with_profile
+from openrecycle.agent.config.options import (
+    Optimization,
+    Planning,
+    TrainingOptions,
+    profile_unlike,
+    with_profile,
+)
 from openrecycle.agent.profiling import (
     SHAPES,
+    MeasuringError,
     PartSpec,
     ProfilingEffort,
     kept_bytes,
     measure_part,
     measure_traffic,
+    pass_on,
     seconds_of,
     shape_of,
     shared_out,
@@ -28,8 +37,9 @@ from openrecycle.agent.profiling import (
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.stage import Stage
+from openrecycle.agent.transport.transfers import Lines
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job, Problem
+from openrecycle.planner.jobs.job import Job, Problem, Worker
 from openrecycle.planner.profiles import load_profile
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import at_length
@@ -123,10 +133,18 @@ def test_a_profile_of_a_sharded_optimizer_says_what_its_job_does(tmp_path: Path)
     assert done.exit_code == 0, done.stderr
     made = load_profile(out)
     assert (made.sharded_over, made.sharding) == (4, "zero1")
-    assert profile_unlike(out, Optimization(sharding="zero1")) == "" != profile_unlike(made, Optimization())
-    # Its ops ran on a processor, and a job's on GPUs take other times.
-    assert profile_unlike(out, Optimization(sharding="zero1"), "cpu") == ""
-    assert profile_unlike(out, Optimization(sharding="zero1"), "cuda") != ""
+    sharded, given = Optimization(sharding="zero1"), made.job_for(4, 1, 1)
+    options = TrainingOptions(job=given, optimization=sharded)
+    assert profile_unlike(out, options) == "" != profile_unlike(made, replace(options, optimization=Optimization()))
+    # Its ops ran on a processor: on GPUs they take other times, unless they are stretched to these.
+    on_gpus = replace(options, platform=Platform(device="cuda"))
+    assert profile_unlike(made, on_gpus) != ""
+    assert profile_unlike(made, replace(on_gpus, planning=Planning(pace="profile"))) == ""
+    of_gpu = made.model_copy(update={"hardware": made.hardware.model_copy(update={"accelerator": "a GPU"})})
+    assert profile_unlike(of_gpu, on_gpus) == ""
+    assert profile_unlike(of_gpu, replace(options, planning=Planning(pace="profile"))) != ""
+    both = profile_unlike(of_gpu, replace(options, optimization=Optimization()))
+    assert "--device" in both and "--optimizer-sharding" in both
     # Each of 4 workers steps 2 parts of 4; of 2 that are left each steps all.
     (whole,) = made.job_for(4, 1, 1).profiles
     step, sums = sum(part.step.median for part in made.parts), made.reductions
@@ -206,6 +224,35 @@ def test_a_profile_on_a_gpu_that_is_not_there_is_refused(more: list[str], tmp_pa
     done = CliRunner().invoke(app, ["profile", "--model", "gpt-3-medium", "--device", "cuda", "--out", str(out), *more])
     assert done.exit_code == 2 and not out.exists()
     assert ("--clock" if more else "--device") in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_what_fails_in_any_peer_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, what the second one computes on is not there."""
+    monkeypatch.setattr(Platform, "check", lambda self, workers: "")
+    with pytest.raises(MeasuringError, match=r"platform\.device"):
+        measure_traffic((64,), 0, 2, repeats=1, warm_up=0, computes_on=Platform(device="cuda"))
+
+
+def test_messages_of_all_rounds_have_the_tag_that_nccl_has() -> None:
+    passed: list[tuple[str, int]] = []
+
+    class Line:
+        def send(self, to: int, tensor: torch.Tensor, tag: int) -> Line:
+            passed.append(("send", tag))
+            return self
+
+        def receive(self, source: int, buffer: torch.Tensor, tag: int) -> Line:
+            passed.append(("receive", tag))
+            return self
+
+        def wait(self) -> None: ...
+
+    line: Any = Line()
+    for me in range(2):
+        assert len(pass_on(Lines(Worker(0, me), line, line, None, {}), me, 8, range(3), torch.device("cpu"))) == 3
+    assert passed == [("send", 0), ("receive", 0)] * 3 + [("receive", 0), ("send", 0)] * 3
 
 
 def test_what_a_gpu_noted_is_read_as_seconds_since_the_first() -> None:

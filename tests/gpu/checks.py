@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import platform
 import shutil
 import statistics
@@ -226,7 +227,11 @@ def _small(told: Told) -> dict[str, Any]:
 
 
 def _result(job: Any) -> list[Any]:
-    return [*job.losses, job.lines[-1].get("final")]
+    """Losses, and what the parameters were at the end."""
+    final = job.lines[-1].get("final")
+    if final is None or not all(math.isfinite(float.fromhex(loss)) for loss in job.losses):
+        raise CheckFailed(f"no end, or losses that are no numbers: {', '.join(job.losses)}")
+    return [*job.losses, final]
 
 
 def _reference(told: Told) -> list[Any]:
@@ -394,23 +399,31 @@ def precision(told: Told) -> Said:
     """Autocast, gradients that are clipped, forwards that are done again in the backward, and evaluations."""
     from openrecycle.agent.config.options import Optimization
 
-    done = []
-    for kind in ("bf16", "fp16"):
-        options: dict[str, Any] = {
-            "workload": "tests.gpu.jobs:Recomputed",
-            "optimization": Optimization(autocast=kind, clip_norm=0.3),  # type: ignore[arg-type]
-            "evaluate_every": 2,
-        }
-        found = []
-        for kills in ((), KILLS[:1]):
-            job = _job(told, kills=kills, **options)
-            if job.dead != [kill[:4] for kill in kills]:
-                raise CheckFailed(f"{kind}: dead are {', '.join(job.dead) or 'none'}")
-            found.append([*_result(job), *(line["evaluation"] for line in job.lines if "evaluation" in line)])
-        if found[0] != found[1] or len(found[0]) <= ITERATIONS + 1:
-            raise CheckFailed(f"{kind}: other bits than without a failure, or no evaluation")
-        done.append(kind)
-    return "", f"--kill {KILLS[0]}: the same bits ({', '.join(done)}; clipped, recomputed, evaluated)"
+    def job(kind: Any, recomputes: bool, clip_norm: float | None, kills: tuple[str, ...] = ()) -> list[Any]:
+        found = _job(
+            told,
+            workload="tests.gpu.jobs:Recomputed" if recomputes else "tests.agent.evaluated:Evaluated",
+            optimization=Optimization(autocast=kind, clip_norm=clip_norm),
+            evaluate_every=2,
+            kills=kills,
+        )
+        if found.dead != [kill[:4] for kill in kills]:
+            raise CheckFailed(f"{kind}: dead are {', '.join(found.dead) or 'none'}")
+        return [*_result(found), *(line["evaluation"] for line in found.lines if "evaluation" in line)]
+
+    calm = {kind: job(kind, True, 0.3) for kind in ("bf16", "fp16")}
+    for kind, found in calm.items():
+        if job(kind, True, 0.3, KILLS[:1]) != found:
+            raise CheckFailed(f"{kind}: other bits than without a failure")
+    if job("bf16", False, 0.3) != calm["bf16"]:
+        raise CheckFailed("bf16: other bits where forwards are not recomputed")
+    # That what was asked for has been done.
+    others = [job("bf16", False, None), job(None, False, 0.3)]
+    if calm["bf16"] == calm["fp16"] or any(other in calm.values() for other in others):
+        raise CheckFailed("autocast or clipping do not show in the bits")
+    if len(calm["bf16"]) != ITERATIONS + 1 + ITERATIONS // 2:
+        raise CheckFailed("no evaluations")
+    return "", f"--kill {KILLS[0]}: the same bits (bf16, fp16; clipped, recomputed, evaluated)"
 
 
 def compiled(told: Told) -> Said:
@@ -419,8 +432,13 @@ def compiled(told: Told) -> Said:
     calm = _result(_job(told, **options))
     took = time.monotonic() - begun
     for kill in KILLS[:2]:
-        if _result(_job(told, kills=(kill,), **options)) != calm:
+        job = _job(told, kills=(kill,), **options)
+        if job.dead != [kill[:4]]:
+            raise CheckFailed(f"--kill {kill}: dead are {', '.join(job.dead) or 'none'}")
+        if _result(job) != calm:
             raise CheckFailed(f"--kill {kill}: other bits than without a failure")
+    if calm == _reference(told):
+        raise CheckFailed("the bits of layers that are not compiled")
     return f"a job of {ITERATIONS} iterations {took:.0f} s", "2 of 2 kills: the same bits"
 
 
@@ -465,6 +483,9 @@ def command(told: Told) -> Said:
             raise CheckFailed(f"exit status {done.returncode}: {done.stderr.strip()[-200:]}")
         lines = list(map(json.loads, record.read_text().splitlines()))
         losses += [line["loss"] for line in lines if "iteration" in line]
+        died = [line["failure"]["worker"] for line in lines if "failure" in line]
+        if died != [more[-1][:4]]:
+            raise CheckFailed(f"{' '.join(more)}: dead are {', '.join(died) or 'none'}")
         final = lines[-1]["final"]
     if [*losses, final] != reference:
         raise CheckFailed("other bits than without a failure")
