@@ -654,10 +654,11 @@ def _check_block(line: Any, where: str, workers: int) -> None:
 
 
 def _names(value: Any) -> Iterator[str]:
+    """The workers in it, however deep. Beside them it may say of each yes or no."""
     if isinstance(value, str):
         if value:
             yield value
-    elif value is not None:
+    elif isinstance(value, list | tuple):
         for part in value:
             yield from _names(part)
 
