@@ -74,6 +74,7 @@ from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.db.access import audit_row
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
 from openrecycle.db.job_rows import DELETING, IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record, table
+from openrecycle.db.later_columns import let_go_of
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
@@ -784,6 +785,8 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
         for batch in _batches(history, form):
             if form.name == "worker":  # as the coordinator leaves them in a job that is over
                 batch = [row | {"state": WorkerState.FINISHED} if row["state"] in _ALIVE else row for row in batch]
+            if form.name == "generation":
+                batch = [{"let_go": let_go_of(row["reason"], row["failed"])} | row for row in batch]
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
             rows.add(form.name, job_id, batch, ((f, _storable(history.plan(f))) for f in sorted(named)))
             known |= named

@@ -226,6 +226,25 @@ def row(in_table: str, /, number: int = 0, **columns: Any) -> Callable[[dict[str
     return change
 
 
+def without(in_table: str, column: str) -> Callable[[dict[str, bytes], dict[str, Any]], None]:
+    """As a version wrote the table that did not have this column."""
+
+    def change(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        lines = [json.loads(line) for line in parts[table_file(in_table)].splitlines()]
+        kept = [{name: value for name, value in line.items() if name != column} for line in lines]
+        parts[table_file(in_table)] = b"".join(json.dumps(line).encode() + b"\n" for line in kept)
+
+    return change
+
+
+def test_who_was_let_go_is_known_of_files_of_before_too(
+    origin: tuple[Database, str, Path], target: Database, tmp_path: Path
+) -> None:
+    source, job_id, path = origin
+    import_history(target, rewritten(path, tmp_path / "before.zip", without("generation", "let_go")))
+    assert everything(target, job_id) == everything(source, job_id)
+
+
 def part(name: str, data: bytes | None) -> Callable[[dict[str, bytes], dict[str, Any]], None]:
     return lambda parts, _: parts.update({name: data}) if data is not None else parts.pop(name) and None
 
