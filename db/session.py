@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -61,6 +62,10 @@ _CONNECT_SECONDS, _UNANSWERED_SECONDS = 4, 5
 # Of an SQLite file that another process writes: how long a transaction waits; and once one has waited in vain, each of
 # those behind it, until one gets its turn. There may be dozens, and the last would wait for all before it.
 PATIENCE_SECONDS, _HELD_SECONDS = 5.0, 0.05
+
+# On PostgreSQL, where others read a table that gets a column: how often that is tried, and seconds between two tries.
+_UPGRADES, _BETWEEN_UPGRADES = 5, 0.5
+_LOCK_NOT_AVAILABLE = "55P03"
 
 HERE = Path(__file__).parent
 
@@ -143,20 +148,42 @@ class Database:
 
     def upgrade(self) -> None:
         """Brings the tables to this version of the program. Processes that start together take turns."""
+        with explained(self.shown_url), self._alone():
+            for left in reversed(range(_UPGRADES)):
+                try:
+                    self._upgrade()
+                    break
+                except OperationalError as error:
+                    if getattr(error.orig, "sqlstate", "") != _LOCK_NOT_AVAILABLE:
+                        raise
+                    if not left:
+                        raise DatabaseError(
+                            f"database {self.shown_url}: a table that gets a column is in use all the time; end what "
+                            "reads it, such as a backup or an older console, and start again"
+                        ) from None
+                time.sleep(_BETWEEN_UPGRADES)  # those who have waited behind this one get their turn
+
+    def _upgrade(self) -> None:
         # 0.15 CPU seconds, which child processes that read a database have no use for.
         from alembic import command
+        from alembic.script import ScriptDirectory
         from alembic.util import CommandError
 
-        with explained(self.shown_url), self._alone(), self._writing() as connection:
+        from openrecycle.db.later_columns import FIRST, add_columns
+
+        with self._writing() as connection:
             if not self.is_sqlite:
                 connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+            config = alembic_config(connection)
             try:
-                command.upgrade(alembic_config(connection), "head")
+                command.upgrade(config, "head")
             except CommandError:
                 raise DatabaseError(
                     f"database {self.shown_url} was used by another version of this program, whose tables this one "
                     "does not know: run that version, or name another database"
                 ) from None
+            if ScriptDirectory.from_config(config).get_heads() == [FIRST]:
+                add_columns(connection)
 
     def check_file(self) -> None:
         """Raises FileGone where SQLite's file is not the one that was opened. What is written to that is in no folder

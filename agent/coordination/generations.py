@@ -116,10 +116,10 @@ def _let_go_since(state: State) -> tuple[LetGo, ...]:
 
 
 def _on_request(state: State) -> Iterator[str]:
-    """The words for those, which whatever else has happened meanwhile must not hide."""
+    """The words for those, all by name, which whatever else has happened meanwhile must not hide."""
     out = _let_go_since(state)
     if by := [worker for worker, stands_by in out if stands_by]:
-        yield f"{names(by)} {'is' if len(by) == 1 else 'are'} to {STAND_BY}"
+        yield f"{', '.join(by)} {'is' if len(by) == 1 else 'are'} to {STAND_BY}"
     for worker, stands_by in out:
         if not stands_by:
             yield _asked(state.members[worker].detail.removeprefix(ASKED), worker)

@@ -237,8 +237,8 @@ def generation_marks(
             continue
         since = range(before.generation + 1, after.generation + 1)
         known, came = [healed[g] for g in since if g in healed], [opened[g] for g in since if g in opened]
-        newest = came[-1] if came else GenerationView(after.generation, "")
-        reason, left = newest.reason, newest.let_go
+        reason = "; ".join(dict.fromkeys(g.reason for g in came))
+        left = [worker for g in came for worker in g.let_go]
         lost = sorted({r.worker for r in known} or {worker for g in came for worker in g.lost})
         if left and not lost:
             text = "↓ stands by" if all(worker.stands_by for worker in left) else "↓ drained"
@@ -250,7 +250,8 @@ def generation_marks(
         elif after.living > before.living:
             marks.append(Mark(after.iteration, "↺ re-join", False, f"{after.living} workers living again"))
         else:
-            words = "⇄ layers" if newest.relayout else "⇄ new plan" if newest.replanned else "re-formed"
+            moved, planned = any(g.relayout for g in came), any(g.replanned for g in came)
+            words = "⇄ layers" if moved else "⇄ new plan" if planned else "re-formed"
             marks.append(Mark(after.iteration, words, False, reason[:_LONGEST] or "same workers, new groups"))
     return marks
 

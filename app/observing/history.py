@@ -74,6 +74,7 @@ from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.db.access import audit_row
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
 from openrecycle.db.job_rows import DELETING, IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record, table
+from openrecycle.db.later_columns import let_go_of
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
@@ -654,10 +655,11 @@ def _check_block(line: Any, where: str, workers: int) -> None:
 
 
 def _names(value: Any) -> Iterator[str]:
+    """The workers in it, however deep. Beside them it may say of each yes or no."""
     if isinstance(value, str):
         if value:
             yield value
-    elif value is not None:
+    elif isinstance(value, list | tuple):
         for part in value:
             yield from _names(part)
 
@@ -783,6 +785,8 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
         for batch in _batches(history, form):
             if form.name == "worker":  # as the coordinator leaves them in a job that is over
                 batch = [row | {"state": WorkerState.FINISHED} if row["state"] in _ALIVE else row for row in batch]
+            if form.name == "generation":
+                batch = [{"let_go": let_go_of(row["reason"], row["failed"])} | row for row in batch]
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
             rows.add(form.name, job_id, batch, ((f, _storable(history.plan(f))) for f in sorted(named)))
             known |= named

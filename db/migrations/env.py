@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from alembic import context
-from alembic.operations import Operations
-from sqlalchemy import Connection, inspect
+from sqlalchemy import Connection
 
 from openrecycle.db.models import Base
 
@@ -16,17 +15,6 @@ def run(connection: Connection) -> None:
     context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True)
     with context.begin_transaction():
         context.run_migrations()
-        _add_columns(connection)
-
-
-def _add_columns(connection: Connection) -> None:
-    """Until the first release: those that the models have got since the tables were made, where they have a default."""
-    operations, tables = Operations(context.get_context()), inspect(connection)
-    for table in Base.metadata.sorted_tables:
-        known = {column["name"] for column in tables.get_columns(table.name)}
-        for column in table.columns:
-            if column.name not in known:
-                operations.add_column(table.name, column)
 
 
 given = context.config.attributes.get("connection")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from itertools import starmap
+
 import pytest
 
 from openrecycle.agent.coordination.generations import coming_back
@@ -11,6 +14,7 @@ from openrecycle.agent.coordination.membership import (
     ConsoleRestarted,
     DrainAsked,
     Exited,
+    Generation,
     GenerationAcknowledged,
     LayersMoved,
     LetGo,
@@ -27,6 +31,7 @@ from openrecycle.agent.coordination.membership import (
     WorkerRegistered,
 )
 from openrecycle.agent.messages.protocol import JobState, WorkerState
+from openrecycle.db.later_columns import let_go_of
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from openrecycle.planner.simulation.policy import REPARTITION
 from tests.agent.coordinator_run import Run, fingerprint
@@ -37,6 +42,11 @@ MOVED = Candidate(MIGRATE, ("W1_0", "W2_1"), (("W2_1", "W0_0"),), text="15 sampl
 STAYED = Candidate(REROUTE, OUT, text="10 samples/s")
 STOOD_BY = Candidate(STAND_BY, ("W0_0", "W0_1", "W1_0", "W1_1"), text="5 samples/s")
 OFFER = Offer(OUT, (MOVED, STAYED, STOOD_BY), MIGRATE)
+
+
+def by_its_reason(generation: Generation) -> tuple[LetGo, ...]:
+    """Who was let go, as it is read of generations that have no such field."""
+    return tuple(starmap(LetGo, json.loads(let_go_of(generation.reason, json.dumps(generation.failed)))))
 
 
 def two_out(mode: Mode = Mode.AUTOMATIC) -> Run:
@@ -386,7 +396,7 @@ def test_what_happens_before_the_plan_is_there_does_not_hide_who_was_asked_to_le
     run.back("W0_1")
     assert run.opened[-1].failed == ("W1_0", "W2_0")
     assert run.opened[-1].reason == "W0_1 re-joins; ada asked W1_0 to leave"
-    assert run.opened[-1].let_go == (LetGo("W1_0", False),)
+    assert run.opened[-1].let_go == by_its_reason(run.opened[-1]) == (LetGo("W1_0", False),)
     run.resume()
     run.back("W2_0")
     assert run.opened[-1].reason == "W2_0 re-joins" and not run.opened[-1].let_go, "that it has left is old news"
@@ -403,6 +413,16 @@ def test_what_happens_before_the_plan_is_there_does_not_hide_who_stands_by() -> 
     run.exit("W1_1")
     assert run.opened[-1].reason.endswith("; W2_1 is to stand by")
     assert run.opened[-1].let_go == (LetGo("W2_1", True),)
+
+
+def test_of_many_who_stand_by_each_is_named() -> None:
+    run = Run(2, 9).start()
+    run.exit("W1_0")
+    run.resume()
+    out, pipeline = ("W1_0",), tuple(f"W1_{stage}" for stage in range(9))
+    run.send(Offered(out, Offer(out, (Candidate(STAND_BY, pipeline),), STAND_BY)))
+    assert run.opened[-1].let_go == tuple(LetGo(name, True) for name in pipeline[1:])
+    assert by_its_reason(run.opened[-1]) == run.opened[-1].let_go
 
 
 def test_the_launcher_of_one_that_ends_before_it_could_leave_is_told_that_it_was_to() -> None:

@@ -30,7 +30,7 @@ NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
 
 
 def lived_job(console: ConsoleService, *, finished: bool = True) -> str:
-    """Workers register, one dies and comes back, an operator looks on; it ends."""
+    """Workers register, one dies, an operator looks on and asks another one to leave; it ends."""
     job_id = console.jobs.create(SPEC)[0].job_id
     console.reports.register(
         job_id, [Registration(worker=name, incarnation=f"{name}-a", host="nöde", pid=7) for name in NAMES]
@@ -82,6 +82,8 @@ def lived_job(console: ConsoleService, *, finished: bool = True) -> str:
         workers=dict.fromkeys(generation.living, ops),
     )
     Store(console.database).put_measured(job_id, 3, measured.model_dump_json(), measured.at)
+    console.operators.drain(job_id, "W1_1", "Ann")
+    _resume(console, job_id, ["W0_0", "W0_1"], 3)
     if finished:
         console.reports.finish(job_id, JobFinished(state="finished", reason="all iterations are committed"))
     return job_id

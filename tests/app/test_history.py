@@ -111,6 +111,7 @@ def test_there_and_back_again_equal_row_by_row(
     source, job_id, path = origin
     wanted = everything(source, job_id)
     assert all(wanted[name] for name in wanted), "every table is put to the test"
+    assert [row["let_go"] for row in wanted["generation"]] == [[], [], [["W1_1", False]]]
     postgres = opened(new_database(postgres_url))
     try:
         done = import_history(postgres, path)
@@ -179,7 +180,7 @@ def test_a_job_that_runs_is_stopped_where_it_is_imported(
     job = Store(target).jobs()[0]
     assert job["state"] == "stopped" and golden("when-its-history-was-exported") in job["reason"]
     workers = {row["name"]: row["state"] for row in Store(target).workers(other)}
-    assert workers == {name: "failed" if name == "W1_0" else "finished" for name in NAMES}
+    assert workers == {name: "failed" if name in ("W1_0", "W1_1") else "finished" for name in NAMES}
     assert export(source, "nobody", tmp_path / "none.zip") is None
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix in (".zip", ".part")) == ["job.zip"]
 
@@ -223,6 +224,25 @@ def row(in_table: str, /, number: int = 0, **columns: Any) -> Callable[[dict[str
         parts[table_file(in_table)] = b"".join(lines)
 
     return change
+
+
+def without(in_table: str, column: str) -> Callable[[dict[str, bytes], dict[str, Any]], None]:
+    """As a version wrote the table that did not have this column."""
+
+    def change(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        lines = [json.loads(line) for line in parts[table_file(in_table)].splitlines()]
+        kept = [{name: value for name, value in line.items() if name != column} for line in lines]
+        parts[table_file(in_table)] = b"".join(json.dumps(line).encode() + b"\n" for line in kept)
+
+    return change
+
+
+def test_who_was_let_go_is_known_of_files_of_before_too(
+    origin: tuple[Database, str, Path], target: Database, tmp_path: Path
+) -> None:
+    source, job_id, path = origin
+    import_history(target, rewritten(path, tmp_path / "before.zip", without("generation", "let_go")))
+    assert everything(target, job_id) == everything(source, job_id)
 
 
 def part(name: str, data: bytes | None) -> Callable[[dict[str, bytes], dict[str, Any]], None]:
@@ -288,6 +308,8 @@ def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
         (row("generation", plan_fingerprint="f" * 32), golden("expected-one-of-the-files")),
         (row("generation", living=["W0_0", "W7_0"]), "living: got 'W7_0'"),
         (row("generation", generation=2**70), "generation"),
+        (row("generation", let_go=[["W0_0", True], ["W7_0", False]]), "let_go: got 'W7_0'"),
+        (row("generation", let_go=[["W0_0", "perhaps"]]), "let_go"),
         (row("heartbeat", data="AAAA"), "data: "),
         (row("heartbeat", data="\u00e9"), "data"),
         (row("heartbeat", worker_group=3), golden("not-of-group-3")),

@@ -204,6 +204,23 @@ def test_a_change_of_plan_and_a_worker_that_was_asked_to_leave_are_told_from_a_f
     assert generation_marks(iterations, (), (left, moved))[1].text == "⇄ layers"
 
 
+def test_what_happens_between_two_commits_is_not_hidden_by_the_generation_that_comes_last() -> None:
+    base = factory.iteration_views(4)
+    steps = [(1, 12), (3, 11), (5, 11), (7, 11)]
+    iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
+    came = (
+        GenerationView(2, "Ann asked W1_2 to leave", let_go=(LetGo("W1_2", False),)),
+        GenerationView(3, "W2_0, W2_1 are to stand by", let_go=(LetGo("W2_0", True), LetGo("W2_1", True))),
+        GenerationView(4, "re-partition", relayout=True),
+        GenerationView(5, "iteration 7 raised in W0_0"),
+        GenerationView(6, "Ann put plan 89abcdef in force", replanned=True),
+        GenerationView(7, "iteration 8 raised in W0_0"),
+    )
+    marks = generation_marks(iterations, (), came)
+    assert [(m.text, m.lost) for m in marks] == [("↓ drained", False), ("⇄ layers", False), ("⇄ new plan", False)]
+    assert marks[0].detail == f"{came[0].reason}; {came[1].reason}"
+
+
 def test_another_plan_and_other_layers_are_told_apart() -> None:
     run = Run(2, 2, partition=(3, 3)).start()
     run.send(UsePlan("mine", (), "ada"))

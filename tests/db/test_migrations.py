@@ -5,15 +5,36 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import inspect, text
+from sqlalchemy import Connection, inspect, text
 
+from openrecycle.db import later_columns, session
+from openrecycle.db.later_columns import FIRST, add_columns
 from openrecycle.db.models import Base
-from openrecycle.db.session import Database, DatabaseError
+from openrecycle.db.session import Database, DatabaseError, alembic_config
 from openrecycle.db.store import Store
+from tests.conftest import new_database
 from tests.db.test_job_index import generation
 from tests.golden import golden
+
+# Reasons as older versions wrote them, and who was let go of W0_0, W0_1, W0_2 and W1_1, which are out.
+OF_BEFORE: dict[str, list[list[object]]] = {
+    "W0_0: silent": [],
+    "Ann asked W0_1 to leave": [["W0_1", False]],
+    "W0_0 re-joins; Ann asked Bob asked W1_0 to leave; Ann asked W0_1 to leave": [["W0_1", False]],
+    "stand by; W0_1 is to stand by": [["W0_1", True]],
+    "W0_0: silent; W0_1, W1_1 are to stand by; A, B asked W0_2 to leave": [
+        ["W0_1", True],
+        ["W0_2", False],
+        ["W1_1", True],
+    ],
+    "W0_1, W1_1 and 3 more are to stand by": [["W0_1", True], ["W1_1", True]],
+    "W0_1 is to stand by: said Ann": [],
+    "it asked W0_1 to leave at once": [],
+}
 
 
 @pytest.fixture
@@ -49,6 +70,87 @@ def test_a_column_that_came_later_has_its_default_in_rows_of_before(database: Da
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 
 
+def test_who_was_let_go_is_filled_in_once_from_the_reason(database: Database) -> None:
+    store = Store(database)
+    store.create_job("j", name="j", spec="{}", state="running", created_at=0.0, workers=[])
+    for number, reason in enumerate(OF_BEFORE, 1):
+        update = generation(number, ["W1_0"])
+        assert update.generation is not None
+        update.generation.update(reason=reason, failed=["W0_0", "W0_1", "W0_2", "W1_1"])
+        store.apply("j", update)
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table generation drop column let_go"))
+    database.upgrade()
+    assert {row["reason"]: row["let_go"] for row in store.all_generations("j")} == OF_BEFORE
+    with database.engine.begin() as connection:
+        connection.execute(text("update generation set let_go = '[]'"))
+    database.upgrade()
+    assert not any(row["let_go"] for row in store.all_generations("j")), "the reason is read no more"
+
+
+def test_a_table_that_is_not_there_is_not_asked_for_its_columns(database_url: str) -> None:
+    """As of an empty database, which a developer asks for its revision."""
+    database = Database(database_url)
+    with database.engine.begin() as connection:
+        command.current(alembic_config(connection))
+        add_columns(connection)
+    assert "generation" not in inspect(database.engine).get_table_names()
+    database.close()
+
+
+def test_once_there_is_a_second_migration_it_says_what_columns_there_are(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "second.py").write_text(f'revision, down_revision = "second", "{FIRST}"\ndef upgrade() -> None: ...\n')
+
+    def config(connection: Connection) -> Config:
+        made = alembic_config(connection)
+        made.set_main_option("version_locations", f"{session.HERE / 'migrations' / 'versions'}:{tmp_path}")
+        return made
+
+    monkeypatch.setattr(session, "alembic_config", config)
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table generation drop column let_go"))
+    database.upgrade()
+    assert "let_go" not in {column["name"] for column in inspect(database.engine).get_columns("generation")}
+    with database.engine.connect() as connection:
+        assert MigrationContext.configure(connection).get_current_revision() == "second"
+
+
+def test_nobody_waits_for_long_behind_a_column_that_waits_for_a_reader(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while a backup is made. Each try that has to wait gives up, and the last one is told."""
+    url = new_database(postgres_url)
+    database, other = Database(url), Database(url)
+    database.upgrade()
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table generation drop column let_go"))
+    monkeypatch.setattr(later_columns, "LOCK_SECONDS", 0.05)
+    tries: list[float] = []
+
+    def between(seconds: float) -> None:
+        tries.append(seconds)
+        with other.engine.begin() as connection:  # who has come meanwhile gets its turn
+            connection.execute(text("set local lock_timeout = 1"))
+            connection.execute(text("select count(*) from generation"))
+        if len(tries) == enough:
+            reader.rollback()
+
+    monkeypatch.setattr(session.time, "sleep", between)
+    with other.engine.connect() as reader:
+        enough = -1
+        reader.execute(text("select count(*) from generation"))
+        with pytest.raises(DatabaseError):
+            database.upgrade()
+        assert len(tries) > 1
+        enough = len(tries) + 1
+        database.upgrade()
+    assert "let_go" in {column["name"] for column in inspect(database.engine).get_columns("generation")}
+    database.close()
+    other.close()
+
+
 def test_a_table_of_somebody_else_is_left_to_them(database_url: str) -> None:
     database = Database(database_url)
     with database.engine.begin() as connection:
@@ -60,8 +162,13 @@ def test_a_table_of_somebody_else_is_left_to_them(database_url: str) -> None:
     database.close()
 
 
-def test_processes_that_start_together_take_turns(database_url: str) -> None:
+@pytest.mark.parametrize("old", [False, True])
+def test_processes_that_start_together_take_turns(database_url: str, old: bool) -> None:
     databases = [Database(database_url) for _ in range(4)]
+    if old:
+        databases[0].upgrade()
+        with databases[0].engine.begin() as connection:
+            connection.execute(text("alter table generation drop column let_go"))
     errors: list[BaseException] = []
     start = threading.Barrier(len(databases))
 
@@ -78,7 +185,8 @@ def test_processes_that_start_together_take_turns(database_url: str) -> None:
     for thread in threads:
         thread.join(60)
     assert errors == []
-    assert set(Base.metadata.tables) <= set(inspect(databases[0].engine).get_table_names())
+    with databases[0].engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
     for database in databases:
         database.close()
 
