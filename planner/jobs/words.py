@@ -130,8 +130,10 @@ def counts(partition: Sequence[int]) -> str:
 
 
 def gigabytes(size: int) -> str:
-    """Bytes: `1.5 GB`, `12.0 MB`."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    """Bytes: `1.5 GB`, `12.0 MB`, `36 kB`."""
+    if size >= 1e9:
+        return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.0f} kB"
 
 
 class Grid(Protocol):

@@ -25,7 +25,7 @@ from openrecycle.planner.jobs.job import (
     balanced,
     joined,
 )
-from openrecycle.planner.jobs.words import layers_moved
+from openrecycle.planner.jobs.words import gigabytes, layers_moved
 from openrecycle.planner.layers.partition import lay_out, layer_bounds, staffed, with_stages
 from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.bounds import Bound, period_bound
@@ -505,3 +505,10 @@ def test_the_present_partition_is_tried_however_few_are() -> None:
         made = staffed(job, 12, technique=technique, memory=MemoryLimit(memory), effort=1)
         assert made is not None
         assert made.period <= ListScheduler().solve(replace(made.problem, job=job)).schedule.period
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 kB"), (36_400, "36 kB"), (100_000, "0.1 MB"), (12_000_000, "12.0 MB"), (1.5e9, "1.5 GB")]
+)
+def test_sizes_are_told_in_the_unit_that_shows_them(size: int, text: str) -> None:
+    assert gigabytes(size) == text
