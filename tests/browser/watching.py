@@ -15,7 +15,7 @@ from tests.conftest import at_length
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
 # Loaded machines are slow.
 WAIT_MS = 60_000
-FADE_MS = 10_000
+FADE_MS = 30_000
 # Both widths, both colour schemes.
 SCREENS = [("light", 1440, 900), ("dark", 390, 844), at_length("dark", 1440, 900), at_length("light", 390, 844)]
 
