@@ -46,7 +46,7 @@ from openrecycle.planner.jobs.job import (
     parse_durations,
     parse_partition,
 )
-from openrecycle.planner.jobs.words import count, layers_move, number_of, plural
+from openrecycle.planner.jobs.words import count, gigabytes, layers_move, number_of, plural
 from openrecycle.planner.layers.migration import (
     COPY_BANDWIDTH,
     SECONDS,
@@ -307,7 +307,7 @@ def catalog_command(
         return
     print(
         f"{count(len(headers), 'plan')} for up to {count(tolerance, 'failure')} in {document['folder']}\n"
-        f"{report.planned} planned now in {report.seconds:.1f} s, {report.kept} were there; {size / 1e6:.1f} MB\n"
+        f"{report.planned} planned now in {report.seconds:.1f} s, {report.kept} were there; {gigabytes(size)}\n"
         f"{document['optimal']} proven optimal, worst gap {document['worst_gap']:.2%}"
     )
     if not report.finished:

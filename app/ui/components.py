@@ -537,12 +537,14 @@ def open_job(
     page has then said so. Raises ConsoleError.
     """
     jobs = jobs_to_pick(console)
+    known = {job.job_id: job for job in jobs}
+    wanted = address.job_asked_for(known)
     if not jobs:
+        if wanted is not None:
+            unknown_job(wanted, others=False)
         no_job((st.context.url or "http://127.0.0.1:8501").removesuffix("/schedule").rstrip("/"))
         st.fragment(_wait_for_job, run_every=2)(console)
         return None
-    known = {job.job_id: job for job in jobs}
-    wanted = address.job_asked_for(known)
     unknown = wanted is not None and wanted not in known
     if unknown:
         st.html('<h1 class="or-title">Which job?</h1>')
@@ -637,9 +639,10 @@ def choose_grid(prefix: str, usual: tuple[int, int, int], *, width: int) -> dict
     }
 
 
-def unknown_job(job_id: str) -> None:
-    """Says so. job_id: that the address names."""
-    words = f"job: got {job_id!r}, expected the id of a job that this console knows. Choose one instead."
+def unknown_job(job_id: str, *, others: bool = True) -> None:
+    """Says so. job_id: that the address names. others: are there any? With none it may be another database."""
+    instead = "Choose one instead." if others else "It knows none: is it on the database that the job was on?"
+    words = f"job: got {job_id!r}, expected the id of a job that this console knows. {instead}"
     access.say_error(words)
 
 

@@ -82,6 +82,12 @@ def test_without_a_job_both_pages_say_what_to_do(tmp_path: Path) -> None:
             assert golden("no-training-job-yet") in words(test)
             assert "openrecycle train --console http" in test.code[0].value
             assert golden("no-job-is-needed-to") in words(test)
+            assert not errors(test)
+            # A link to a job of another database: what it names is not there, nor is any other.
+            test = open_page("gone", page)
+            assert golden("no-training-job-yet") in words(test)
+            (said,) = errors(test)
+            assert "'gone'" in said
     finally:
         set_console(None)
         empty.close()
