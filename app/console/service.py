@@ -834,13 +834,18 @@ class ConsoleService:
 
     def _flush(self, most: int = MAX_WORKERS) -> None:
         """most: workers of each job."""
-        beats = {job.job_id: rows for job in self.jobs.live() if (rows := job.measurements.unsaved(most))}
-        if beats:
-            try:
-                self._store.heartbeats(beats)
-            except SQLAlchemyError as error:
-                # Only the latest heartbeat counts, and another one is on its way.
-                self._seldom.warn("heartbeats could not be stored", reason=unavailable(error).detail)
+        beats = {job: rows for job in self.jobs.live() if (rows := job.measurements.unsaved(most))}
+        if not beats:
+            return
+        refused = ""
+        try:
+            self._store.heartbeats({job.job_id: rows for job, rows in beats.items()})
+        except SQLAlchemyError as error:
+            # Only the latest heartbeat counts, and another one is on its way.
+            refused = unavailable(error).detail
+            self._seldom.warn("heartbeats could not be stored", reason=refused)
+        for job in beats:
+            job.measurements.refused = refused
 
 
 _console: ConsoleService | None = None

@@ -903,8 +903,9 @@ class LiveJob:
 
     @property
     def unstorable(self) -> str:
-        """Why nothing of it can be stored at present, in words; empty: it can."""
-        return self._refused.partition("; ")[0] if self._doubtful else ""
+        """Why nothing of it can be stored at present, in words; empty: it can. Of a job that is paused there is nothing
+        to be stored but heartbeats."""
+        return (self._refused if self._doubtful else self.measurements.refused).partition("; ")[0]
 
     # -- reading back -----------------------------------------------------------------------
 

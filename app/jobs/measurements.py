@@ -39,6 +39,8 @@ class JobMeasurements:
         self.logs = LogBook(len(self.recording.places))
         self.slow: dict[str, float] = {}
         self._unsaved: dict[str, None] = {}
+        # Why the database took no heartbeats when they were to be stored last; empty: it did.
+        self.refused = ""
 
     def take(self) -> dict[str, LastHeartbeat]:
         """What came in since the last call, for the coordinator; the rest of it is noted here."""

@@ -19,7 +19,8 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.measurements import grid_place
-from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_worker
+from openrecycle.app.runtime.errors import ConsoleError, storing, unavailable, unknown_worker
+from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.db.heartbeats import METRICS, PHASES, HeartbeatStore, Level, Samples, joined, rolled_up
 from openrecycle.db.job_rows import Retention
@@ -90,6 +91,8 @@ class Recorder:
         self._jobs, self._job_ids = jobs, job_ids
         self.most_waiting = WAITING
         self._unsaved: deque[tuple[str, Sequence[Samples]]] = deque()
+        self._dropped = 0
+        self._seldom = Seldom()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console-history", daemon=True)
         self._written = 0.0
@@ -154,7 +157,9 @@ class Recorder:
         if (dropped := len(self._unsaved) - self.most_waiting) > 0:
             for _ in range(dropped):
                 self._unsaved.popleft()
-            log.warning("the oldest heartbeats that the database did not take are dropped", parts=dropped)
+            self._dropped += dropped
+            text = "the oldest heartbeats that the database did not take are dropped"
+            self._seldom.warn(text, reason=f"more than {self.most_waiting} parts waited", dropped_so_far=self._dropped)
 
     def _add(self, parts: deque[tuple[str, Sequence[Samples]]]) -> bool:
         """Stores them, and takes away those that are; False: the database refused one, and the rest is left."""
@@ -165,7 +170,7 @@ class Recorder:
             except IntegrityError:
                 log.info("heartbeats of a job that is gone are dropped", job=job_id)
             except SQLAlchemyError as error:
-                log.warning("heartbeats could not be added to the history", reason=type(error).__name__)
+                self._seldom.warn("heartbeats could not be added to the history", reason=unavailable(error).detail)
                 return False
             parts.popleft()
             self._rest()
@@ -221,9 +226,9 @@ class Recorder:
                     self._trimmed = time.monotonic()
                     self.trim()
             except SQLAlchemyError as error:
-                log.warning("the history waits for the database", reason=type(error).__name__)
-            except Exception:
-                log.exception("the history could not be kept")
+                self._seldom.warn("the history waits for the database", reason=unavailable(error).detail)
+            except Exception as error:
+                self._seldom.failed("the history could not be kept", error)
 
     def _rest(self) -> bool:
         """True when it is to end."""

@@ -16,7 +16,7 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
-from ui_console import ConsoleHere, JobHere
+from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.api.plans import LARGE
@@ -93,6 +93,35 @@ def test_a_file_that_was_deleted_is_said_and_takes_nothing_more(tmp_path: Path) 
         unread = asked.get(f"/api/v1/jobs/{job}/workers/W0_0/history")
         assert (unread.status_code, unread.json()["code"]) == (503, "database_gone")
         assert not (tmp_path / "console.db").exists(), "nothing has made another one"
+    finally:
+        console.close()
+        database.close()
+
+
+def test_a_job_with_nothing_but_heartbeats_to_store_says_that_they_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A paused one: its page said that all was well, and the operator's next click failed."""
+    monkeypatch.setattr("openrecycle.app.console.service.FLUSH_SECONDS", 0.05)
+    database = sqlite_in(tmp_path)
+    console = ConsoleService(Store(database), tolerance=0)
+    beats = iter(range(1, 10_000))
+    try:
+        job = JobHere(console, "job").register()
+        console.start()
+        file, away = tmp_path / "console.db", tmp_path / "away.db"
+
+        def said() -> str:
+            job.beat(next(beats), 1, "paused")
+            return console.queries.view(job.job_id).sentence
+
+        console.operators.pause(job.job_id, "ada")
+        until(lambda: said() and console.operators.choice(job.job_id).stopped, "all have stopped")
+        well = said()
+        file.rename(away)
+        until(lambda: golden("the-file-of-the-database").lower() in said().lower(), "the page says it")
+        away.rename(file)
+        until(lambda: said() == well, "and no more")
     finally:
         console.close()
         database.close()
