@@ -182,21 +182,28 @@ def mode_switch(console: ConsoleService, job_id: str, choice: Choice, *, over: b
             if paused
             else "Paused, all workers stop before the same iteration; nothing is redone, and no bit differs later."
         )
-        # What it says is what is asked for: by now another operator may have done so.
-        ask = console.operators.resume if paused else console.operators.pause
-        st.button(
-            "Resume" if paused else "Pause",
-            type="primary" if paused else "secondary",
-            key="pause",
-            on_click=_try,
-            args=(lambda: ask(job_id, actor(console)),),
-        )
+        _pause_button(console, job_id, "pause", paused=paused)
+
+
+def _pause_button(console: ConsoleService, job_id: str, key: str, *, paused: bool) -> None:
+    # What it says is what is asked for: by now another operator may have done so.
+    ask = console.operators.resume if paused else console.operators.pause
+    st.button(
+        "Resume" if paused else "Pause",
+        type="primary" if paused else "secondary",
+        key=key,
+        on_click=_try,
+        args=(lambda: ask(job_id, actor(console)),),
+    )
 
 
 def options(console: ConsoleService, view: JobView, choice: Choice) -> None:
     """The options side by side: in full while the job waits for one, else folded up while workers are out, with which
-    of them is best. While there is nothing to choose, a line in its place, so that a loss moves nothing on the page."""
+    of them is best. While there is nothing to choose, a line in its place, so that a loss moves nothing on the page.
+    The way on of a paused job comes first."""
     with st.container(key="ways", gap="xsmall"):
+        if choice.paused and view.state not in OVER:
+            _pause_button(console, view.job_id, "resume", paused=True)
         if choice.candidates and choice.waiting:
             left = choice.seconds_left
             until = f"{_best(choice)} is taken in {text.seconds(left)} unless you choose" if left else ""
@@ -209,7 +216,7 @@ def options(console: ConsoleService, view: JobView, choice: Choice) -> None:
                 if view.advice:
                     components.quiet(view.advice)
                 _cards(console, view.job_id, choice, "Switch to it")
-        elif words := ready_words(view):
+        elif not choice.paused and (words := ready_words(view)):
             components.quiet(words)
 
 

@@ -231,7 +231,7 @@ def test_a_job_is_paused_and_goes_on(console: ConsoleService) -> None:
     job.beat(10, 1, "paused")
     until(lambda: console.queries.view(job.job_id).condition is Condition.PAUSED, "they have stopped")
     assert golden("paused-all-workers-wait") in html(test.run()) and set(looks(test).values()) == {"paused"}
-    test.button(key="pause").click().run()
+    test.button(key="resume").click().run()
     assert not test.exception and not console.jobs.find(job.job_id).paused
 
 
