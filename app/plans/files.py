@@ -466,7 +466,7 @@ def _refusal(plan: Plan, name: str) -> ConsoleError | None:
     if name == BUNDLE and plan.solver.name == MEASURED:
         why = "this is an iteration as it ran, which no job can be started with; take the plan that it ran"
         return unfit(why)
-    if name == "torch-csv" and (plan.failed or _reroutes(plan)):
+    if name == "torch-csv" and (plan.failed or any(plan.rerouted().values())):
         why = (
             "torch.distributed.pipelining runs each stage on one rank, so a plan that re-routes can't be written in it"
         )
@@ -476,10 +476,6 @@ def _refusal(plan: Plan, name: str) -> ConsoleError | None:
 
 def _rows(plan: Plan) -> int:
     return plan.job.pipelines * plan.job.stages - len(plan.failed)
-
-
-def _reroutes(plan: Plan) -> bool:
-    return any(plan.rerouted().values())
 
 
 def _part(export: Export, name: str) -> CatalogPart:

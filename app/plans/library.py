@@ -103,7 +103,9 @@ class Library:
 
     def saved_plan(self, fingerprint: str) -> Plan:
         """Raises ConsoleError (404) when no plan is saved under that fingerprint."""
-        plan = self._plans.get(fingerprint) if self._is_saved(fingerprint) else None
+        with storing():
+            is_saved = _stored(fingerprint) and self._rows.has(fingerprint)
+        plan = self._plans.get(fingerprint) if is_saved else None
         if plan is None:
             raise unknown_plan(fingerprint)
         return plan
@@ -121,10 +123,6 @@ class Library:
         with storing():
             if not (_stored(fingerprint) and self._rows.forget(fingerprint)):
                 raise unknown_plan(fingerprint)
-
-    def _is_saved(self, fingerprint: str) -> bool:
-        with storing():
-            return _stored(fingerprint) and self._rows.has(fingerprint)
 
 
 def _stored(fingerprint: str) -> bool:

@@ -479,11 +479,6 @@ def within(time: TimeRange, low: float, high: float) -> Range | None:
     return part if part[0] < part[1] and part != (low, high) else None
 
 
-def show_all(time: TimeRange) -> None:
-    """For a callback."""
-    choose_range(time.name, None)
-
-
 def dragged(chart: str, time: TimeRange) -> None:
     """What else a browser may send than two times in order, or nothing for all, changes nothing."""
     state = st.session_state.get(_key(chart))

@@ -208,7 +208,7 @@ def _compare(console: ConsoleService, sources: list[Source], colours: Palette) -
         components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")
     components.legend_of([s.drawing for s in strips], ghost=not pictured)
     figure = comparison(strips, colours, shown=shown, revision=str(turn))
-    alt = "Gantt charts below each other: " + "; ".join(map(facts.schedule_words, *_pairs(sources, schedules)))
+    alt = "Gantt charts below each other: " + "; ".join(map(facts.schedule_words, (s.plan for s in sources), schedules))
     components.schedule_chart(figure, "compare-chart", time, alt)
     ops = sum(strip.ops for strip in strips)
     if MAX_NODES < ops <= MAX_BARS:
@@ -223,10 +223,6 @@ def _compare(console: ConsoleService, sources: list[Source], colours: Palette) -
         f"Faint bars are the next iteration.{mixed} {facts.DRAG_WORDS}"
     )
     _tables(console, sources, schedules, labels)
-
-
-def _pairs(sources: list[Source], schedules: list[Schedule]) -> tuple[list[Plan], list[Schedule]]:
-    return [s.plan for s in sources], schedules
 
 
 def _labels(sources: list[Source]) -> list[str]:

@@ -18,7 +18,7 @@ from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import names
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.plans.schedule import Schedule, critical_path, waited, workers_of
+from openrecycle.planner.plans.schedule import Schedule, critical_path, waited
 
 OVER = (JobState.FINISHED, JobState.STOPPED)
 # What it is called how far a worker has come in taking up a generation, in the order of ACK_ORDER.
@@ -447,7 +447,7 @@ def critical_words(schedule: Schedule) -> str:
     unit = job.time_unit
     still = waited(path)
     whole = path[-1].op.end - path[0].op.start + path[0].waited
-    workers = [str(w) for w in workers_of(path)]
+    workers = list(map(str, sorted({link.op.worker for link in path})))
     named = ", ".join(workers[:6]) + (f" and {len(workers) - 6} more" if len(workers) > 6 else "")
     words = (
         f"Critical path: {text.count(len(path), 'op')} on {named}, {text.planned(job.units(whole), unit)} from "

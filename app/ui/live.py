@@ -500,7 +500,7 @@ def _live(
 ) -> None:
     page_wanted()
     in_doubt = standby.on_open_page()
-    filtered = worker_dialog.filtering(*worker_dialog.asked_for())
+    filtered = worker_dialog.asked_for() != (worker_dialog.DEFAULT, "")
     events = FILTERED_EVENTS if filtered else EVENTS
     try:
         now = read_now(console, job_id, ITERATIONS, events)

@@ -24,7 +24,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.sources import Made, OfJob, Source, job_of, parse_reference
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, facts, tables
-from openrecycle.app.ui.address import Range, TimeRange, choose_time, show_all, within
+from openrecycle.app.ui.address import Range, TimeRange, choose_time, within
 from openrecycle.app.ui.components import open_job, schedule_of
 from openrecycle.app.ui.facts import critical_words, many_words
 from openrecycle.app.ui.plan_pickers import export_button, open_file, pick_plan, say_measured, show_instead
@@ -245,7 +245,7 @@ def _box(rows: int, width: float) -> tuple[tuple[float, float], tuple[float, flo
 def remember_box(time: TimeRange) -> None:
     """Shows all of it."""
     if box := drawn_box(PAD):
-        show_all(time)
+        address.choose_range(time.name, None)
         address.put(BOX, ",".join(f"{value:.6g}" for value in box))
 
 

@@ -140,12 +140,8 @@ def _history(console: ConsoleService, job_id: str) -> tuple[tuple[Row, ...], flo
     elif console.queries.past_failures(job_id)[1] > covered:
         with st.container(horizontal=True, vertical_alignment="center", key="simulate-covers"):
             components.quiet(f"The job's first {text.milliseconds(1000 * covered)}; it has gone on since.")
-            st.button("Up to now", key="simulate-to-now", on_click=_up_to_now)
+            st.button("Up to now", key="simulate-to-now", on_click=address.put, args=(COVERS, None))
     return rows, covered
-
-
-def _up_to_now() -> None:
-    address.put(COVERS, None)
 
 
 def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:

@@ -88,10 +88,6 @@ def controls() -> tuple[str, str]:
     return show, words.strip()
 
 
-def filtering(show: str, words: str) -> bool:
-    return show != DEFAULT or bool(words)
-
-
 def chosen(events: tuple[EventView, ...], show: str, words: str) -> list[EventView]:
     """Those that the filter lets through."""
     kinds = SHOW.get(show, SHOW[DEFAULT])[1]
@@ -330,7 +326,8 @@ def stays_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
     )
     rows = "".join(
         f'<li><time>{text.moment(s.begin, zone, now)}</time><i class="or-shape or-look-{escape(s.state)}"></i>'
-        f"<span>{escape(LOOKS[RoleState(s.state)][0])}</span><span>{_lasted(s)}</span></li>"
+        f"<span>{escape(LOOKS[RoleState(s.state)][0])}</span>"
+        f"<span>{text.milliseconds(1000 * (s.end - s.begin))}</span></li>"
         for s in reversed(stays[-NEWEST:])
     )
     words = f"States from {text.moment(begin, zone, now)} until now"
@@ -339,10 +336,6 @@ def stays_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
 
 def _runs(stays: list[StateInterval]) -> list[tuple[str, list[StateInterval]]]:
     return [(state, list(group)) for state, group in groupby(stays, lambda s: s.state)]
-
-
-def _lasted(stay: StateInterval) -> str:
-    return text.milliseconds(1000 * (stay.end - stay.begin))
 
 
 def log_html(detail: WorkerDetail, zone: str | None, now: float) -> str:

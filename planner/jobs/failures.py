@@ -57,7 +57,7 @@ def canonical_pattern(failed: Iterable[Worker], job: Job) -> tuple[frozenset[Wor
     rows: list[list[int]] = [[] for _ in range(job.pipelines)]
     for worker in failed:
         rows[worker.pipeline].append(worker.stage)
-    keys = [_row_key(row) for row in rows]
+    keys = [(-len(row), tuple(sorted(row))) for row in rows]
     order = sorted(range(job.pipelines), key=lambda p: (keys[p], p))
     permutation = [0] * job.pipelines
     for position, pipeline in enumerate(order):
@@ -142,10 +142,6 @@ def _unlike(job: Job, count: int) -> Iterator[frozenset[Worker]]:
         at = chosen.pop()
         held[workers[at].stage] -= 1
         at += 1
-
-
-def _row_key(stages: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    return (-len(stages), tuple(sorted(stages)))
 
 
 def _partitions(total: int, parts: int, largest: int) -> Iterator[tuple[int, ...]]:

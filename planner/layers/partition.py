@@ -456,7 +456,7 @@ class LayerBounds:
         after = np.full(self.width, self.none, self.exact)
         after[-1] = 0
         relaxed = [after]  # by stage from the last on: the least from where it begins
-        first = self._least_first(counts[0])
+        first = int(self.firsts(counts[0]).min())
         for s in range(last, 0, -1):
             own, pair = rows[s]
             relaxed.append(np.maximum(np.maximum(own, pair + first), relaxed[-1][None, :]).min(1))
@@ -476,9 +476,6 @@ class LayerBounds:
             best = min(best, max(int(rows[0][0][0, j]), int(value[j])))
         what = f"no partition of {len(self.job.layers)} layers over {len(counts)} stages lets each end sooner"
         return Bound(best, what)
-
-    def _least_first(self, living: int) -> int:
-        return int(self.firsts(living).min())
 
     def partition(self, counts: Counts, limit: int, present: Partition) -> Partition | None:
         """Of the partitions within `limit` by the bounds, the one to which fewest layers move; of those the one whose

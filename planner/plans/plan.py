@@ -714,7 +714,7 @@ def job_doc(job: Job) -> JobDoc:
     job = job.at_home
     one_capacity = len(set(job.capacity_bytes)) == 1
     stages = {id(profile): profile for profile in job.profiles}  # thousands of stages often have one and the same
-    docs = {key: _stage_doc(profile) for key, profile in stages.items()}
+    docs = {key: StageDoc(**_fields_of(profile)) for key, profile in stages.items()}
     return JobDoc(
         pipelines=job.pipelines,
         stages=job.stages,
@@ -728,10 +728,6 @@ def job_doc(job: Job) -> JobDoc:
         layers=tuple(map(layer_doc, job.layers)),
         partition=job.home,
     )
-
-
-def _stage_doc(profile: StageProfile) -> StageDoc:
-    return StageDoc(**_fields_of(profile))
 
 
 def layer_doc(layer: LayerProfile) -> LayerDoc:

@@ -601,10 +601,6 @@ def waited(path: tuple[Link, ...]) -> int:
     return sum(link.waited for link in path)
 
 
-def workers_of(path: tuple[Link, ...]) -> list[Worker]:
-    return sorted({link.op.worker for link in path})
-
-
 # -- how long an iteration takes when workers keep to a plan's order ----------------------------
 
 
