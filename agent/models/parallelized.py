@@ -115,7 +115,7 @@ class Unit:
 
     def __init__(self, module: nn.Module, shards: Sequence[Shard], group: Any) -> None:
         self.shards, self._group = list(shards), group
-        self._ranks, self._rank = group.size(), group.rank()
+        self._ranks = group.size()
         self.together = self._in_backward = False
         module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after)

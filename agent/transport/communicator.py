@@ -312,7 +312,7 @@ class Groups:
         worker; each rank is in groups with those of the same number in other workers. standby: connections that all of
         `living` have; they are taken, and nobody is waited for on their account. Raises TransferError."""
         self.generation = generation
-        self._me, self._ordered, self._living = me, transport == "ordered", tuple(living)
+        self._ordered, self._living = transport == "ordered", tuple(living)
         self.ranks = ranks or Ranks()
         self.address = address
         """Of this host, as its peers reach it."""

@@ -284,11 +284,6 @@ class WorkerStates:
         """Those whose process should speak."""
         return [m for m in self.state.members.values() if self._held(m) in ALIVE]
 
-    @cached_property
-    def processes(self) -> dict[str, RoleState]:
-        """By incarnation, those that came first first."""
-        return {incarnation: self._of(process) for incarnation, process in self.known.items()}
-
     def ranks(self, process: ProcessState) -> tuple[Rank, ...]:
         """Of a worker of several, in order."""
         out = []
@@ -323,7 +318,7 @@ class WorkerStates:
     @cached_property
     def moved(self) -> tuple[ProcessState, ...]:
         """The processes that hold another role than that which they were started for."""
-        return tuple(p for p in self.known.values() if p.role != p.slot and self._of(p) in ALIVE)
+        return tuple(p for p in self.known.values() if p.role != p.slot and self.of(p) in ALIVE)
 
     def why_out(self, names: Iterable[str]) -> dict[str, str]:
         """Of roles that the plan goes without: in words, how each is."""
@@ -403,7 +398,7 @@ class WorkerStates:
             return RoleState.SLOW
         return RoleState.REROUTED if self.rerouted.get(member.name) else RoleState.RUNNING
 
-    def _of(self, process: ProcessState) -> RoleState:
+    def of(self, process: ProcessState) -> RoleState:
         member = self.state.present_at.get(process.incarnation)
         if member is not None:
             return self._held(member)

@@ -55,7 +55,6 @@ class TaskQueue:
     request (see `answered`). on_made: called with everything that was made, and not just looked up, before them."""
 
     def __init__(self, serve: Serve, name: str, *, on_made: Callable[[Any], None] = lambda made: None) -> None:
-        self._name = name
         self._on_made = on_made
         self._queue: queue.PriorityQueue[tuple[int, int, Request[Any] | None, Done[Any]]] = queue.PriorityQueue()
         self._order = itertools.count()

@@ -684,13 +684,6 @@ class Access:
             return self.tokens.by_id(caller.key.removeprefix("token:")) is not None
         return True
 
-    def used(self, caller: Caller) -> bool:
-        """As `still`, of another request with the same token; it counts as one."""
-        good = self.still(caller)
-        if good and caller.key.startswith("token:") and self.tokens is not None:
-            self.tokens.note(caller.key.removeprefix("token:"))
-        return good
-
     # -- behind the guard -------------------------------------------------------------------
 
     def caller(self, header: str | None) -> Caller:

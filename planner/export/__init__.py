@@ -43,10 +43,6 @@ class ExportFormat:
             content = self.exporter(plan, pipeline)
         return content if isinstance(content, bytes) else content.encode()
 
-    def file_name(self, plan: Plan) -> str:
-        """A name for a download: the start of the plan's fingerprint says which plan it is."""
-        return f"plan-{plan.fingerprint[:12]}{self.suffix}"
-
 
 def to_json(plan: Plan) -> str:
     return plan.to_json() + "\n"

@@ -765,16 +765,13 @@ Watcher = Callable[[int | None, int], None]
 
 @dataclass(frozen=True)
 class CpSatOutcome:
-    """status: CP-SAT's. objective: None without a solution. bound: of the objective, rounded up.
-
-    cancelled: whether the caller ended it. solver: to read values from; only where `solved`.
-    """
+    """status: CP-SAT's. objective: None without a solution. bound: of the objective, rounded up. solver: to
+    read values from; only where `solved`."""
 
     status: cp_model.CpSolverStatus
     objective: int | None
     bound: int
     solver: cp_model.CpSolver
-    cancelled: bool
 
     @property
     def solved(self) -> bool:
@@ -865,7 +862,7 @@ def run(
         raise ValueError(f"CP-SAT refuses the model: {model.validate()}")
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     objective_value = round(solver.objective_value) if found else None
-    return CpSatOutcome(status, objective_value, 0 if math.isinf(proven) else _whole(proven), solver, stopped)
+    return CpSatOutcome(status, objective_value, 0 if math.isinf(proven) else _whole(proven), solver)
 
 
 def _whole(bound: float) -> int:

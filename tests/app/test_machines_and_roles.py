@@ -199,11 +199,12 @@ class Lives(RuleBasedStateMachine):
         alive = {process.incarnation for process in world.living}
         holds = {process.incarnation: str(place) for place, process in self.places()}
         # Each process, by itself.
-        for incarnation, state in worker_states.processes.items():
+        for incarnation, process in worker_states.known.items():
+            state = worker_states.of(process)
             assert (state not in (RoleState.FAILED, RoleState.DRAINED)) == (incarnation in alive), (incarnation, state)
             if incarnation not in alive:
                 assert (state is RoleState.DRAINED) == (incarnation in self.drained), (incarnation, state)
-        assert alive <= worker_states.processes.keys()
+        assert alive <= worker_states.known.keys()
         assert +worker_states.count() == Counter(role.state for role in worker_states.roles.values())
         for worker in view.workers:
             holder = next((i for i, place in holds.items() if place == worker.name), None)
