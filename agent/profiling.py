@@ -593,7 +593,7 @@ class StageBenchmark:
         self._clock: Callable[[], Any] = clock or (CLOCKS[run.effort.clock] if on_cpu else partial(_recorded, device))
         self._marks = list[Any]()
         self._executor = Executor(
-            *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda: None), {}),
+            *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda kill: None), {}),
             *(self._mark, lambda *_: None, between),
             device=device,
         )

@@ -581,6 +581,11 @@ class TrainingOptions(OptionGroup):
     def _check_faults(self, technique: Technique, memory: MemoryLimit) -> None:
         """Refuses wishes that no plan can survive."""
         kills, rejoins = self.kills, self.rejoins
+        for name, wishes in (("kill", kills), ("rejoin", rejoins), ("slow", self.slowdowns)):
+            for text, wish in zip(getattr(self.faults, name), wishes, strict=True):
+                if wish.iteration >= self.iterations:
+                    expected = f"an iteration from 0 to {self.iterations - 1}, of the job's {self.iterations}"
+                    raise InputError(f"faults.{name}", text, expected)
         if kills and not technique.reroutes:
             raise self.planning.refuse("technique", "adaptive, decoupled or staggered when a worker is to be killed")
         if not (rejoins or self.faults.max_restarts) and self.checkpoints.directory is None:

@@ -204,7 +204,9 @@ class WorkerLoop:
             self._workload,
             stage,
             self._steps,
-            FaultInjector(me, list(self._kills), lambda: channel.say("dying"), self._communicator.ranks.rank),
+            FaultInjector(
+                me, list(self._kills), lambda kill: channel.say("dying", kill=str(kill)), self._communicator.ranks.rank
+            ),
             self._pace,
             self._superseded,
             self._say_committed,
