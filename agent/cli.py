@@ -31,7 +31,7 @@ from openrecycle.agent.config.options import (
     profile_unlike,
 )
 from openrecycle.agent.config.settings import Leaf, build, leaves, spelled, without_none
-from openrecycle.agent.jobs.start import check_writable, make_launcher, take_over
+from openrecycle.agent.jobs.start import check_writable, look_at, make_launcher, take_over
 from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.launcher.record import is_remark, sentence_of
 from openrecycle.agent.messages.client import ConsoleRefused, ConsoleUnavailable, Delivery, Line, Record
@@ -194,6 +194,9 @@ def train(
             help="Address at which other nodes reach this node's workers. Default: the one that leads to node 0."
         ),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be refused, and what memory workers take; start nothing.")
+    ] = False,
     *,
     given: dict[str, Any],
 ) -> None:
@@ -203,6 +206,8 @@ def train(
         role = role_of(os.environ, nodes, node_rank, lead)
         if role is not None:
             check_token(role, token)
+            if dry_run and not role.leads:
+                raise InputError("--dry-run", True, "node 0, which knows the job")
         record = Path(given["record"]) if given.get("record") else None
         if record is not None:
             check_writable(record)
@@ -233,6 +238,9 @@ def train(
                 options.check()
                 if unlike := profile_unlike(profile, options):
                     say(f"warning: {unlike}")
+                if dry_run:
+                    look_at(options, source, say, role)
+                    return
                 try:
                     launcher = make_launcher(options, source, listener, say, role=role)
                 except LedElsewhere as led:
