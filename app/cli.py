@@ -259,7 +259,8 @@ def demo(
     job = ("--name", "demo GPT", "--iterations", str(iterations), "--pace", pace, "--pace-per", "layer", *workload)
     database = ("--database-url", database_url) if database_url else ()
     try:
-        status = run(DemoOptions(host, port, database, grid + job), lambda line: print(line, flush=True))
+        settings = Settings(host=host, port=port, token=read_token(None))
+        status = run(DemoOptions(settings, database, grid + job), lambda line: print(line, flush=True))
     except SettingsError as error:
         fail(str(error))
     raise SystemExit(status)

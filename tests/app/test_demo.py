@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (["--port", "65536"], "--port: got 65536"),
         (["--pace", "soon"], "--pace: got 'soon'"),
         at_length(["--layers", "3"], "layers: got 3"),
         at_length(["--pipelines", "0"], "pipelines: got 0"),
@@ -29,7 +30,7 @@ def test_a_wrong_job_is_refused_before_the_console_starts(arguments: list[str], 
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     database = tmp_path / "console.db"
-    command = [sys.executable, "-m", "app", "demo", "--port", port, "--database-url", f"sqlite:///{database}"]
+    command = [sys.executable, "-m", "app", "demo", "--database-url", f"sqlite:///{database}", "--port", port]
     done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2 and named in done.stderr
     assert not [*tmp_path.iterdir()], "the console has made its database"
