@@ -69,6 +69,9 @@ _LOCK_NOT_AVAILABLE = "55P03"
 
 HERE = Path(__file__).parent
 
+# What its files begin with; one that is empty becomes one.
+_SQLITE = b"SQLite format 3\0"
+
 # SQLite's write-ahead log needs memory shared between processes, which these do not have.
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "glusterfs", "fuse.sshfs", "fuse.glusterfs")
 
@@ -363,11 +366,17 @@ def _sqlite_path(url: URL) -> Path:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        special = path.exists() and not path.is_file() and not path.is_dir()  # a device, or a pipe, which opens never
         # Tells "not allowed" from other troubles before SQLite's own "unable to open database file".
-        with path.open("ab"):
-            pass
+        if not special:
+            with path.open("a+b") as file:
+                file.seek(0)
+                begins = file.read(len(_SQLITE))
     except OSError as error:
         raise DatabaseError(f"database file {path} can't be written: {error.strerror or error}") from None
+    # Before anything is written beside it.
+    if special or begins not in (b"", _SQLITE):
+        raise DatabaseError(f"database file {path} can't be used: file is not a database")
     kind = file_system(path)
     if kind.startswith(_NETWORK_FILE_SYSTEMS):
         raise DatabaseError(
