@@ -250,6 +250,7 @@ def _local(
         back_to=back_to(options.checkpoints.folder is not None, options.faults.max_restarts),
         relayout=options.planning.relayout,
         room=room,
+        iterations=options.iterations,
     )
 
 

@@ -367,7 +367,8 @@ class WorkerLoop:
                     self._state.stop()  # what counts for a step of all can't be taken back
                     formed = self._say_formed(iteration)
                 joining, whole = frozenset(), living
-            if moving and self._steps.counts_on_all(iteration):
+            # After the last one nobody would gain by it. (Of a job that ends early not all know that yet.)
+            if moving and iteration < self._options.iterations and self._steps.counts_on_all(iteration):
                 self._executor.settle()
                 if not self._steps.incomplete:
                     redo = None  # what is finished is summed in other layers' sums
