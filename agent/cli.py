@@ -381,8 +381,8 @@ MAX_REPEATS = 1000
 
 
 TRAINED_WITH = (
-    *("optimization.mode", "optimization.autocast", "optimization.sharding", "planning.capacity"),
-    *("platform.device", "platform.transport"),
+    *("optimization.mode", "optimization.autocast", "optimization.clip_norm", "optimization.sharding"),
+    *("planning.capacity", "platform.device", "platform.transport"),
 )
 """Options of `train` that a profile is measured with."""
 

@@ -307,6 +307,9 @@ def profile_unlike(profile: str | Path | Profile | JobDoc | None, options: Train
             said.append(
                 f"the profile was measured with {flag} {measured}: steps by {wanted} take another time than plans say"
             )
+    if document.clipped != (clips := optimization.clip_norm is not None):
+        how, other = ("without", "a job that clips") if clips else ("with", "a job that does not")
+        said.append(f"the profile was measured {how} --clip-norm: {other} takes another time for a step than plans say")
     on, device = "cuda" if document.hardware.accelerator else "cpu", options.platform.device
     # Ops that are quicker are stretched, where they are paced by it.
     if on != device and not (on == "cpu" and options.planning.by_profile):
