@@ -204,6 +204,8 @@ def train(
     with sentences():
         token = read_token(token_file)
         role = role_of(os.environ, nodes, node_rank, lead)
+        if role is None and node_address is not None:
+            raise InputError("--node-address", node_address, "--nodes beside it")
         if role is not None:
             check_token(role, token)
             if dry_run and not role.leads:
@@ -417,6 +419,8 @@ def profile_command(
         if (model is None) == (workload is None):
             got = "neither" if model is None else "both"
             raise InputError("--model, --workload", got, "one of the two")
+        if model is not None and workload_options != "{}":
+            raise InputError("--workload-options", workload_options, "nothing beside --model")
         for option, value, least, most in (
             ("--batch", batch, 1, 1 << 20),
             ("--repeats", repeats, 1, MAX_REPEATS),

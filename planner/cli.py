@@ -731,7 +731,7 @@ def plan(
         if technique not in (None, Technique.FAULT_FREE.value):
             raise InputError("--technique", technique, "fault-free beside --reference")
     else:
-        of = Technique.of(technique or "staggered")
+        of = Technique.of("staggered" if technique is None else technique)
         limit = MemoryLimit.parse("uniform" if memory is None else memory)
         if partition == AUTO:
             layout = _laid_out(job, dead, of, limit, migrate=migrate)
