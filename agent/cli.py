@@ -31,7 +31,7 @@ from openrecycle.agent.config.options import (
     profile_unlike,
 )
 from openrecycle.agent.config.settings import Leaf, build, leaves, spelled, without_none
-from openrecycle.agent.jobs.start import check_writable, make_launcher, take_over
+from openrecycle.agent.jobs.start import check_writable, look_at, make_launcher, take_over
 from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.launcher.record import is_remark, sentence_of
 from openrecycle.agent.messages.client import ConsoleRefused, ConsoleUnavailable, Delivery, Line, Record
@@ -194,6 +194,9 @@ def train(
             help="Address at which other nodes reach this node's workers. Default: the one that leads to node 0."
         ),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be refused, and what memory workers take; start nothing.")
+    ] = False,
     *,
     given: dict[str, Any],
 ) -> None:
@@ -201,8 +204,12 @@ def train(
     with sentences():
         token = read_token(token_file)
         role = role_of(os.environ, nodes, node_rank, lead)
+        if role is None and node_address is not None:
+            raise InputError("--node-address", node_address, "--nodes beside it")
         if role is not None:
             check_token(role, token)
+            if dry_run and not role.leads:
+                raise InputError("--dry-run", True, "node 0, which knows the job")
         record = Path(given["record"]) if given.get("record") else None
         if record is not None:
             check_writable(record)
@@ -233,6 +240,9 @@ def train(
                 options.check()
                 if unlike := profile_unlike(profile, options):
                     say(f"warning: {unlike}")
+                if dry_run:
+                    look_at(options, source, say, role)
+                    return
                 try:
                     launcher = make_launcher(options, source, listener, say, role=role)
                 except LedElsewhere as led:
@@ -373,8 +383,8 @@ MAX_REPEATS = 1000
 
 
 TRAINED_WITH = (
-    *("optimization.mode", "optimization.autocast", "optimization.sharding", "planning.capacity"),
-    *("platform.device", "platform.transport"),
+    *("optimization.mode", "optimization.autocast", "optimization.clip_norm", "optimization.sharding"),
+    *("planning.capacity", "platform.device", "platform.transport"),
 )
 """Options of `train` that a profile is measured with."""
 
@@ -409,6 +419,8 @@ def profile_command(
         if (model is None) == (workload is None):
             got = "neither" if model is None else "both"
             raise InputError("--model, --workload", got, "one of the two")
+        if model is not None and workload_options != "{}":
+            raise InputError("--workload-options", workload_options, "nothing beside --model")
         for option, value, least, most in (
             ("--batch", batch, 1, 1 << 20),
             ("--repeats", repeats, 1, MAX_REPEATS),

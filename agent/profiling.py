@@ -593,7 +593,7 @@ class StageBenchmark:
         self._clock: Callable[[], Any] = clock or (CLOCKS[run.effort.clock] if on_cpu else partial(_recorded, device))
         self._marks = list[Any]()
         self._executor = Executor(
-            *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda: None), {}),
+            *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda kill: None), {}),
             *(self._mark, lambda *_: None, between),
             device=device,
         )
@@ -845,6 +845,7 @@ def measure_model(
         samples_per_micro_batch=batch,
         mode=optimization.mode,
         sharded_over=_sharded_over(optimization, pipelines),
+        clipped=optimization.clip_norm is not None,
         hardware=_hardware(effort, optimization, device),
         cut="layers",
         layers=shape.layers,
@@ -924,6 +925,7 @@ def measure_workload(
         samples_per_micro_batch=workload.samples_per_micro_batch,
         mode=optimization.mode,
         sharded_over=_sharded_over(optimization, pipelines),
+        clipped=optimization.clip_norm is not None,
         hardware=_hardware(effort, optimization, device),
         cut="each" if what == "layer" else "stages",
         layers=alone.stages if what == "layer" else 0,

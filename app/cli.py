@@ -44,7 +44,7 @@ def create(
     database_url: DatabaseUrl = "",
 ) -> None:
     """Prints a new token, this once: the console keeps only a hash of it."""
-    with _store(database_url) as database:
+    with _store(database_url, make=True) as database:
         made, audit = Tokens(TokenStore(database)), AuditLog(AuditStore(database))
         if job is not None and all(row["id"] != job for row in Store(database).jobs()):
             raise ConsoleError(404, "unknown_job", f"--job: got {job!r}, expected the id of a job of this console")
@@ -87,10 +87,10 @@ def revoke(
 
 
 @contextmanager
-def _store(database_url: str) -> Iterator[Database]:
-    """The database, up to date. What is refused ends the program: a sentence, status 2."""
+def _store(database_url: str, *, make: bool = False) -> Iterator[Database]:
+    """The database, up to date. make: it need not be there. What is refused ends the program: a sentence, status 2."""
     try:
-        database = Database(database_url or default_database_url())
+        database = Database(database_url or default_database_url(), make=make)
         try:
             database.upgrade()
             yield database
@@ -203,6 +203,9 @@ def serve(
     from openrecycle.db.session import DatabaseError
 
     try:
+        for option, people in (("--oidc-operators", oidc_operators), ("--oidc-viewers", oidc_viewers)):
+            if people and oidc is None:
+                raise SettingsError(f"{option}: got {people!r}, expected --oidc beside it")
         settings = Settings(
             host=host,
             port=port,
@@ -259,7 +262,8 @@ def demo(
     job = ("--name", "demo GPT", "--iterations", str(iterations), "--pace", pace, "--pace-per", "layer", *workload)
     database = ("--database-url", database_url) if database_url else ()
     try:
-        status = run(DemoOptions(host, port, database, grid + job), lambda line: print(line, flush=True))
+        settings = Settings(host=host, port=port, token=read_token(None))
+        status = run(DemoOptions(settings, database, grid + job), lambda line: print(line, flush=True))
     except SettingsError as error:
         fail(str(error))
     raise SystemExit(status)
@@ -305,7 +309,7 @@ def import_command(
     database_url: DatabaseUrl = "",
 ) -> None:
     """Store the job of a file, all of it or nothing. A console that runs shows it within seconds."""
-    with _store(database_url) as database:
+    with _store(database_url, make=True) as database:
         done = import_history(database, file, new_id=as_id, actor=_actor())
     print(f"job {done.job_id}: {done.rows:,} rows, {done.plans:,} plans")
 

@@ -13,17 +13,19 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import IO, Any
 
 import requests
 
 from openrecycle.agent.messages.protocol import API
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.runtime.processes import LEVEL
+from openrecycle.app.runtime.settings import Settings
 
 _PR_SET_PDEATHSIG = 1
 # A busy machine takes its time to import torch a dozen times.
@@ -33,10 +35,9 @@ _END_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """serve, launch: further arguments of `openrecycle serve` and `openrecycle train`."""
+    """settings: of the console. serve, launch: further arguments of `openrecycle serve` and `openrecycle train`."""
 
-    host: str
-    port: int
+    settings: Settings
     serve: tuple[str, ...]
     launch: tuple[str, ...]
 
@@ -49,17 +50,21 @@ def run(options: DemoOptions, say: Callable[[str], None]) -> int:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    address = f"http://{options.host}:{options.port}"
-    _check_port(options.host, options.port)
+    settings = replace(options.settings, port=_free_port(options.settings.host, options.settings.port))
+    host, port, address = settings.host, settings.port, settings.address
+    job = ["train", "--console", address, "--demo", *options.launch]
     children: dict[str, subprocess.Popen[bytes]] = {}
     began = time.monotonic()
     try:
+        say("looking at the job ...")
+        if not _can_start(job, children, ended):
+            return _outcome(children, ended)
         say(f"starting the console at {address} ...")
-        children["console"] = _start(["serve", "--host", options.host, "--port", str(options.port), *options.serve])
+        children["console"] = _start(["serve", "--host", host, "--port", str(port), *options.serve])
         if not _wait(f"{address}/healthz", children, ended, lambda answer: answer.status_code == 200):
             return _outcome(children, ended)
         say(f"console ready ({time.monotonic() - began:.1f} s); starting the training processes ...")
-        children["training job"] = _start(["train", "--console", address, "--demo", *options.launch])
+        children["training job"] = _start(job)
         if not _wait(f"{address}{API}/jobs", children, ended, _trains):
             return _outcome(children, ended)
         say(f"training ({time.monotonic() - began:.1f} s)")
@@ -90,13 +95,29 @@ def _outcome(children: dict[str, subprocess.Popen[bytes]], ended: threading.Even
     return 0
 
 
-def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
+def _can_start(job: list[str], children: dict[str, subprocess.Popen[bytes]], ended: threading.Event) -> bool:
+    """Could this job be started, as far as is known without a console? False, too, when the user ended that. What it
+    says of one that can is left for the job to say."""
+    with tempfile.TemporaryFile() as said:
+        check = children["check of the job"] = _start([*job, "--dry-run"], stderr=said)
+        while check.poll() is None and not ended.wait(0.05):
+            pass
+        if ended.is_set() or check.returncode:
+            said.seek(0)
+            sys.stderr.write(said.read().decode(errors="replace"))
+            return False
+    del children["check of the job"]
+    return True
+
+
+def _start(arguments: list[str], stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     # What goes wrong is on stderr; what goes well is said by this process.
     environment = {LEVEL: "warning", **os.environ}
     # Its own session: Ctrl-C reaches this process alone, which then ends both in order.
     return subprocess.Popen(
         [sys.executable, "-m", "openrecycle", *arguments],
         stdout=subprocess.DEVNULL,
+        stderr=stderr,
         env=environment,
         start_new_session=True,
         preexec_fn=_die_with_parent,
@@ -132,14 +153,13 @@ def _trains(answer: requests.Response) -> bool:
     return any(job["state"] == "running" for job in jobs)
 
 
-def _check_port(host: str, port: int) -> None:
+def _free_port(host: str, port: int) -> int:
+    """That one, or for 0 one that is free. Raises SettingsError."""
     try:
-        with socket.create_server((host, port)):
-            pass
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+            return int(server.getsockname()[1])
     except OSError as error:
-        raise SettingsError(
-            f"--port: got {port}, expected a free port on {host} ({os.strerror(error.errno or 0)})"
-        ) from None
+        raise SettingsError(f"--port: got {port}, expected a free port on {host} ({error.strerror})") from None
 
 
 def _end(children: dict[str, subprocess.Popen[bytes]]) -> None:

@@ -69,6 +69,9 @@ _LOCK_NOT_AVAILABLE = "55P03"
 
 HERE = Path(__file__).parent
 
+# What its files begin with; one that is empty becomes one.
+_SQLITE = b"SQLite format 3\0"
+
 # SQLite's write-ahead log needs memory shared between processes, which these do not have.
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "glusterfs", "fuse.sshfs", "fuse.glusterfs")
 
@@ -94,13 +97,19 @@ class Database:
 
     url: `sqlite:///path/to/file.db` or `postgresql://user:password@host/name`. me: the console whose
     connections these are. term: the one in which it leads (db.session); its writes raise Fenced, and
-    call `on_fenced`, as soon as there is a later one. None: written to whoever leads. patience: seconds that a write
-    waits for another process that writes the same SQLite file.
+    call `on_fenced`, as soon as there is a later one. None: written to whoever leads. make: an SQLite file that is not
+    there. patience: seconds that a write waits for another process that writes the same SQLite file.
     Raises DatabaseError when it can't be opened.
     """
 
     def __init__(
-        self, url: str, *, me: str = "", term: int | None = None, on_fenced: Callable[[], None] = lambda: None
+        self,
+        url: str,
+        *,
+        me: str = "",
+        term: int | None = None,
+        on_fenced: Callable[[], None] = lambda: None,
+        make: bool = True,
     ) -> None:
         self.url = _parse(url)
         self._term, self._on_fenced = term, on_fenced
@@ -111,7 +120,7 @@ class Database:
         self._held = False  # has the last one found that another process writes, and goes on to?
         self._lead: IO[str] | None = None
         if self.is_sqlite:
-            self._path = _sqlite_path(self.url)
+            self._path = _sqlite_path(self.url, make=make)
             self._file = _identity(self._path)
             # Nothing makes another one in the place of a file that is gone.
             there = self.url.set(database=f"file://{quote(str(self._path))}")
@@ -346,7 +355,7 @@ def _parse(url: str) -> URL:
     return parsed
 
 
-def _sqlite_path(url: URL) -> Path:
+def _sqlite_path(url: URL, *, make: bool) -> Path:
     if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
         raise DatabaseError("--database-url: got an SQLite database in memory, expected sqlite:///path/to/file.db")
     path = Path(url.database).absolute()
@@ -361,13 +370,21 @@ def _sqlite_path(url: URL) -> Path:
             f"database file {path} is not there, or empty, and {newest} has what was stored last: "
             "put the file back, or delete that one too"
         )
+    if not make and not path.exists():
+        raise DatabaseError(f"database file {path} is not there")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        special = path.exists() and not path.is_file() and not path.is_dir()  # a device, or a pipe, which opens never
         # Tells "not allowed" from other troubles before SQLite's own "unable to open database file".
-        with path.open("ab"):
-            pass
+        if not special:
+            with path.open("a+b") as file:
+                file.seek(0)
+                begins = file.read(len(_SQLITE))
     except OSError as error:
         raise DatabaseError(f"database file {path} can't be written: {error.strerror or error}") from None
+    # Before anything is written beside it.
+    if special or begins not in (b"", _SQLITE):
+        raise DatabaseError(f"database file {path} can't be used: file is not a database")
     kind = file_system(path)
     if kind.startswith(_NETWORK_FILE_SYSTEMS):
         raise DatabaseError(

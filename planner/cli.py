@@ -60,11 +60,19 @@ from openrecycle.planner.plans.plan import PLAN_BYTES, JobDoc, Plan, PlanError, 
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.profiles import analytic_job, job_on, load, model_shape
 from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
-from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, evened
-from openrecycle.planner.simulation.policies import CUT_ANEW, PLANNED, PUBLISHED, READY_AFTER, planned_policy, published
+from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob, check_sizes, evened
+from openrecycle.planner.simulation.policies import (
+    CUT_ANEW,
+    PLANNED,
+    PUBLISHED,
+    READY_AFTER,
+    check_spares,
+    planned_policy,
+    published,
+)
 from openrecycle.planner.simulation.traces import HOST, MAX_HOURS, Domain, Trace, generated, read_trace
 from openrecycle.planner.solvers.base import SolverProgress
-from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan, reference_plan
+from openrecycle.planner.solvers.portfolio import check_effort, make_plan, reference_plan
 
 # -- what several commands of `python -m planner` share -----------------------------------------
 
@@ -258,10 +266,9 @@ def catalog_command(
     as_json: AsJson = False,
 ) -> None:
     """Plan ahead, one plan per failure count or pattern. Ctrl-C keeps what is done; the same command goes on."""
-    if solver not in SOLVERS:
-        raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
-    if not 0 < time_limit < float("inf"):
-        raise InputError("--time-limit", time_limit, "a number of seconds above 0")
+    check_effort(solver, time_limit)
+    if time_limit == math.inf:
+        raise InputError("--time-limit", time_limit, "a finite number of seconds")
     of, limit = Technique.of(technique), MemoryLimit.parse(memory)
     if layers is not None and partition is None:
         partition = AUTO
@@ -461,6 +468,13 @@ def simulate_command(
     names = [name for text in policy for name in text.split(",") if name]
     if not names:
         raise InputError("--policy", ",".join(policy), "at least one policy")
+    # Also of what this simulation has no use for: whoever gave it means something else.
+    check_spares(spares)
+    check_sizes(samples, layers_per_stage, least_stages, unit_seconds)
+    charges, of, limit = RecoveryCosts.parse(cost), Technique.of(technique), MemoryLimit.parse(memory)
+    _domain("--repair", Domain(1, 1.0, repair, shape))
+    if not 0 < hours <= MAX_HOURS:
+        raise InputError("--hours", hours, f"a number above 0, at most {MAX_HOURS}")
     if throughput is not None or costs is not None:
         given = {"--profile": profile, "--pipelines": pipelines, "--stages": stages, "--durations": durations}
         _refuse("beside --throughput and --costs", {**given, "--catalog": catalog})
@@ -472,7 +486,6 @@ def simulate_command(
         run, label, workers, dollars = _measured(names, throughput, costs, model), model, None, None
     else:
         job = _job(model, profile, pipelines, stages, micro_batches, durations)
-        charges, of, limit = RecoveryCosts.parse(cost), Technique.of(technique), MemoryLimit.parse(memory)
         cutting = [name for name in names if name in CUT_ANEW]
         if catalog is None or cutting:
             even = evened(
@@ -507,8 +520,6 @@ def simulate_command(
         raise InputError("--trace", None, "a file, or --mtbf, --host-mtbf, --rack or --switch to draw a trace")
     if workers is None:
         raise InputError("--trace", None, "a file: only a job with a grid has a trace drawn for it")
-    if not 0 < hours <= MAX_HOURS:
-        raise InputError("--hours", hours, f"a number above 0, at most {MAX_HOURS}")
 
     def drawn(value: float | None) -> Trace:
         own = [] if value is None else [_domain("--mtbf", Domain(1, value, repair, shape))]
@@ -587,7 +598,7 @@ def _domain(option: str, domain: Domain) -> Domain:
 
 def _refuse(where: str, options: Mapping[str, object]) -> None:
     for option, value in options.items():
-        if value:
+        if value is not None and value is not False and value != []:
             got = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
             raise InputError(option, got, f"nothing {where}")
 
@@ -710,6 +721,7 @@ def plan(
         partition = AUTO
     if migrate and partition != AUTO:
         raise InputError("--migrate", True, "--partition auto beside it")
+    check_effort(solver, time_limit)
     job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition, moved=True)
     dead = failed_workers(fail, job)
     layout = None
@@ -719,7 +731,7 @@ def plan(
         if technique not in (None, Technique.FAULT_FREE.value):
             raise InputError("--technique", technique, "fault-free beside --reference")
     else:
-        of = Technique.of(technique or "staggered")
+        of = Technique.of("staggered" if technique is None else technique)
         limit = MemoryLimit.parse("uniform" if memory is None else memory)
         if partition == AUTO:
             layout = _laid_out(job, dead, of, limit, migrate=migrate)

@@ -17,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
 
+from openrecycle.scratch import keep_sockets_here
+
 _SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
 _READING = threading.Lock()
 
@@ -107,6 +109,7 @@ def start_server(preload: Sequence[str], without: Sequence[str] = (), *, safe_pa
     context = fork_context(preload)
     if _runs() or _forked_from_ours():
         return context  # the environment is the whole process's: it is changed for no more than a start
+    keep_sockets_here()
     kept = {name: os.environ.pop(name, None) for name in (*without, "PYTHONSAFEPATH")}
     if safe_path or kept["PYTHONSAFEPATH"] is not None:
         os.environ["PYTHONSAFEPATH"] = kept["PYTHONSAFEPATH"] or "1"

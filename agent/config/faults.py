@@ -168,6 +168,13 @@ class Kill:
             raise InputError(field, text, f"a micro-batch from 0 to {job.micro_batches - 1} in {op}")
         return cls(worker, iteration, op[0], pipeline, micro_batch, rank)
 
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        rank = f".{self.rank}" if self.rank else ""
+        pipeline = "" if self.pipeline in (-1, self.worker.pipeline) else f"{self.pipeline}."
+        micro_batch = "" if self.micro_batch < 0 else self.micro_batch
+        return f"{self.worker}{rank}@{self.iteration}:{self.kind}{pipeline}{micro_batch}"
+
 
 @dataclass(frozen=True)
 class Rejoin:
@@ -184,6 +191,9 @@ class Rejoin:
             raise InputError(field, text, "WORKER@ITERATION such as W1_2@15")
         worker = job.check_worker(Worker.parse(match["worker"], field=field), field=field)
         return cls(worker, int(match["iteration"]))
+
+    def __str__(self) -> str:
+        return f"{self.worker}@{self.iteration}"
 
 
 @dataclass(frozen=True)
@@ -205,6 +215,18 @@ class Slow:
         return cls(worker, int(match["iteration"]), factor)
 
 
+def not_done(wish: Kill | Rejoin, first: int, iterations: int) -> str:
+    """Why a wish has not been fulfilled in a job that ran these iterations, from `first` on."""
+    if first >= iterations:
+        return f"{wish} did not happen: no iteration was left to run"
+    if not first <= wish.iteration < iterations:
+        return f"{wish} did not happen: the job ran iterations {first} to {iterations - 1}"
+    if isinstance(wish, Rejoin):
+        return f"{wish} did not happen: {wish.worker} was not gone after that iteration"
+    op = str(wish).partition(":")[2]
+    return f"{wish} did not happen: {wish.worker} was gone by then, or ran no {op} in that iteration"
+
+
 def slowness(worker: Worker, iteration: int, wishes: Iterable[Slow]) -> float:
     """How many times longer its ops take in that iteration: by the newest wish that has come into force."""
     due = [slow for slow in wishes if slow.worker == worker and slow.iteration <= iteration]
@@ -214,14 +236,14 @@ def slowness(worker: Worker, iteration: int, wishes: Iterable[Slow]) -> float:
 class FaultInjector:
     """Holds one worker's kills; `before` is called by the executor ahead of every op."""
 
-    def __init__(self, worker: Worker, kills: list[Kill], last_words: Callable[[], None], rank: int = 0) -> None:
-        """last_words: run just before the SIGKILL, to say when it happened."""
+    def __init__(self, worker: Worker, kills: list[Kill], last_words: Callable[[Kill], None], rank: int = 0) -> None:
+        """last_words: run just before the SIGKILL, to say when which one happened."""
         self._points = {
-            (k.iteration, k.kind, k.pipeline, k.micro_batch) for k in kills if (k.worker, k.rank) == (worker, rank)
+            (k.iteration, k.kind, k.pipeline, k.micro_batch): k for k in kills if (k.worker, k.rank) == (worker, rank)
         }
         self._last_words = last_words
 
     def before(self, iteration: int, kind: str, pipeline: int = -1, micro_batch: int = -1) -> None:
-        if (iteration, kind, pipeline, micro_batch) in self._points:
-            self._last_words()
+        if kill := self._points.get((iteration, kind, pipeline, micro_batch)):
+            self._last_words(kill)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -307,6 +307,9 @@ def profile_unlike(profile: str | Path | Profile | JobDoc | None, options: Train
             said.append(
                 f"the profile was measured with {flag} {measured}: steps by {wanted} take another time than plans say"
             )
+    if document.clipped != (clips := optimization.clip_norm is not None):
+        how, other = ("without", "a job that clips") if clips else ("with", "a job that does not")
+        said.append(f"the profile was measured {how} --clip-norm: {other} takes another time for a step than plans say")
     on, device = "cuda" if document.hardware.accelerator else "cpu", options.platform.device
     # Ops that are quicker are stretched, where they are paced by it.
     if on != device and not (on == "cpu" and options.planning.by_profile):
@@ -581,6 +584,11 @@ class TrainingOptions(OptionGroup):
     def _check_faults(self, technique: Technique, memory: MemoryLimit) -> None:
         """Refuses wishes that no plan can survive."""
         kills, rejoins = self.kills, self.rejoins
+        for name, wishes in (("kill", kills), ("rejoin", rejoins), ("slow", self.slowdowns)):
+            for text, wish in zip(getattr(self.faults, name), wishes, strict=True):
+                if wish.iteration >= self.iterations:
+                    expected = f"an iteration from 0 to {self.iterations - 1}, of the job's {self.iterations}"
+                    raise InputError(f"faults.{name}", text, expected)
         if kills and not technique.reroutes:
             raise self.planning.refuse("technique", "adaptive, decoupled or staggered when a worker is to be killed")
         if not (rejoins or self.faults.max_restarts) and self.checkpoints.directory is None:

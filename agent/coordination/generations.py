@@ -17,6 +17,7 @@ that has to open anyway takes in whoever has come back by then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -413,10 +414,12 @@ ASKED = "asked to leave by "
 MOVE_ITERATIONS = 1.0
 
 
-def worth_moving(now: float, then: float, iteration_seconds: float) -> tuple[bool, str]:
-    """Does an hour of the shorter period save more than it costs that layers move? now, then: periods; and a reason."""
-    saved, cost = 3600 * (1 - then / now), MOVE_ITERATIONS * iteration_seconds
-    return saved > cost, f"layers move: an iteration gets {1 - then / now:.1%} shorter"
+def worth_moving(now: float, then: float, iteration_seconds: float, left: float = math.inf) -> tuple[bool, str]:
+    """Does the shorter period save more than it costs that layers move, within an hour, or what is left of the job?
+    now, then: periods. left: iterations that are not committed yet; and a reason."""
+    hour = 3600 / iteration_seconds if iteration_seconds > 0 else math.inf
+    saved = min(hour, left) * (1 - then / now)
+    return saved > MOVE_ITERATIONS, f"layers move: an iteration gets {1 - then / now:.1%} shorter"
 
 
 def offered(state: State, event: Offered, now: float, failure_timeouts: FailureTimeouts) -> Transition:

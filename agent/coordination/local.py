@@ -83,7 +83,8 @@ class LocalCoordination(Coordination):
     (agent.coordination.blame) and all form anew. migrate: move a failure to another stage whenever a shorter plan
     follows; in any case a worker moves to a stage that nobody lives on. back_to: as of State. checkpoint: asked for
     the checkpoint that leads there, by way of `beside`: the newest is read whole, and hashed. relayout: may layers
-    change their stage? room: that workers have for layers that do; None: there is enough.
+    change their stage? room: that workers have for layers that do; None: there is enough. iterations: of the job; none
+    that is left pays for layers that move.
     """
 
     def __init__(
@@ -97,9 +98,10 @@ class LocalCoordination(Coordination):
         beside: Callable[[Checkpoint], Future[str | Halt]] = in_thread,
         relayout: MayMove = "never",
         room: LayerRoom | None = None,
+        iterations: int = sys.maxsize,
     ) -> None:
         job = catalog.job
-        self._relayout, self._room = relayout, room
+        self._relayout, self._room, self._iterations = relayout, room, iterations
         self._hosts = dict[str, str]()
         """By the process."""
         self._no_room = set[str]()
@@ -255,8 +257,10 @@ class LocalCoordination(Coordination):
             now, _ = self._catalog.at(held).plan_for(lost)
         except PlannerError:
             return
-        better, reason = worth_moving(now.metrics.period, plan.metrics.period, self._iteration_seconds)
-        if not better and self._relayout != "always":
+        left = self._iterations - self._state.committed
+        better, reason = worth_moving(now.metrics.period, plan.metrics.period, self._iteration_seconds, left)
+        # The one in hand is over before they are there.
+        if left <= 1 or not (better or self._relayout == "always"):
             return
         self._planned = plan, "made now"
         self._take(UsePlan(plan.fingerprint, failed, "", reason, partition))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from openrecycle.agent.coordination.local import LocalCoordination
     from openrecycle.agent.jobs.preflight import JobMemory
     from openrecycle.agent.launcher.launch import Launcher
-    from openrecycle.agent.models.workload import WorkloadSource
+    from openrecycle.agent.models.layers import Partition
+    from openrecycle.agent.models.workload import Workload, WorkloadSource
     from openrecycle.agent.nodes.pool import Fits, SpreadPool
     from openrecycle.agent.nodes.server import Succession
 
@@ -56,6 +57,38 @@ def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Say) -> 
         return replace(options, job=replace(job, layers=layers, profiles=(), transfers=(), backward_transfers=()))
     profiles = tuple(replace(profile, optimizer=step) for profile in job.profiles)
     return replace(options, job=replace(job, profiles=profiles))
+
+
+def look_at(options: TrainingOptions, source: WorkloadSource, say: Say, role: NodeRole | None = None) -> None:
+    """All that `make_launcher` finds wrong before it makes, starts or asks anything, and what it says by then. Raises
+    InputError, or InfeasibleError."""
+    options.check()
+    here = _workers_on(options.job, role)
+    if shared := options.platform.check(len(here) * options.platform.ranks_per_worker):
+        say(shared)
+    _looked_at(options, source, here, say)
+
+
+def _looked_at(
+    options: TrainingOptions,
+    source: WorkloadSource,
+    here: Collection[Worker],
+    say: Say,
+    needed: JobMemory | None = None,
+) -> tuple[TrainingOptions, Workload, Partition, JobMemory]:
+    """The options with a job of the workload's layers, the workload, which layers each stage begins with, and what
+    memory workers take."""
+    from openrecycle.agent.jobs.preflight import check_workload, partition_at_start
+    from openrecycle.agent.models.layers import kind_of, layer_count
+
+    workload = source.load()
+    if needed is None:
+        needed = check_workload(workload, options, here)
+        say(needed.text)
+    layers = layer_count(workload, options.job.stages)
+    job = options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)
+    options = replace(options, job=job)
+    return options, workload, partition_at_start(options, layers), needed
 
 
 @prints_anyway()
@@ -81,9 +114,9 @@ def make_launcher(
     if shared := options.platform.check(len(here) * options.platform.ranks_per_worker):
         say(shared)
     from openrecycle.agent.checkpoints import IF_ANY, claim
-    from openrecycle.agent.jobs.preflight import Machine, check_workload, partition_at_start
+    from openrecycle.agent.jobs.preflight import Machine
     from openrecycle.agent.launcher import launch
-    from openrecycle.agent.models.layers import kind_of, layer_count, layer_io_of
+    from openrecycle.agent.models.layers import layer_io_of
     from openrecycle.agent.models.parallelized import DividedBatches, parts_of_a_rank
     from openrecycle.agent.models.workload import probe_inputs, probe_targets
     from openrecycle.agent.monitoring.console_link import ConsoleCoordination, create_job
@@ -96,16 +129,9 @@ def make_launcher(
         _make_folder("checkpoints.directory", saved)
     _make_folder("weights", None if options.weights is None else Path(options.weights))
     options = options.anchored()
-    workload = source.load()
-    if needed is None:
-        needed = check_workload(workload, options, here)
-        say(needed.text)
+    options, workload, partition, needed = _looked_at(options, source, here, say, needed)
+    layers = sum(partition)
     fits: Fits | None = needed.check if options.platform.device == "cpu" else None
-    layers = layer_count(workload, options.job.stages)
-    options = replace(
-        options, job=options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)
-    )
-    partition = partition_at_start(options, layers)
     divided, seen = False, workload
     if options.platform.ranks_per_worker > 1:
         divided, _ = parts_of_a_rank(workload, layers, options.platform.shape, options.seed)
@@ -115,13 +141,13 @@ def make_launcher(
     layer_io, autocast, on_cpu = None, options.optimization.autocast, options.platform.device == "cpu"
     # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
     if on_cpu or autocast is None:
-        layer_io = layer_io_of(seen, sum(partition), options.seed, autocast)
+        layer_io = layer_io_of(seen, layers, options.seed, autocast)
     if options.console.url is not None and options.pace and "O" not in options.pace and on_cpu:
         options = _with_step(options, source, say)
     # Before the checkpoints are looked at: they are another's while the job is led from elsewhere.
     pool = open_pool(role, options.job, source, options.console.token, say, fits) if role else None
     claimed = claim(options.checkpoints)
-    origin = _origin(options, source, sum(partition), say)
+    origin = _origin(options, source, layers, say)
     room: LayerRoom | None = None
     if options.job.layers and options.planning.relayout != "never":
         own = Machine(here, memory_limit(), socket.gethostname())
@@ -224,6 +250,7 @@ def _local(
         back_to=back_to(options.checkpoints.folder is not None, options.faults.max_restarts),
         relayout=options.planning.relayout,
         room=room,
+        iterations=options.iterations,
     )
 
 

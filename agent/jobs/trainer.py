@@ -89,6 +89,7 @@ from openrecycle.planner.jobs.errors import InputError, check_whole
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.profiles import Profile
+from openrecycle.scratch import scratch
 
 if TYPE_CHECKING:
     from openrecycle.agent.launcher.launch import Launcher
@@ -356,7 +357,7 @@ class ResilientTrainer:
         samples = self._workload.load().samples_per_micro_batch * options.job.pipelines * options.job.micro_batches
         start = TrainingStart(options.console.name, iterations, samples)
         _check_script(self._workload)
-        folder = str(options.weights or tempfile.mkdtemp(prefix="openrecycle-"))
+        folder = str(options.weights or tempfile.mkdtemp(prefix="weights-", dir=scratch()))
         try:
             lines = _Lines()
             callbacks = self._callbacks(self.stop, self._written)

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from openrecycle.agent.checkpoints import Claim, is_there
-from openrecycle.agent.config.faults import Rejoin
+from openrecycle.agent.config.faults import Kill, Rejoin, not_done
 from openrecycle.agent.config.options import TIMES_LONGEST
 from openrecycle.agent.coordination.launcher import (
     FROM_START,
@@ -138,6 +138,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_relayout": TypeAdapter(dict[str, Any] | None),
     "_stalls": TypeAdapter(dict[str, float]),
     "_bad_samples": TypeAdapter(bad_samples.BadSamples),
+    "_kills": TypeAdapter(list[Kill]),
     "_rejoins": TypeAdapter(list[Rejoin]),
     "_restarts": TypeAdapter(restarts.Restarts),
     "_why_halted": TypeAdapter(str),
@@ -213,7 +214,7 @@ class Launcher:
 
         self._listener = listen
         self._store = RendezvousStore(self._pool.host)
-        begin = spec.origin.resumed_at if spec.origin else 0
+        self._first = begin = spec.origin.resumed_at if spec.origin else 0
         exact = options.optimization.mode == "deterministic"
         self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin, exact=exact)
         self._deployed: Deploy | None = None
@@ -223,7 +224,8 @@ class Launcher:
         self._move_waits = False
         """Is the newest generation one in which layers should move, and workers take their state first?"""
         self._hold = PauseRequest()
-        self._rejoins = list(options.rejoins)
+        self._kills, self._rejoins = list(options.kills), list(options.rejoins)
+        """What has not been done yet of these wishes."""
         self._restarts = restarts.Restarts()
         self._restart_policy = restarts.RestartPolicy(options.faults.max_restarts, options.faults.restart_delay)
         self._interim: Plan | None = None
@@ -308,6 +310,8 @@ class Launcher:
             self._record_relayout()
             for cell in self._record.unsaid:
                 self._listener({"warning": f"{cell} died on purpose, when all iterations were committed"})
+            for wish in (*self._kills, *self._rejoins):
+                self._listener({"warning": not_done(wish, self._first, self._iterations)})
             # Before the last line: whoever has to go on from here writes it.
             self._hand_out(last=True)
             self._listener({"final": self._record.final()})
@@ -467,6 +471,7 @@ class Launcher:
             case "log" | "measured":
                 self._coordination.said(cell, entry.incarnation, message, entry.clock)
             case "dying":
+                self._kills = [kill for kill in self._kills if str(kill) != message["kill"]]
                 self._record.dying(cell, at)
             case "left":
                 self._record.left(cell, at)

@@ -34,6 +34,7 @@ from openrecycle.agent.monitoring.liveness import Activity, activity
 from openrecycle.forking import fork_context, start_server
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
+from openrecycle.scratch import scratch
 
 
 class ProcessHandle(Protocol):
@@ -490,7 +491,7 @@ class ProcessPool:
         slots = (*(spare.slot for spare in filled), *itertools.islice(free, ranks - len(filled)))
         if spares is None:
             slots = tuple(sorted(slots))
-        meeting = tempfile.mkdtemp(prefix="openrecycle-ranks-") if ranks > 1 else ""
+        meeting = tempfile.mkdtemp(prefix="ranks-", dir=scratch()) if ranks > 1 else ""
         pairs = [self.context.Pipe(duplex=True) for _ in slots[1:]]
 
         def launch(rank: int, *pipes: Any) -> ProcessHandle:

@@ -614,7 +614,7 @@ def _validation(iteration: int, coefficient: float | None, redone: bool) -> str:
 def _relayout(
     generation: int, iteration: int, partition: list[int], moved_layers: int, stall_ms: float, reason: str
 ) -> str:
-    # Layers that were under way may come to their stages when the last iteration is over.
+    # Of a job that ends early they may come to their stages when the last iteration is over.
     return (
         f"generation {generation}: layers per stage are {counts(partition)} after {count(iteration, 'iteration')}; "
         f"{moved_layers} moved in {stall_ms:.0f} ms ({reason})"

@@ -37,6 +37,7 @@ from openrecycle.agent.models.layers import StageIO, TensorSpec, Tied
 from openrecycle.agent.models.state import dtype_name
 from openrecycle.agent.models.workload import first_readable
 from openrecycle.planner.jobs.errors import InputError, in_a_line
+from openrecycle.scratch import scratch
 
 try:
     import transformers
@@ -158,7 +159,7 @@ def pretrained(model: Any, into: contextlib.ExitStack) -> Pretrained:
         if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
             expected = f"a causal language model, such as {FAMILIES}; this one has no head that tells tokens"
             raise InputError("model", type(model).__name__, expected)
-        written = into.enter_context(tempfile.TemporaryDirectory(prefix="openrecycle-model-"))
+        written = into.enter_context(tempfile.TemporaryDirectory(prefix="model-", dir=scratch()))
         with _quiet():
             model.save_pretrained(written)
         return Pretrained(

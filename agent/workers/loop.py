@@ -204,7 +204,9 @@ class WorkerLoop:
             self._workload,
             stage,
             self._steps,
-            FaultInjector(me, list(self._kills), lambda: channel.say("dying"), self._communicator.ranks.rank),
+            FaultInjector(
+                me, list(self._kills), lambda kill: channel.say("dying", kill=str(kill)), self._communicator.ranks.rank
+            ),
             self._pace,
             self._superseded,
             self._say_committed,
@@ -365,7 +367,8 @@ class WorkerLoop:
                     self._state.stop()  # what counts for a step of all can't be taken back
                     formed = self._say_formed(iteration)
                 joining, whole = frozenset(), living
-            if moving and self._steps.counts_on_all(iteration):
+            # After the last one nobody would gain by it. (Of a job that ends early not all know that yet.)
+            if moving and iteration < self._options.iterations and self._steps.counts_on_all(iteration):
                 self._executor.settle()
                 if not self._steps.incomplete:
                     redo = None  # what is finished is summed in other layers' sums

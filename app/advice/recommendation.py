@@ -63,6 +63,10 @@ _CANNOT = {
 }
 
 
+REPAIR, JOBS_END = "the expected repair", "the end of the job"
+"""What advice looks ahead to."""
+
+
 @dataclass(frozen=True)
 class Recommendation:
     """way: what the job does, or is about to do. advised: what it should do. reason: why, in a few sentences.
@@ -94,7 +98,8 @@ class AdviceRequest:
     worker takes for a stage's state. basis: where the costs and the repair time come from, in words.
     migrate: may workers change their stage? relayout: may layers, as in agent.messages.protocol.JobSpec? partition:
     layers per stage now. move: seconds that training loses when layers move; None: it is assumed. automatic: does the
-    job take the best way by itself? room: that workers have for layers that move; None: there is enough.
+    job take the best way by itself? room: that workers have for layers that move; None: there is enough. left:
+    iterations that are not committed yet; None: it goes on for long.
     """
 
     owner: str
@@ -116,6 +121,7 @@ class AdviceRequest:
     move: float | None = None
     automatic: bool = True
     room: LayerRoom | None = None
+    left: int | None = None
     # More than this, and the job is too large to be advised while it matters.
     timeout: float = 60.0
     makes: bool = True
@@ -144,8 +150,15 @@ def recommendation_document(asked: AdviceRequest) -> bytes:
     if job.layers and asked.relayout != "never":
         move = MOVE_ITERATIONS * planned.full.seconds if asked.move is None else asked.move
         costs = replace(costs, repartition=move)
-    advice = advise(PolicyState(failed, asked.since_checkpoint), planned, costs, heals_in=asked.heals_in)
-    made, refused = candidates(advice, planned, failed, migrate=asked.migrate, relayout=asked.relayout, room=asked.room)
+    left = math.inf if asked.left is None else asked.left
+    # What counts is what is trained by then. With the whole job's iterations: it trains for no less than that.
+    rest = max(1.0, left) * planned.full.seconds
+    until = REPAIR if asked.heals_in < rest else JOBS_END
+    heals_in = min(asked.heals_in, rest)
+    advice = advise(PolicyState(failed, asked.since_checkpoint), planned, costs, heals_in=heals_in)
+    made, refused = candidates(
+        *(advice, planned, failed), migrate=asked.migrate, relayout=asked.relayout, room=asked.room, until=until
+    )
     recommendation = decide(
         advice,
         asked.failed,
@@ -156,6 +169,8 @@ def recommendation_document(asked: AdviceRequest) -> bytes:
         migrate=asked.migrate,
         relayout=asked.relayout,
         refused=refused,
+        left=left,
+        until=until,
     )
     plans = tuple(b64encode(to_bytes(plan)).decode() for _, plan in made if plan is not None)
     return _RECOMMENDATION.dump_json(replace(recommendation, plans=plans))
@@ -169,20 +184,22 @@ def candidates(
     migrate: bool,
     relayout: MayMove = "never",
     room: LayerRoom | None = None,
+    until: str = REPAIR,
 ) -> tuple[list[tuple[Candidate, Plan | None]], str]:
     """The ways that the agents can carry out, best first, each with its plan; on a large grid re-routing
-    alone, and no plan: it would be made twice. And why there is no memory for a better partition; "": there is."""
+    alone, and no plan: it would be made twice. And why there is no memory for a better partition; "": there is.
+    until: what the advice looks ahead to."""
     options = {option.name: option for option in advice.options}
     stay, moved = options.get(REROUTE), options.get(MIGRATE)
     if stay is None:
         return [], ""
-    large = planned.job.ops > PLANNED_OPS
-    found = [_candidate(stay, failed, (), "", planned, advice.horizon, None if large else _plan(planned, failed))]
+    large, ahead = planned.job.ops > PLANNED_OPS, (advice.horizon, until)
+    found = [_candidate(stay, failed, (), "", planned, ahead, None if large else _plan(planned, failed))]
     if moved and moved.migrations and migrate and not large:
         moves = tuple((m.worker, m.takes) for m in moved.migrations)
         after = failed - {to for _, to in moves} | {source for source, _ in moves}
         words = ", ".join(f"{source} takes the place of {to}" for source, to in moves)
-        found.append(_candidate(moved, after, moves, words, planned, advice.horizon, _plan(planned, after)))
+        found.append(_candidate(moved, after, moves, words, planned, ahead, _plan(planned, after)))
     laid, refused = options.get(REPARTITION), ""
     if laid and relayout != "never" and planned.job.layers and not large:
         plan, refused = _laid_out(planned, failed, room)
@@ -190,7 +207,7 @@ def candidates(
             rate = Rate(plan.metrics.period * planned.unit, planned.samples).per_second
             words = layers_move(layers_moved(planned.job.partition, plan.partition))
             way = Option(REPARTITION, laid.pause, rate, partition=plan.partition)
-            found.append(_candidate(way, failed, (), words, planned, advice.horizon, plan))
+            found.append(_candidate(way, failed, (), words, planned, ahead, plan))
     broken = sorted({worker.pipeline for worker in failed})
     if failed and len(broken) < planned.job.pipelines and not large:
         column = frozenset(Worker(p, s) for p in broken for s in range(planned.job.stages))
@@ -202,7 +219,7 @@ def candidates(
                 f"stand{'s' if one else ''} by, and the others run all micro-batches"
             )
             stood_by = Option(STAND_BY, stay.pause, rate)
-            found.append(_candidate(stood_by, column, (), words, planned, advice.horizon, plan))
+            found.append(_candidate(stood_by, column, (), words, planned, ahead, plan))
     return sorted(found, key=lambda pair: merit(pair[0].name, pair[0].samples, pair[0].pause)), refused
 
 
@@ -241,16 +258,16 @@ def _candidate(
     moves: tuple[tuple[Worker, Worker], ...],
     words: str,
     planned: PlannedJob,
-    horizon: float,
+    ahead: tuple[float, str],
     plan: Plan | None,
 ) -> tuple[Candidate, Plan | None]:
-    full = planned.full.per_second
+    """ahead: seconds, and to what."""
+    full, (horizon, until) = planned.full.per_second, ahead
     samples = max(0.0, option.samples(horizon, full))
     text = f"{words}: " if words else ""
     text += f"{option.rate:.4g} samples/s ({shares(option.rate, planned)})"
     if failed:
-        until = f"in the {span(horizon)} to the expected repair"
-        text += f" after a pause of {option.pause:.3g} s, {samples:,.0f} samples {until}"
+        text += f" after a pause of {option.pause:.3g} s, {samples:,.0f} samples in the {span(horizon)} to {until}"
     candidate = Candidate(
         option.name,
         tuple(map(str, sorted(failed))),
@@ -278,11 +295,14 @@ def decide(
     migrate: bool = False,
     relayout: MayMove = "never",
     refused: str = "",
+    left: float = math.inf,
+    until: str = REPAIR,
 ) -> Recommendation:
     """Ranks what the job can do, and names what would train more and can't be done here after that. The job re-routes
-    in any case; it moves workers where that is clearly better, and layers where that pays within the hour, if it may;
-    every other way is left to an operator. whole: what the fault-free plan comes to.
-    basis: said last. refused: why there is no memory for a better partition."""
+    in any case; it moves workers where that is clearly better, and layers where that pays within the hour and the job,
+    if it may; every other way is left to an operator. whole: what the fault-free plan comes to.
+    basis: said last. refused: why there is no memory for a better partition. left: iterations that are not committed
+    yet. until: what the advice looks ahead to."""
     horizon, full, samples = advice.horizon, whole.per_second, whole.samples
     known = {option.name: option for option in advice.options}
     can = {way.name: Option(way.name, way.pause, way.rate) for way in ways}
@@ -290,7 +310,7 @@ def decide(
     can |= {name: known[name] for name in (REROUTE, *can) if name in known and name != REPARTITION}
     ranked = best_option(list(can.values()), horizon, full)
     taken = can.get(REROUTE)
-    goes = [o for o in ranked if _taken_alone(o, taken, horizon, full, samples, relayout)]
+    goes = [o for o in ranked if _taken_alone(o, taken, horizon, full, samples, relayout, left)]
     better = goes[0].name if goes else ""
     way, advised = (better if automatic and better else REROUTE), REROUTE
     if not failed:
@@ -299,9 +319,9 @@ def decide(
     if ranked:
         best = ranked[0]
         said = {way.name: way.text for way in ways if way.text}
-        text += f", the best option is {best.name}: {said.get(best.name) or _numbers(best, horizon, full)}"
+        text += f", the best option is {best.name}: {said.get(best.name) or _numbers(best, horizon, full, until)}"
         if len(ranked) > 1:
-            text += f"; next is {ranked[1].name}: {_numbers(ranked[1], horizon, full)}"
+            text += f"; next is {ranked[1].name}: {_numbers(ranked[1], horizon, full, until)}"
         text += f"; {advice.load}." if advice.load else "."
         gain = _gain(best, taken, horizon, full)
         if best.name != REROUTE and (gain > CLEAR_MARGIN or best.name == better):
@@ -334,7 +354,13 @@ def _back(
 
 
 def _taken_alone(
-    option: Option, taken: Option | None, horizon: float, full: float, samples: float, relayout: MayMove
+    option: Option,
+    taken: Option | None,
+    horizon: float,
+    full: float,
+    samples: float,
+    relayout: MayMove,
+    left: float,
 ) -> bool:
     """Does the job take that way by itself, rather than re-route?"""
     if option.name == MIGRATE:
@@ -342,14 +368,15 @@ def _taken_alone(
     if option.name != REPARTITION or taken is None:
         return option.name == REPARTITION
     now, then = samples / taken.rate, samples / option.rate
-    pays = worth_moving(now, then, now)[0] and _gain(option, taken, horizon, full) > 0
-    return option.rate > taken.rate and (pays or relayout == "always")
+    pays = worth_moving(now, then, now, left)[0] and _gain(option, taken, horizon, full) > 0
+    # The iteration in hand is over before they are there.
+    return option.rate > taken.rate and left > 1 and (pays or relayout == "always")
 
 
-def _numbers(option: Option, horizon: float, full: float) -> str:
+def _numbers(option: Option, horizon: float, full: float, until: str) -> str:
     return (
         f"{option.rate:.4g} samples/s after a pause of {option.pause:.3g} s, "
-        f"{max(0.0, option.samples(horizon, full)):,.0f} samples in the {span(horizon)} to the expected repair"
+        f"{max(0.0, option.samples(horizon, full)):,.0f} samples in the {span(horizon)} to {until}"
     )
 
 

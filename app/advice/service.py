@@ -219,6 +219,7 @@ class Advising:
             partition=job.plans.nominal.partition,
             move=known.move,
             automatic=job.state.mode is Mode.AUTOMATIC,
+            left=max(0, job.state.iterations - job.state.committed),
             room=spec.room and spec.room.with_hosts(job.state.hosts({i: p.host for i, p in job.processes.items()})),
         )
 

@@ -8,7 +8,8 @@ iteration of a generation takes from the last commit of the generation before, s
 and the recovery in it: what it took beyond a usual iteration of its generation is not productive.
 
 The fault-free rate is pinned and named (Baseline). It is the rate of the first stable window of whole iterations with
-all workers living; until there is one, that of the fault-free plan where its times are real ones. Once measured it
+all workers living; until there is one, that of the fault-free plan where its times are real ones. Those are not real
+whose rate the job exceeds: it has no fault-free rate then, and no goodput, until one is measured. Once measured it
 stays: a machine that becomes slower does not make the job any healthier. It changes when an operator has it measured
 anew, and when a fault-free plan that is quicker than the one it was measured with turns out to be; each change is a
 line of the event feed.
@@ -211,6 +212,10 @@ class Baseline:
         if self.source == "planned":
             return "predicted by the fault-free plan"
         return f"measured at iterations {self.first:,} to {self.last:,}"
+
+    def refuted(self, samples: float, productive: float) -> bool:
+        """Is it a prediction that the job has exceeded? samples: that it has trained in so many productive seconds."""
+        return self.source == "planned" and samples > self.samples_per_second * productive
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

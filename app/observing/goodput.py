@@ -181,6 +181,8 @@ def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Wa
     if wall <= 0:
         return Figures(baseline, None, None, 0.0, 0.0, out)
     productive = min(account.productive, wall)
+    if baseline is not None and baseline.refuted(samples, productive):
+        baseline = None
     goodput = samples / (baseline.samples_per_second * wall) if baseline else None
     return Figures(baseline, productive / wall, goodput, wall, productive, out)
 

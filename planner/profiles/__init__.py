@@ -255,9 +255,9 @@ class Measurements(DocumentModel):
 
     cut: `stages` (each part is one), `each` (each part is a layer of the model), or `layers` (parts: first, layer,
     last; `layers` of the middle one). mode: how gradients were summed. sharded_over: the workers of a stage over which
-    the optimizer's state was sharded, of whom one was measured; 0: it was not. transfers: of the tensor between stages,
-    or layers, one per boundary; one for all where cut is `layers`. capacity_bytes: memory of one worker; 0 when not
-    known.
+    the optimizer's state was sharded, of whom one was measured; 0: it was not. clipped: did steps take the norm of the
+    gradients? transfers: of the tensor between stages, or layers, one per boundary; one for all where cut is `layers`.
+    capacity_bytes: memory of one worker; 0 when not known.
     """
 
     profile_version: Annotated[Literal[1], INTEGER] = 1
@@ -266,6 +266,7 @@ class Measurements(DocumentModel):
     samples_per_micro_batch: Count
     mode: Literal["deterministic", "fast"]
     sharded_over: Annotated[int, Field(ge=0, exclude_if=lambda value: not value), INTEGER] = 0
+    clipped: Annotated[bool, Field(strict=True, exclude_if=lambda value: not value)] = False
     hardware: Hardware
     cut: Literal["stages", "layers", "each"]
     layers: Annotated[int, Field(ge=0, le=MAX_LAYERS), INTEGER] = 0

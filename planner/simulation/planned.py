@@ -74,6 +74,21 @@ def kept(method: Callable[[S, *A], T]) -> Callable[[S, *A], T]:
     return look_up
 
 
+def check_sizes(
+    samples: float | None, layers: int, least_stages: int | None, unit_seconds: float | None, stages: int | None = None
+) -> None:
+    """What a PlannedJob takes; None: what follows from its job. stages: of that, if it is known. Raises InputError."""
+    if samples is not None and not 0 < samples <= MOST_SAMPLES:
+        raise InputError("--samples", samples, f"samples of one iteration, above 0 and at most {MOST_SAMPLES:g}")
+    if isinstance(layers, bool) or not 1 <= layers <= 512:
+        raise InputError("--layers-per-stage", layers, "a whole number from 1 to 512")
+    if least_stages is not None and (least_stages < 1 or (stages is not None and least_stages > stages)):
+        most = "the job's stages" if stages is None else stages
+        raise InputError("--least-stages", least_stages, f"a whole number from 1 to {most}")
+    if unit_seconds is not None and not 0 < unit_seconds <= MOST_UNIT:
+        raise InputError("--unit-seconds", unit_seconds, f"a number of seconds above 0, at most {MOST_UNIT:g}")
+
+
 class PlannedJob:
     """One job's throughput by state. Periods are planned when asked for and kept.
 
@@ -96,16 +111,9 @@ class PlannedJob:
     ) -> None:
         if job.speeds:
             raise InputError("profile.speeds", len(job.speeds), "none: the simulator's workers are equally fast")
-        if not 0 < samples <= MOST_SAMPLES:
-            raise InputError("--samples", samples, f"samples of one iteration, above 0 and at most {MOST_SAMPLES:g}")
-        if isinstance(layers, bool) or not 1 <= layers <= 512:
-            raise InputError("--layers-per-stage", layers, "a whole number from 1 to 512")
+        check_sizes(samples, layers, least_stages, unit_seconds, job.stages)
         least = max(1, job.stages - job.stages // 4) if least_stages is None else least_stages
-        if not 1 <= least <= job.stages:
-            raise InputError("--least-stages", least, f"a whole number from 1 to {job.stages}")
         seconds = SECONDS.get(job.time_unit, 1.0) if unit_seconds is None else unit_seconds
-        if not 0 < seconds <= MOST_UNIT:
-            raise InputError("--unit-seconds", seconds, f"a number of seconds above 0, at most {MOST_UNIT:g}")
         self.job = job
         self.samples = samples
         self.technique = technique

@@ -53,6 +53,7 @@ COSTS = (
 RESTARTS = ("system", "model", "nodes", "restart_s")
 DATA = Path(__file__).parent / "data"
 MOST_SECONDS = 1e7
+MOST_SPARES = 100_000
 
 
 @dataclass(frozen=True)
@@ -699,6 +700,12 @@ class ReCycle(GridPolicy):
         return Stop(self.recovery(replaced, moved))
 
 
+def check_spares(spares: int) -> None:
+    """Raises InputError."""
+    if isinstance(spares, bool) or not 0 <= spares <= MOST_SPARES:
+        raise InputError("--spares", spares, f"a whole number from 0 to {MOST_SPARES}")
+
+
 class SpareWorkers(GridPolicy):
     """`spares` workers beside those of the trace. They don't fail, so the policy comes off a little
     better than it would. Once more are dead than there are spares, the job has only as many whole
@@ -709,8 +716,7 @@ class SpareWorkers(GridPolicy):
 
     def __init__(self, planned: PlannedJob, costs: RecoveryCosts, spares: int) -> None:
         super().__init__(planned, costs)
-        if isinstance(spares, bool) or not 0 <= spares <= 100_000:
-            raise InputError("--spares", spares, "a whole number from 0 to 100000")
+        check_spares(spares)
         self.extra_workers = spares
         self.name = f"spares-{spares}"
 

@@ -59,6 +59,14 @@ def of_layout(solution: Solution, layout: ChosenLayout) -> Solution:
     return replace(solution, bound=layout.bound.ticks, over=layout.over)
 
 
+def check_effort(solver: str, time_limit: float) -> None:
+    """Raises InputError unless there is that solver, and time for it."""
+    if solver not in SOLVERS:
+        raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
+    if not time_limit > 0:
+        raise InputError("--time-limit", time_limit, "a number of seconds above 0")
+
+
 def best_solution(
     problem: Problem, run: Run | None = None, *, solver: str = "auto", look_ahead: bool = True
 ) -> Solution:
@@ -70,11 +78,8 @@ def best_solution(
     look_ahead: whatever the solver, take no longer plan than the list scheduler makes for more
     failures (`of_more_failures`); False where a plan is needed at once. Raises InputError and InfeasibleError.
     """
-    if solver not in SOLVERS:
-        raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
     run = run or Run()
-    if not run.time_limit > 0:
-        raise InputError("--time-limit", run.time_limit, "a number of seconds above 0")
+    check_effort(solver, run.time_limit)
     solution = ListScheduler().solve(problem, run)
     if look_ahead and not solution.optimal:
         share = 1.0 if solver == "list" else LOOK_SHARE

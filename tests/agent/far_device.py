@@ -240,7 +240,7 @@ def train(device: torch.device, optimization: Optimization, by_host: bool, ahead
             workload,
             stage,
             steps,
-            FaultInjector(me, [], lambda: None),
+            FaultInjector(me, [], lambda kill: None),
             {},
             lambda: False,
             lambda iteration, loss: losses[me].append(loss.hex()),

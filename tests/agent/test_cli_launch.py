@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from tests.golden import golden
     ("arguments", "words"),
     [
         (["--kill", "W9_9@1:F0"], ["--kill", "'W9_9'", "W0_0 to W2_3"]),
+        (["--kill", "W1_2@30:F0"], ["--kill", "'W1_2@30:F0'", "0 to 29"]),
         (["--kill", "nonsense"], ["--kill", "'nonsense'", "W1_2@10:F3"]),
         (["--kill", "W0_1@1:F0", "--kill", "W1_1@2:F0", "--kill", "W2_1@3:F0"], ["stage 1", "--checkpoint"]),
         (["--stages", "0"], ["stages", "0", "at least 1"]),
@@ -68,6 +70,14 @@ def test_bad_input(arguments: list[str], words: list[str]) -> None:
     for word in words:
         assert word in done.stderr
     assert done.stdout == ""
+
+
+def test_a_dry_run_says_what_it_takes_and_trains_nothing(tmp_path: Path) -> None:
+    arguments = ["--pipelines", "1", "--stages", "2", "--micro-batches", "2", "--iterations", "1", "--dry-run"]
+    folder = tmp_path / "weights"
+    done = CliRunner().invoke(app, ["train", *arguments, "--weights", str(folder)])
+    assert done.exit_code == 0 and " MB" in done.stderr, done.output
+    assert done.stdout == "" and not folder.exists()
 
 
 @pytest.mark.processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.agent.config.faults import FaultInjector, Kill, Rejoin, Slow, slowness
+from openrecycle.agent.config.faults import FaultInjector, Kill, Rejoin, Slow, not_done, slowness
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 
@@ -23,7 +23,7 @@ JOB = Job(3, 4, 6)
     ],
 )
 def test_reads(text: str, kill: Kill) -> None:
-    assert Kill.parse(text, JOB) == kill
+    assert Kill.parse(text, JOB) == kill and str(kill) == text
 
 
 @pytest.mark.parametrize("text", ["", "W1_2", "W1_2@3", "W1_2@3:", "W1_2@3:B3", "W1_2@-1:F3", "W1_2@3:F6", "W9_0@3:F0"])
@@ -41,9 +41,29 @@ def test_rejoin() -> None:
 
 def test_others_are_not_harmed() -> None:
     """Only the named worker dies, and only there: this process is still here afterwards."""
-    injector = FaultInjector(Worker(0, 0), [Kill.parse("W1_2@10:F3", JOB)], lambda: None)
+    injector = FaultInjector(Worker(0, 0), [Kill.parse("W1_2@10:F3", JOB)], lambda kill: None)
     for iteration in range(20):
         injector.before(iteration, "F", 1, 3)
+
+
+def test_a_rank_is_read_and_written() -> None:
+    assert str(Kill.parse("W1_2.1@10:F0.3", JOB, ranks=2)) == "W1_2.1@10:F0.3"
+
+
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        (Kill(Worker(1, 2), 4, "F", 1, 3), "iterations 5 to 9"),
+        (Kill(Worker(1, 2), 10, "O"), "iterations 5 to 9"),
+        (Kill(Worker(1, 2), 5, "F", 0, 3), "F0.3"),
+        (Rejoin(Worker(1, 2), 4), "iterations 5 to 9"),
+        (Rejoin(Worker(1, 2), 9), "not gone"),
+    ],
+)
+def test_why_a_wish_was_not_fulfilled(wish: Kill | Rejoin, why: str) -> None:
+    said = not_done(wish, 5, 10)
+    assert said.startswith(str(wish)) and why in said
+    assert "iterations" not in not_done(wish, 10, 10)
 
 
 def test_a_worker_is_slow_by_the_newest_wish() -> None:

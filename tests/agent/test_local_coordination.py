@@ -107,13 +107,13 @@ class _Wrong(Catalog):
 
 
 def _layers_move(
-    room: LayerRoom | None, host: str = "", takes_over: bool = False
+    room: LayerRoom | None, host: str = "", takes_over: bool = False, **options: Any
 ) -> tuple[list[tuple[int, ...]], list[str]]:
     """What layers per stage are, generation by generation, and what people are told, when two workers die in turn.
-    takes_over: another launcher goes on once all have begun."""
+    takes_over: another launcher goes on once all have begun. options: of LocalCoordination."""
     job = Job.uniform(3, 2, 4, durations={"F": 4.0, "I": 4.0, "W": 4.0}, time_unit="ms", layers=8)
     catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("none"))
-    coordination = LocalCoordination(catalog, relayout="auto", room=room)
+    coordination = LocalCoordination(catalog, **{"relayout": "auto", "room": room} | options)
     for worker in job.workers():
         coordination.ready(worker, str(worker), host)
     partitions, told = list[tuple[int, ...]](), list[str]()
@@ -149,6 +149,14 @@ def test_where_memory_is_short_layers_stay_and_that_is_said_once() -> None:
     assert set(stayed) == {(4, 4)} and len(told) == len(set(told)) == 2
     assert told[0] == golden("layers-cant-become-5-3")
     assert _layers_move(replace(full, places=((has + 3 * one, (3, 3), ""),)))[0][:3] == moved[:3]
+
+
+def test_layers_stay_where_too_little_is_left_of_the_job() -> None:
+    """They move where that saves more than it costs; where they are to move in any case, if anything is left."""
+    assert (5, 3) in _layers_move(None, iterations=100)[0]
+    assert set(_layers_move(None, iterations=2)[0]) == {(4, 4)}
+    assert (5, 3) in _layers_move(None, iterations=2, relayout="always")[0]
+    assert set(_layers_move(None, iterations=1, relayout="always")[0]) == {(4, 4)}
 
 
 @pytest.mark.parametrize("takes_over", [False, True])

@@ -180,6 +180,22 @@ def test_every_option_is_explained_once_and_has_one_flag() -> None:
         (lambda: TrainingOptions(job=JOB, checkpoints=Checkpoints(keep=1)).check(), "checkpoints.keep"),
         (lambda: TrainingOptions(job=JOB, faults=Faults(kill=["W7_0@1:F0"])).check(), "faults.kill"),
         (lambda: TrainingOptions(job=JOB, faults=Faults(slow=["W1_2@4:2"])).check(), "faults.slow"),
+        (lambda: TrainingOptions(job=JOB, iterations=9, faults=Faults(kill=["W1_2@9:F0"])).check(), "faults.kill"),
+        (
+            lambda: TrainingOptions(
+                job=JOB, iterations=9, faults=Faults(kill=["W1_2@8:F0"], rejoin=["W1_2@9"])
+            ).check(),
+            "faults.rejoin",
+        ),
+        (
+            lambda: TrainingOptions(
+                job=JOB,
+                iterations=9,
+                planning=Planning(pace="F=1ms,I=1ms,W=1ms"),
+                faults=Faults(slow=["W1_2@9:2"]),
+            ).check(),
+            "faults.slow",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_as_each_side_writes_it(make: Any, path: str) -> None:

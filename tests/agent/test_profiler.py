@@ -128,12 +128,12 @@ def test_a_profile_of_a_sharded_optimizer_says_what_its_job_does(tmp_path: Path)
     options = '{"width": 32, "heads": 2, "sequence": 16, "batch": 2, "layers": 2}'
     command = ["profile", "--workload", "openrecycle.agent.examples.gpt:Gpt", "--workload-options", options]
     sizes = ["--stages", "1", "--pipelines", "4", "--micro-batches", "1", "--repeats", "2", "--warm-up", "1"]
-    sharding = ["--optimizer-sharding", "zero1", "--allow-spread", "--out", str(out)]
+    sharding = ["--optimizer-sharding", "zero1", "--clip-norm", "1", "--allow-spread", "--out", str(out)]
     done = CliRunner().invoke(app, [*command, *sizes, *sharding], catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     made = load_profile(out)
-    assert (made.sharded_over, made.sharding) == (4, "zero1")
-    sharded, given = Optimization(sharding="zero1"), made.job_for(4, 1, 1)
+    assert (made.sharded_over, made.sharding, made.clipped) == (4, "zero1", True)
+    sharded, given = Optimization(sharding="zero1", clip_norm=2.0), made.job_for(4, 1, 1)
     options = TrainingOptions(job=given, optimization=sharded)
     assert profile_unlike(out, options) == "" != profile_unlike(made, replace(options, optimization=Optimization()))
     # Its ops ran on a processor: on GPUs they take other times, unless they are stretched to these.
@@ -144,7 +144,9 @@ def test_a_profile_of_a_sharded_optimizer_says_what_its_job_does(tmp_path: Path)
     assert profile_unlike(of_gpu, on_gpus) == ""
     assert profile_unlike(of_gpu, replace(options, planning=Planning(pace="profile"))) != ""
     both = profile_unlike(of_gpu, replace(options, optimization=Optimization()))
-    assert "--device" in both and "--optimizer-sharding" in both
+    assert "--device" in both and "--optimizer-sharding" in both and "--clip-norm" in both
+    unclipped = made.model_copy(update={"clipped": False})
+    assert "--clip-norm" in profile_unlike(unclipped, options) and "clipped" not in unclipped.model_dump_json()
     # Each of 4 workers steps 2 parts of 4; of 2 that are left each steps all.
     (whole,) = made.job_for(4, 1, 1).profiles
     step, sums = sum(part.step.median for part in made.parts), made.reductions

@@ -285,6 +285,12 @@ def test_a_move_is_worth_its_cost_by_the_hour() -> None:
     assert not worth_moving(100.0, 101.0, 0.0)[0]
 
 
+def test_a_move_is_worth_its_cost_by_what_is_left_of_the_job() -> None:
+    assert worth_moving(100.0, 90.0, 1.0, left=11)[0]  # a tenth of 11 iterations for one
+    assert not worth_moving(100.0, 90.0, 1.0, left=10)[0]
+    assert not worth_moving(100.0, 90.0, 0.0, left=10)[0]
+
+
 @pytest.mark.chaos
 @pytest.mark.processes
 def test_a_job_moves_layers_by_itself_and_moves_them_back() -> None:

@@ -60,6 +60,14 @@ def test_two_deaths_in_two_stages_in_one_iteration(reference: Run, tmp_path: Pat
     assert run.iterations[-1]["living"] == 4
 
 
+def test_kills_that_do_not_happen_are_said_at_the_end(reference: Run, tmp_path: Path) -> None:
+    """Of a worker that is dead by then, and of an op that another worker runs."""
+    kills = [part for kill in ("W1_1@2:F1", "W1_1@4:F0", "W0_0@1:F1.2") for part in ("--kill", kill)]
+    run = small(tmp_path / "run.jsonl", *kills)
+    _same_bits(run, reference)
+    assert [line["warning"].split()[0] for line in run.lines if "warning" in line] == ["W1_1@4:F0", "W0_0@1:F1.2"]
+
+
 @pytest.mark.chaos
 def test_a_death_and_a_return(reference: Run, tmp_path: Path) -> None:
     """The newcomer takes its state from a peer, and the full grid goes on to the same bits."""

@@ -349,7 +349,7 @@ def train(
             workload,
             stage,  # type: ignore[arg-type]
             steps,  # type: ignore[arg-type]
-            FaultInjector(me, [], lambda: None),
+            FaultInjector(me, [], lambda kill: None),
             {},
             lambda: False,
             lambda iteration, loss: None,

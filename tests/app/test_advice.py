@@ -361,6 +361,10 @@ def test_layers_that_may_move_do_so_where_that_pays_within_the_hour() -> None:
         ({"relayout": "never"}, ""),
         ({"automatic": False}, REPARTITION),
         ({"move": 4000.0}, ""),  # seconds of training lost, of the hour to the repair
+        ({"left": 400, "automatic": False}, REPARTITION),
+        ({"left": 4}, ""),
+        ({"left": 4, "relayout": "always", "automatic": False}, REPARTITION),
+        ({"left": 1, "relayout": "always"}, ""),
     ],
 )
 def test_layers_stay_where_they_may_not_move_or_it_costs_more(given: dict[str, object], better: str) -> None:

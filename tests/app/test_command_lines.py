@@ -21,6 +21,7 @@ def commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield from commands(below, (*words, name))
 
 
+GRID = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2")
 EVERY = [
     words
     for name, program in (("agent", agent), ("app", console), ("planner", planner))
@@ -48,6 +49,27 @@ def test_an_unknown_option_is_one_sentence(
     status, text = said(*words, "--nonsense", monkeypatch=monkeypatch, capsys=capsys)
     assert status == 2
     assert text.startswith("error: No such option: --nonsense") and text.count("\n") == 1, text
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("app", "serve", "--oidc-operators", "ada@x.org"), "--oidc-operators"),
+        (("app", "serve", "--oidc-viewers", "ada@x.org"), "--oidc-viewers"),
+        (("agent", "train", "--node-address", "10.0.0.5", "--iterations", "0"), "--node-address"),
+        (
+            ("agent", "profile", "--out", "p", "--model", "x", "--workload-options", '{"width": 8}'),
+            "--workload-options",
+        ),
+        (("planner", "plan", *GRID, "--technique", ""), "--technique"),
+    ],
+)
+def test_an_option_that_would_mean_nothing_is_named(
+    words: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("openrecycle.app.server.serve", lambda settings: None)
+    status, text = said(*words, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 2 and text.removeprefix("error: ").startswith(f"{named}: got "), text
 
 
 @pytest.mark.parametrize(

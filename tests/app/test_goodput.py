@@ -56,6 +56,16 @@ def test_what_a_failure_cost_is_not_productive(here: ConsoleHere) -> None:
     assert made.goodput == pytest.approx(7 / 15), "7 iterations in 15 s, where 15 would have been"
 
 
+@pytest.mark.parametrize(("predicted", "goodput"), [(36.0, 0.5), (18.0, 1.0), (6.0, None)])
+def test_a_prediction_that_the_job_exceeds_is_no_fault_free_rate(
+    here: ConsoleHere, predicted: float, goodput: float | None
+) -> None:
+    job = here.console.jobs.find(JobHere(here.console, "predicted", iterations=400).register().job_id)
+    job.pin(Baseline(predicted, "planned", renew=0))
+    made = figures(account_of([1.0] * 5), job, begin=100.0, now=105.0)
+    assert (made.goodput, made.ettr) == (goodput, 1.0) and (made.fault_free is None) == (goodput is None)
+
+
 @pytest.mark.parametrize("step", [3600.0, -3600.0])
 def test_a_clock_that_was_set_makes_no_job_better_or_worse_than_it_is(here: ConsoleHere, step: float) -> None:
     job = here.console.jobs.find(JobHere(here.console, "the clock was set", iterations=400).register().job_id)

@@ -60,10 +60,18 @@ def test_a_token_from_making_to_revoking(url: str) -> None:
     ],
 )
 def test_what_is_refused(url: str, arguments: tuple[str, ...], words: str) -> None:
+    Database(url).close()
     status, out, said = run(url, *arguments)
     assert (status, out) == (2, "")
     assert words in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["token list", "token revoke x", "export --job x --out x.zip", "delete --job x"])
+def test_what_looks_for_something_makes_no_database(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "mistyped" / "console.db"
+    done = CliRunner().invoke(cli, [*command.split(), "--database-url", f"sqlite:///{path}"])
+    assert done.exit_code == 2 and str(path) in done.stderr and not path.parent.exists()
 
 
 def test_a_database_that_can_not_be_used() -> None:

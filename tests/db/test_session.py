@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from pathlib import Path
@@ -45,6 +46,20 @@ def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
     path.write_text("this is not a database, whatever its name says\n" * 100)
     with pytest.raises(DatabaseError, match=golden("cant-be-used-file-is")):
         Database(f"sqlite:///{path}").upgrade()
+
+
+@pytest.mark.parametrize("kind", ["text", "device", "pipe"])
+def test_beside_a_file_that_is_no_database_nothing_is_written(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    if kind == "text":
+        path.write_text("notes")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/null")
+    with pytest.raises(DatabaseError, match=golden("cant-be-used-file-is")):
+        Database(f"sqlite:///{path}").lead()
+    assert [*tmp_path.iterdir()] == [path] and (kind != "text" or path.read_text() == "notes")
 
 
 @pytest.mark.parametrize("name", ["a b%20#?é.db", "/console.db"])

@@ -140,6 +140,8 @@ def test_unreadable_files_exit_2_without_a_traceback(tmp_path: Path, plan_file: 
         (["--solver", "oracle"], "--solver", "'oracle'"),
         (["--time-limit", "0"], "--time-limit", "0"),
         (["--time-limit", "nan"], "--time-limit", "nan"),
+        (["--reference", "1f1b", "--time-limit", "0"], "--time-limit", "0"),
+        (["--reference", "1f1b", "--solver", "oracle"], "--solver", "'oracle'"),
         (["--durations", "F=x"], "--durations", "F=x"),
         (["--durations", "Q=1"], "--durations", "Q=1"),
         (["--durations", "F=-1"], "--durations F", "-1"),

@@ -144,6 +144,15 @@ def test_drawn_failures_and_a_sweep(simulate: Any) -> None:
         (["--policy", "recycle", *TRACE, "--model", "gpt-3-medium"], "--pipelines"),
         (["--policy", "recycle", "--trace", "none.csv", *SIZES], "none.csv"),
         (["--policy", "recycle", *TRACE, *SIZES, "--catalog", "none"], "none"),
+        # Also what this simulation has no use for.
+        (["--policy", "recycle", *TRACE, *SIZES, "--spares", "-1"], "--spares: got -1"),
+        (["--policy", "recycle", *TRACE, *SIZES, "--repair", "-1"], "--repair: got -1"),
+        (["--policy", "recycle", *TRACE, *SIZES, "--shape", "0"], "--shape: got 0"),
+        (["--policy", "recycle", *TRACE, *SIZES, "--hours", "0"], "--hours: got 0"),
+        (["--policy", "recycle", *TRACE, *SIZES, "--host-mtbf", "0"], "--host-mtbf: got 0"),
+        (["--policy", "oobleck", *TRACE, *TABLES, "--model", "gpt-2", "--samples", "0"], "--samples: got 0"),
+        (["--policy", "oobleck", *TRACE, *TABLES, "--model", "gpt-2", "--stages", "0"], "--stages: got 0"),
+        (["--policy", "oobleck", *TRACE, *TABLES, "--model", "gpt-2", "--least-stages", "0"], "--least-stages: got 0"),
     ],
 )
 def test_refusals(simulate: Any, args: list[str], said: str) -> None:
