@@ -74,7 +74,7 @@ from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.db.access import audit_row
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
 from openrecycle.db.job_rows import DELETING, IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record, table
-from openrecycle.db.later_columns import let_go_of
+from openrecycle.db.later_columns import GenerationsOfBefore, worker_of_before
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
@@ -139,6 +139,7 @@ class ProcessLine(BaseModel):
     spare: Annotated[list[RankNumber], Field(max_length=RANKS)] = []
     made_of: Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)] = []
     restart: RestartLine | None = None
+    stands_by: bool = False
 
 
 Place = Annotated[str, StringConstraints(pattern=r"^(W[0-9]{1,6}_[0-9]{1,6})?$")]
@@ -155,6 +156,7 @@ _STRICTER: dict[str, Any] = {
     "worker.incarnation": Identifier | None,
     "worker.retired": list[Identifier],
     "worker.processes": list[ProcessLine],
+    "worker.let_go": tuple[Text255, bool, Workers] | None,
     "worker.phase": Literal["", "starting", "waiting", "forming", "training", "paused", "draining"],
     "worker.op_milliseconds": dict[OpKind, Milliseconds],
     "job_plan.fingerprint": Fingerprint,
@@ -172,6 +174,7 @@ _STRICTER: dict[str, Any] = {
     "generation.partition": Annotated[list[Annotated[int, Field(ge=1, le=MAX_LAYERS)]], Field(max_length=MAX_LAYERS)],
     "generation.moved_at": Annotated[int, Field(ge=0, le=2**53)] | None,
     "generation.let_go": list[tuple[WorkerName, bool]],
+    "generation.lost": Workers,
     "event.severity": Literal["info", "warning", "error"],
     "event.kind": Literal["worker", "failure", "generation", "recovery", "plan", "job", "console", "operator", "step"],
     "event.worker": WorkerName | None,
@@ -401,7 +404,7 @@ _WORKER_COLUMNS = {
     "worker_state": ("worker",),
     "command": ("worker",),
     "job_plan": ("failed",),
-    "generation": ("living", "failed", "joining", "moves", "interim_failed", "let_go"),
+    "generation": ("living", "failed", "joining", "moves", "interim_failed", "let_go", "lost"),
 }
 
 
@@ -680,7 +683,7 @@ REST = 0.005
 LONGEST = 6 * 3600.0
 """Seconds after which an import on another host, of which nothing more is known, counts as ended."""
 # In a job that is over nothing is under way, whatever its file says.
-_AT_REST = {"broken": "", "moves": "[]"}
+_AT_REST = {"broken": "", "moves": "[]", "unheard": False}
 _ALIVE = frozenset({*PRESENT, WorkerState.STARTING})
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -781,12 +784,17 @@ def _clear(rows: JobRows, job_id: str, rest: Callable[[float], None]) -> None:
 
 def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float], None]) -> None:
     known: set[str] = set()  # plans that rows of this job hold
+    processes, past = list[Record](), GenerationsOfBefore(())
     for form in importable():
+        if form.name == "generation":
+            past = GenerationsOfBefore(processes)
         for batch in _batches(history, form):
             if form.name == "worker":  # as the coordinator leaves them in a job that is over
                 batch = [row | {"state": WorkerState.FINISHED} if row["state"] in _ALIVE else row for row in batch]
+                batch = [row if "let_go" in row else row | worker_of_before({"processes": "[]"} | row) for row in batch]
+                processes += [process for row in batch for process in json.loads(row.get("processes", "[]"))]
             if form.name == "generation":
-                batch = [{"let_go": let_go_of(row["reason"], row["failed"])} | row for row in batch]
+                batch = [row if "lost" in row else row | past.read({"moves": "[]"} | row) for row in batch]
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
             rows.add(form.name, job_id, batch, ((f, _storable(history.plan(f))) for f in sorted(named)))
             known |= named
