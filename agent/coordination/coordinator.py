@@ -307,6 +307,9 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
             passing = False
         members[name] = member.heard_at(heard, draining)
     after = state.with_heard(members) if counted else replace(state, members=members)
+    if not counted and after.halted:
+        # It may be halted for those who were taken for ones that had left, and are there.
+        return reconsider(after, "workers that had nothing left to do are heard again", notes, now)
     return Transition(after, tuple(notes), "heartbeats", passing)
 
 
