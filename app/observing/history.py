@@ -412,6 +412,10 @@ class HistoryError(Exception):
     """The file is refused. `str(error)` is one sentence."""
 
 
+class JobExists(HistoryError):
+    """There is a job of that id, or what is left of one."""
+
+
 class History:
     """Opened; `check` it before anything else is read from it. A context manager. Raises HistoryError."""
 
@@ -815,8 +819,8 @@ def _batches(history: History, form: TableFormat) -> Iterator[list[Record]]:
         yield batch
 
 
-def _taken(job_id: str) -> HistoryError:
-    return HistoryError(
+def _taken(job_id: str) -> JobExists:
+    return JobExists(
         f"job: {job_id} is there already, and is not overwritten; delete it first, or import under another id (--as)"
     )
 
@@ -949,8 +953,8 @@ class Histories:
             log.error("work on a history failed", reason=str(ended))
             raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
         if "error" in answer:
-            taken = "is there already" in answer["error"]
-            raise ConsoleError(409 if taken else 422, "job_exists" if taken else "invalid", answer["error"])
+            status, code = (409, "job_exists") if answer["exists"] else (422, "invalid")
+            raise ConsoleError(status, code, answer["error"])
         return answer  # type: ignore[no-any-return]
 
     # -- away -----------------------------------------------------------------------------------
@@ -1008,7 +1012,7 @@ class Histories:
 
 def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
     """In a child: `export` JOB OUT [audit], or `import` FILE ACTOR [ID]. Says a line of JSON; refused: with a sentence
-    under `error`."""
+    under `error`, and whether that is for a job that `exists`."""
     database = Database(url)
     try:
         if action == "export":
@@ -1018,7 +1022,7 @@ def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
             new_id = arguments[2] if len(arguments) > 2 else None
             said = asdict(import_history(database, Path(arguments[0]), actor=arguments[1], new_id=new_id))
     except (HistoryError, DatabaseError) as error:
-        said = {"error": str(error)}
+        said = {"error": str(error), "exists": isinstance(error, JobExists)}
     finally:
         database.close()
     channel.say(json.dumps(said).encode())
