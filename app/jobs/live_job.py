@@ -572,7 +572,7 @@ class LiveJob:
 
     def ask_for(self, failed: tuple[str, ...]) -> None:
         """Has the plan made elsewhere."""
-        self.plans.asked_for = failed
+        self.plans.asks_for(failed)
         self._want_plan(self, failed)
 
     def plan_missing(self) -> tuple[str, ...] | None:
