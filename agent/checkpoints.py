@@ -764,7 +764,7 @@ class Checkpointer:
         interrupted: Callable[[], bool],
     ) -> None:
         self._options, self._origin, self._stage = options, origin, stage
-        self.layers = layers
+        self._layers = layers
         self._said, self._interrupted = said, interrupted
         self._copy: _Copy | None = None
         self._taken: tuple[int, float | None, int] | None = None
@@ -786,7 +786,11 @@ class Checkpointer:
         self._copy = None
         if (last or self.due(committed)) and committed > self._origin.resumed_at and writer is not None:
             self._taken = values
-            self._copy = _Copy(attempt, self.layers, optimizer.share(writer))
+            self._copy = _Copy(attempt, self._layers, optimizer.share(writer))
+
+    def rearranged(self, layers: int) -> None:
+        """The stage has so many from here on."""
+        self._layers = layers
 
     def due(self, committed: int) -> bool:
         """Is there to be a checkpoint of so many iterations?"""

@@ -113,7 +113,7 @@ def sentences() -> Iterator[None]:
     except PlannerError as error:
         refuse(str(error))
     except ConsoleUnavailable as error:
-        hint = "; start one with `openrecycle serve`" if "does not answer" in str(error) else ""
+        hint = "; start one with `openrecycle serve`" if error.silent else ""
         refuse(f"--console: {error}{hint}")
     except ConsoleRefused as error:
         refuse(f"the console refused the job: {error}")

@@ -433,7 +433,7 @@ def _shared(
 
     def exchange() -> None:
         GradientReduction(sums, sharded.begin_reduce).finish()
-        shards.stale = True  # as after a step
+        shards.lag()  # as after a step
         sharded.gather()
 
     return exchange
@@ -600,7 +600,8 @@ class StageBenchmark:
         self._script = script_of(me, job)
         peers = [Worker(pipeline, me.stage) for pipeline in range(job.pipelines)]
         groups: Any = NullGroup(me, between, device, peers)  # as far as the executor asks
-        self._executor.sharded = _sharded(me, groups, optimizer)
+        if (sharded := _sharded(me, groups, optimizer)) is not None:
+            self._executor.share(sharded)
         steps.begin(groups, [me], 0, {})
         self._groups = groups
         self._iteration = 0

@@ -50,6 +50,7 @@ def _job_key() -> Mapped[str]:
 class JobRow(Base):
     """One training job. spec: the JobSpec as JSON. reason: why it is in `state`, where that needs one.
 
+    unheard: it is halted for nothing but the silence of all its workers.
     mode: who decides how it goes on, automatic or manual. choice_timeout: seconds that it waits in manual mode.
     frozen_by: the operator who has frozen its plan; "": nobody. broken: the transfer that broke in the generation in
     force, as JSON (reporter, worker, detail); "": none. moves: (from, to) of workers that have taken another place
@@ -67,6 +68,7 @@ class JobRow(Base):
     spec: Mapped[str] = mapped_column(Text)
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str] = mapped_column(Text, default="")
+    unheard: Mapped[bool] = mapped_column(default=False, server_default=false())
     mode: Mapped[str] = mapped_column(String(16), default="automatic", server_default="automatic")
     choice_timeout: Mapped[float] = mapped_column(Double, default=60.0, server_default="60")
     frozen_by: Mapped[str] = mapped_column(String(80), default="", server_default="")
@@ -84,9 +86,10 @@ class WorkerRow(Base):
     """The latest of one cell of the grid. What a heartbeat brings is written behind, in batches.
 
     retired: the incarnations that came before, a JSON list: they are fenced for good. member_generation:
-    the newest generation that its incarnation is in, 0: none yet, -1: it has left as it was asked to; generation: the
-    one it says it is in. leaving: it was asked to go, and its launcher may not know that yet. processes: those that
-    were started for this cell, wherever they are by now, as JSON.
+    the newest generation that its incarnation is in, 0: none yet, -1: it has left as it was asked to, -2: it is there
+    without a state; generation: the one it says it is in. detail: why it has failed, in words; let_go: the same, where
+    it was let go, as JSON [actor, does it stand by?, for whom], else null. leaving: its launcher may not know that yet.
+    processes: those that were started for this cell, wherever they are by now, as JSON.
     """
 
     __tablename__ = "worker"
@@ -99,6 +102,7 @@ class WorkerRow(Base):
     detail: Mapped[str] = mapped_column(Text, default="")
     draining: Mapped[bool] = mapped_column(default=False)
     leaving: Mapped[bool] = mapped_column(default=False, server_default=false())
+    let_go: Mapped[str] = mapped_column(Text, default="null", server_default="null")
     member_generation: Mapped[int] = mapped_column(BigInteger, default=0)
     processes: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
     seq: Mapped[int] = mapped_column(BigInteger, default=-1)
@@ -198,7 +202,8 @@ class GenerationRow(Base):
     fingerprint of what it runs until newcomers have their state, "": of nothing; interim_failed: whom that goes
     without, a JSON list. partition: layers per stage that the plan is for, a JSON list; moved_at: the iteration from
     which on the workers had them, where they had others before. let_go: of those that are out since the generation
-    before, who is not lost, a JSON list of [worker, does it stand by?].
+    before, who is not lost, a JSON list of [worker, does it stand by?]; lost: those of it whose process there has died
+    or was given up, a JSON list.
     """
 
     __tablename__ = "generation"
@@ -218,6 +223,7 @@ class GenerationRow(Base):
     partition: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
     moved_at: Mapped[int | None] = mapped_column(BigInteger)
     let_go: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
+    lost: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
 
 
 class AcknowledgementRow(Base):

@@ -256,7 +256,7 @@ class Store:
         query = select(*columns).where(*where).order_by(GenerationRow.generation).limit(limit)
         rows = self.database.rows(query)
         for row in rows:
-            for key in ("living", "failed", "joining", "moves", "interim_failed", "partition", "let_go"):
+            for key in ("living", "failed", "joining", "moves", "interim_failed", "partition", "let_go", "lost"):
                 if key in row:
                     row[key] = json.loads(row[key])
         return rows

@@ -20,7 +20,7 @@ from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
     LEFT,
     PRESENT,
-    UNHEARD,
+    STATELESS,
     AckState,
     Broken,
     Chosen,
@@ -108,6 +108,7 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
         draining=False,
         detail="",
         leaving=False,
+        let_go=None,
     )
     notes: list[Decision] = []
     if event.reports:
@@ -226,9 +227,8 @@ def _finished(state: State, event: Finished, now: float, failure_timeouts: Failu
     present = PRESENT | {STARTING}
     members = {n: replace(m, state=FINISHED) if m.state in present else m for n, m in state.members.items()}
     text = f"job {event.state}" + (f": {event.reason}" if event.reason else "")
-    over = replace(
-        state, members=members, pending=None, broken=None, halted="", over=event.state, over_reason=event.reason
-    )
+    state = replace(state.go_on(), members=members, pending=None, broken=None)
+    over = replace(state, over=event.state, over_reason=event.reason)
     return Transition(over, (Note("info", "job", text),), text)
 
 
@@ -307,6 +307,9 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
             passing = False
         members[name] = member.heard_at(heard, draining)
     after = state.with_heard(members) if counted else replace(state, members=members)
+    if not counted and after.halted:
+        # It may be halted for those who were taken for ones that had left, and are there.
+        return reconsider(after, "workers that had nothing left to do are heard again", notes, now)
     return Transition(after, tuple(notes), "heartbeats", passing)
 
 
@@ -335,7 +338,7 @@ def _awake(state: State, notes: list[Decision], now: float, failure_timeouts: Fa
         waited = _waited_for(state)
         state = state.with_heard({**state.members, **{m.name: replace(m, last_heard=now) for m in waited}})
     if state.unheard:
-        state = replace(state, halted="")
+        state = state.go_on()
         notes.append(Note("info", "job", "workers are heard again: the job goes on where it was"))
     return state
 
@@ -368,12 +371,12 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     if nobody > failure_timeouts.lost and not state.pending and not state.halted:
         # Nobody is fenced: they may train, and only this console not hear it.
         text = (
-            f"{UNHEARD}{failure_timeouts.lost / 3600:.3g} h. Their launcher has ended, is suspended, or can't reach "
-            "this console. If they still train, the job goes on as soon as one of them is heard; if not, it can be "
-            "deleted."
+            f"halted: no worker has been heard for {failure_timeouts.lost / 3600:.3g} h. Their launcher has ended, is "
+            "suspended, or can't reach this console. If they still train, the job goes on as soon as one of them is "
+            "heard; if not, it can be deleted."
         )
         notes.append(Note("error", "job", text))
-        return Transition(replace(state, halted=text), tuple(notes), text)
+        return Transition(state.halt(text, unheard=True), tuple(notes), text)
     broken = state.broken
     if broken and not state.pending and not state.unheard and now - broken.since >= failure_timeouts.transfer_grace:
         return _blame(state, broken, notes, now)
@@ -390,7 +393,7 @@ def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> T
     if decision.halt:
         text = f"halted: {decision.halt}"
         notes.append(Note("error", "job", text))
-        return Transition(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
+        return Transition(replace(state, pending=None, broken=None).halt(text), tuple(notes), text)
     notes.append(Note("warning", "generation", decision.text, decision.out or broken.reporter))
     if decision.out:
         # One that is to leave may be a member still, where its launcher needs it (Launcher._kept).
@@ -505,7 +508,7 @@ def _state_lost(state: State, event: StateLost, now: float, failure_timeouts: Fa
     if state.pending or event.generation != state.generation:
         return Transition(state, reason="that generation is over or about to end")
     members = {
-        name: replace(m, state=WorkerState.REJOINING, generation=0, acknowledged="")
+        name: replace(m, state=WorkerState.REJOINING, generation=STATELESS, acknowledged="")
         if m.stage == member.stage and m.state in (RUNNING, SUSPECT)
         else m
         for name, m in state.members.items()

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from openrecycle.agent.coordination.membership import (
     PRESENT,
+    STATELESS,
     Candidate,
     Chosen,
     Decision,
@@ -42,6 +43,7 @@ from openrecycle.agent.coordination.membership import (
     PlanFrozen,
     PlanReady,
     PlanRefused,
+    Release,
     RestartAsked,
     State,
     Transition,
@@ -91,7 +93,7 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
         text = _halt_text(state, lost)
         if text != state.halted:
             notes.append(Note("error", "job", text))
-        return Transition(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
+        return Transition(replace(state, pending=None, broken=None).halt(text), tuple(notes), text)
     else:
         in_generation = (state.members[name] for name in current.living)
         died = any(
@@ -112,8 +114,24 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
 def _let_go_since(state: State) -> tuple[LetGo, ...]:
     """Those in the generation in force that are out at somebody's wish."""
     members = [state.members[name] for name in state.current.living] if state.current else []
-    wishes = ((m.name, m.detail.startswith(STANDS_BY), m.detail.startswith(ASKED)) for m in members)
-    return tuple(LetGo(name, stands_by) for name, stands_by, asked in wishes if stands_by or asked)
+    return tuple(LetGo(m.name, m.let_go.stands_by) for m in members if m.let_go is not None)
+
+
+def _lost_since(state: State, moves: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """Those in the generation in force whose process there has died or was given up: not who has moved, nor who only
+    has to join anew, since the state of its whole stage is gone."""
+    if state.current is None:
+        return ()
+    # A process that moves on counts as moving from where it was before that.
+    before = dict(state.current.moves)
+    moved = {before.get(source, source) for source, _ in moves}
+
+    def lost(member: Member) -> bool:
+        if member.state is FAILED:
+            return member.let_go is None and member.name not in moved
+        return member.generation == 0
+
+    return tuple(name for name in state.current.living if lost(state.members[name]))
 
 
 def _on_request(state: State) -> Iterator[str]:
@@ -122,8 +140,8 @@ def _on_request(state: State) -> Iterator[str]:
     if by := [worker for worker, stands_by in out if stands_by]:
         yield f"{', '.join(by)} {'is' if len(by) == 1 else 'are'} to {STAND_BY}"
     for worker, stands_by in out:
-        if not stands_by:
-            yield _asked(state.members[worker].detail.removeprefix(ASKED), worker)
+        if (why := state.members[worker].let_go) is not None and not stands_by:
+            yield _asked(why.actor, worker)
 
 
 def _asked(actor: str, name: str) -> str:
@@ -143,21 +161,23 @@ def pend(
     present = [m for m in state.members.values() if m.state in (PRESENT if state.current else {STARTING})]
     living = tuple(m.name for m in present)
     living_set = frozenset(living)
+    moves = still_valid(state, (*_unknown_moves(state), *moves))
     return PendingGeneration(
         living=living,
         failed=tuple(name for name in state.members if name not in living_set),
         joining=tuple(m.name for m in present if m.state is REJOINING),
         reason=reason,
-        moves=still_valid(state, (*_unknown_moves(state), *moves)),
+        moves=moves,
         restore=restore,
         partition=partition or (state.current.partition if state.current else state.held),
         let_go=_let_go_since(state),
+        lost=_lost_since(state, moves),
     )
 
 
 def ask(state: State, pending: PendingGeneration, notes: list[Decision]) -> Transition:
     """Asks for the plan of the generation to be."""
-    state = replace(state, pending=replace(pending, until=None), halted="")
+    state = replace(state.go_on(), pending=replace(pending, until=None))
     return Transition(state, (*notes, NeedPlan(pending.failed, pending.partition)), pending.reason)
 
 
@@ -187,7 +207,7 @@ def _let_choose(
         )
         notes.append(Note("warning", "operator", text + names(lost)))
     pending = replace(pending, until=until)
-    return Transition(replace(state, pending=pending, halted=""), tuple(notes), pending.reason)
+    return Transition(replace(state.go_on(), pending=pending), tuple(notes), pending.reason)
 
 
 def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
@@ -251,6 +271,7 @@ def plan_ready(state: State, event: PlanReady, now: float, failure_timeouts: Fai
         pending.restore,
         partition=pending.partition,
         let_go=pending.let_go,
+        lost=pending.lost,
     )
     members = dict(state.members)
     for name in generation.living:
@@ -292,7 +313,7 @@ def plan_refused(state: State, event: PlanRefused, now: float, failure_timeouts:
         return Transition(state, reason="nobody waits for that plan")
     text = f"halted: there is no plan for this job{_without(event.failed)}: {event.detail}"
     state = _with_moves_undone(state)
-    return Transition(replace(state, pending=None, broken=None, halted=text), (Note("error", "job", text),), text)
+    return Transition(replace(state, pending=None, broken=None).halt(text), (Note("error", "job", text),), text)
 
 
 def _awaited(state: State, failed: tuple[str, ...]) -> bool:
@@ -349,6 +370,7 @@ def _with_moves_undone(state: State) -> State:
         place = told.get(source, source)
         if place != to and members[to].state in PRESENT and members[place].incarnation is None:
             move(members, to, place)
+            members[place] = replace(members[place], generation=STATELESS)
             members[to] = replace(members[to], detail="nobody could take its place: there was no plan for that")
     return replace(state, members=members)
 
@@ -389,6 +411,7 @@ def move(members: dict[str, Member], source: str, to: str) -> None:
         draining=False,
         detail="",
         leaving=False,
+        let_go=None,
     )
     members[source] = replace(
         leaves,
@@ -400,15 +423,11 @@ def move(members: dict[str, Member], source: str, to: str) -> None:
         draining=False,
         detail=f"its process took the place of {to}",
         leaving=False,
+        let_go=None,
     )
 
 
 # -- what operators and the advisor say ---------------------------------------------------------
-
-STANDS_BY = "stands by for "
-"""Begins the detail of a worker that was let go with the rest of its pipeline; the lost ones follow."""
-ASKED = "asked to leave by "
-"""Begins that of a worker that a person has asked to leave; who it was follows."""
 
 # What it costs that layers move, in iterations: those who give or take any, and the groups that form anew.
 MOVE_ITERATIONS = 1.0
@@ -502,7 +521,7 @@ def drain_asked(state: State, event: DrainAsked, now: float, failure_timeouts: F
         return refuse(state, "invalid", text)
     text = _asked(event.actor, member.name)
     members = dict(state.members)
-    _let_go(members, member.name, f"{ASKED}{event.actor}")
+    _let_go(members, member.name, Release(event.actor), f"asked to leave by {event.actor}")
     notes: list[Decision] = [Note("warning", "operator", text, member.name)]
     return reconsider(replace(state, members=members), "", notes, now)
 
@@ -652,8 +671,10 @@ def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -
     for name in candidate.failed:
         if members[name].state in PRESENT:
             pipeline = Worker.parse(name).pipeline
-            lost = [m for m in candidate.failed if Worker.parse(m).pipeline == pipeline and not _is_present(state, m)]
-            _let_go(members, name, _stands_by(lost, candidate.name))
+            mates = [m for m in candidate.failed if Worker.parse(m).pipeline == pipeline]
+            lost = tuple(m for m in mates if not _is_present(state, m))
+            detail = f"stands by for {', '.join(lost)} ({candidate.name})"
+            _let_go(members, name, Release(stands_by=True, lost=lost), detail)
     state = replace(state, members=members)
     why = "; ".join((why, *(words for words in _on_request(state) if words not in why)))
     return ask(state, pend(state, why, candidate.moves, partition=candidate.partition), notes)
@@ -677,23 +698,13 @@ def coming_back(state: State) -> tuple[str, ...]:
         for member in state.members.values()
         if member.state is FAILED
         and not member.goes
-        and any(_is_present(state, name) for name in _stood_by_for(member))
+        and member.let_go is not None
+        and any(_is_present(state, name) for name in member.let_go.lost)
     )
 
 
 def _is_present(state: State, name: str) -> bool:
     return name in state.members and state.members[name].state in PRESENT
-
-
-def _stands_by(lost: Iterable[str], way: str) -> str:
-    """The detail of a worker that is let go, by a candidate of this name, with the lost ones of its pipeline."""
-    return f"{STANDS_BY}{', '.join(lost)} ({way})"
-
-
-def _stood_by_for(member: Member) -> list[str]:
-    if not member.detail.startswith(STANDS_BY):
-        return []
-    return member.detail.removeprefix(STANDS_BY).rpartition(" (")[0].split(", ")
 
 
 def re_join(back: Sequence[str]) -> str:
@@ -705,8 +716,8 @@ def _is_frozen(state: State) -> Transition:
     return refuse(state, "frozen", f"{state.frozen_by} has frozen the plan; unfreeze it first")
 
 
-def _let_go(members: dict[str, Member], name: str, detail: str) -> None:
-    members[name] = replace(members[name], state=FAILED, acknowledged="", detail=detail, leaving=True)
+def _let_go(members: dict[str, Member], name: str, why: Release, detail: str) -> None:
+    members[name] = replace(members[name], state=FAILED, acknowledged="", detail=detail, leaving=True, let_go=why)
 
 
 def _numbers(candidate: Candidate | None) -> str:

@@ -68,8 +68,6 @@ def may_take_lead(newest: LeadTerm, wanted: LeadTerm, after: int, unheard: float
 # -- limits and modes -------------------------------------------------------------------------
 
 LOST_SECONDS = 3600.0
-UNHEARD = "halted: no worker has been heard for "
-"""Begins the text of a halt that ends with the first heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +173,20 @@ ACK_ORDER: tuple[AckState, ...] = ("", "adopted", "formed", "resumed")
 MOST_RETIRED = 64
 """Of a place; what an older process says is that of a stranger, which does not count either."""
 
-LEFT = -1
-"""As a member's generation: its process was asked to go, and has gone."""
+LEFT, STATELESS = -1, -2
+"""As a member's generation: its process was asked to go, and has gone; it is there, and has no state any more."""
 
 # Members that count as there: in the generation, or able to enter the next one.
 PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING})
+
+
+class Release(NamedTuple):
+    """Why a worker was let go: `actor` has asked it to leave; or it stands by with the rest of its pipeline, of which
+    `lost` were gone."""
+
+    actor: str = ""
+    stands_by: bool = False
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -187,10 +194,10 @@ class Member:
     """One cell of the grid.
 
     incarnation: of the process that now counts; retired: the newest of those that came before it, fenced for
-    good. generation: the newest one that this incarnation is in (0: none yet), or LEFT. acknowledged: how far it came
-    in taking up that generation. draining: it says that its work is done, unless another failure
-    calls it back. detail: why it is FAILED. leaving: it is out because it was asked to go, and its launcher may not
-    know that yet.
+    good. generation: the newest one that this incarnation is in (0: none yet), or LEFT, or STATELESS. acknowledged: how
+    far it came in taking up that generation. draining: it says that its work is done, unless another failure
+    calls it back. detail: why it is FAILED, in words. let_go: the same, where it is FAILED at somebody's wish, until
+    another process comes. leaving: its launcher may not know of that wish yet.
     """
 
     name: str
@@ -204,6 +211,7 @@ class Member:
     draining: bool = False
     detail: str = ""
     leaving: bool = False
+    let_go: Release | None = None
 
     @property
     def goes(self) -> bool:
@@ -251,7 +259,8 @@ class Generation:
     joining: those of `living` that take state from a peer first. moves: (from, to) of workers that
     have taken an empty place on another stage. restore: all go back (see `back_to`). interim: what it runs
     until all of `living` have their state, and their layers. partition: layers per stage that its plan is for; (): the
-    model's stages can't be cut. let_go: of those that are out since the generation before, who is not lost.
+    model's stages can't be cut. let_go: of those that are out since the generation before, who is not lost. lost: whose
+    process there has died or was given up; another one may be among `joining`.
     """
 
     number: int
@@ -265,6 +274,7 @@ class Generation:
     interim: Interim | None = None
     partition: tuple[int, ...] = ()
     let_go: tuple[LetGo, ...] = ()
+    lost: tuple[str, ...] = ()
 
     @cached_property
     def lives_in(self) -> frozenset[str]:
@@ -288,6 +298,7 @@ class PendingGeneration:
     until: float | None = None
     partition: tuple[int, ...] = ()
     let_go: tuple[LetGo, ...] = ()
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -314,7 +325,8 @@ class Tally(NamedTuple):
 class State:
     """All that the coordinator knows of one job. members: in grid order.
 
-    committed: iterations committed so far, of `iterations`. halted: why the job can't go on.
+    committed: iterations committed so far, of `iterations`. halted: why the job can't go on; unheard: it is for nothing
+    but the silence of all its workers, and ends with the first heartbeat. Both are changed by `halt` and `go_on` alone.
     over: set once the launcher has said that the job ended. back_to: where all go when a stage's weights are lost (see
     `back_to`).
     choice_timeout: seconds that an operator has for a choice in manual mode. offer: the newest one.
@@ -331,6 +343,7 @@ class State:
     broken: Broken | None = None
     committed: int = 0
     halted: str = ""
+    unheard: bool = False
     over: JobState | None = None
     over_reason: str = ""
     back_to: str = ""
@@ -363,10 +376,11 @@ class State:
         """The newest generation's number; 0 before the first."""
         return self.current.number if self.current else 0
 
-    @property
-    def unheard(self) -> bool:
-        """Is it halted for nothing but the silence of all its workers?"""
-        return self.halted.startswith(UNHEARD)
+    def halt(self, text: str, *, unheard: bool = False) -> State:
+        return replace(self, halted=text, unheard=unheard)
+
+    def go_on(self) -> State:
+        return replace(self, halted="", unheard=False) if self.halted else self
 
     @property
     def moving(self) -> bool:

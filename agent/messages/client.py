@@ -416,7 +416,11 @@ SHORT_POLL_SECONDS = 5.0
 
 
 class ConsoleUnavailable(Exception):
-    """No answer, a 5xx, or too many requests: worth another try later."""
+    """No answer, a 5xx, or too many requests: worth another try later. silent: is there an address where nobody is?"""
+
+    def __init__(self, detail: str = "", *, silent: bool = False) -> None:
+        super().__init__(detail)
+        self.silent = silent
 
 
 class JobUnknown(ConsoleUnavailable):
@@ -527,7 +531,7 @@ class ConsoleClient:
 
     def _ask(self, method: str, path: str, extra_time: float, body: dict[str, Any]) -> requests.Response:
         """Of the first address that takes the request. Raises ConsoleUnavailable where none does."""
-        reasons, first = [], self._at
+        reasons, first, silent = [], self._at, False
         kind: type[ConsoleUnavailable] = ConsoleUnavailable
         for turn in range(len(self._urls)):
             at = (first + turn) % len(self._urls)
@@ -537,8 +541,8 @@ class ConsoleClient:
                 answer = self._session.request(method, f"{url}{API}{path}", timeout=timeouts, **body)
             except requests.RequestException as error:
                 trouble = _not_trusted(error) or self._no_authorities(error)
-                trouble = trouble or f"does not answer ({type(error).__name__})"
-                reasons.append(f"{url} {trouble}")
+                silent = silent or not trouble
+                reasons.append(f"{url} {trouble or f'does not answer ({type(error).__name__})'}")
                 continue
             except OSError as error:  # what REQUESTS_CA_BUNDLE names can't be read
                 reasons.append(f"{url} can't be asked ({error})")
@@ -559,7 +563,7 @@ class ConsoleClient:
             reasons.append(f"{url} answered {answer.status_code}{_detail(answer)}")
         # One that is only slow is given more time.
         self._current_timeout = min(2 * self._current_timeout, self._timeout)
-        raise kind("; ".join(reasons))
+        raise kind("; ".join(reasons), silent=silent)
 
     def _no_authorities(self, error: requests.RequestException) -> str:
         """Why nobody can be trusted here; "": it is something else."""

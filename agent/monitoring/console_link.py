@@ -92,7 +92,6 @@ AWAY_SECONDS = 5.0
 """So long a console does not answer before anybody is told."""
 AWAY_AGAIN_SECONDS = 60.0, 3600.0
 """Between two times that it is said that the job stands still: at first, and at most; twice as long each time."""
-NOT_BEGUN = "the job has not begun"
 TRY_AGAIN_SECONDS = 1.0
 """Between two tries, at most. A console that is back knows of a death by this report before it gives up waiting for
 it (its transfer_grace) and has all connect anew, with the dead among them; and who trains waits for its decision."""
@@ -374,7 +373,7 @@ class Absence:
             return (
                 f"the console {missing}; training goes on, but if a worker is lost, all wait until the console is back"
             )
-        waits = "It waits" if why == NOT_BEGUN else "The job stands still"
+        waits = "The job stands still" if self._begun or self._lost else "It waits"
         if not away:
             return f"{why}. {waits} until the console takes reports again, which {missing}; the job goes on by itself"
         return (
@@ -392,7 +391,7 @@ class Absence:
             ((worker, how),) = self._lost.items()
             return f"{worker} is gone" + (f" ({how})" if how else "")
         if not self._begun:
-            return NOT_BEGUN
+            return "the job has not begun"
         late = self._broken_at is not None and now - self._broken_at >= AWAY_SECONDS
         return "connections between workers broke, or a stage's state was lost" if late else ""
 

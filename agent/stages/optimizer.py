@@ -146,6 +146,20 @@ class Shards:
         }
         """The numbers of each parameter's segments."""
 
+    def lag(self) -> None:
+        """A step was taken, or put right: of the segments that others hold, the parameters here are of another one."""
+        self.stale = True
+
+    def caught_up(self) -> None:
+        self.stale = False
+
+    def forgotten(self) -> None:
+        """Nothing that is here counts any more, be it held or not."""
+        self.stale = self.bare = True
+
+    def untrained_came(self) -> None:
+        self.bare = False
+
     @property
     def sizes(self) -> list[int]:
         """Elements of each shard."""
@@ -347,7 +361,7 @@ class StageOptimizer:
                 self._update(bucket, applied.coefficient, self.committed)
             self._kept = kept or None
             if self.shards is not None:
-                self.shards.stale = True
+                self.shards.lag()
             if self.scheduler is not None:
                 self.scheduler.step()
             self.gradients.write_buffers()
@@ -491,7 +505,7 @@ class StageOptimizer:
         """The last step, but for what has come since."""
         if self.shards is not None:
             self.release(set(self.shards.late))
-            self.shards.stale = True
+            self.shards.lag()
 
     @property
     def _next_validation(self) -> PostValidation:

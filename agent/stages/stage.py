@@ -97,8 +97,7 @@ class Stage:
         self._autocast = autocast
         self._over_ranks = OverRanks(layer for _, layer in self.module.layers)
         self._states: dict[MicroBatch, MicroBatchState] = {}
-        self.counted_elsewhere: frozenset[MicroBatch] = frozenset()
-        """Micro-batches that are in the sum of a peer, and are run once more for the neighbours' sake."""
+        self._counted_elsewhere: frozenset[MicroBatch] = frozenset()
         self._to_come = 0
         self._last: Sums = gradients
 
@@ -107,9 +106,13 @@ class Stage:
         passes them on."""
         self._to_come, self._last = micro_batches, last
 
+    def count_elsewhere(self, keys: frozenset[MicroBatch]) -> None:
+        """Micro-batches that are in the sum of a peer, and are run once more for the neighbours' sake."""
+        self._counted_elsewhere = keys
+
     def counted(self, key: MicroBatch) -> bool:
         """Is the micro-batch in this stage's sums already, on this worker or a peer?"""
-        return key in self.gradients.settled or key in self.counted_elsewhere
+        return key in self.gradients.settled or key in self._counted_elsewhere
 
     @property
     def held(self) -> int:

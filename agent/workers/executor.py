@@ -320,11 +320,10 @@ class Executor:
         self._weights: dict[MicroBatch, Tensor] = {}
         """Of the micro-batches in hand, where they are weighted."""
         self._connect_to(stage_io)
-        self.exchange: Exchange | None = None
+        self._exchange: Exchange | None = None
         """Of the sums of layers that move to another stage."""
-        self.tied: TiedSums | None = None
-        self.sharded: ShardedStage | None = None
-        """Where the optimizer's state is sharded over the stage's workers."""
+        self._tied: TiedSums | None = None
+        self._sharded: ShardedStage | None = None
         self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
         self._iteration = 0
         self.left_out: frozenset[MicroBatch] = frozenset()
@@ -337,6 +336,11 @@ class Executor:
         """Of the iteration in flight, where its step has not been taken."""
         self._keeps_finished = keeps_finished
         self._incomplete, self._hold_settings = incomplete, hold_settings
+
+    @property
+    def sharded(self) -> ShardedStage | None:
+        """Where the optimizer's state is sharded over the stage's workers."""
+        return self._sharded
 
     @property
     def finished(self) -> frozenset[MicroBatch]:
@@ -365,11 +369,10 @@ class Executor:
         """
         self.use(groups)
         self._hold_settings()  # the step before, a builder or an evaluation may have changed them
-        self._stage.counted_elsewhere = frozenset()
+        self._stage.count_elsewhere(frozenset() if redo is None else redo.counted - self.finished)
         whole = script
         if redo is not None:
             script = script.only(redo.run)
-            self._stage.counted_elsewhere = redo.counted - self.finished
         script, self.left_out = script.without(left_out), left_out
         left = 0 if self._usual_weight is not None else len(left_out)  # the sum of weights lacks them by itself
         self._share = 1.0 / max(1, self._job.pipelines * self._job.micro_batches - left)
@@ -382,7 +385,7 @@ class Executor:
         if self.timeline.recording:
             self._queue.clock()
         self._transfers.begin(iteration, script)
-        reduces = self._transfers if self.sharded is None else self.sharded
+        reduces = self._transfers if self._sharded is None else self._sharded
         self._reduction = GradientReduction(self._stage.gradients, reduces.begin_reduce)
         keys = {(op.pipeline, op.micro_batch) for op in script.ops if op.kind == "F"}
         self._stage.expect(sum(not self._stage.counted(key) for key in keys), self._reduction)
@@ -509,7 +512,7 @@ class Executor:
 
     def rearrange(self, stage: Stage, stage_io: StageIO) -> None:
         """Between two iterations, with everything settled: the worker's stage has other layers from here on."""
-        self._stage, self.exchange = stage, None
+        self._stage, self._exchange = stage, None
         self._connect_to(stage_io)
         if self._groups is not None:
             self._transfers = self._groups.transfers(self._layout)
@@ -520,6 +523,29 @@ class Executor:
             self._groups, self._transfers = groups, groups.transfers(self._layout)
             self._reduction_seconds = float("inf")
             self._device.waited()
+
+    def share(self, sharded: ShardedStage) -> None:
+        """The stage's workers share the optimizer's state, from here on."""
+        self._sharded = sharded
+
+    def end_sharing(self) -> None:
+        if self._sharded is not None:
+            self._sharded.end()
+            self._sharded = None
+
+    def tie(self, sums: TiedSums | None) -> None:
+        """To stages that have copies of this one's parameters; None: none has."""
+        self._tied = sums
+
+    def move_layers(self, exchange: Exchange | None) -> None:
+        """Those that come to this worker take each step that it takes, from here on; None: no layers move."""
+        self._exchange = exchange
+        self._steps.take_along(exchange.stepped if exchange is not None else [])
+
+    def end_exchanges(self) -> None:
+        """The generation is being left. What layers beside the stage have is kept, with the steps that they have."""
+        self._exchange = self._tied = None
+        self.end_sharing()
 
     def _connect_to(self, stage_io: StageIO) -> None:
         self._incoming: StageOutput = stage_io[self._me.stage - 1] if self._me.stage else ()
@@ -549,9 +575,9 @@ class Executor:
     def gather_parameters(self) -> None:
         """Between two iterations, once the last step is settled: those that other workers step, where it was put right.
         Raises TransferError."""
-        if self.sharded is not None:
+        if self._sharded is not None:
             self._progress.at(WAITING)
-            self.sharded.gather()
+            self._sharded.gather()
 
     def abandon(self) -> None:
         """Drops the iteration in flight and every transfer; of what is summed, as keep_finished says."""
@@ -707,18 +733,18 @@ class Executor:
         self._progress.at(WAITING)
         self._reduction.finish()
         # From here on this worker has what its step needs, and takes it whatever breaks: see agent.workers.recovery.
-        if self.tied is not None:
-            self.tied.sum(self._iteration, self._steps.optimizer)
-        if self.sharded is not None:
-            self.sharded.measure()
+        if self._tied is not None:
+            self._tied.sum(self._iteration, self._steps.optimizer)
+        if self._sharded is not None:
+            self._sharded.measure()
         broken = None
         try:
-            if self.exchange is not None:
-                self.exchange.take(self._iteration)
+            if self._exchange is not None:
+                self._exchange.take(self._iteration)
         except TransferError as error:
             broken = error
-        if self.exchange is not None:
-            self._steps.beside = self.exchange.stepped
+        if self._exchange is not None:
+            self._steps.take_along(self._exchange.stepped)
         incomplete = int(self._incomplete())
         try:
             incomplete = self._transfers.reduced_by_all(incomplete)
@@ -736,10 +762,10 @@ class Executor:
             broken = lost_validation()  # peers may know it, and have stepped otherwise
         if broken is not None:
             raise broken
-        if self.sharded is not None:
+        if self._sharded is not None:
             self._progress.at(WAITING)
-            self.sharded.stepped(incomplete)
-            self.sharded.gather()
+            self._sharded.stepped(incomplete)
+            self._sharded.gather()
         self._queue.finish("O", reduced - self._reduction_seconds)
 
     def _pass_on(self, kind: str, key: MicroBatch) -> None:

@@ -372,7 +372,7 @@ class WorkerLoop:
                 self._executor.settle()
                 if not self._steps.incomplete:
                     redo = None  # what is finished is summed in other layers' sums
-                    self._end_sharing()
+                    self._executor.end_sharing()
                     self._go_over(target)
                     self._say_rearranged(iteration)
                     self._share_optimizer(groups)
@@ -493,7 +493,7 @@ class WorkerLoop:
             self._state.forget()
             if (shards := self._optimizer.shards) is not None:
                 self._optimizer.release(sorted(shards.held))
-                shards.stale = shards.bare = True
+                shards.forgotten()
         elif self._me in agreement.roll_back:
             self._optimizer.roll_back()
         self._come_along(agreement.iteration)
@@ -539,8 +539,8 @@ class WorkerLoop:
                 coming.state.stop()
                 del self._coming[span]
             else:
-                coming.lost = False  # the step that it has missed is one that nobody has taken
-        self._steps.beside = [coming.optimizer for coming in self._coming.values()]
+                coming.undone()
+        self._steps.take_along([coming.optimizer for coming in self._coming.values()])
 
     def _share_optimizer(self, groups: Groups) -> None:
         """Where the optimizer's state is sharded: decides with the peers who keeps what, begins to take what this
@@ -550,7 +550,7 @@ class WorkerLoop:
         shards, peers = self._optimizer.shards, groups.peers
         if shards is None:
             return
-        self._end_sharing()
+        self._executor.end_sharing()
         self._restored = None  # what others own is given up here
         host = hashlib.sha256(f"{socket.gethostname()} {self._communicator.address}".encode()).digest()
         lacks = int(shards.stale) + 2 * int(shards.bare)
@@ -571,16 +571,12 @@ class WorkerLoop:
         shared = functools.partial(self._channel.say, "shared", generation=self._generation)
         tied = {name for copies in tied_of(self._workload, self._cuts.layers) for name in copies}
         sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, shared, tied)
-        self._executor.sharded = sharded
+        self._executor.share(sharded)
         sharded.exchange_offers(lambda: self._serve_state(groups))
-        shards.stale = any(row[1] & 1 for row in rows.values())
+        if any(row[1] & 1 for row in rows.values()):
+            shards.lag()  # all send and receive together
         sharded.gather()
         sharded.gather_untrained({w for w, row in rows.items() if row[1] & 2})
-
-    def _end_sharing(self) -> None:
-        if self._executor.sharded is not None:
-            self._executor.sharded.end()
-            self._executor.sharded = None
 
     def _begin_moves(
         self, groups: Groups, agreement: Agreement[Worker], living: list[Worker], target: Partition
@@ -590,7 +586,7 @@ class WorkerLoop:
         TransferError."""
         if self._cuts.partition == target or agreement.hands_over:
             self._coming = {}
-            self._steps.beside, self._executor.exchange = [], None
+            self._executor.move_layers(None)
             return False
         begun, sharded = time.monotonic(), self._executor.sharded
         planned = moves(self._cuts.partition, target, living, self._generation)
@@ -598,7 +594,7 @@ class WorkerLoop:
         # Before anything is sent: who can't take it would leave the giver to wait.
         if not all(row[0] for row in groups.gather_rows((int(built),)).values()):
             self._coming = {}
-            self._steps.beside, self._executor.exchange = [], None
+            self._executor.move_layers(None)
             return False
         for move in planned:
             peers = [w for w in living if w.stage == move.source.stage]
@@ -619,15 +615,14 @@ class WorkerLoop:
             sharded.move_layers([(move.to, move.source, move.span) for move in planned], coming_to)
             self._stood_still = time.monotonic() - begun
         else:
-            self._executor.exchange = Exchange(self._me, groups, planned, self._coming, self._optimizer)
-            self._steps.beside = self._executor.exchange.stepped
-        self._steps.complete_since = None
+            self._executor.move_layers(Exchange(self._me, groups, planned, self._coming, self._optimizer))
+        self._steps.some_lack_state()
         while True:
             lacking = sum(coming.missing for coming in self._coming.values())
             blocking = any(coming.state.blocking for coming in self._coming.values())
             rows = groups.gather_rows((lacking, int(blocking)))
             if not any(row[0] for row in rows.values()):
-                self._steps.complete_since, self._steps.incomplete = agreement.iteration - 2, 0
+                self._steps.all_have_state(agreement.iteration)
                 return True
             if not any(row[1] for row in rows.values()):
                 return True
@@ -700,7 +695,7 @@ class WorkerLoop:
         self._state.holds_everything()
         self._steps.rearrange(optimizer, target)
         if self._checkpointer is not None:
-            self._checkpointer.layers = len(span)
+            self._checkpointer.rearranged(len(span))
 
     def _put_in(self, strategy: StrategyName) -> None:
         """Has the executor run the layers that are here, whose backward is split in that way."""
@@ -747,7 +742,7 @@ class WorkerLoop:
     def _tie(self, groups: Groups, living: list[Worker]) -> None:
         """To the other stages that have copies of this one's parameters."""
         tied = tied_of(self._workload, self._cuts.layers)
-        self._executor.tied = TiedSums(self._me, groups, tied, self._cuts.partition, living) if tied else None
+        self._executor.tie(TiedSums(self._me, groups, tied, self._cuts.partition, living) if tied else None)
 
     def _say_hand_over(self, text: str) -> None:
         self._channel.say("hand_over", text=text)
@@ -760,7 +755,7 @@ class WorkerLoop:
         of no use either.
         """
         if not agreement.hands_over:
-            self._steps.complete_since = agreement.iteration - 2
+            self._steps.all_have_state(agreement.iteration)
             return frozenset()
         for newcomer, holders in sorted(agreement.state_from.items()):
             if self._optimizer.shards is not None:
@@ -773,7 +768,7 @@ class WorkerLoop:
             rows = groups.gather_rows((self._state.missing, int(self._state.blocking)))
             lacking = frozenset(m.worker for m, row in rows.items() if row[0])
             if not lacking:
-                self._steps.complete_since = agreement.iteration - 2
+                self._steps.all_have_state(agreement.iteration)
                 return frozenset()
             if interim is not None and not any(row[1] for row in rows.values()) and not _runs_ops(interim, lacking):
                 return lacking
@@ -809,8 +804,7 @@ class WorkerLoop:
         self._state.stop()
         for coming in self._coming.values():
             coming.state.stop()
-        self._executor.exchange = self._executor.tied = None
-        self._end_sharing()
+        self._executor.end_exchanges()
         if self._server is not None:
             self._server.close()
             self._server = None

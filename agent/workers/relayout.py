@@ -114,6 +114,14 @@ class IncomingLayers:
         self.lost = False
         self.state.begin(description, holders)
 
+    def missed(self) -> None:
+        """What of a step was to come for it did not."""
+        self.lost = True
+
+    def undone(self) -> None:
+        """A step that it may have missed is one that nobody has taken."""
+        self.lost = False
+
 
 class Exchange:
     """A generation's reduced sums of the layers that move, from who has them to who will; iteration by iteration."""
@@ -167,7 +175,8 @@ class Exchange:
             except TransferError as error:
                 broken = error
         for span, coming in self._coming.items():
-            coming.lost = coming.lost or span not in arrived
+            if span not in arrived:
+                coming.missed()
         if broken is not None:
             raise broken
 

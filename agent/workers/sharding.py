@@ -180,7 +180,7 @@ class ShardedStage:
         shards = self._shards
         if shards.stale and self._group is not None:
             self._broadcast(self._group, [part.detach() for part in shards.parts], self._primaries)
-        shards.stale = False
+        shards.caught_up()
 
     def gather_untrained(self, bare: Collection[Worker]) -> None:
         """What no segment has, for peers that lack it. All peers call it together."""
@@ -188,7 +188,7 @@ class ShardedStage:
         if bare and source is not None and self._group is not None:
             parts = [part for tensor in large_untrained(self._optimizer).values() for part in _cut(tensor)]
             self._broadcast(self._group, parts, [source] * len(parts))
-        self._shards.bare = False
+        self._shards.untrained_came()
 
     def _broadcast(self, group: Group, parts: Sequence[Tensor], sources: Sequence[Worker]) -> None:
         """Each from the worker that has it to all its peers. How they lie in memory here may differ from there."""

@@ -119,7 +119,7 @@ class Steps:
     ) -> None:
         self._waiting, self._normed = waiting, normed
         self._me, self._optimization, self._optimizer, self._notable = me, optimization, optimizer, notable
-        self.beside: list[StageOptimizer] = []
+        self._beside: Sequence[StageOptimizer] = ()
         """Of layers that come to this worker; they take every step that it takes."""
         self._norms = tuple(partition) if optimization.clip_norm is not None else (0,) * len(partition)
         """Of each stage, how many it tells the others."""
@@ -129,7 +129,7 @@ class Steps:
         self._sent: deque[tuple[int, list[PendingTransfer]]] = deque()
         self.incomplete = 0
         """How many workers took their state from a peer in the iteration whose validation is known last."""
-        self.complete_since: int | None = None
+        self._complete_since: int | None = None
         """The first iteration of the generation in which no worker of any stage took its state from a peer any more,
         as far as this worker has heard; whoever begins the iteration after the next has heard of it."""
 
@@ -171,7 +171,7 @@ class Steps:
         return loss
 
     def _step(self, validation: ValidationResult | None, slot: Slot) -> float:
-        for coming in self.beside:
+        for coming in self._beside:
             coming.step(validation)
         return self._optimizer.step(validation, slot)
 
@@ -201,7 +201,19 @@ class Steps:
     def counts_on_all(self, iteration: int) -> bool:
         """Is `iteration`, which is about to begin, run by a plan that counts on every worker? The same answer on
         all: what was said at the step of an iteration is known to all before their next step."""
-        return self.complete_since is not None and iteration >= self.complete_since + 2
+        return self._complete_since is not None and iteration >= self._complete_since + 2
+
+    def all_have_state(self, iteration: int) -> None:
+        """All workers of the generation have told each other so, before `iteration`: it counts on all."""
+        self._complete_since, self.incomplete = iteration - 2, 0
+
+    def some_lack_state(self) -> None:
+        """Layers have begun to move: whoever gets some lacks them."""
+        self._complete_since = None
+
+    def take_along(self, beside: Sequence[StageOptimizer]) -> None:
+        """These alone take the steps of the stage beside it, from here on."""
+        self._beside = beside
 
     @property
     def optimizer(self) -> StageOptimizer:
@@ -209,7 +221,7 @@ class Steps:
 
     def rearrange(self, optimizer: StageOptimizer, partition: Sequence[int]) -> None:
         """Between two iterations, with everything settled: every stage has other layers from here on."""
-        self._optimizer, self.beside = optimizer, []
+        self._optimizer, self._beside = optimizer, ()
         self._norms = tuple(partition) if any(self._norms) else self._norms
 
     def drain(self) -> None:
@@ -259,7 +271,7 @@ class Steps:
         self._groups, self._paths = groups, _Paths.of(self._me, living)
         self._exchange = None
         self._sent.clear()
-        self.complete_since = None
+        self._complete_since = None
         if self._optimizer.settled or WorkerRank(self._me, groups.ranks.rank) not in holders:
             return False
         slots = {}
@@ -277,8 +289,8 @@ class Steps:
         with self._waiting():
             slots = exchange.wait()
         self.incomplete = exchange.incomplete
-        if self.complete_since is None and not exchange.incomplete:
-            self.complete_since = exchange.iteration
+        if self._complete_since is None and not exchange.incomplete:
+            self._complete_since = exchange.iteration
         # What went out two steps ago has been received: its receivers have stepped since.
         self._let_go(exchange.iteration - 1)
         return slots
@@ -294,7 +306,7 @@ class Steps:
 
     def _settle_by(self, validation: ValidationResult) -> bool:
         changed = self._optimizer.settle(validation)
-        for coming in self.beside:
+        for coming in self._beside:
             coming.settle(validation)
         self._heed(validation, redone=changed)
         return changed

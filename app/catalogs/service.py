@@ -169,16 +169,17 @@ class Catalogs:
         try:
             catalog = self._opened(info)
             found = catalog.fitting(map(Worker.parse, failed))
-            stored = catalog.blobs.get(found[0]) if found else None
+            stored = catalog.blobs.get(found.name) if found else None
         except (PlannerError, ConsoleError, SQLAlchemyError) as error:
             log.warning("a catalog is not used", catalog=info.fingerprint, reason=str(error))
             return None
         if found is None or stored is None:
             return None
-        header = catalog.header(found[0])
+        header = catalog.header(found.name)
         if not question.fits(header.partition):
             return None
-        return Located(info.model_dump_json(), found[0], stored, _origin(found[1], header.metrics, header.solver))
+        origin = _origin(found.reason, header.metrics, header.solver)
+        return Located(info.model_dump_json(), found.name, stored, origin)
 
     def names(self, question: CatalogQuestion) -> frozenset[str]:
         """The stored plans of a question. Raises ConsoleError."""

@@ -10,7 +10,6 @@ clock of the console.
 from __future__ import annotations
 
 import math
-import re
 import threading
 import time
 import zlib
@@ -291,25 +290,13 @@ def generation_views(rows: Sequence[Record]) -> tuple[GenerationView, ...]:
         GenerationView(
             row["generation"],
             row["reason"],
-            _lost(before, row),
+            tuple(row["lost"]),
             tuple(starmap(LetGo, row["let_go"])),
             relayout=row["partition"] != before["partition"],
             replanned=row["plan_fingerprint"] != before["plan_fingerprint"] and row["failed"] == before["failed"],
         )
         for before, row in pairwise(rows)
     )
-
-
-def _lost(before: Record, row: Record) -> tuple[str, ...]:
-    """Who was in the generation before, and is out, or joins anew; but for those that were let go, and for whose
-    process took another's place. Nor has anybody died who joined before and has no state yet, nor, where the state of a
-    whole stage is gone, one of those that have held it (StateLost begins with the stage)."""
-    reason = row["reason"]
-    stayed = {*before["failed"], *(source for source, _ in row["moves"]), *(worker for worker, _ in row["let_go"])}
-    joins = {name for name in row["joining"] if not reason.startswith(f"stage {Worker.parse(name).stage}: ")}
-    # One that joined before, and is named, joins with a new process.
-    same = {name for name in before["joining"] if not re.search(rf"\b{name}\b", reason)}
-    return tuple(sorted(({*row["failed"]} | (joins - same)) - stayed))
 
 
 class _KeptView(NamedTuple):

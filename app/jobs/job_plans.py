@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -46,18 +46,22 @@ def stored_plan(store: Store, fingerprint: str) -> Plan | None:
         return Plan.from_json(document, source=fingerprint)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ahead:
     """Plans for failures that may come: so many are made of those that are wanted. patterns: canonical ones that were
-    asked for. Written by app.plans.service.JobPlanner alone."""
+    asked for."""
 
     made: int = 0
     wanted: int = 0
-    patterns: set[frozenset[Worker]] = field(default_factory=set)
+    patterns: frozenset[frozenset[Worker]] = frozenset()
 
 
 class JobPlans:
     """Of one job; a part of its LiveJob. Thread-safe.
+
+    What it holds, anybody may read: `nominal`, the job with its layers cut as for the generation in force, or the one
+    that is to open; `job`, the same with the speeds that its workers turned out to have; `catalog`, its plans; `ahead`,
+    how many were made ahead; `asked_for`, what was to be planned elsewhere last. Others change it by what happens.
 
     lock: the job's. look_up: a plan made ahead that is kept elsewhere, and where it is from. answer: takes a PlanReady,
     with the plan that it speaks of, or a PlanRefused; raises ConsoleError. stored: called when a plan was stored.
@@ -73,11 +77,10 @@ class JobPlans:
         answer: Callable[[PlanReady | PlanRefused, Plan | None], object],
         stored: Callable[[], None],
     ) -> None:
-        self.nominal = spec.job()  # with its layers cut as for the generation in force, or the one that is to open
-        self.job = self.nominal  # with the speeds that its workers turned out to have
+        self.nominal = self.job = spec.job()
         self.catalog = Catalog(self.job, Technique(spec.technique), MemoryLimit.parse(spec.memory, field="memory"))
         self.ahead = Ahead()
-        self.asked_for: tuple[str, ...] | None = None  # what was to be planned elsewhere last
+        self.asked_for: tuple[str, ...] | None = None
         self._job_id, self._store, self._lock = job_id, store, lock
         self._look_up, self._answer, self._stored = look_up, answer, stored
         self.inline_ops = INLINE_OPS
@@ -130,9 +133,43 @@ class JobPlans:
         finally:
             self.give_up()
 
+    def asks_for(self, failed: tuple[str, ...]) -> None:
+        """Somebody makes that plan elsewhere."""
+        self.asked_for = failed
+
     def give_up(self) -> None:
         """Nobody makes the plan that was asked for any more: where it is still missing, it is asked for again."""
         self.asked_for = None
+
+    # -- plans made ahead ---------------------------------------------------------------------
+
+    def want_none_ahead(self) -> None:
+        """Those that were wanted are not made any more, or all anew."""
+        with self._lock:
+            self.ahead = Ahead(patterns=self.ahead.patterns)
+
+    def want_ahead(self, patterns: Collection[frozenset[Worker]]) -> list[frozenset[Worker]]:
+        """Plans for these are wanted, too; returns those that are not here yet."""
+        missing = [pattern for pattern in patterns if self.catalog.find(pattern) is None]
+        with self._lock:
+            before = self.ahead
+            made = before.made + len(patterns) - len(missing)
+            self.ahead = Ahead(made, before.wanted + len(patterns), before.patterns | {*patterns})
+        return missing
+
+    def made_ahead(self, asked: Job) -> None:
+        """One more is made, or can't be. asked: what it is for; of a job that is planned otherwise by now it is no
+        matter."""
+        with self._lock:
+            if self.job is asked:
+                self.ahead = replace(self.ahead, made=self.ahead.made + 1)
+
+    def filled(self, made: int, wanted: int | None = None) -> None:
+        """They are made into a catalog, which has so many of them by now. wanted: None: as many as before."""
+        with self._lock:
+            self.ahead = replace(self.ahead, made=made, wanted=self.ahead.wanted if wanted is None else wanted)
+
+    # -- plans that are needed now ------------------------------------------------------------
 
     def is_for(self, plan: Plan, failed: tuple[str, ...]) -> bool:
         """Does a plan that comes from memory or was stored go without these workers? Whoever made it has checked it.

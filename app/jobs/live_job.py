@@ -49,6 +49,7 @@ from openrecycle.agent.coordination.membership import (
     PlanReady,
     PlanRefused,
     Refuse,
+    Release,
     Stalled,
     State,
     Tick,
@@ -212,8 +213,8 @@ KEPT = 16
 
 def differs(a: Member, b: Member) -> bool:
     """Is there a change to store? `last_heard` alone is none."""
-    return (a.state, a.incarnation, a.generation, a.draining, a.detail, a.retired, a.leaving) != (
-        *(b.state, b.incarnation, b.generation, b.draining, b.detail, b.retired, b.leaving),
+    return (a.state, a.incarnation, a.generation, a.draining, a.detail, a.retired, a.leaving, a.let_go) != (
+        *(b.state, b.incarnation, b.generation, b.draining, b.detail, b.retired, b.leaving, b.let_go),
     )
 
 
@@ -228,7 +229,11 @@ def member_row(member: Member) -> Record:
         "draining": member.draining,
         "detail": member.detail,
         "leaving": member.leaving,
+        "let_go": json.dumps(member.let_go),
     }
+
+
+_RELEASE: TypeAdapter[Release | None] = TypeAdapter(Release | None)
 
 
 def read_member(row: Record, stage: int, acknowledged: dict[str, str]) -> Member:
@@ -246,6 +251,7 @@ def read_member(row: Record, stage: int, acknowledged: dict[str, str]) -> Member
         draining=row["draining"],
         detail=row["detail"],
         leaving=row["leaving"],
+        let_go=_RELEASE.validate_json(row["let_go"]),
     )
 
 
@@ -253,7 +259,7 @@ def job_columns(old: State, new: State) -> Record:
     """Those of the job's row that changed."""
     row: Record = {}
     if new.job_state != old.job_state or new.halted != old.halted:
-        row = {"state": new.job_state.value, "reason": new.halted or new.over_reason}
+        row = {"state": new.job_state.value, "reason": new.halted or new.over_reason, "unheard": new.unheard}
     if (new.mode, new.choice_timeout) != (old.mode, old.choice_timeout):
         row |= {"mode": new.mode.value, "choice_timeout": new.choice_timeout}
     if new.frozen_by != old.frozen_by:
@@ -302,6 +308,7 @@ def generation_row(generation: Generation) -> Record:
         "reason": generation.reason,
         "partition": generation.partition,
         "let_go": generation.let_go,
+        "lost": generation.lost,
         "opened_at": time.time(),
     }
 
@@ -354,6 +361,7 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
         current=current,
         committed=store.committed_iterations(job_id),
         halted=job_row["reason"] if job_row["state"] == "halted" else "",
+        unheard=job_row["unheard"],
         over=over,
         over_reason=job_row["reason"] if over else "",
         mode=Mode(job_row["mode"]),
@@ -564,7 +572,7 @@ class LiveJob:
 
     def ask_for(self, failed: tuple[str, ...]) -> None:
         """Has the plan made elsewhere."""
-        self.plans.asked_for = failed
+        self.plans.asks_for(failed)
         self._want_plan(self, failed)
 
     def plan_missing(self) -> tuple[str, ...] | None:

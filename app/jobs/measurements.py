@@ -28,7 +28,7 @@ class JobMeasurements:
     """Of one job. workers: the names of its grid. stages: of its pipelines.
 
     Heartbeats are appended to `fresh` by any thread, each with the monotonic time at which it was heard; one thread
-    alone takes them. slow: workers, and how many times the others' op times they take.
+    alone takes them. slow: workers, and how many times the others' op times they take, as was found last.
     """
 
     def __init__(self, workers: Iterable[str], stages: int) -> None:
@@ -37,7 +37,7 @@ class JobMeasurements:
         self.op_times = OpTimes()
         self.recording = Recording(workers, stages)
         self.logs = LogBook(len(self.recording.places))
-        self.slow: dict[str, float] = {}
+        self.slow: Mapping[str, float] = {}
         self._unsaved: dict[str, None] = {}
         # Why the database took no heartbeats when they were to be stored last; empty: it did.
         self.refused = ""
@@ -75,6 +75,10 @@ class JobMeasurements:
         for row in worker_rows:
             if row["incarnation"] and row["heard_at"] is not None:
                 self.contacts[row["name"]] = _read_contact(row)
+
+    def found_slow(self, factors: Mapping[str, float]) -> None:
+        """By how many times the others' op times each takes; of those that it does not name none is slow."""
+        self.slow = factors
 
     def stopped(self, since: float, members: Mapping[str, Member]) -> frozenset[str]:
         """Who has said since then (monotonic seconds) that it waits before an iteration."""

@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from openrecycle.agent.coordination.coordinator import nobody_heard, step
-from openrecycle.agent.coordination.generations import STANDS_BY
 from openrecycle.agent.coordination.membership import Exited, FailureTimeouts, Member, State, peer_of, returned
 from openrecycle.agent.messages.protocol import JobState, Restart, WorkerState
 from openrecycle.planner.jobs.words import counts, layers_move, layers_moved, names, percent, whole_sentence
@@ -115,7 +114,7 @@ class PlannedRestart:
 @dataclass(frozen=True)
 class ProcessState:
     """held: the roles that it was given, oldest first, and since when (POSIX seconds; 0: not known). ended: how it
-    left the job; "": it has not, or with the job. detail: why.
+    left the job; "": it has not, or with the job. stands_by: it was drained with the rest of its pipeline. detail: why.
 
     Of a worker of several ranks, ranks: the process ids of all of them, pid being that of rank 0. spare: of one that
     has ended, the ranks that had to, since another one of them had. made_of: the ranks, as (incarnation, number), that
@@ -131,6 +130,7 @@ class ProcessState:
     spare: tuple[int, ...] = ()
     made_of: tuple[tuple[str, int], ...] = ()
     restart: PlannedRestart | None = None
+    stands_by: bool = False
 
     @property
     def slot(self) -> str:
@@ -218,8 +218,9 @@ def follow(
         if member.state is WorkerState.FAILED and incarnation is not None:
             process = known_as(incarnation, name)
             if not process.ended:
-                ended: Literal["failed", "drained"] = "drained" if member.leaving else "failed"
-                changed[incarnation] = replace(process, ended=ended, detail=member.detail)
+                ended: Literal["failed", "drained"] = "drained" if member.let_go else "failed"
+                stands_by = member.let_go is not None and member.let_go.stands_by
+                changed[incarnation] = replace(process, ended=ended, detail=member.detail, stands_by=stands_by)
     for incarnation, left in spare.items():
         ended_now = changed.get(incarnation) or known.get(incarnation)
         if ended_now is not None and left:
@@ -618,7 +619,7 @@ def _who_is_out(worker_states: WorkerStates) -> str:
         return ""
     named = {p: lost_name(p, p.slot in state.current.lives_in) for p in missing}
     failed, left = ([name for p, name in named.items() if p.ended == how] for how in ("failed", "drained"))
-    standbys = [named[p] for p in missing if p.ended == "drained" and p.detail.startswith(STANDS_BY)]
+    standbys = [named[p] for p in missing if p.stands_by]
     drained = [name for name in left if name not in standbys]
     gone = [f"{names(failed, last=' and ')} failed"] if failed else []
     gone += [f"{names(drained, last=' and ')} {'was' if len(drained) == 1 else 'were'} drained"] if drained else []

@@ -74,7 +74,7 @@ from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.db.access import audit_row
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
 from openrecycle.db.job_rows import DELETING, IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record, table
-from openrecycle.db.later_columns import let_go_of
+from openrecycle.db.later_columns import GenerationsOfBefore, worker_of_before
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
@@ -139,6 +139,7 @@ class ProcessLine(BaseModel):
     spare: Annotated[list[RankNumber], Field(max_length=RANKS)] = []
     made_of: Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)] = []
     restart: RestartLine | None = None
+    stands_by: bool = False
 
 
 Place = Annotated[str, StringConstraints(pattern=r"^(W[0-9]{1,6}_[0-9]{1,6})?$")]
@@ -155,6 +156,7 @@ _STRICTER: dict[str, Any] = {
     "worker.incarnation": Identifier | None,
     "worker.retired": list[Identifier],
     "worker.processes": list[ProcessLine],
+    "worker.let_go": tuple[Text255, bool, Workers] | None,
     "worker.phase": Literal["", "starting", "waiting", "forming", "training", "paused", "draining"],
     "worker.op_milliseconds": dict[OpKind, Milliseconds],
     "job_plan.fingerprint": Fingerprint,
@@ -172,6 +174,7 @@ _STRICTER: dict[str, Any] = {
     "generation.partition": Annotated[list[Annotated[int, Field(ge=1, le=MAX_LAYERS)]], Field(max_length=MAX_LAYERS)],
     "generation.moved_at": Annotated[int, Field(ge=0, le=2**53)] | None,
     "generation.let_go": list[tuple[WorkerName, bool]],
+    "generation.lost": Workers,
     "event.severity": Literal["info", "warning", "error"],
     "event.kind": Literal["worker", "failure", "generation", "recovery", "plan", "job", "console", "operator", "step"],
     "event.worker": WorkerName | None,
@@ -401,12 +404,16 @@ _WORKER_COLUMNS = {
     "worker_state": ("worker",),
     "command": ("worker",),
     "job_plan": ("failed",),
-    "generation": ("living", "failed", "joining", "moves", "interim_failed", "let_go"),
+    "generation": ("living", "failed", "joining", "moves", "interim_failed", "let_go", "lost"),
 }
 
 
 class HistoryError(Exception):
     """The file is refused. `str(error)` is one sentence."""
+
+
+class JobExists(HistoryError):
+    """There is a job of that id, or what is left of one."""
 
 
 class History:
@@ -680,7 +687,7 @@ REST = 0.005
 LONGEST = 6 * 3600.0
 """Seconds after which an import on another host, of which nothing more is known, counts as ended."""
 # In a job that is over nothing is under way, whatever its file says.
-_AT_REST = {"broken": "", "moves": "[]"}
+_AT_REST = {"broken": "", "moves": "[]", "unheard": False}
 _ALIVE = frozenset({*PRESENT, WorkerState.STARTING})
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -781,12 +788,17 @@ def _clear(rows: JobRows, job_id: str, rest: Callable[[float], None]) -> None:
 
 def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float], None]) -> None:
     known: set[str] = set()  # plans that rows of this job hold
+    processes, past = list[Record](), GenerationsOfBefore(())
     for form in importable():
+        if form.name == "generation":
+            past = GenerationsOfBefore(processes)
         for batch in _batches(history, form):
             if form.name == "worker":  # as the coordinator leaves them in a job that is over
                 batch = [row | {"state": WorkerState.FINISHED} if row["state"] in _ALIVE else row for row in batch]
+                batch = [row if "let_go" in row else row | worker_of_before({"processes": "[]"} | row) for row in batch]
+                processes += [process for row in batch for process in json.loads(row.get("processes", "[]"))]
             if form.name == "generation":
-                batch = [{"let_go": let_go_of(row["reason"], row["failed"])} | row for row in batch]
+                batch = [row if "lost" in row else row | past.read({"moves": "[]"} | row) for row in batch]
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
             rows.add(form.name, job_id, batch, ((f, _storable(history.plan(f))) for f in sorted(named)))
             known |= named
@@ -807,8 +819,8 @@ def _batches(history: History, form: TableFormat) -> Iterator[list[Record]]:
         yield batch
 
 
-def _taken(job_id: str) -> HistoryError:
-    return HistoryError(
+def _taken(job_id: str) -> JobExists:
+    return JobExists(
         f"job: {job_id} is there already, and is not overwritten; delete it first, or import under another id (--as)"
     )
 
@@ -941,8 +953,8 @@ class Histories:
             log.error("work on a history failed", reason=str(ended))
             raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
         if "error" in answer:
-            taken = "is there already" in answer["error"]
-            raise ConsoleError(409 if taken else 422, "job_exists" if taken else "invalid", answer["error"])
+            status, code = (409, "job_exists") if answer["exists"] else (422, "invalid")
+            raise ConsoleError(status, code, answer["error"])
         return answer  # type: ignore[no-any-return]
 
     # -- away -----------------------------------------------------------------------------------
@@ -1000,7 +1012,7 @@ class Histories:
 
 def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
     """In a child: `export` JOB OUT [audit], or `import` FILE ACTOR [ID]. Says a line of JSON; refused: with a sentence
-    under `error`."""
+    under `error`, and whether that is for a job that `exists`."""
     database = Database(url)
     try:
         if action == "export":
@@ -1010,7 +1022,7 @@ def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
             new_id = arguments[2] if len(arguments) > 2 else None
             said = asdict(import_history(database, Path(arguments[0]), actor=arguments[1], new_id=new_id))
     except (HistoryError, DatabaseError) as error:
-        said = {"error": str(error)}
+        said = {"error": str(error), "exists": isinstance(error, JobExists)}
     finally:
         database.close()
     channel.say(json.dumps(said).encode())

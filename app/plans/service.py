@@ -153,14 +153,14 @@ class JobPlanner:
         """Nothing more is planned for `job`."""
         self._maker.cancel(job.job_id)
         self._stop_filling(job)
-        job.plans.ahead.wanted = job.plans.ahead.made = 0
+        job.plans.want_none_ahead()
 
     def make_ahead(self, job: LiveJob) -> None:
         """The fault-free plan first, then one for each failure pattern, one failure after another."""
         self._stop_filling(job)
         found = needed(job.plans.question, self._tolerance)
         patterns = found.patterns[:MOST]  # the list scheduler serves the rest when they happen
-        job.plans.ahead.wanted = job.plans.ahead.made = 0
+        job.plans.want_none_ahead()
         if job.plans.ops * len(patterns) <= self.held_ops:
             self._submit(job, patterns)
         elif _lasts(job):
@@ -237,7 +237,7 @@ class JobPlanner:
     def take(self, job: LiveJob, names: Iterable[str]) -> None:
         """Plans with these names have come into the catalog of the job's question."""
         if job.job_id in self._filling:
-            job.plans.ahead.made = len(self._filling[job.job_id][1] & self._catalogs.names(job.plans.question))
+            job.plans.filled(len(self._filling[job.job_id][1] & self._catalogs.names(job.plans.question)))
         elif job.plans.ops <= KEPT_OPS:
             stored = self._catalogs.stored_of(job.plans.question)
             for name in names:
@@ -253,13 +253,14 @@ class JobPlanner:
             job=job_doc(job.plans.job), technique=question.technique, memory=question.memory.text, tolerance=tolerance
         )
         entry = self._filling[job.job_id] = info_of(question).fingerprint, names
-        job.plans.ahead.wanted = len(names)
+        made = 0
         try:
-            job.plans.ahead.made = len(names & self._catalogs.names(question))
-            if job.plans.ahead.made < job.plans.ahead.wanted:
+            made = len(names & self._catalogs.names(question))
+            job.plans.filled(made, len(names))
+            if made < len(names):
                 self._catalogs.fill(request)
         except ConsoleError as error:
-            job.plans.ahead.wanted = job.plans.ahead.made
+            job.plans.filled(made, made)
             log.warning("no plans ahead; they are made when they are needed", job=job.job_id, reason=error.detail)
         if job.state.over:  # since it was asked, in another thread: whoever ended it may have found nothing to stop
             self._filling[job.job_id] = entry
@@ -287,16 +288,13 @@ class JobPlanner:
             except (ConsoleError, SQLAlchemyError) as error:
                 self._unfiled(job, error)
             finally:
-                if job.plans.job is asked:
-                    job.plans.ahead.made += 1  # whoever sees that finds the plan
+                job.plans.made_ahead(asked)  # whoever sees that finds the plan
 
-        missing = [pattern for pattern in patterns if job.plans.catalog.find(pattern) is None]
-        job.plans.ahead.patterns.update(patterns)
-        job.plans.ahead.wanted += len(patterns)
-        job.plans.ahead.made += len(patterns) - len(missing)
+        missing = job.plans.want_ahead(patterns)
         stored = self._stored(job, missing)
         if stored:
-            threading.Thread(target=self._file, args=(job, stored, done), name="planning-stored", daemon=True).start()
+            given = (job, asked, stored, done)
+            threading.Thread(target=self._file, args=given, name="planning-stored", daemon=True).start()
         for pattern in missing:
             if pattern not in stored:
                 self._maker.submit(_request(job, map(str, sorted(pattern))), done, priority=AHEAD)
@@ -310,11 +308,11 @@ class JobPlanner:
             return []
         return [pattern for pattern in patterns if plan_name(pattern) in names]
 
-    def _file(self, job: LiveJob, patterns: Sequence[frozenset[Worker]], done: Done[Plan]) -> None:
+    def _file(self, job: LiveJob, asked: Job, patterns: Sequence[frozenset[Worker]], done: Done[Plan]) -> None:
         """Large plans stay where they are until they are needed."""
         for pattern in patterns:
             if job.plans.ops > KEPT_OPS:
-                job.plans.ahead.made += 1
+                job.plans.made_ahead(asked)
                 continue
             found = self._catalogs.find(job.plans.question, pattern)
             if found is None:  # damaged
@@ -324,7 +322,7 @@ class JobPlanner:
                 job.plans.file_plan(found[0])
             except SQLAlchemyError as error:
                 self._unfiled(job, error)
-            job.plans.ahead.made += 1
+            job.plans.made_ahead(asked)
 
     def _unfiled(self, job: LiveJob, error: ConsoleError | SQLAlchemyError) -> None:
         """There may be hundreds."""
@@ -355,6 +353,19 @@ LEAST_GAIN = 0.03
 MOST_DRIFT_OPS = 60_000
 # A round is closed without those that have been silent for so many heartbeats.
 TIMEOUT = 2.5
+
+
+def worth_changing(gained: float | None, wanted: Job) -> PlanComparison:
+    """Should a plan for the speeds of `wanted` take the place of the one in force? gained: by how much the order in
+    force takes longer, at these speeds; None: not known."""
+    made = f"a plan for {_speeds(wanted)}"
+    if gained is None:
+        return PlanComparison(True, made)
+    saved = 1 - 1 / (1 + gained)
+    if gained < LEAST_GAIN:
+        less = percent(max(0.0, saved))
+        return PlanComparison(False, f"by one for {_speeds(wanted)} an iteration would take {less} less")
+    return PlanComparison(True, f"{made}: an iteration takes {percent(saved, 0)} less than by the plan before")
 
 
 @dataclass
@@ -425,7 +436,7 @@ class Drifting:
             watch.state, watch.round = drift.state, {}
             self._tell(job, drift)
             factors = {w: track.assumed for w, track in watch.state.workers.items() if track.assumed > 1}
-            job.measurements.slow = {str(w): factor for w, factor in factors.items() if w in watch.living}
+            job.measurements.found_slow({str(w): factor for w, factor in factors.items() if w in watch.living})
             watch.wanted = drifted(job.plans.nominal, watch.state)
         self._plan_anew(job, watch, failed)
 
@@ -497,24 +508,17 @@ class Drifting:
         if plan is None:
             log.warning("no plan for the speeds measured", job=job.job_id, reason=why)
             return
-        gained = self._gain(job, wanted, plan)
+        found = worth_changing(self._gain(job, wanted, plan), wanted)
         self._planning.replan(job, wanted, plan)
-        if gained is not None and gained < LEAST_GAIN:
-            saved = max(0.0, 1 - 1 / (1 + gained))
-            less = percent(saved)
-            text = f"the plan in force stays: by one for {_speeds(wanted)} an iteration would take {less} less"
-            job.record(Note("info", "plan", text))
+        if not found.better:
+            job.record(Note("info", "plan", f"the plan in force stays: {found.reason}"))
             return
-        less = ""
-        if gained is not None:
-            less = f": an iteration takes {percent(1 - 1 / (1 + gained), 0)} less than by the plan before"
-        reason = f"a plan for {_speeds(wanted)}{less}"
         if job.state.frozen_by:
             watch.held = True
-            job.record(Note("info", "plan", f"{reason}; it waits: {job.state.frozen_by} has frozen the plan"))
+            job.record(Note("info", "plan", f"{found.reason}; it waits: {job.state.frozen_by} has frozen the plan"))
             return
         try:
-            job.apply(UsePlan(plan.fingerprint, failed, "", reason), plan=plan)
+            job.apply(UsePlan(plan.fingerprint, failed, "", found.reason), plan=plan)
         except ConsoleError as error:
             # A recovery came first, and is planned with these speeds.
             log.info("the plan for the speeds measured comes too late", job=job.job_id, reason=error.detail)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 from pydantic import Field, ValidationError
 
@@ -197,8 +197,6 @@ SUFFIX = ".plan"
 # A file is written in far less; what is not done by then is of a run that was killed.
 KILLED_SECONDS = 3600.0
 _NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{24}")  # as `plan_name` makes it
-_FOR_THESE = "planned ahead for these failures"
-_FOR_AS_MANY = "planned ahead for as many failures on each stage"
 
 
 class CatalogInfo(RequestedPlan):
@@ -292,6 +290,18 @@ class MappedBlobs:
         self._blobs[name] = blob
 
 
+class Fitting(NamedTuple):
+    """exact: is the plan `name` for these failures, up to the names of pipelines, and not for as many on each stage?
+    reason: the same in words."""
+
+    name: str
+    exact: bool
+
+    @property
+    def reason(self) -> str:
+        return "planned ahead for " + ("these failures" if self.exact else "as many failures on each stage")
+
+
 @dataclass(frozen=True)
 class Found:
     """A plan for the failures asked for, and in words where it comes from."""
@@ -335,8 +345,8 @@ class StoredCatalog:
             raise PlanError(f"the catalog has no plan {name}")
         return blob
 
-    def fitting(self, failed: Iterable[Worker]) -> tuple[str, str] | None:
-        """The name of the plan that `find` would take, and why it fits; none is read for it: first that of the same
+    def fitting(self, failed: Iterable[Worker]) -> Fitting | None:
+        """The plan that `find` would take, and why it fits; none is read for it: first that of the same
         failures up to the names of pipelines; then one with as many failures on each stage. Raises InputError for a
         worker that is not of the grid."""
         job = self.question.job
@@ -344,21 +354,20 @@ class StoredCatalog:
         pattern, permutation = canonical_pattern(dead, job)
         own = plan_name(pattern)
         if own in self.blobs.names() and self._reads(own) and self._is_of(own, dead, inverse(permutation)):
-            return own, _FOR_THESE
+            return Fitting(own, exact=True)
         same = [] if job.speeds else self._with_same_counts(dead)
-        return (same[0], _FOR_AS_MANY) if same else None
+        return Fitting(same[0], exact=False) if same else None
 
     def find(self, failed: Iterable[Worker]) -> Found | None:
         """The plan of `fitting`, renamed to fit exactly `failed`; None when no stored plan can. Raises InputError."""
         dead = frozenset(failed)
         if (fitting := self.fitting(dead)) is None:
             return None
-        name, reason = fitting
-        if reason == _FOR_AS_MANY:
-            return Found(self._with_counts(name, dead), reason)
+        if not fitting.exact:
+            return Found(self._with_counts(fitting.name, dead), fitting.reason)
         names = inverse(canonical_pattern(dead, self.question.job)[1])
-        plan = unpack(self._blob(name), self.question, source=name, hashed=False)
-        return Found(plan.renamed(names), reason)
+        plan = unpack(self._blob(fitting.name), self.question, source=fitting.name, hashed=False)
+        return Found(plan.renamed(names), fitting.reason)
 
     def _is_of(self, name: str, dead: frozenset[Worker], names: Sequence[int]) -> bool:
         """Is it a plan for the pattern of `dead`?"""

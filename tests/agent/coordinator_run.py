@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from openrecycle.agent.coordination import coordinator
 from openrecycle.agent.coordination.membership import (
     Decision,
@@ -23,13 +25,15 @@ from openrecycle.agent.coordination.membership import (
     WorkerRegistered,
     back_to,
 )
+from openrecycle.agent.messages.protocol import WorkerState
 from openrecycle.app.jobs.states import Arrival, ProcessState, WorkerStates, follow, sentence
 
 FAILURE_TIMEOUTS = FailureTimeouts(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
 
 
 class Run:
-    """plans: answer a NeedPlan at once. log: every event with its time, to be replayed."""
+    """plans: answer a NeedPlan at once. log: every event with its time, to be replayed. held: by generation, which
+    process was where when it opened, and which were in the job."""
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class Run:
         self.plans = plans
         self.log: list[tuple[Event, float]] = []
         self.opened: list[Generation] = []
+        self.held: list[tuple[dict[str, str | None], set[str | None]]] = []
         self.notes: list[Note] = []
         self.wanted: list[tuple[str, ...]] = []
         self.count = 0
@@ -74,6 +79,9 @@ class Run:
     def _take(self, decision: Decision) -> None:
         if isinstance(decision, OpenGeneration):
             self.opened.append(decision.generation)
+            members = self.state.members
+            there = {m.incarnation for m in members.values() if m.state is not WorkerState.FAILED}
+            self.held.append(({name: members[name].incarnation for name in decision.generation.living}, there))
         elif isinstance(decision, Note):
             self.notes.append(decision)
         elif isinstance(decision, NeedPlan):
@@ -116,6 +124,15 @@ class Run:
                 self.beat(*heard)
             step = self.send(Tick())
         return step
+
+    def lost(self) -> list[set[str]]:
+        """By generation but the first: whose place in the one before was held by a process that was gone when it
+        opened, but for those that were let go."""
+        out = []
+        for ((held, _), (_, there)), generation in zip(pairwise(self.held), self.opened[1:], strict=True):
+            let_go = {worker for worker, _ in generation.let_go}
+            out.append({name for name, process in held.items() if process not in there} - let_go)
+        return out
 
     def sentence(self) -> str:
         return sentence(WorkerStates(self.state, self.processes), self.now, FAILURE_TIMEOUTS)

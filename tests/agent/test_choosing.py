@@ -31,7 +31,8 @@ from openrecycle.agent.coordination.membership import (
     WorkerRegistered,
 )
 from openrecycle.agent.messages.protocol import JobState, WorkerState
-from openrecycle.db.later_columns import let_go_of
+from openrecycle.app.jobs.live_job import generation_row
+from openrecycle.db.later_columns import GenerationsOfBefore
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from openrecycle.planner.simulation.policy import REPARTITION
 from tests.agent.coordinator_run import Run, fingerprint
@@ -44,9 +45,16 @@ STOOD_BY = Candidate(STAND_BY, ("W0_0", "W0_1", "W1_0", "W1_1"), text="5 samples
 OFFER = Offer(OUT, (MOVED, STAYED, STOOD_BY), MIGRATE)
 
 
-def by_its_reason(generation: Generation) -> tuple[LetGo, ...]:
-    """Who was let go, as it is read of generations that have no such field."""
-    return tuple(starmap(LetGo, json.loads(let_go_of(generation.reason, json.dumps(generation.failed)))))
+def told(generation: Generation) -> tuple[tuple[LetGo, ...], tuple[str, ...]]:
+    return generation.let_go, generation.lost
+
+
+def by_their_reasons(run: Run) -> list[tuple[tuple[LetGo, ...], tuple[str, ...]]]:
+    """Who was let go and who was lost, as it is read of generations that have no such fields."""
+    past, columns = GenerationsOfBefore(()), ("failed", "joining", "moves")
+    rows = [generation_row(generation) | {"let_go": "[]"} for generation in run.opened]
+    read = [past.read(row | {name: json.dumps(row[name]) for name in columns}) for row in rows]
+    return [(tuple(starmap(LetGo, json.loads(r["let_go"]))), tuple(json.loads(r["lost"]))) for r in read]
 
 
 def two_out(mode: Mode = Mode.AUTOMATIC) -> Run:
@@ -396,7 +404,7 @@ def test_what_happens_before_the_plan_is_there_does_not_hide_who_was_asked_to_le
     run.back("W0_1")
     assert run.opened[-1].failed == ("W1_0", "W2_0")
     assert run.opened[-1].reason == "W0_1 re-joins; ada asked W1_0 to leave"
-    assert run.opened[-1].let_go == by_its_reason(run.opened[-1]) == (LetGo("W1_0", False),)
+    assert told(run.opened[-1]) == by_their_reasons(run)[-1] == ((LetGo("W1_0", False),), ("W0_1", "W2_0"))
     run.resume()
     run.back("W2_0")
     assert run.opened[-1].reason == "W2_0 re-joins" and not run.opened[-1].let_go, "that it has left is old news"
@@ -412,7 +420,7 @@ def test_what_happens_before_the_plan_is_there_does_not_hide_who_stands_by() -> 
     run.plans = True
     run.exit("W1_1")
     assert run.opened[-1].reason.endswith("; W2_1 is to stand by")
-    assert run.opened[-1].let_go == (LetGo("W2_1", True),)
+    assert told(run.opened[-1]) == by_their_reasons(run)[-1] == ((LetGo("W2_1", True),), ("W1_1",))
 
 
 def test_of_many_who_stand_by_each_is_named() -> None:
@@ -421,8 +429,7 @@ def test_of_many_who_stand_by_each_is_named() -> None:
     run.resume()
     out, pipeline = ("W1_0",), tuple(f"W1_{stage}" for stage in range(9))
     run.send(Offered(out, Offer(out, (Candidate(STAND_BY, pipeline),), STAND_BY)))
-    assert run.opened[-1].let_go == tuple(LetGo(name, True) for name in pipeline[1:])
-    assert by_its_reason(run.opened[-1]) == run.opened[-1].let_go
+    assert told(run.opened[-1]) == by_their_reasons(run)[-1] == (tuple(LetGo(n, True) for n in pipeline[1:]), ())
 
 
 def test_the_launcher_of_one_that_ends_before_it_could_leave_is_told_that_it_was_to() -> None:

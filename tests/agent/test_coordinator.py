@@ -437,6 +437,20 @@ def test_workers_that_were_silent_at_the_end_are_needed_until_the_job_is_over(he
     assert run.opened[-1].joining == () and len(run.state.unsettled()) == 3 == run.state.tally.unsettled
 
 
+def test_a_link_that_broke_while_all_were_silent_at_the_end_halts_no_job_for_good() -> None:
+    run = Run(3, 2, iterations=10).start()
+    run.exit("W2_1")
+    run.send(IterationsCommitted(10))
+    run.send(TransferBroken("W0_0", "W0_0-1", "W0_1", run.state.generation))
+    run.now += 30
+    run.send(Tick())
+    assert run.state.job_state is JobState.HALTED and not run.state.unheard
+    run.beat()
+    assert run.opened[-1].number == 3 and run.opened[-1].failed == ("W2_1",)
+    run.resume()
+    assert run.state.job_state is JobState.RUNNING
+
+
 def test_a_worker_without_its_state_that_was_silent_at_the_end_still_lacks_it() -> None:
     run = Run(iterations=10).start()
     run.exit("W0_0")

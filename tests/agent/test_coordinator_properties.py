@@ -274,6 +274,10 @@ class Membership(RuleBasedStateMachine):
             assert {worker for worker, _ in generation.let_go} <= {*before.living} & {*generation.failed}
 
     @invariant()
+    def who_is_lost_was_there_with_a_process_that_is_gone(self) -> None:
+        assert [{*generation.lost} for generation in self.run_.opened[1:]] == self.run_.lost()
+
+    @invariant()
     def nobody_is_asked_in_vain(self) -> None:
         """A wait for a choice has an end, is for a loss, and asks for no plan meanwhile."""
         state = self.run_.state

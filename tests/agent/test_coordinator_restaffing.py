@@ -14,6 +14,7 @@ from openrecycle.agent.coordination.membership import (
     LeadChanged,
     PlanReady,
     PlanRefused,
+    StateLost,
 )
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run, fingerprint
@@ -76,6 +77,7 @@ def test_a_move_for_which_there_was_no_plan_is_undone(comes: str) -> None:
     held = {name: run.member(name).incarnation for name in generation.living}
     assert "W0_0-1" in held.values() and "W1_0-1" in held.values() and len(held) == 3
     assert {name for name, process in held.items() if process == "W1_0-1"} == {to for _, to in generation.moves}
+    assert not {"W0_0", "W1_0"} & {*generation.lost}
 
 
 def test_the_place_that_was_given_up_can_be_taken_by_a_new_process() -> None:
@@ -122,18 +124,22 @@ def test_a_newcomer_of_the_lost_stage_needs_nobody_to_move() -> None:
 @examples(150)
 @given(st.data())
 def test_whatever_dies_and_returns_each_process_has_one_place(data: st.DataObject) -> None:
-    """No incarnation at two places, no generation with an empty stage, no move from a place that still lives on."""
+    """No incarnation at two places, no generation with an empty stage, no move from a place that still lives on. Who is
+    called lost is so, and nobody is whose stage has only lost its state."""
     run = Run(3, 3, checkpoints=True).start()
     for _ in range(data.draw(st.integers(1, 14))):
         present = [m.name for m in run.state.members.values() if m.state in PRESENT]
         out = [m.name for m in run.state.members.values() if m.state is WorkerState.FAILED]
-        choice = data.draw(st.sampled_from(["exit", "exit", "exit", "back", "resume"]))
+        choice = data.draw(st.sampled_from(["exit", "exit", "exit", "back", "resume", "state"]))
         if choice == "exit" and len(present) > 3:
             run.exit(data.draw(st.sampled_from(present)))
         elif choice == "back" and out:
             run.back(data.draw(st.sampled_from(out)))
         elif choice == "resume" and run.state.pending is None:
             run.resume()
+        elif choice == "state" and present:
+            worker = data.draw(st.sampled_from(present))
+            run.send(StateLost(worker, run.member(worker).incarnation or "", run.state.generation, "it is gone"))
         held = [m.incarnation for m in run.state.members.values() if m.state in PRESENT]
         assert len(held) == len(set(held)) and None not in held
         generation = run.opened[-1]
@@ -141,3 +147,4 @@ def test_whatever_dies_and_returns_each_process_has_one_place(data: st.DataObjec
         for source, to in generation.moves:
             assert to in generation.living and source != to
     assert [e.number for e in run.opened] == list(range(1, len(run.opened) + 1))
+    assert [{*generation.lost} for generation in run.opened[1:]] == run.lost()

@@ -6,7 +6,9 @@ import pytest
 
 from openrecycle.agent.coordination.membership import (
     MOST_RETIRED,
+    ConsoleRestarted,
     GenerationAcknowledged,
+    OpRaised,
     TransferBroken,
     WorkerRegistered,
 )
@@ -47,6 +49,35 @@ def test_a_failure_takes_a_waiting_worker_along() -> None:
     run.back("W1_0")
     run.exit("W2_1")
     assert (run.opened[-1].failed, run.opened[-1].joining) == (("W2_1",), ("W1_0",))
+
+
+def test_who_joined_and_has_no_state_yet_is_not_lost_when_the_next_generation_opens() -> None:
+    run = Run(3, 2).start()
+    run.exit("W1_1")
+    run.resume()
+    run.back("W1_1")
+    run.exit("W2_0")
+    run.send(OpRaised("W0_0", "W0_0-1", run.state.generation, "iteration 7 raised in W0_0"))
+    assert [generation.lost for generation in run.opened] == [(), ("W1_1",), (), ("W2_0",), ()]
+    assert [generation.joining for generation in run.opened[2:]] == [("W1_1",)] * 3
+
+
+def test_who_joined_and_joins_anew_is_lost() -> None:
+    run = Run(3, 2).start()
+    run.back("W1_1")
+    run.back("W1_1")
+    assert [generation.lost for generation in run.opened[1:]] == [("W1_1",), ("W1_1",)]
+    assert [generation.joining for generation in run.opened[1:]] == [("W1_1",), ("W1_1",)]
+
+
+def test_who_is_lost_is_known_after_a_restart_of_the_console() -> None:
+    run = Run(3, 2).start()
+    run.plans = False
+    run.exit("W1_1")
+    run.back("W1_1")
+    run.plans = True
+    run.send(ConsoleRestarted())
+    assert run.opened[-1].lost == ("W1_1",) and run.opened[-1].joining == ("W1_1",)
 
 
 def test_a_worker_that_still_takes_weights_joins_again_in_the_next_generation() -> None:

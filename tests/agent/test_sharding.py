@@ -215,11 +215,11 @@ def test_who_has_stepped_in_doubt_exchanges_no_parameters() -> None:
     sums.add_loss(torch.tensor(1.0))
     for parameter in module.parameters():
         sums.add(parameter, torch.ones_like(parameter))
-    executor = MagicMock(_steps=steps, exchange=None, tied=None, _reduction_seconds=0.0, _iteration=0)
+    executor = MagicMock(_steps=steps, _exchange=None, _tied=None, _reduction_seconds=0.0, _iteration=0)
     executor._incomplete.return_value = executor._transfers.reduced_by_all.return_value = 0
     with pytest.raises(TransferError):
         Executor._step(executor)
-    assert optimizer.committed == 1 and not executor.sharded.gather.called
+    assert optimizer.committed == 1 and not executor._sharded.gather.called
 
 
 @pytest.mark.parametrize("kind", [optim.LBFGS, optim.Adafactor])

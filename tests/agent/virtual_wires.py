@@ -236,7 +236,8 @@ class _Stage:
         self._parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
         # Each is a bucket: one begins beside the last backward.
         self.gradients = GradientSum(self._parameters, terms=1, bucket_bytes=1)
-        self.counted_elsewhere: frozenset[MicroBatch] = frozenset()
+
+    def count_elsewhere(self, keys: frozenset[MicroBatch]) -> None: ...
 
     def forward(self, key: MicroBatch, x: Any, *, seed: int, loss: Any = None, wanted: Any = None) -> Any:
         self._took(key, x)

@@ -352,10 +352,11 @@ def key(message: Message | dict[str, object], *fields: str) -> tuple[object, ...
 def durable(state: State) -> object:
     """What a state is made of, but for times and for what is worked out again."""
     members = {
-        n: (m.state, m.incarnation, m.retired, m.generation, m.acknowledged, m.draining, m.detail, m.leaving)
+        n: (m.state, m.incarnation, m.retired, m.generation, m.acknowledged, m.draining, m.detail, m.leaving, m.let_go)
         for n, m in state.members.items()
     }
     broken = (state.broken.reporter, state.broken.worker, state.broken.detail) if state.broken else None
     moves = state.pending.moves if state.pending else ()
-    life = (state.over, state.over_reason, state.halted, state.mode, state.choice_timeout, state.frozen_by)
-    return members, state.current, state.committed, broken, moves, life, state.held, state.moved
+    life = (state.over, state.over_reason, state.halted, state.unheard, state.mode, state.choice_timeout)
+    held = (state.frozen_by, state.held, state.moved)
+    return members, state.current, state.committed, broken, moves, life, held

@@ -237,11 +237,18 @@ def without(in_table: str, column: str) -> Callable[[dict[str, bytes], dict[str,
     return change
 
 
-def test_who_was_let_go_is_known_of_files_of_before_too(
+def test_who_was_let_go_and_lost_is_known_of_files_of_before_too(
     origin: tuple[Database, str, Path], target: Database, tmp_path: Path
 ) -> None:
     source, job_id, path = origin
-    import_history(target, rewritten(path, tmp_path / "before.zip", without("generation", "let_go")))
+    later = {"generation": ("let_go", "lost"), "worker": ("let_go",), "job": ("unheard",)}
+
+    def of_before(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        for name, columns in later.items():
+            for column in columns:
+                without(name, column)(parts, manifest)
+
+    import_history(target, rewritten(path, tmp_path / "before.zip", of_before))
     assert everything(target, job_id) == everything(source, job_id)
 
 

@@ -347,7 +347,7 @@ def looks(test: AppTest) -> dict[str, str]:
 def test_each_state_of_a_worker_has_its_look(console: ConsoleService) -> None:
     job = JobHere(console, "all looks").register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
-    console.jobs.find(job.job_id).measurements.slow = {"W0_0": 1.8}
+    console.jobs.find(job.job_id).measurements.found_slow({"W0_0": 1.8})
     test = open_live(job.job_id)
     seen = looks(test)
     assert seen["W0_0"] == "slow, 1.8 ×" and seen["W1_2"] == "failed"

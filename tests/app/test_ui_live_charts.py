@@ -236,41 +236,20 @@ def test_another_plan_and_other_layers_are_told_apart() -> None:
 
 def test_a_loss_that_no_launcher_reported_is_marked_also_where_a_worker_is_back_before_the_next_commit() -> None:
     rows: list[dict[str, Any]] = [
-        _row(1, "all have registered", [], []),
-        _row(2, "W1_2: silent", ["W1_2"], []),
-        _row(3, "W1_2 re-joins", [], ["W1_2"]),
-        _row(4, "W0_0: silent; W0_0 re-joins", [], ["W0_0"]),
-        _row(5, "Ann asked W0_1 to leave", ["W0_1"], []) | {"let_go": [("W0_1", False)]},
-        _row(6, "W1_2: silent; W2_2 takes the place of W1_2", ["W0_1", "W2_2"], ["W1_2"])
-        | {"moves": [("W2_2", "W1_2")]},
+        {"reason": "all have registered"},
+        {"reason": "W1_2: silent", "failed": ["W1_2"], "lost": ["W1_2"]},
+        {"reason": "W1_2 re-joins"},
+        {"reason": "W0_0: silent; W0_0 re-joins", "lost": ["W0_0"]},
+        {"reason": "Ann asked W0_1 to leave", "failed": ["W0_1"], "let_go": [("W0_1", False)]},
+        {"reason": "W1_2: silent; W2_2 takes the place of W1_2", "failed": ["W0_1", "W2_2"], "lost": ["W1_2"]},
     ]
-    generations = generation_views(rows)
-    assert [g.lost for g in generations] == [("W1_2",), (), ("W0_0",), (), ("W1_2",)]
+    usual = {"failed": [], "lost": [], "let_go": [], "partition": [], "plan_fingerprint": "plan"}
+    generations = generation_views([usual | {"generation": n} | row for n, row in enumerate(rows, 1)])
     steps = [(1, 12), (3, 12), (4, 12), (5, 11), (6, 10)]
     base = factory.iteration_views(len(steps))
     iterations = tuple(replace(i, generation=e, living=n) for i, (e, n) in zip(base, steps, strict=True))
     marks = generation_marks(iterations, (), generations)
     assert [m.text for m in marks] == ["✕ W1_2", "✕ W0_0", "↓ drained", "✕ W1_2"]
-
-
-def _row(generation: int, reason: str, failed: list[str], joining: list[str]) -> dict[str, Any]:
-    row = {"generation": generation, "reason": reason, "failed": failed, "joining": joining}
-    return row | {"moves": [], "let_go": [], "partition": [], "plan_fingerprint": "plan"}
-
-
-def test_who_joined_and_has_no_state_yet_is_not_lost_when_the_next_generation_opens() -> None:
-    rows = [
-        _row(2, "W1_1: silent", ["W1_1"], []),
-        _row(3, "W1_1 re-joins", [], ["W1_1"]),
-        _row(4, "W2_0: silent", ["W2_0"], ["W1_1"]),
-        _row(5, "iteration 7 raised in W0_0", ["W2_0"], ["W1_1"]),
-    ]
-    assert [g.lost for g in generation_views(rows)] == [(), ("W2_0",), ()]
-
-
-def test_who_joined_and_joins_anew_is_lost() -> None:
-    again = [_row(n, "W1_1 was started anew", [], ["W1_1"]) for n in (2, 3)]
-    assert [g.lost for g in generation_views([_row(1, "start", [], []), *again])] == [("W1_1",), ("W1_1",)]
 
 
 def test_nobody_has_died_where_the_state_of_a_stage_is_gone() -> None:

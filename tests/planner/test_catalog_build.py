@@ -82,7 +82,7 @@ def test_small_grids_have_every_pattern(tmp_path: Path) -> None:
             assert found.plan.failed == tuple(map(str, sorted(workers)))
             fitting = report.catalog.fitting(workers)
             assert fitting is not None
-            assert fitting[1] == found.reason
+            assert fitting.reason == found.reason
             assert found.plan.fingerprint == found.plan.compute_fingerprint()
             assert check(found.plan) == []
             in_memory = catalog.find(workers)
@@ -234,8 +234,8 @@ def test_failures_find_the_plan_for_as_many_on_each_stage(by_count: StoredCatalo
     assert set(found.plan.failed) == set(map(str, failed))
     assert found.plan.fingerprint == found.plan.compute_fingerprint()
     assert found.plan.metrics.period == header.metrics.period
-    alone = StoredCatalog(by_count.info, MappedBlobs({fitting[0]: by_count.blobs.get(fitting[0]) or b""}))
-    assert alone.find(failed) == found and found.reason == fitting[1]
+    alone = StoredCatalog(by_count.info, MappedBlobs({fitting.name: by_count.blobs.get(fitting.name) or b""}))
+    assert alone.find(failed) == found and found.reason == fitting.reason
     if other := next((w for w in job.workers() if w not in failed), None):
         stored = [by_count.header(name).counts for name in by_count.blobs.names()]
         more = failed | {other}
