@@ -1,5 +1,6 @@
 """The kernel of agent.stages.kernels for CPUs, by numba, which is here where the planner is. It is compiled when this
-is imported (0.6 s of a processor; half of it once it is kept on disk): the server that workers are forked from does so.
+is imported (0.6 s of a processor; half of it once it is kept on disk), and called once: the server that workers are
+forked from does so. With its first array numba imports numpy.ma: a seventh of a small job's time in each worker.
 Whatever is wrong with numba, importing this raises ImportError: that server passes over no other one.
 """
 
@@ -46,6 +47,8 @@ try:
     if numba.config.DISABLE_JIT:
         raise ImportError("NUMBA_DISABLE_JIT is set")
     _add = _compiled()
+    for _wide in (np.float32, np.float64):
+        _add(np.zeros(1, np.int64), np.zeros(1, _wide), _wide(1), _wide(1), CPU_CHUNK)
 except Exception as error:
     raise ImportError(f"{type(error).__name__}: {error}") from error
 

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 
 from openrecycle.forking import end_with_parent, fork_context
 from tests.agent.launches import warm
@@ -38,6 +39,26 @@ def test_a_round_of_the_collector_looks_through_what_a_worker_has_made_alone() -
     enabled, imported, own = mine.recv()
     worker.join(60)
     assert enabled and imported > 100_000 and own < imported / 10
+
+
+def _add(to: Connection) -> None:
+    from openrecycle.agent.stages import numba_add
+
+    imported = set(sys.modules)
+    for wide in (torch.float32, torch.float64):
+        numba_add.add(torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=wide), torch.zeros(1), 2.0, 1e9)
+    to.send(sorted(set(sys.modules) - imported))
+
+
+def test_the_first_sum_of_a_worker_imports_nothing() -> None:
+    pytest.importorskip("numba")
+    warm()
+    mine, theirs = multiprocessing.Pipe()
+    worker = multiprocessing.get_context("forkserver").Process(target=_add, args=(theirs,), daemon=True)
+    worker.start()
+    assert mine.poll(60)
+    assert mine.recv() == []
+    worker.join(60)
 
 
 def _child(pipe: Connection) -> None:

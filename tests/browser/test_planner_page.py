@@ -82,14 +82,13 @@ def test_what_if_to_a_link_that_shows_the_same(page: Page, server: ConsoleServer
     expect(page).to_have_url(re.compile("saved="))
     link = page.url
     page.goto("about:blank")  # with which this session ends
+    # Whose screen is a telephone's: all of it fits that, too.
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.emulate_media(color_scheme="dark")
     page.goto(link)
     expect(period(page)).to_have_text("27 slots")
     expect(dead(page, "W1_2")).to_be_visible()
     assert [row["name"] for row in server.get("/plans").json()["plans"]] == ["no slower without W1_2"]
-
-    # All of it fits a telephone, too.
-    page.set_viewport_size({"width": 390, "height": 844})
-    page.emulate_media(color_scheme="dark")
     page.locator(".js-plotly-plot .main-svg").first.wait_for()
     settle(page)
     assert_it_fits(page, ".or-card *", ".or-step *", ".st-key-worker-grid-planner button")
