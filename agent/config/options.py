@@ -584,8 +584,9 @@ class TrainingOptions(OptionGroup):
     def _check_faults(self, technique: Technique, memory: MemoryLimit) -> None:
         """Refuses wishes that no plan can survive."""
         kills, rejoins = self.kills, self.rejoins
-        for name, wishes in (("kill", kills), ("rejoin", rejoins), ("slow", self.slowdowns)):
-            for text, wish in zip(getattr(self.faults, name), wishes, strict=True):
+        wishes: dict[str, Sequence[Kill | Rejoin | Slow]] = {"kill": kills, "rejoin": rejoins, "slow": self.slowdowns}
+        for name, these in wishes.items():
+            for text, wish in zip(getattr(self.faults, name), these, strict=True):
                 if wish.iteration >= self.iterations:
                     expected = f"an iteration from 0 to {self.iterations - 1}, of the job's {self.iterations}"
                     raise InputError(f"faults.{name}", text, expected)

@@ -310,7 +310,8 @@ class Launcher:
             self._record_relayout()
             for cell in self._record.unsaid:
                 self._listener({"warning": f"{cell} died on purpose, when all iterations were committed"})
-            for wish in (*self._kills, *self._rejoins):
+            wishes: list[Kill | Rejoin] = [*self._kills, *self._rejoins]
+            for wish in wishes:
                 self._listener({"warning": not_done(wish, self._first, self._iterations)})
             # Before the last line: whoever has to go on from here writes it.
             self._hand_out(last=True)

@@ -38,7 +38,7 @@ WITHOUT_TORCH = (
 PURE = "agent/coordination"
 PURE_MAY = ("planner", "agent.coordination", "agent.messages.protocol")
 DEEPEST = 8  # floors of app by files, of planner and agent by folders
-PURE_STANDARD = {"__future__", "collections", "dataclasses", "enum", "functools", "sys", "typing"}
+PURE_STANDARD = {"__future__", "collections", "dataclasses", "enum", "functools", "math", "sys", "typing"}
 
 
 @cache

@@ -103,7 +103,7 @@ def table(memory: MemoryLimit, seconds: float) -> None:
             f"  {len(dead)} dead (floor {(12 - len(dead)) / 12:.1%}): re-routed {base / stay.metrics.period:.1%}; "
             f"re-laid {layout.partition} {base / plan.metrics.period:.1%} (list {share(full, layout.period)}, "
             f"gap {plan.metrics.gap:.1%}); "
-            f"workers move too {moved.counts} {moved.partition} {share(full, moved.period)}; "
+            f"workers move too {moved.partition} {share(full, moved.period)}; "
             f"3 stages {share(full, fewer.period) if fewer else '-'}",
             flush=True,
         )
