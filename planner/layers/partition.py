@@ -84,6 +84,11 @@ class Layout:
     def partition(self) -> Partition:
         return self.problem.job.partition
 
+    @property
+    def counts(self) -> Counts:
+        """Living workers per stage."""
+        return tuple(len(self.problem.living_peers(s)) for s in range(self.problem.job.stages))
+
 
 def lay_out(
     job: Job,
