@@ -227,6 +227,11 @@ class NodeLink:
         """Of what it has from the lead before: the term, and how many lines of the record."""
         self.handed = 0
         """The newest copy that was sent there."""
+        self.process = ""
+        """Of the launcher there, as it says; "": it does not."""
+        self.forgot = False
+        """Does nobody choose a lead any more by what was sent there? The launcher is gone, or has come back since, as
+        one that knows nothing."""
         self._lines = 0
         self._plan = ""
         self.alive = True
@@ -318,6 +323,10 @@ class NodeLink:
         self._lost(self)
 
 
+Electorate = dict[int, NodeLink | None]
+"""Nodes by which another lead may be chosen, and by what link each has come; None: it has not come to this lead."""
+
+
 def _exit_code(code: Any) -> int | None:
     """As a node says it; None for what is none."""
     return code if isinstance(code, int) and not isinstance(code, bool) and abs(code) < 1 << 31 else None
@@ -344,6 +353,8 @@ class NodeHub:
         self.links: dict[int, NodeLink] = {}
         self.members: dict[int, Address] = {}
         """Where the other nodes listen that are in the job, and not known to be gone."""
+        self._came: dict[int, NodeLink] = {}
+        """The newest link of each node, also where it is broken."""
         self.memory: dict[int, int] = {}
         """Bytes that the workers of a node may take, of the nodes that have said so."""
         self.hosts: dict[int, str] = {}
@@ -401,6 +412,17 @@ class NodeHub:
         for rank in missing:
             self._watch(rank, self.members[rank])
         return out
+
+    @property
+    def electorate(self) -> Electorate:
+        """As a copy that is made now names them."""
+        return {rank: self._came.get(rank) for rank in self.members}
+
+    def follow(self, number: int, electorate: Electorate) -> bool:
+        """Do half of those nodes follow this lead, as they have that copy, and have come by that link?"""
+        left = {rank: link for rank, link in electorate.items() if rank in self.members and not (link and link.forgot)}
+        have = sum(left.get(rank) is link and link.acked >= number for rank, link in self.links.items())
+        return may_go_on(1 + have, 1 + len(left))[0]
 
     def depose(self, why: str) -> None:
         """This launcher leads no more."""
@@ -525,7 +547,11 @@ class NodeHub:
                     self.memory[link.rank] = memory
                 if isinstance(host := hello.get("host"), str):
                     self.hosts[link.rank] = host[:MAX_HOST]
-                self.links[link.rank] = link
+                link.process = str(hello.get("process", ""))[:64]
+                earlier = self._came.get(link.rank)
+                if earlier is not None and link.process:  # another may have been started in its place, and it may live
+                    earlier.forgot = earlier.forgot or earlier.process == link.process
+                self.links[link.rank] = self._came[link.rank] = link
             self.news.notify_all()
         self._say(f"node {link.rank} is here, at {link.address} (answers in {1000 * link.round_trip:.2f} ms)")
 
@@ -597,17 +623,27 @@ class NodeHub:
         if not self._closing:
             self._say(f"the connection with node {link.rank} is broken: its workers count as ended")
             if address is not None:
-                self._watch(link.rank, address)
+                self._watch(link.rank, address, link)
 
-    def _watch(self, rank: int, address: Address) -> None:
-        threading.Thread(target=self._find_out, args=(rank, address), name=f"node-{rank}-gone", daemon=True).start()
+    def _watch(self, rank: int, address: Address, link: NodeLink | None = None) -> None:
+        args = rank, address, link
+        threading.Thread(target=self._find_out, args=args, name=f"node-{rank}-gone", daemon=True).start()
 
-    def _find_out(self, rank: int, address: Address) -> None:
-        """Until a node that is lost is known to be gone, it may follow another lead, or be one."""
+    def _find_out(self, rank: int, address: Address, link: NodeLink | None) -> None:
+        """Until a node that is lost is known to be gone, it may follow another lead, or be one; also where another
+        process has come in its place, and listens elsewhere. link: which it had."""
         lead_status = self.lead_status
-        while not self._closing and rank not in self.links and self.members.get(rank) == address:
+
+        def unknown() -> bool:
+            there = rank not in self.links and self.members.get(rank) == address
+            elsewhere = self.members.get(rank, address) != address and link is not None and not link.forgot
+            return not self._closing and (there or elsewhere)
+
+        while unknown():
             seen = ask(address, self._token, lead_status.run)
             with self.news:
+                if seen == "gone" and link is not None:
+                    link.forgot = True
                 if seen == "gone" and self.members.get(rank) == address and rank not in self.links:
                     del self.members[rank]
                 self.news.notify_all()
@@ -711,9 +747,8 @@ class SpreadPool(ProcessPool):
         self._followed_at, self._lag = time.monotonic(), LoopLag()
         self._linked = dict(hub.links)
         """When it was last looked which spare ranks there are."""
-        self._counted: dict[int, Address] | None = None
-        """Nodes whose acks count, and where they listen: enough nodes know that those there belong to the job. One that
-        has come back since listens elsewhere, and the others may know nothing of it. None: all."""
+        self._electorates = [hub.electorate]
+        """Of the newest copy that enough nodes have, and of those since: by any of them others may choose a lead."""
         self._job: dict[str, Any] = {}
 
     @property
@@ -805,10 +840,6 @@ class SpreadPool(ProcessPool):
         """Of this node, as it knew them, under the number 0, before it led. The others say which are theirs."""
         self.spares.replace(self.own_node, here.on(0))
 
-    def count(self, nodes: Mapping[int, Address]) -> None:
-        """Enough know already that those belong to the job."""
-        self._counted = dict(nodes)
-
     def decide(self, send: Callable[[], None]) -> None:
         if self._decided is None:
             send()
@@ -841,7 +872,9 @@ class SpreadPool(ProcessPool):
                 hub.hands_out = True
             self._copies += 1
             with hub.news:
-                nodes, links = dict(hub.members), dict(hub.links)
+                nodes, links, electorate = dict(hub.members), dict(hub.links), hub.electorate
+            if electorate != self._electorates[-1]:
+                self._electorates.append(electorate)
             copy = self._copy(run, document, nodes)
             for rank, link in links.items():
                 # Of one that stands still nothing is to pile up; what is decided may not come without a copy.
@@ -851,7 +884,7 @@ class SpreadPool(ProcessPool):
                 if now > self._followed_at + SEEK_SECONDS:
                     hub.depose(f"for {SEEK_SECONDS:.0f} s too few of the other nodes have answered")
                 return hub.deposed
-            self._counted, self._followed_at = nodes, now
+            self._electorates, self._followed_at = [electorate], now
         decided, self._decided = self._decided, None if last else []
         for send in decided:
             send()
@@ -874,9 +907,7 @@ class SpreadPool(ProcessPool):
         hub = self._hub
 
         def enough() -> bool:
-            counted = hub.members if self._counted is None else dict(self._counted.items() & hub.members.items())
-            acks = sum(rank in counted and link.acked >= number for rank, link in hub.links.items())
-            return may_go_on(1 + acks, 1 + len(hub.members))[0]
+            return all(hub.follow(number, electorate) for electorate in self._electorates)
 
         with hub.news:
             hub.news.wait_for(lambda: hub.deposed or enough(), max(0.0, until - time.monotonic()))

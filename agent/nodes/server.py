@@ -10,6 +10,7 @@ import errno
 import signal
 import socket
 import time
+import uuid
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class NodeServer:
         lead: tuple[str, int] | None = None,
     ) -> None:
         self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
-        self._address = address
+        self._address, self._process = address, uuid.uuid4().hex
         self._stop = 0
         self._backoff = Backoff(0.1, 2.0)
         """Until a lead has told of the job: one that takes this node in, and hangs up each time, is not run down."""
@@ -199,7 +200,8 @@ class NodeServer:
             self._hub = self._listen(host, port)
             self._address = self._hub.host if self._rank == 0 else address
         about |= {"rank": self._rank, "nodes": self._nodes, "address": self._address, "port": self._hub.port}
-        frames.send({"kind": "hello", **about, **MACHINE, "memory": memory_limit(), "host": socket.gethostname()})
+        about |= {"process": self._process, "memory": memory_limit(), "host": socket.gethostname()}
+        frames.send({"kind": "hello", **about, **MACHINE})
         answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":
             if answer.get("again"):
@@ -241,13 +243,9 @@ class NodeServer:
         if self._over:
             raise _Bye
         if self._copy is None:
-            text = f"the connection with the lead broke ({why})"
-            # Where node 0 comes back it listens at the same address, so who chooses the next lead would wait for it.
-            if self._rank == 0 or list(self._leads) == [self._front]:
-                raise LeadLost(f"{text}; this node's workers are ended")
-            # The job goes on without this node. Where it has listened nobody may any more: it knows too little to be
-            # asked who leads next, and would be waited for.
-            raise _LeftOut(text, self._leads)
+            # The job goes on without this node, or begins anew. It knows too little to be asked who leads next, and
+            # would be waited for: so it forgets, as if it had just been started, that a lead had taken it in.
+            raise _LeftOut(f"the connection with the lead broke ({why})", self._leads)
         self._say(f"the connection with the lead broke ({why}); the nodes find out who leads next")
         self._lead_status.lose_lead()
 
@@ -261,10 +259,8 @@ class NodeServer:
         if copy is None:
             if silent:
                 # It may be stopped, and whoever is to take its place would wait for this node. It may be back soon.
-                self._hang_up()
                 self._ask_another()
-                left_out = _LeftOut("the lead was silent before it had told of the job", self._leads)
-                raise left_out if self._rank else LeadLost(f"{left_out}; this node's workers are ended")
+                raise _LeftOut("the lead was silent before it had told of the job", self._leads)
             return None
         silent = silent and (len(copy.nodes) > 2 or self._arbiter is not None)
         if self._frames is not None and lead_status.lead is None:
@@ -545,7 +541,6 @@ class Succession:
         now = time.monotonic()
         self.record.cut(copy.lines)
         pool = SpreadPool(preload(self.run.workload), hub, place(self.run.options.job, self.nodes), self.record)
-        pool.count(copy.nodes)
         document = copy.unpacked()
         lost = dict[Worker, str]()
         for about in document["workers"]:

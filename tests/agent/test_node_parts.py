@@ -674,42 +674,80 @@ def test_who_has_come_to_a_launcher_that_does_not_lead_hears_who_does(hub: NodeH
     assert heard == [{"kind": "moved", "lead": ["127.0.0.1", 7]}]
 
 
-def test_a_node_that_has_come_back_counts_once_others_know_where() -> None:
-    """Those that know it where it was before would take it for gone, and choose another lead among themselves."""
-    hub, sent = NodeHub("127.0.0.1", 0, 3, "", lambda _: None), list[str]()
+class Followers:
+    """Nodes 1 and 2 of a job of three, each a launcher that lives wherever its connection is broken: it listens. sent:
+    what the lead has sent of what it has decided."""
 
-    def acknowledge(node: Frames) -> None:
+    def __init__(self) -> None:
+        self.hub = NodeHub("127.0.0.1", 0, 3, "", lambda _: None)
+        self.ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
+        self.nodes: dict[int, Frames] = {}
+        for rank in (1, 2):
+            self.come(rank, "first", begun=False)
+        self.pool, self.sent = SpreadPool([], self.hub, {}), list[int]()
+        assert self.decides(0)
+
+    def come(self, rank: int, process: str, *, begun: bool = True, at: int | None = None) -> None:
+        before, port = self.hub.links.get(rank), self.ports[rank if at is None else at].getsockname()[1]
+        node = fake_node((self.hub.host, self.hub.port), begun=begun, rank=rank, port=port, process=process)
+        until(lambda: self.hub.links.get(rank, before) is not before, "the lead to have it", 10)
+        threading.Thread(target=self._acknowledge, args=(node,), daemon=True).start()
+        self.nodes[rank] = node
+
+    @staticmethod
+    def _acknowledge(node: Frames) -> None:
         with contextlib.suppress(OSError, NotTrusted):
             while True:
                 if (message := node.receive())["kind"] == "copy":
                     node.send({"kind": "ack", "number": message["number"]})
 
-    try:
-        nodes = {rank: fake_node((hub.host, hub.port), rank=rank, port=1000 + rank) for rank in (1, 2)}
-        hub.wait_for_all(5)
-        pool, run = SpreadPool([], hub, {}), spec_of(NamedWorkload("a:b")).run
-        pool.count({1: hub.members[1], 2: ("127.0.0.1", 999)})
-        pool.decide(lambda: sent.append("decided"))
+    def break_off(self, rank: int) -> None:
+        self.nodes.pop(rank).close()
+        until(lambda: rank not in self.hub.links, "it to be lost", 10)
 
-        def hand_out() -> bool:
-            assert not pool.hand_out(run, lambda: {"plan": "plan"})
-            return bool(sent)
+    def decides(self, number: int) -> bool:
+        """Something, and it is sent once those that are there have the newest copy."""
+        self.pool.decide(lambda: self.sent.append(number))
+        run = spec_of(NamedWorkload("a:b")).run
+        assert not self.pool.hand_out(run, lambda: {"plan": "plan"})
+        newest = max(link.handed for link in self.hub.links.values())
+        until(lambda: all(link.acked >= newest for link in self.hub.links.values()), "all to have it", 10)
+        assert not self.pool.hand_out(run, lambda: {"plan": "plan"})
+        return number in self.sent
 
-        threading.Thread(target=acknowledge, args=(nodes[2],), daemon=True).start()
-        hand_out()
-        until(lambda: hub.links[2].acked, "node 2 to have it", 10)
-        assert not hand_out(), "node 1 may not know where node 2 is now"
-        threading.Thread(target=acknowledge, args=(nodes[1],), daemon=True).start()
-        until(hand_out, "node 1 to have it", 10)
-        nodes[1].close()
-        until(lambda: 1 not in hub.links, "node 1 to be lost", 10)
-        sent.clear()
-        pool.decide(lambda: sent.append("decided"))
-        until(hand_out, "node 2 to have it", 10)
-        fake_node((hub.host, hub.port), begun=True).close()
-        nodes[2].close()  # for whose goodbye the lead would wait
-    finally:
-        hub.close("test")
+    def close(self) -> None:
+        for node in self.nodes.values():  # for whose goodbye the lead would wait
+            node.close()
+        self.hub.close("test")
+        for port in self.ports:
+            port.close()
+
+
+@pytest.fixture
+def followers() -> Iterator[Followers]:
+    followers = Followers()
+    yield followers
+    followers.close()
+
+
+def test_a_node_that_another_one_has_taken_the_place_of_counts_once_others_know(followers: Followers) -> None:
+    """The first one may live, and choose another lead with those that the lead does not hear; also where it is reached
+    at the same address, as node 0 is."""
+    followers.break_off(2)
+    followers.come(2, "second")
+    followers.break_off(1)
+    assert not followers.decides(1)
+    followers.come(1, "first", at=3)
+    assert followers.decides(2) and followers.sent == [0, 1, 2]
+
+
+def test_a_lead_that_all_nodes_have_come_back_to_goes_on(followers: Followers) -> None:
+    """All connections have broken at once, and nobody has chosen another lead: nobody remembers the copies before."""
+    for rank in (1, 2):
+        followers.break_off(rank)
+    for rank in (1, 2):
+        followers.come(rank, "first", at=rank + 2)
+    assert followers.decides(1)
 
 
 def test_a_node_that_is_lost_with_its_spare_ranks_can_not_have_a_worker_of_them(hub: NodeHub) -> None:

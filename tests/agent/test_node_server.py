@@ -27,6 +27,7 @@ from openrecycle.agent.nodes.succession import Copy, Lead, LeadStatus, Search
 from openrecycle.agent.workers.spec import RunSpec, encode_run
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.consoles import until
+from tests.agent.node_runs import free_port
 from tests.golden import golden
 
 RUN, NODES, RANK = "a run", 3, 2
@@ -85,10 +86,10 @@ class Asked(LeadStatus):
 class Node:
     """Serves in a thread; ended: what `run` has returned or raised."""
 
-    def __init__(self, front: tuple[str, int], lead: tuple[str, int] | None = None) -> None:
+    def __init__(self, front: tuple[str, int], lead: tuple[str, int] | None = None, rank: int = RANK) -> None:
         self.said: list[str] = []
         self.ended: Any = None
-        self._server = NodeServer(RANK, NODES, front, None, None, self.said.append, lead)
+        self._server = NodeServer(rank, NODES, front, None, None, self.said.append, lead)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -300,33 +301,55 @@ def test_a_node_that_knows_others_outlives_node_0_before_it_knows_the_job() -> N
         front.close("")
 
 
-def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job() -> None:
-    """It has joined a job that is under way, and has no copy yet: it is not counted among those that choose."""
+@pytest.mark.parametrize("rank", [RANK, 0])
+def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job(rank: int) -> None:
+    """It has joined a job that is under way, and has no copy yet: it is not counted among those that choose. Node 0
+    listens at the same address all along."""
     going = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(1, lead=1, term=2, run=RUN))
-    status = LeadStatus(0, lead=1, term=2, run=RUN)
-    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, status)
     going.take_over({}, frozenset())
-    front.lead = going.host, going.port
-    node = Node((front.host, front.port))
+    status = LeadStatus(other := RANK - rank, lead=1, term=2, run=RUN)
+    next_lead = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, status)
+    next_lead.lead = going.host, going.port
+    if rank:
+        node = Node((next_lead.host, next_lead.port), rank=rank)
+    else:
+        node = Node(("127.0.0.1", free_port()), (going.host, going.port), rank=rank)
+        going.members[other] = next_lead.host, next_lead.port
     search: Search | None = None
     try:
-        until(lambda: RANK in going.links or node.ended, "it to come", 20)
-        nodes = {0: (front.host, front.port), 1: (going.host, going.port), RANK: going.members[RANK]}
+        until(lambda: rank in going.links or node.ended, "it to come", 20)
+        nodes = {1: (going.host, going.port), other: (next_lead.host, next_lead.port), rank: going.members[rank]}
         copy = dataclasses.replace(copy_for(nodes), term=2, lead=1)
         assert status.take(copy)
         going.close("")
         status.lose_lead()
         search = Search(status, copy, "")
         search.join(20)
-        assert search.outcome == Lead(3, frozenset(), frozenset({1, RANK})), (node.said, node.ended)
-        front.take_over({}, frozenset())
-        comes_to(node, front, "it to come to the next lead")
+        assert search.outcome == Lead(3, frozenset(), frozenset({1, rank})), (node.said, node.ended)
+        next_lead.take_over({}, frozenset())
+        until(lambda: rank in next_lead.links or node.ended, "it to come to the next lead", 20)
+        assert rank in next_lead.links, (node.said, node.ended)
     finally:
         if search is not None:
             search.cancel()
         node.stop()
-        front.close("test")
+        next_lead.close("test")
         going.close("")
+
+
+def test_a_node_waits_for_its_lead_that_was_lost_before_the_job_began() -> None:
+    """It knows nobody else; whoever leads next does it where all look for their lead."""
+    port = free_port()
+    hub = NodeHub("127.0.0.1", port, NODES, "", lambda _: None)
+    node = Node((hub.host, port))
+    try:
+        comes_to(node, hub, "it to come")
+        hub.close("")
+        hub = NodeHub("127.0.0.1", port, NODES, "", lambda _: None)
+        comes_to(node, hub, "it to come back")
+    finally:
+        node.stop()
+        hub.close("test")
 
 
 @pytest.fixture
