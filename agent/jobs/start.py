@@ -150,9 +150,9 @@ def make_launcher(
     origin = _origin(options, source, layers, say)
     room: LayerRoom | None = None
     if options.job.layers and options.planning.relayout != "never":
-        own = Machine(here, memory_limit(), socket.gethostname())
-        others = [Machine(*node) for node in pool.machines] if pool else []
-        room = needed.room(workload, options, [own, *others] if on_cpu else [])
+        own = [Machine(here, memory_limit(), socket.gethostname())]
+        machines = [Machine(*node) for node in pool.machines] if pool else own
+        room = needed.room(workload, options, machines if on_cpu else [])
     heartbeat_seconds: float | None = None
     technique, memory = options.planning.limits
     coordination: Coordination

@@ -283,6 +283,16 @@ class Launcher:
         """Of every worker process that counts, by its name."""
         return {str(w): e.process.pid for w, e in self._pool.running.items() if e.process.pid}
 
+    @property
+    def deployed(self) -> Deploy | None:
+        """The newest generation, as its members were told of it."""
+        return self._deployed
+
+    @property
+    def record(self) -> RunRecord:
+        """How far the job is; to be read."""
+        return self._record
+
     def run(self) -> None:
         """Returns when all iterations are committed. Raises JobFailed or Stopped; no process is
         left behind."""
@@ -299,12 +309,7 @@ class Launcher:
                     break
                 if self._stop:
                     raise Stopped(self._stop, self._record.committed)
-                self._turn(TURN_SECONDS)
-                if self._end_asked:
-                    self._end_early()
-                self._start_due()
-                self._stand_still()
-                self._hand_out()
+                self.turn(TURN_SECONDS)
             if self._why_halted:
                 raise JobFailed(self._why_halted)
             self._record_relayout()
@@ -400,7 +405,16 @@ class Launcher:
 
     # -- one turn of the loop -----------------------------------------------------------------
 
-    def _turn(self, timeout: float) -> None:
+    def turn(self, seconds: float) -> None:
+        """Waits for so long at most for what workers and the coordination say, and does what follows from it."""
+        self._take_news(seconds)
+        if self._end_asked:
+            self._end_early()
+        self._start_due()
+        self._stand_still()
+        self._hand_out()
+
+    def _take_news(self, timeout: float) -> None:
         entries = self._pool.entries
         if any(entry.looked_for for entry in entries):
             timeout = min(timeout, LOOK_SECONDS)
@@ -466,7 +480,8 @@ class Launcher:
         match message["kind"]:
             case "ready":
                 entry.waits, self._stands = True, ""
-                self._coordination.ready(cell, entry.incarnation, message["host"], message["pids"], entry.made_of)
+                host = self._pool.host_of(entry, message["host"])
+                self._coordination.ready(cell, entry.incarnation, host, message["pids"], entry.made_of)
             case "resumed":
                 self._acknowledged(entry, message)
             case "log" | "measured":

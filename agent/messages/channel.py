@@ -25,6 +25,14 @@ from openrecycle.planner.plans.schedule import Schedule
 
 Message = dict[str, Any]
 
+LONGEST_TEXT = 10_000
+"""Characters of what a worker says in words: an exception may have a whole tensor in it."""
+_WORDS = ("text", "detail", "problem", "error")
+"""Fields that hold such."""
+LONGEST_MESSAGE = 1 << 23
+"""Bytes of a message of a worker. From another node it comes in one that may have eight times as many
+(agent.nodes.frames), and what becomes a line of the record goes there twice as long."""
+
 
 def send(pipe: Connection, kind: str, **fields: Any) -> None:
     """Raises OSError (BrokenPipeError) when the other end is gone."""
@@ -181,7 +189,12 @@ class WorkerChannel:
         return self._over
 
     def say(self, kind: str, **fields: Any) -> None:
+        """What is said in words is cut where it is too long; ValueError for what else makes the message too long: this
+        process ends by that, and not its node's connection."""
         message = {"kind": kind, "at": time.monotonic_ns(), **fields}
+        for name in _WORDS:
+            if isinstance(text := fields.get(name), str) and len(text) > LONGEST_TEXT:
+                message[name] = f"{text[:LONGEST_TEXT]}… ({len(text):,} characters)"
         if self._relay is None:
             self.send(message)
         else:
@@ -189,9 +202,13 @@ class WorkerChannel:
 
     def send(self, message: Message) -> None:
         """To the launcher."""
+        encoded = json.dumps(message).encode()
+        if len(encoded) > LONGEST_MESSAGE:
+            said = f"what is to be said ({message['kind']}) takes {len(encoded):,} bytes"
+            raise ValueError(f"{said}, at most {LONGEST_MESSAGE:,} can be said at once")
         # One that is gone ends this process through the listening thread.
         with self._sending, contextlib.suppress(OSError):
-            self._pipe.send_bytes(json.dumps(message).encode())
+            self._pipe.send_bytes(encoded)
 
     def orphaned(self) -> None:
         """The launcher, or a sibling, is gone: ends this process."""

@@ -356,12 +356,21 @@ class ClockReading(Message):
 
 
 @cache
+def boot_id() -> str:
+    """Of the system that this process runs on: the same in all its containers, and another one on each other machine,
+    whatever these are called; "": it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+@cache
 def clock_name() -> str:
     """Equal for two processes if and only if their monotonic clocks are one."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # A container may have a time namespace of its own, whose clock is shifted.
-        return f"{boot}-{Path('/proc/self/ns/time').stat().st_ino}"
+        return f"{boot_id()}-{Path('/proc/self/ns/time').stat().st_ino}"
     except OSError:
         return re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()[:32]}-{os.getpid()}")
 

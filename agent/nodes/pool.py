@@ -14,11 +14,14 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
+from openrecycle.agent.config.devices import memory_group, memory_limit
 from openrecycle.agent.coordination.membership import LeadTerm
 from openrecycle.agent.launcher.processes import (
     ProcessPool,
@@ -31,6 +34,7 @@ from openrecycle.agent.launcher.processes import (
 )
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Offset, Say
+from openrecycle.agent.messages.protocol import boot_id
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet, prepare
@@ -357,6 +361,8 @@ class NodeHub:
         """The newest link of each node, also where it is broken."""
         self.memory: dict[int, int] = {}
         """Bytes that the workers of a node may take, of the nodes that have said so."""
+        self.memory_shared_by = dict[int, str]()
+        """Of that, with which other nodes."""
         self.hosts: dict[int, str] = {}
         """The name of a node's host, as its workers say it."""
         self.lead: Address | None = None
@@ -545,6 +551,7 @@ class NodeHub:
                     self.members[link.rank] = link.address, port
                 if isinstance(memory := hello.get("memory"), int):
                     self.memory[link.rank] = memory
+                self.memory_shared_by[link.rank] = str(hello.get("memory_shared_by", ""))
                 if isinstance(host := hello.get("host"), str):
                     self.hosts[link.rank] = host[:MAX_HOST]
                 link.process = str(hello.get("process", ""))[:64]
@@ -677,7 +684,7 @@ def open_pool(
         hub.wait_for_all(NODE_SECONDS)
         if fits is not None:
             for node, (workers, has, _) in machines(hub, homes, role.rank).items():
-                if warning := fits(workers, has, f"on node {node}"):
+                if node != role.rank and (warning := fits(workers, has, f"on node {node}")):
                     say(warning)
     except LedElsewhere:
         hub.close("")
@@ -690,20 +697,41 @@ def open_pool(
 
 class NodeMemory(NamedTuple):
     """workers: those that begin there. has: the bytes that those may have that are there; None: it has not said so.
-    host: its name; "": it has not said so."""
+    host: as `host_of`."""
 
     workers: list[Worker]
     has: int | None
     host: str
 
 
+def memory_shared_by() -> str:
+    """The same for nodes that share the memory which they say that they have; "": that is not known."""
+    machine, group = boot_id(), memory_group()
+    return f"{machine}/{group}" if machine and group is not None else ""
+
+
+def host_of(node: int, name: str) -> str:
+    """Where a worker is, for people, and no other node's are there: hosts may all have the same name."""
+    suffix = f" (node {node})"
+    return f"{name[: MAX_HOST - len(suffix)]}{suffix}".strip()
+
+
 def machines(hub: NodeHub, homes: Mapping[Worker, int], own: int) -> dict[int, NodeMemory]:
-    """By node but for the own one."""
+    """By node. Of memory that several nodes share, as launchers of one machine do, each has what its workers are of all
+    of them."""
+    has = {**hub.memory, **({} if (limit := memory_limit()) is None else {own: limit})}
+    shared_by, hosts = {**hub.memory_shared_by, own: memory_shared_by()}, {**hub.hosts, own: socket.gethostname()}
+    by_node = {node: [w for w, home in homes.items() if home == node] for node in sorted(set(homes.values()))}
+    together = Counter[str]()
+    for node, workers in by_node.items():
+        together[shared_by.get(node, "")] += len(workers)
+
+    def part(node: int) -> int | None:
+        whole, by = has.get(node), shared_by.get(node)
+        return whole * len(by_node[node]) // together[by] if whole is not None and by else whole
+
     return {
-        node: NodeMemory(
-            [w for w, home in homes.items() if home == node], hub.memory.get(node), hub.hosts.get(node, "")
-        )
-        for node in sorted(set(homes.values()) - {own})
+        node: NodeMemory(workers, part(node), host_of(node, hosts.get(node, ""))) for node, workers in by_node.items()
     }
 
 
@@ -758,7 +786,7 @@ class SpreadPool(ProcessPool):
 
     @property
     def machines(self) -> list[NodeMemory]:
-        """Of the other nodes."""
+        """Of the nodes."""
         return list(machines(self._hub, self._homes, self._hub.lead_status.rank).values())
 
     def depose(self, why: str) -> None:
@@ -782,7 +810,8 @@ class SpreadPool(ProcessPool):
             where = {w: self._where[entry.incarnation] for w, entry in self.running.items()}
             node = stand_in(worker, self._homes[worker], {own, *links}, where)
         if node == own:
-            entry = super().start(worker, lambda i: replace(make_spec(i), address=self._hub.host), now, spares)
+            own_spec = partial(self._told, make_spec, own, self._hub.host)
+            entry = super().start(worker, own_spec, now, spares)
             self._hold_back(entry)
         elif node not in links:
             raise OSError(f"node {node} is lost")  # since it was found to be there
@@ -817,6 +846,9 @@ class SpreadPool(ProcessPool):
 
     def node_of(self, entry: WorkerProcess) -> int:
         return entry.node.rank if isinstance(entry, RemoteWorker) else self.own_node
+
+    def host_of(self, entry: WorkerProcess, name: str) -> str:
+        return host_of(self.node_of(entry), name)
 
     def has_node(self, node: int) -> bool:
         link = self._hub.links.get(node)
@@ -925,6 +957,10 @@ class SpreadPool(ProcessPool):
             *(heard, len(self._record), pack(document | {"workers": workers}), plan, self._job),
         )
 
+    @staticmethod
+    def _told(make_spec: Callable[[str], Any], node: int, address: str, incarnation: str) -> Any:
+        return replace(make_spec(incarnation), node=node, address=address)
+
     def _hold_back(self, entry: WorkerProcess) -> None:
         entry.send = lambda message: self.decide(lambda: entry.outbox.put(message))
 
@@ -933,11 +969,11 @@ class SpreadPool(ProcessPool):
     ) -> RemoteWorker:
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=False)
-        spec = make_spec(incarnation)
+        spec = self._told(make_spec, link.rank, link.address, incarnation)
         if spares is None:
             filled = self.spares.first(link.rank, spec.ranks)
             spares = Spares(link.rank, self.spares.take_of(link.rank, filled))
-        process = link.start(replace(spec, address=link.address), theirs, spares.ranks)
+        process = link.start(spec, theirs, spares.ranks)
         entry = self._remote(link, worker, incarnation, process, ours, now)
         entry.made_of = spares.ranks
         return entry

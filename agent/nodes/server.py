@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -25,9 +25,10 @@ from openrecycle.agent.launcher.launch import Takeover
 from openrecycle.agent.launcher.processes import LOOK_SECONDS, ProcessPool, RankOf, SpareRanks, WorkerProcess, preload
 from openrecycle.agent.launcher.record import REMEMBERED
 from openrecycle.agent.messages.client import Backoff, Say
-from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
+from openrecycle.agent.models.workload import WorkloadSource
+from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, Clock, LoopLag
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
-from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
+from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, memory_shared_by, place
 from openrecycle.agent.nodes.succession import SEEK_SECONDS, Arbiter, Copy, Follow, Lead, LeadStatus, Search, Spool
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, decode_run, decode_spec
@@ -48,10 +49,15 @@ class LeadLost(Exception):
     says why."""
 
 
+def make_pool(workload: WorkloadSource) -> ProcessPool:
+    return ProcessPool(worker.main, preload(workload))
+
+
 class NodeServer:
     """nodes: of the job. front: where all look for their lead, and node 0 listens. token: shared by them. address:
     under which this node's workers can be reached; the one this host reaches the lead from, unless given. lead: where
-    it listens, if not there."""
+    it listens, if not there. make_pool: makes what starts this node's workers, of their workload. clock: in seconds, by
+    which a lead is silent."""
 
     def __init__(
         self,
@@ -62,7 +68,10 @@ class NodeServer:
         address: str | None,
         say: Say,
         lead: tuple[str, int] | None = None,
+        make_pool: Callable[[WorkloadSource], ProcessPool] = make_pool,
+        clock: Clock = time.monotonic,
     ) -> None:
+        self._make_pool, self._clock = make_pool, clock
         self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
         self._address, self._process = address, uuid.uuid4().hex
         self._stop = 0
@@ -78,9 +87,9 @@ class NodeServer:
         self._hub: NodeHub | None = None
         self._frames: Frames | None = None
         """The connection with the lead; None: there is none, and it is found out who leads next."""
-        self._heard_at = self._lost_at = 0
-        """When it has last said something, and when it was lost, in nanoseconds."""
-        self._lag = LoopLag()
+        self._heard_at, self._lost_at = self._clock(), 0
+        """When it has last said something, by the clock, and when it was lost, in nanoseconds."""
+        self._lag = LoopLag(self._clock)
         self._silence = float("inf")
         self._search: Search | None = None
         self._arbiter: Arbiter | None = None
@@ -200,7 +209,8 @@ class NodeServer:
             self._hub = self._listen(host, port)
             self._address = self._hub.host if self._rank == 0 else address
         about |= {"rank": self._rank, "nodes": self._nodes, "address": self._address, "port": self._hub.port}
-        about |= {"process": self._process, "memory": memory_limit(), "host": socket.gethostname()}
+        about |= {"process": self._process, "host": socket.gethostname()}
+        about |= {"memory": memory_limit(), "memory_shared_by": memory_shared_by()}
         frames.send({"kind": "hello", **about, **MACHINE})
         answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":
@@ -216,7 +226,7 @@ class NodeServer:
             others = ((str(host), int(port)) for host, port in answer.get("others", ()))
             self._leads = deque(dict.fromkeys((*self._leads, *others)))
         frames.open_outbox("to-lead")
-        self._frames, self._heard_at = frames, time.monotonic_ns()
+        self._frames, self._heard_at = frames, self._clock()
 
     def _listen(self, host: str, port: int) -> NodeHub:
         """Raises LeadLost, and OSError for what may pass, as a port that is taken or a name that is unknown yet."""
@@ -252,10 +262,10 @@ class NodeServer:
     def _look_for_lead(self) -> Succession | None:
         """Where the lead is gone, or silent: what has come of it. Returns what this node leads with, if it is to."""
         # What this node itself stood still, also in the turn just over, is no silence of the lead's.
-        stood_still = int(1e9 * self._lag.late(MOST_OF_A_TURN))
-        self._heard_at = min(time.monotonic_ns(), self._heard_at + stood_still)
+        stood_still, now = self._lag.late(MOST_OF_A_TURN), self._clock()
+        self._heard_at = min(now, self._heard_at + stood_still)
         copy, lead_status = self._copy, self._lead_status
-        silent = (time.monotonic_ns() - self._heard_at) / 1e9 > self._silence
+        silent = now - self._heard_at > self._silence
         if copy is None:
             if silent:
                 # It may be stopped, and whoever is to take its place would wait for this node. It may be back soon.
@@ -397,7 +407,7 @@ class NodeServer:
         self._tell(item)
 
     def _obey(self, frames: Frames, message: dict[str, Any]) -> None:
-        self._heard_at = time.monotonic_ns()
+        self._heard_at = self._clock()
         if self._search is not None and self._lead_status.hear():
             self._search.cancel()
             self._search = None
@@ -475,7 +485,7 @@ class NodeServer:
         """fill: spare ranks, as the lead books them. Where the worker can't be started they are lost, here as there."""
         spec = decode_spec(document)
         if self._pool is None:
-            self._pool = ProcessPool(worker.main, preload(spec.run.workload))
+            self._pool = self._make_pool(spec.run.workload)
         # The pool files processes by cell; here one cell may have several, as workers migrate.
         self._started += 1
         cell, spares = Worker(self._started, spec.worker.stage), self._pool.spares.take_named(self._pool.own_node, fill)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.checkpoints import Identity, Origin
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, SpareRanks, Spares, WorkerProcess
+from openrecycle.agent.launcher.processes import SpareRank, SpareRanks, Spares, WorkerProcess
 from openrecycle.agent.messages import channel
 from openrecycle.agent.models.layers import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
@@ -37,6 +38,7 @@ from openrecycle.agent.nodes.pool import (
     CLOCK_SAMPLES,
     NodeHub,
     RemoteProcess,
+    RemoteWorker,
     SpreadPool,
     open_pool,
     place,
@@ -44,8 +46,8 @@ from openrecycle.agent.nodes.pool import (
     wait_for_name,
 )
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_alone, check_token, first_host, role_of
-from openrecycle.agent.nodes.server import NodeServer, Succession
-from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack
+from openrecycle.agent.nodes.server import Succession
+from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack, tell
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, decode_spec, encode_spec, source_of
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
@@ -53,6 +55,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Techniq
 from openrecycle.planner.plans.packed import to_text
 from tests.agent.changed_options import everything_changed
 from tests.agent.consoles import until
+from tests.agent.node_leads import GivenProcesses, node_with
 from tests.golden import golden
 
 # -- placement ------------------------------------------------------------------------------------
@@ -296,21 +299,17 @@ def test_what_has_come_is_taken_without_waiting(wire: Wire, monkeypatch: pytest.
     assert lead.take() is None
     text = b'{"kind": "slow"}'
 
-    def part(data: bytes) -> None:
-        node._tls.write(data)
-        wire[1].sendall(node._outgoing.read())
-
     for data in (struct.pack(">I", len(text)), text[:5]):
-        part(data)
+        node.write(data)
         assert wait([lead], 5) and lead.take() is None and not lead.waiting
-    part(text[5:])
+    node.write(text[5:])
     assert wait([lead], 5) and lead.take() == {"kind": "slow"}
     node.send({"kind": "one"})
     node.send({"kind": "two"})
     for kind in ("one", "two"):
         assert until(lead.take, "it to come", 5) == {"kind": kind}
     assert not lead.waiting
-    part(struct.pack(">I", len(text)))
+    node.write(struct.pack(">I", len(text)))
     with pytest.raises(TimeoutError):
         until(lead.take, "the rest to be given up", 20)
     node.close()
@@ -577,6 +576,31 @@ def test_a_node_that_has_too_little_memory_is_known_before_the_start() -> None:
     assert asked == [([Worker(1, 0)], 1000)] and ended
 
 
+def test_nodes_of_one_machine_share_its_memory_and_hosts_of_one_name_do_not() -> None:
+    hub = NodeHub("127.0.0.1", 0, 4, "", lambda _: None)
+    said, nodes = {1: "one", 2: "one", 3: "another"}, list[Frames]()
+    try:
+        for rank, shared_by in said.items():
+            about = {"rank": rank, "memory": 900, "memory_shared_by": shared_by, "host": "localhost"}
+            nodes.append(fake_node((hub.host, hub.port), **about))
+        until(lambda: len(hub.hosts) == 3, "all to have come", 10)
+        homes = {Worker(p, 0): node for p, node in enumerate((0, 1, 2, 2, 3))}
+        pool = SpreadPool([], hub, homes)
+        found = {machine.workers[0].pipeline: machine for machine in pool.machines}
+        assert [found[p].has for p in (1, 2, 4)] == [300, 600, 900]
+        assert len({machine.host for machine in pool.machines}) == 4
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        entry = RemoteWorker(
+            *(Worker(1, 0), "i", RemoteProcess(lambda: None), ours, 0.0), node=cast(Any, SimpleNamespace(rank=1))
+        )
+        assert pool.host_of(entry, "localhost") == found[1].host, "as a console is told where it is"
+        theirs.close()
+    finally:
+        for node in nodes:
+            node.close()
+        hub.close("test")
+
+
 def _listens(at: tuple[str, int]) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(at, 1.0):
         return True
@@ -647,31 +671,25 @@ def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> 
     again = fake_node((hub.host, hub.port))
     hub.wait_for_all(5)
     assert pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0).process.is_alive()
-    assert again.receive()["spec"]["address"] == "127.0.0.1"
+    spec = again.receive()["spec"]
+    assert (spec["address"], spec["node"]) == ("127.0.0.1", 1)
 
 
 def test_who_has_come_to_a_launcher_that_does_not_lead_hears_who_does(hub: NodeHub) -> None:
     """Or it would take the end of the connection for the end of its lead, before it knows the job."""
-    node, heard = fake_node((hub.host, hub.port)), list[dict[str, Any]]()
+    node = fake_node((hub.host, hub.port))
     until(lambda: hub.links, "the node to be there", 5)
-    hub._hear_of_lead({"lead": ("127.0.0.1", 7)})
-    sending = hub.links[1]._frames._sending
-    sending.acquire()
-    late = threading.Timer(0.3, sending.release)  # the thread that sends does not get to run before
-    late.start()
+    tell((hub.host, hub.port), "", {"kind": "led", "lead": ("127.0.0.1", 7)})
+    hub.links[1].post({"kind": "more", "text": "x" * (16 << 20)})  # than goes out before the node reads
     with pytest.raises(LedElsewhere):
         hub.wait_for_all(5)
 
-    def leave() -> None:
-        heard.append(node.receive())
-        node.close()
-
-    leaving = threading.Thread(target=leave)
-    leaving.start()
-    hub.close("")
-    leaving.join(20)
-    late.join()
-    assert heard == [{"kind": "moved", "lead": ["127.0.0.1", 7]}]
+    closing = threading.Thread(target=hub.close, args=("",))
+    closing.start()
+    heard = [node.receive() for _ in range(2)]
+    node.close()
+    closing.join(20)
+    assert heard[1] == {"kind": "moved", "lead": ["127.0.0.1", 7]} and not closing.is_alive()
 
 
 class Followers:
@@ -771,28 +789,15 @@ def test_spare_ranks_in_whose_place_a_worker_begins_again_are_spare_no_more(hub:
     assert started["kind"] == "start" and [tuple(rank) for rank in started["fill"]] == list(entry.made_of)
 
 
-class Unable(ProcessPool):
-    """Can't start anything. asked: in whose place."""
-
-    def __init__(self) -> None:
-        self.running, self._aside, self.spares = {}, [], SpareRanks()
-        self.asked = list[Any]()
-
-    def start(self, worker: Worker, make_spec: Any, now: float, spares: Spares | None = None, node: Any = None) -> Any:
-        self.asked.append(spares)
-        raise OSError("no room")
-
-
 def test_a_node_fills_the_places_that_the_lead_names() -> None:
     """It may know of others that came since, or in another order: those the lead books later, as they are here."""
-    node, pool = NodeServer(1, 2, ("127.0.0.1", 1), None, None, lambda _: None), Unable()
-    node._pool, node._frames = pool, cast(Any, object())
-    assert node._lead_status.follow(0, 0)
+    pool, spec = GivenProcesses(), encode_spec(spec_of(NamedWorkload("a:b")))
     came = [SpareRank((incarnation, 0), slot) for slot, incarnation in enumerate("abcd")]
     pool.spares.add(0, came)
-    fill = [["c", 0], ["a", 0], ["unknown", 0]]
-    node._tell = lambda message: None  # type: ignore[method-assign]
-    node._obey(node._frames, {"kind": "start", "spec": encode_spec(spec_of(NamedWorkload("a:b"))), "fill": fill})
+    with node_with(pool) as lead:
+        assert lead.frames is not None
+        lead.frames.send({"kind": "start", "spec": spec, "fill": [["c", 0], ["a", 0], ["unknown", 0]]})
+        assert lead.frames.receive()["kind"] == "exited"  # it can't be started
     assert pool.asked == [Spares(0, (came[0], came[2]))] and pool.spares.on(0) == (came[1], came[3])
 
 
@@ -839,23 +844,33 @@ def test_of_a_worker_that_the_lead_has_fenced_its_node_books_no_spare_ranks(hub:
     frames = fake_node((hub.host, hub.port))
     hub.wait_for_all(5)
     pool = SpreadPool([], hub, {Worker(1, 2): 1})
-    entry = pool.start(Worker(1, 2), lambda _: spec_of(NamedWorkload("a:b")), 0.0)
+    spec = spec_of(NamedWorkload("a:b"))
+    entry = pool.start(Worker(1, 2), lambda incarnation: dataclasses.replace(spec, incarnation=incarnation), 0.0)
     pool.fence(entry, "its fault")
-    kill = next(message for message in iter(frames.receive, None) if message["kind"] == "kill")
-    node, there = NodeServer(1, 2, ("127.0.0.1", 1), None, None, lambda _: None), hurt(channel.FENCED, -9)
-    assert there.spare_ranks == (0,)
-    assert node._lead_status.follow(0, 0)
-    node._entries[kill["incarnation"]] = there
-    node._obey(cast(Any, object()), kill)
-    assert there.spare_ranks == ()
+    start, kill = (frames.receive() for _ in range(2))
+    assert (start["kind"], kill["kind"]) == ("start", "kill")
+    assert spare_there(start, kill) == []
+    assert spare_there(start) == [0]
 
 
-def hurt(*codes: int) -> WorkerProcess:
-    """A worker whose ranks have ended so."""
-    processes = [RemoteProcess(lambda: None) for _ in codes]
-    for process, code in zip(processes, codes, strict=True):
-        process.ended(code)
-    return WorkerProcess(Worker(0, 0), "i", processes[0], cast(Any, None), 0.0, siblings=tuple(processes[1:]))
+def spare_there(*orders: dict[str, Any]) -> list[int]:
+    """Which ranks of a worker a node says are spare, once it has heard that, and one of two has been killed."""
+    ours, theirs = multiprocessing.Pipe()
+    processes = [RemoteProcess(lambda: None) for _ in range(2)]
+    there = WorkerProcess(Worker(0, 0), "i", processes[0], ours, 0.0, slots=(0, 1), siblings=(processes[1],))
+    with node_with(GivenProcesses([there])) as lead, theirs:
+        assert lead.frames is not None
+        for order in orders:
+            lead.frames.send(order)
+        # In order: so what came before is heard.
+        lead.frames.send({"kind": "clock"})
+        while lead.frames.receive()["kind"] != "clock":
+            pass
+        for process, code in zip(processes, (channel.FENCED, -9), strict=True):
+            process.ended(code)
+        while (said := lead.frames.receive())["kind"] != "exited":
+            pass
+    return list(said["spare"])
 
 
 def test_one_node_that_is_late_takes_no_time_from_what_the_others_have_to_tell(
