@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from openrecycle.agent.checkpoints import Claim, is_there
 from openrecycle.agent.config.faults import Kill, Rejoin, not_done
@@ -456,10 +456,12 @@ class Launcher:
     def _read(self, entry: WorkerProcess) -> None:
         """Takes every message that is there."""
         for message in entry.messages():
-            entry.heard = message.pop("number", entry.heard)
             try:
+                if entry.elsewhere:
+                    channel.check_form(message, self._options.iterations)
+                entry.heard = message.pop("number", entry.heard)
                 self._hear(entry, message)
-            except (KeyError, TypeError, AttributeError, ValidationError) as error:
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
                 if not entry.elsewhere:
                     raise  # of our own code it is a fault that must be seen
                 why = f"said what can't be understood ({type(error).__name__}): its process is ended"

@@ -129,6 +129,8 @@ LINES_SECONDS = 0.1
 MOST_UNREAD = 20
 """Copies that a node has been sent, and has not said that it has."""
 
+_NO_START = "the job does not start"
+
 ACK_SECONDS = 0.25
 """So long the lead waits in a turn for those that must have the copy before what was decided is sent."""
 
@@ -690,7 +692,7 @@ def open_pool(
         hub.close("")
         raise
     except BaseException:
-        hub.close("the job does not start")
+        hub.close(_NO_START)
         raise
     return SpreadPool(preload(workload), hub, homes)
 
@@ -928,6 +930,10 @@ class SpreadPool(ProcessPool):
         self._where.pop(entry.incarnation, None)
         if isinstance(entry, RemoteWorker):
             os.close(entry.process.sentinel)
+
+    def call_off(self) -> None:
+        """The job, for which nothing has been started yet."""
+        self._hub.close(_NO_START)
 
     def kill_all(self, unfinished: str = "") -> None:
         super().kill_all()

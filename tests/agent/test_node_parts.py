@@ -26,7 +26,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.checkpoints import Identity, Origin
+from openrecycle.agent.config.options import Checkpoints, TrainingOptions
 from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.jobs.start import make_launcher
 from openrecycle.agent.launcher.processes import SpareRank, SpareRanks, Spares, WorkerProcess
 from openrecycle.agent.messages import channel
 from openrecycle.agent.models.layers import TensorSpec
@@ -56,6 +58,7 @@ from openrecycle.planner.plans.packed import to_text
 from tests.agent.changed_options import everything_changed
 from tests.agent.consoles import until
 from tests.agent.node_leads import GivenProcesses, node_with
+from tests.agent.node_runs import free_port
 from tests.golden import golden
 
 # -- placement ------------------------------------------------------------------------------------
@@ -574,6 +577,28 @@ def test_a_node_that_has_too_little_memory_is_known_before_the_start() -> None:
         open_pool(role, job, NamedWorkload("tests.agent.nan_model:NanModel"), None, lambda _: None, fits)
     thread.join(20)
     assert asked == [([Worker(1, 0)], 1000)] and ended
+
+
+@pytest.mark.processes
+def test_nodes_are_told_that_a_job_does_not_start_once_all_have_come(tmp_path: Path) -> None:
+    """They would wait for the lead to come back."""
+    front, ended = ("127.0.0.1", free_port()), list[dict[str, Any]]()
+    checkpoints = Checkpoints(directory=str(tmp_path), resume="3")  # which is not there
+    options = TrainingOptions(job=Job.uniform(2, 1, 1), checkpoints=checkpoints)
+    source = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 32, "heads": 2, "sequence": 16, "batch": 2})
+
+    def node() -> None:
+        until(lambda: _listens(front), "the lead to listen", 120)
+        frames = fake_node(front)
+        ended.append(frames.receive())
+        frames.close()
+
+    thread = threading.Thread(target=node, daemon=True)
+    thread.start()
+    with pytest.raises(InputError, match=r"checkpoint"):
+        make_launcher(options, source, lambda _: None, lambda _: None, role=NodeRole(2, 0, *front))
+    thread.join(20)
+    assert [message["kind"] for message in ended] == ["over"]
 
 
 def test_nodes_of_one_machine_share_its_memory_and_hosts_of_one_name_do_not() -> None:

@@ -157,6 +157,7 @@ def test_off_loopback_without_a_token_it_refuses(tmp_path: Path) -> None:
     [
         {"kind": "from", "message": {"kind": "committed", "generation": "x", "iteration": None, "at": 1}},
         at_length({"kind": "from", "message": {"kind": "alive", "op_limit": "x", "current": 5, "at": 1}}),
+        at_length({"kind": "from", "message": {"kind": "checkpoint", "at_iteration": 10**9, "problem": None, "at": 1}}),
         at_length({"kind": "exited", "code": "x"}),
     ],
 )
