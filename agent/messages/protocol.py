@@ -8,6 +8,7 @@ start, so that a report of a dead process can't be taken for one of its successo
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -368,11 +369,12 @@ def boot_id() -> str:
 @cache
 def clock_name() -> str:
     """Equal for two processes if and only if their monotonic clocks are one."""
-    try:
+    with contextlib.suppress(OSError):
         # A container may have a time namespace of its own, whose clock is shifted.
-        return f"{boot_id()}-{Path('/proc/self/ns/time').stat().st_ino}"
-    except OSError:
-        return re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()[:32]}-{os.getpid()}")
+        namespace = Path("/proc/self/ns/time").stat().st_ino
+        if boot_id():
+            return f"{boot_id()}-{namespace}"
+    return re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()[:32]}-{os.getpid()}")
 
 
 class MeasuredOps(Message):
