@@ -88,7 +88,7 @@ class _Said(BaseModel):
     redone: bool = False
     ends: bool = False
     pids: list[_Number] = []
-    skipped: list[_Number] = []
+    skipped: list[_Number] | _Number = []
     samples: list[int | str] = []
     traceback: list[str] = []
     learning_rate: float | None = None

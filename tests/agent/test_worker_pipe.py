@@ -207,6 +207,23 @@ def echo(pipe: Connection) -> None:
         worker.say("runs", without=[sorted(map(str, plan.problem.failed)) for plan in plans])
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"kind": "checkpoint", "at_iteration": 10**9, "problem": None},
+        {"kind": "validation", "iteration": "", "coefficient": 1.0, "redone": False},
+        {"kind": "committed", "iteration": 1e308, "loss": "0x1p+0"},
+        {"kind": "committed", "iteration": 1, "loss": "much"},
+        {"kind": "parameters", "iteration": 1, "sha256": 0},
+    ],
+)
+def test_what_would_spoil_what_is_kept_of_a_job_is_not_taken_from_another_node(odd: dict[str, Any]) -> None:
+    for said in ({"kind": "log", "lines": [[1.0, "text"]], "skipped": 3}, {"kind": "held", "iteration": -1}):
+        channel.check_form(said, 100)
+    with pytest.raises(ValueError):
+        channel.check_form(odd, 100)
+
+
 def talk(pipe: Connection) -> None:
     """A worker that has too much to say."""
     worker = WorkerChannel(pipe, lambda _generation: None, lambda: None)
