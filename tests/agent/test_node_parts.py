@@ -588,15 +588,18 @@ def test_nodes_are_told_that_a_job_does_not_start_once_all_have_come(tmp_path: P
     source = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 32, "heads": 2, "sequence": 16, "batch": 2})
 
     def node() -> None:
-        until(lambda: _listens(front), "the lead to listen", 120)
         frames = fake_node(front)
         ended.append(frames.receive())
         frames.close()
 
     thread = threading.Thread(target=node, daemon=True)
-    thread.start()
+
+    def say(text: str) -> None:
+        if f"{front[0]}:{front[1]}" in text:  # it listens
+            thread.start()
+
     with pytest.raises(InputError, match=r"checkpoint"):
-        make_launcher(options, source, lambda _: None, lambda _: None, role=NodeRole(2, 0, *front))
+        make_launcher(options, source, lambda _: None, say, role=NodeRole(2, 0, *front))
     thread.join(20)
     assert [message["kind"] for message in ended] == ["over"]
 
