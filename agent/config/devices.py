@@ -326,10 +326,22 @@ def keep_pinned(value: Any, device: torch.device, *, varies: bool = False) -> No
 def memory_limit(root: Path = Path("/")) -> int | None:
     """Bytes that the processes of this one's group may have: the memory and swap of the machine, or less, where a
     container, Slurm or systemd gives less (cgroup v2, or v1). None where the system does not say. root: its files'."""
-    limits = []
+    limit = _memory_limit(root)
+    return None if limit is None else limit[0]
+
+
+def memory_group(root: Path = Path("/")) -> int | None:
+    """A number of the group of processes that may have that, the same for all in it; 0: all of the machine."""
+    limit = _memory_limit(root)
+    return None if limit is None else limit[1]
+
+
+def _memory_limit(root: Path) -> tuple[int, int] | None:
+    """The limit, and whose it is."""
+    limits = list[tuple[int, int]]()
     try:
         lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-        limits.append(sum(1024 * int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal")))
+        limits.append((sum(1024 * int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal")), 0))
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except (OSError, KeyError, ValueError, IndexError):
         groups = []
@@ -343,5 +355,6 @@ def memory_limit(root: Path = Path("/")) -> int | None:
         for folder in {own, *(parent for parent in own.parents if parent.is_relative_to(home)), home}:
             for name in names:
                 with contextlib.suppress(OSError, ValueError):  # "max": no limit
-                    limits.append(int((folder / name).read_text()))
+                    # The number of its folder is the same whatever a container calls it.
+                    limits.append((int((folder / name).read_text()), folder.stat().st_ino))
     return min(limits, default=None)

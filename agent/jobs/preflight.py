@@ -814,8 +814,8 @@ def _equal(one: StageOptimizer, other: StageOptimizer) -> bool:
 
 
 class Machine(NamedTuple):
-    """The workers on it at the start, and the bytes that those may have that are on it, where that is known. host: its
-    name."""
+    """The workers on it at the start, and the bytes that those may have that are on it, where that is known. host: as
+    they say where they are; no other machine's is the same."""
 
     workers: Collection[Worker]
     has: int | None
@@ -856,7 +856,7 @@ class JobMemory:
             (has, tuple(int(s == stage) for s in range(stages)), "")
             for stage, has in enumerate(options.job.capacity_bytes)
         ]
-        for has, workers, host in _by_host(machines):
+        for workers, has, host in machines:
             if workers and has is not None:
                 places.append((has, tuple(sum(w.stage == s for w in workers) for s in range(stages)), host))
         # A checkpoint is read before anything else.
@@ -904,19 +904,6 @@ class JobMemory:
             f"warning: the {len(workers)} workers {where} may come to take {_size(together)} together, and may have "
             f"{_size(has)}; to be safe: fewer micro-batches in flight (--memory), fewer workers, or more machines"
         )
-
-
-def _by_host(machines: Collection[Machine]) -> Iterator[tuple[int | None, list[Worker], str]]:
-    """What they have, and who is there; what has the name of a host is one of it."""
-    for host in dict.fromkeys(machine.host for machine in machines):
-        there = [machine for machine in machines if machine.host == host]
-        for some in [there] if host else [[machine] for machine in there]:
-            has = [machine.has for machine in some]
-            yield (
-                None if None in has else sum(filter(None, has)),
-                [w for machine in some for w in machine.workers],
-                host,
-            )
 
 
 def _refuse_above(together: int, workers: Collection[Worker], has: int, how: str, where: str) -> None:

@@ -146,54 +146,58 @@ def make_launcher(
         options = _with_step(options, source, say)
     # Before the checkpoints are looked at: they are another's while the job is led from elsewhere.
     pool = open_pool(role, options.job, source, options.console.token, say, fits) if role else None
-    claimed = claim(options.checkpoints)
-    origin = _origin(options, source, layers, say)
-    room: LayerRoom | None = None
-    if options.job.layers and options.planning.relayout != "never":
-        own = Machine(here, memory_limit(), socket.gethostname())
-        others = [Machine(*node) for node in pool.machines] if pool else []
-        room = needed.room(workload, options, [own, *others] if on_cpu else [])
-    heartbeat_seconds: float | None = None
-    technique, memory = options.planning.limits
-    coordination: Coordination
-    catalog = Catalog(options.job, technique, memory)
-    if options.console.url is None:
-        _plan_ahead(catalog)
-        coordination = _local(options, origin, catalog, say, room)
-    else:
-        url, token, timeouts = options.console.url, options.console.token, options.faults.timeouts
-        client = ConsoleClient(url, token=token)
-        with spelled({**TOLD, "durations": "planning.pace"}):
-            spec = JobSpec.of(
-                options.job,
-                samples_per_micro_batch=workload.samples_per_micro_batch,
-                stage_bytes=needed.told,
-                room=room,
-                **options.told(),
+    with contextlib.ExitStack() as failing:
+        if pool is not None:  # or the others would wait for this node to come back
+            failing.callback(pool.call_off)
+        claimed = claim(options.checkpoints)
+        origin = _origin(options, source, layers, say)
+        room: LayerRoom | None = None
+        if options.job.layers and options.planning.relayout != "never":
+            own = [Machine(here, memory_limit(), socket.gethostname())]
+            machines = [Machine(*node) for node in pool.machines] if pool else own
+            room = needed.room(workload, options, machines if on_cpu else [])
+        heartbeat_seconds: float | None = None
+        technique, memory = options.planning.limits
+        coordination: Coordination
+        catalog = Catalog(options.job, technique, memory)
+        if options.console.url is None:
+            _plan_ahead(catalog)
+            coordination = _local(options, origin, catalog, say, room)
+        else:
+            url, token, timeouts = options.console.url, options.console.token, options.faults.timeouts
+            client = ConsoleClient(url, token=token)
+            with spelled({**TOLD, "durations": "planning.pace"}):
+                spec = JobSpec.of(
+                    options.job,
+                    samples_per_micro_batch=workload.samples_per_micro_batch,
+                    stage_bytes=needed.told,
+                    room=room,
+                    **options.told(),
+                )
+            created = create_job(client, spec, say)
+            # A console that does not know of them has not checked them.
+            timeouts.check_above(created.dead_seconds)
+            # No sooner than the console; and soon enough to tell it in time of a worker that can't speak (see `pause`).
+            dead = created.dead_seconds
+            borne = min(max(timeouts.silence, dead), max(2 * dead, 4 * ALIVE_SECONDS))
+            timeouts = replace(timeouts, silence=borne)
+            options = replace(options, faults=replace(options.faults, timeouts=timeouts))
+            # From here on with the job's own token: what a launcher holds must open nothing else.
+            token = client.issued or token
+            heartbeat_seconds = created.heartbeat_seconds
+            coordination = ConsoleCoordination(
+                _connect(url, token, pool),
+                created.job_id,
+                say,
+                checkpoint=_restore_point(options, origin, say),
+                interval=created.heartbeat_seconds,
+                decide=pool.decide if pool else lambda send: send(),
             )
-        created = create_job(client, spec, say)
-        # A console that does not know of them has not checked them.
-        timeouts.check_above(created.dead_seconds)
-        # No sooner than the console; and soon enough to tell it in time of a worker that can't speak (see `pause`).
-        dead = created.dead_seconds
-        borne = min(max(timeouts.silence, dead), max(2 * dead, 4 * ALIVE_SECONDS))
-        timeouts = replace(timeouts, silence=borne)
-        options = replace(options, faults=replace(options.faults, timeouts=timeouts))
-        # From here on with the job's own token: what a launcher holds must open nothing else.
-        token = client.issued or token
-        heartbeat_seconds = created.heartbeat_seconds
-        coordination = ConsoleCoordination(
-            _connect(url, token, pool),
-            created.job_id,
-            say,
-            checkpoint=_restore_point(options, origin, say),
-            interval=created.heartbeat_seconds,
-            decide=pool.decide if pool else lambda send: send(),
-        )
-        say(f"job {created.job_id} at {url}")
-    options = replace(options, console=replace(options.console, token=None))
-    run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds, bool(shared), divided, room)
-    return launch.Launcher(run, coordination, listener, catalog, pool, claim=claimed)
+            say(f"job {created.job_id} at {url}")
+        options = replace(options, console=replace(options.console, token=None))
+        run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds, bool(shared), divided, room)
+        failing.pop_all()
+        return launch.Launcher(run, coordination, listener, catalog, pool, claim=claimed)
 
 
 def take_over(succession: Succession, listener: Callable[[dict[str, Any]], None], say: Say) -> Launcher:

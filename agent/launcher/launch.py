@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from openrecycle.agent.checkpoints import Claim, is_there
 from openrecycle.agent.config.faults import Kill, Rejoin, not_done
@@ -283,6 +283,16 @@ class Launcher:
         """Of every worker process that counts, by its name."""
         return {str(w): e.process.pid for w, e in self._pool.running.items() if e.process.pid}
 
+    @property
+    def deployed(self) -> Deploy | None:
+        """The newest generation, as its members were told of it."""
+        return self._deployed
+
+    @property
+    def record(self) -> RunRecord:
+        """How far the job is; to be read."""
+        return self._record
+
     def run(self) -> None:
         """Returns when all iterations are committed. Raises JobFailed or Stopped; no process is
         left behind."""
@@ -299,12 +309,7 @@ class Launcher:
                     break
                 if self._stop:
                     raise Stopped(self._stop, self._record.committed)
-                self._turn(TURN_SECONDS)
-                if self._end_asked:
-                    self._end_early()
-                self._start_due()
-                self._stand_still()
-                self._hand_out()
+                self.turn(TURN_SECONDS)
             if self._why_halted:
                 raise JobFailed(self._why_halted)
             self._record_relayout()
@@ -400,7 +405,16 @@ class Launcher:
 
     # -- one turn of the loop -----------------------------------------------------------------
 
-    def _turn(self, timeout: float) -> None:
+    def turn(self, seconds: float) -> None:
+        """Waits for so long at most for what workers and the coordination say, and does what follows from it."""
+        self._take_news(seconds)
+        if self._end_asked:
+            self._end_early()
+        self._start_due()
+        self._stand_still()
+        self._hand_out()
+
+    def _take_news(self, timeout: float) -> None:
         entries = self._pool.entries
         if any(entry.looked_for for entry in entries):
             timeout = min(timeout, LOOK_SECONDS)
@@ -442,10 +456,12 @@ class Launcher:
     def _read(self, entry: WorkerProcess) -> None:
         """Takes every message that is there."""
         for message in entry.messages():
-            entry.heard = message.pop("number", entry.heard)
             try:
+                if entry.elsewhere:
+                    channel.check_form(message, self._options.iterations)
+                entry.heard = message.pop("number", entry.heard)
                 self._hear(entry, message)
-            except (KeyError, TypeError, AttributeError, ValidationError) as error:
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
                 if not entry.elsewhere:
                     raise  # of our own code it is a fault that must be seen
                 why = f"said what can't be understood ({type(error).__name__}): its process is ended"
@@ -466,7 +482,8 @@ class Launcher:
         match message["kind"]:
             case "ready":
                 entry.waits, self._stands = True, ""
-                self._coordination.ready(cell, entry.incarnation, message["host"], message["pids"], entry.made_of)
+                host = self._pool.host_of(entry, message["host"])
+                self._coordination.ready(cell, entry.incarnation, host, message["pids"], entry.made_of)
             case "resumed":
                 self._acknowledged(entry, message)
             case "log" | "measured":

@@ -174,6 +174,11 @@ class RunRecord:
         return counts.pop() if len(counts) == 1 else None
 
     @property
+    def generation(self) -> int:
+        """The newest one."""
+        return self._generation
+
+    @property
     def formed_by_all(self) -> bool:
         """Has every member that has its state taken up the newest generation?"""
         return all(self._of(w).formed_generation == self._generation for w in self._living - self._joining)

@@ -15,7 +15,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.planner.jobs.job import Worker
@@ -24,6 +26,14 @@ from openrecycle.planner.plans.packed import schedule_from_text
 from openrecycle.planner.plans.schedule import Schedule
 
 Message = dict[str, Any]
+
+LONGEST_TEXT = 10_000
+"""Characters of what a worker says in words: an exception may have a whole tensor in it."""
+_WORDS = ("text", "detail", "problem", "error")
+"""Fields that hold such."""
+LONGEST_MESSAGE = 1 << 23
+"""Bytes of a message of a worker. From another node it comes in one that may have eight times as many
+(agent.nodes.frames), and what becomes a line of the record goes there twice as long."""
 
 
 def send(pipe: Connection, kind: str, **fields: Any) -> None:
@@ -37,6 +47,66 @@ def receive(pipe: Connection) -> Message:
     message: Message = json.loads(encoded)
     # An exception's text may hold what no console, and no other worker, could read.
     return _encodable(message) if b"\\ud" in encoded else message
+
+
+_Number = Annotated[int, Field(ge=-1, le=2**53)]
+
+
+def _hexadecimal(text: str) -> str:
+    float.fromhex(text)
+    return text
+
+
+_Hex = Annotated[str, AfterValidator(_hexadecimal)]
+
+
+class _Said(BaseModel):
+    """Fields of what workers say, where its kind has them."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    at: Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)] = 0
+    number: _Number = 0
+    generation: _Number = 0
+    iteration: _Number = 0
+    at_iteration: _Number = 0
+    micro_batch: _Number = 0
+    host: str = ""
+    text: str = ""
+    detail: str = ""
+    peer: str = ""
+    op: str = ""
+    error: str = ""
+    setting: str = ""
+    sha256: str = ""
+    problem: str | None = None
+    loss: _Hex = ""
+    norm: _Hex = ""
+    values: dict[str, _Hex] = {}
+    settled: bool | None = None
+    whole: bool = False
+    redone: bool = False
+    ends: bool = False
+    pids: list[_Number] = []
+    skipped: list[_Number] | _Number = []
+    samples: list[int | str] = []
+    traceback: list[str] = []
+    learning_rate: float | None = None
+    op_limit: float | None = None
+    data_seconds: float = 0.0
+    stall_ms: float = 0.0
+    coefficient: float | None = None
+    current: dict[str, Any] = {}
+    beat: dict[str, Any] = {}
+
+
+def check_form(message: Message, iterations: int) -> None:
+    """Of what comes from another node: odd values would be kept, and be told to the next lead. iterations: of the job.
+    Raises ValueError."""
+    _Said.model_validate(message)
+    newest = max(message.get("iteration", 0), message.get("at_iteration", 0))
+    if newest > iterations:
+        raise ValueError(f"iteration {newest} of {iterations}")
 
 
 def _encodable(value: Any) -> Any:
@@ -181,7 +251,12 @@ class WorkerChannel:
         return self._over
 
     def say(self, kind: str, **fields: Any) -> None:
+        """What is said in words is cut where it is too long; ValueError for what else makes the message too long: this
+        process ends by that, and not its node's connection."""
         message = {"kind": kind, "at": time.monotonic_ns(), **fields}
+        for name in _WORDS:
+            if isinstance(text := fields.get(name), str) and len(text) > LONGEST_TEXT:
+                message[name] = f"{text[:LONGEST_TEXT]}… ({len(text):,} characters)"
         if self._relay is None:
             self.send(message)
         else:
@@ -189,9 +264,13 @@ class WorkerChannel:
 
     def send(self, message: Message) -> None:
         """To the launcher."""
+        encoded = json.dumps(message).encode()
+        if len(encoded) > LONGEST_MESSAGE:
+            said = f"what is to be said ({message['kind']}) takes {len(encoded):,} bytes"
+            raise ValueError(f"{said}, at most {LONGEST_MESSAGE:,} can be said at once")
         # One that is gone ends this process through the listening thread.
         with self._sending, contextlib.suppress(OSError):
-            self._pipe.send_bytes(json.dumps(message).encode())
+            self._pipe.send_bytes(encoded)
 
     def orphaned(self) -> None:
         """The launcher, or a sibling, is gone: ends this process."""

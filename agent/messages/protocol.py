@@ -8,6 +8,7 @@ start, so that a report of a dead process can't be taken for one of its successo
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -356,14 +357,24 @@ class ClockReading(Message):
 
 
 @cache
+def boot_id() -> str:
+    """Of the system that this process runs on: the same in all its containers, and another one on each other machine,
+    whatever these are called; "": it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+@cache
 def clock_name() -> str:
     """Equal for two processes if and only if their monotonic clocks are one."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
         # A container may have a time namespace of its own, whose clock is shifted.
-        return f"{boot}-{Path('/proc/self/ns/time').stat().st_ino}"
-    except OSError:
-        return re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()[:32]}-{os.getpid()}")
+        namespace = Path("/proc/self/ns/time").stat().st_ino
+        if boot_id():
+            return f"{boot_id()}-{namespace}"
+    return re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()[:32]}-{os.getpid()}")
 
 
 class MeasuredOps(Message):

@@ -120,11 +120,14 @@ class Frames:
         text = json.dumps(message).encode()
         if len(text) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(text):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent")
-        data = memoryview(_HEADER.pack(len(text)) + text)
+        self.write(_HEADER.pack(len(text)) + text)
+
+    def write(self, data: bytes) -> None:
+        """As it is, encrypted: a message with its size before it, or a part of one."""
         with self._sending:
             for begin in range(0, len(data), _PART_BYTES):
                 with self._using:
-                    self._tls.write(data[begin : begin + _PART_BYTES])
+                    self._tls.write(memoryview(data)[begin : begin + _PART_BYTES])
                     sealed = self._outgoing.read()
                 self._socket.sendall(sealed)
 

@@ -14,11 +14,14 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
+from openrecycle.agent.config.devices import memory_group, memory_limit
 from openrecycle.agent.coordination.membership import LeadTerm
 from openrecycle.agent.launcher.processes import (
     ProcessPool,
@@ -31,6 +34,7 @@ from openrecycle.agent.launcher.processes import (
 )
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Offset, Say
+from openrecycle.agent.messages.protocol import boot_id
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet, prepare
@@ -124,6 +128,8 @@ LINES_SECONDS = 0.1
 
 MOST_UNREAD = 20
 """Copies that a node has been sent, and has not said that it has."""
+
+_NO_START = "the job does not start"
 
 ACK_SECONDS = 0.25
 """So long the lead waits in a turn for those that must have the copy before what was decided is sent."""
@@ -227,6 +233,11 @@ class NodeLink:
         """Of what it has from the lead before: the term, and how many lines of the record."""
         self.handed = 0
         """The newest copy that was sent there."""
+        self.process = ""
+        """Of the launcher there, as it says; "": it does not."""
+        self.forgot = False
+        """Does nobody choose a lead any more by what was sent there? The launcher is gone, or has come back since, as
+        one that knows nothing."""
         self._lines = 0
         self._plan = ""
         self.alive = True
@@ -318,6 +329,10 @@ class NodeLink:
         self._lost(self)
 
 
+Electorate = dict[int, NodeLink | None]
+"""Nodes by which another lead may be chosen, and by what link each has come; None: it has not come to this lead."""
+
+
 def _exit_code(code: Any) -> int | None:
     """As a node says it; None for what is none."""
     return code if isinstance(code, int) and not isinstance(code, bool) and abs(code) < 1 << 31 else None
@@ -344,8 +359,12 @@ class NodeHub:
         self.links: dict[int, NodeLink] = {}
         self.members: dict[int, Address] = {}
         """Where the other nodes listen that are in the job, and not known to be gone."""
+        self._came: dict[int, NodeLink] = {}
+        """The newest link of each node, also where it is broken."""
         self.memory: dict[int, int] = {}
         """Bytes that the workers of a node may take, of the nodes that have said so."""
+        self.memory_shared_by = dict[int, str]()
+        """Of that, with which other nodes."""
         self.hosts: dict[int, str] = {}
         """The name of a node's host, as its workers say it."""
         self.lead: Address | None = None
@@ -401,6 +420,17 @@ class NodeHub:
         for rank in missing:
             self._watch(rank, self.members[rank])
         return out
+
+    @property
+    def electorate(self) -> Electorate:
+        """As a copy that is made now names them."""
+        return {rank: self._came.get(rank) for rank in self.members}
+
+    def follow(self, number: int, electorate: Electorate) -> bool:
+        """Do half of those nodes follow this lead, as they have that copy, and have come by that link?"""
+        left = {rank: link for rank, link in electorate.items() if rank in self.members and not (link and link.forgot)}
+        have = sum(left.get(rank) is link and link.acked >= number for rank, link in self.links.items())
+        return may_go_on(1 + have, 1 + len(left))[0]
 
     def depose(self, why: str) -> None:
         """This launcher leads no more."""
@@ -523,9 +553,14 @@ class NodeHub:
                     self.members[link.rank] = link.address, port
                 if isinstance(memory := hello.get("memory"), int):
                     self.memory[link.rank] = memory
+                self.memory_shared_by[link.rank] = str(hello.get("memory_shared_by", ""))
                 if isinstance(host := hello.get("host"), str):
                     self.hosts[link.rank] = host[:MAX_HOST]
-                self.links[link.rank] = link
+                link.process = str(hello.get("process", ""))[:64]
+                earlier = self._came.get(link.rank)
+                if earlier is not None and link.process:  # another may have been started in its place, and it may live
+                    earlier.forgot = earlier.forgot or earlier.process == link.process
+                self.links[link.rank] = self._came[link.rank] = link
             self.news.notify_all()
         self._say(f"node {link.rank} is here, at {link.address} (answers in {1000 * link.round_trip:.2f} ms)")
 
@@ -597,17 +632,27 @@ class NodeHub:
         if not self._closing:
             self._say(f"the connection with node {link.rank} is broken: its workers count as ended")
             if address is not None:
-                self._watch(link.rank, address)
+                self._watch(link.rank, address, link)
 
-    def _watch(self, rank: int, address: Address) -> None:
-        threading.Thread(target=self._find_out, args=(rank, address), name=f"node-{rank}-gone", daemon=True).start()
+    def _watch(self, rank: int, address: Address, link: NodeLink | None = None) -> None:
+        args = rank, address, link
+        threading.Thread(target=self._find_out, args=args, name=f"node-{rank}-gone", daemon=True).start()
 
-    def _find_out(self, rank: int, address: Address) -> None:
-        """Until a node that is lost is known to be gone, it may follow another lead, or be one."""
+    def _find_out(self, rank: int, address: Address, link: NodeLink | None) -> None:
+        """Until a node that is lost is known to be gone, it may follow another lead, or be one; also where another
+        process has come in its place, and listens elsewhere. link: which it had."""
         lead_status = self.lead_status
-        while not self._closing and rank not in self.links and self.members.get(rank) == address:
+
+        def unknown() -> bool:
+            there = rank not in self.links and self.members.get(rank) == address
+            elsewhere = self.members.get(rank, address) != address and link is not None and not link.forgot
+            return not self._closing and (there or elsewhere)
+
+        while unknown():
             seen = ask(address, self._token, lead_status.run)
             with self.news:
+                if seen == "gone" and link is not None:
+                    link.forgot = True
                 if seen == "gone" and self.members.get(rank) == address and rank not in self.links:
                     del self.members[rank]
                 self.news.notify_all()
@@ -641,33 +686,54 @@ def open_pool(
         hub.wait_for_all(NODE_SECONDS)
         if fits is not None:
             for node, (workers, has, _) in machines(hub, homes, role.rank).items():
-                if warning := fits(workers, has, f"on node {node}"):
+                if node != role.rank and (warning := fits(workers, has, f"on node {node}")):
                     say(warning)
     except LedElsewhere:
         hub.close("")
         raise
     except BaseException:
-        hub.close("the job does not start")
+        hub.close(_NO_START)
         raise
     return SpreadPool(preload(workload), hub, homes)
 
 
 class NodeMemory(NamedTuple):
     """workers: those that begin there. has: the bytes that those may have that are there; None: it has not said so.
-    host: its name; "": it has not said so."""
+    host: as `host_of`."""
 
     workers: list[Worker]
     has: int | None
     host: str
 
 
+def memory_shared_by() -> str:
+    """The same for nodes that share the memory which they say that they have; "": that is not known."""
+    machine, group = boot_id(), memory_group()
+    return f"{machine}/{group}" if machine and group is not None else ""
+
+
+def host_of(node: int, name: str) -> str:
+    """Where a worker is, for people, and no other node's are there: hosts may all have the same name."""
+    suffix = f" (node {node})"
+    return f"{name[: MAX_HOST - len(suffix)]}{suffix}".strip()
+
+
 def machines(hub: NodeHub, homes: Mapping[Worker, int], own: int) -> dict[int, NodeMemory]:
-    """By node but for the own one."""
+    """By node. Of memory that several nodes share, as launchers of one machine do, each has what its workers are of all
+    of them."""
+    has = {**hub.memory, **({} if (limit := memory_limit()) is None else {own: limit})}
+    shared_by, hosts = {**hub.memory_shared_by, own: memory_shared_by()}, {**hub.hosts, own: socket.gethostname()}
+    by_node = {node: [w for w, home in homes.items() if home == node] for node in sorted(set(homes.values()))}
+    together = Counter[str]()
+    for node, workers in by_node.items():
+        together[shared_by.get(node, "")] += len(workers)
+
+    def part(node: int) -> int | None:
+        whole, by = has.get(node), shared_by.get(node)
+        return whole * len(by_node[node]) // together[by] if whole is not None and by else whole
+
     return {
-        node: NodeMemory(
-            [w for w, home in homes.items() if home == node], hub.memory.get(node), hub.hosts.get(node, "")
-        )
-        for node in sorted(set(homes.values()) - {own})
+        node: NodeMemory(workers, part(node), host_of(node, hosts.get(node, ""))) for node, workers in by_node.items()
     }
 
 
@@ -711,9 +777,8 @@ class SpreadPool(ProcessPool):
         self._followed_at, self._lag = time.monotonic(), LoopLag()
         self._linked = dict(hub.links)
         """When it was last looked which spare ranks there are."""
-        self._counted: dict[int, Address] | None = None
-        """Nodes whose acks count, and where they listen: enough nodes know that those there belong to the job. One that
-        has come back since listens elsewhere, and the others may know nothing of it. None: all."""
+        self._electorates = [hub.electorate]
+        """Of the newest copy that enough nodes have, and of those since: by any of them others may choose a lead."""
         self._job: dict[str, Any] = {}
 
     @property
@@ -723,7 +788,7 @@ class SpreadPool(ProcessPool):
 
     @property
     def machines(self) -> list[NodeMemory]:
-        """Of the other nodes."""
+        """Of the nodes."""
         return list(machines(self._hub, self._homes, self._hub.lead_status.rank).values())
 
     def depose(self, why: str) -> None:
@@ -747,7 +812,8 @@ class SpreadPool(ProcessPool):
             where = {w: self._where[entry.incarnation] for w, entry in self.running.items()}
             node = stand_in(worker, self._homes[worker], {own, *links}, where)
         if node == own:
-            entry = super().start(worker, lambda i: replace(make_spec(i), address=self._hub.host), now, spares)
+            own_spec = partial(self._told, make_spec, own, self._hub.host)
+            entry = super().start(worker, own_spec, now, spares)
             self._hold_back(entry)
         elif node not in links:
             raise OSError(f"node {node} is lost")  # since it was found to be there
@@ -783,6 +849,9 @@ class SpreadPool(ProcessPool):
     def node_of(self, entry: WorkerProcess) -> int:
         return entry.node.rank if isinstance(entry, RemoteWorker) else self.own_node
 
+    def host_of(self, entry: WorkerProcess, name: str) -> str:
+        return host_of(self.node_of(entry), name)
+
     def has_node(self, node: int) -> bool:
         link = self._hub.links.get(node)
         return node == self._hub.lead_status.rank or (link is not None and link.alive)
@@ -804,10 +873,6 @@ class SpreadPool(ProcessPool):
     def know_spares(self, here: SpareRanks) -> None:
         """Of this node, as it knew them, under the number 0, before it led. The others say which are theirs."""
         self.spares.replace(self.own_node, here.on(0))
-
-    def count(self, nodes: Mapping[int, Address]) -> None:
-        """Enough know already that those belong to the job."""
-        self._counted = dict(nodes)
 
     def decide(self, send: Callable[[], None]) -> None:
         if self._decided is None:
@@ -841,7 +906,9 @@ class SpreadPool(ProcessPool):
                 hub.hands_out = True
             self._copies += 1
             with hub.news:
-                nodes, links = dict(hub.members), dict(hub.links)
+                nodes, links, electorate = dict(hub.members), dict(hub.links), hub.electorate
+            if electorate != self._electorates[-1]:
+                self._electorates.append(electorate)
             copy = self._copy(run, document, nodes)
             for rank, link in links.items():
                 # Of one that stands still nothing is to pile up; what is decided may not come without a copy.
@@ -851,7 +918,7 @@ class SpreadPool(ProcessPool):
                 if now > self._followed_at + SEEK_SECONDS:
                     hub.depose(f"for {SEEK_SECONDS:.0f} s too few of the other nodes have answered")
                 return hub.deposed
-            self._counted, self._followed_at = nodes, now
+            self._electorates, self._followed_at = [electorate], now
         decided, self._decided = self._decided, None if last else []
         for send in decided:
             send()
@@ -864,6 +931,10 @@ class SpreadPool(ProcessPool):
         if isinstance(entry, RemoteWorker):
             os.close(entry.process.sentinel)
 
+    def call_off(self) -> None:
+        """The job, for which nothing has been started yet."""
+        self._hub.close(_NO_START)
+
     def kill_all(self, unfinished: str = "") -> None:
         super().kill_all()
         word = f"the job is over: {unfinished}" if unfinished else "the job is over"
@@ -874,9 +945,7 @@ class SpreadPool(ProcessPool):
         hub = self._hub
 
         def enough() -> bool:
-            counted = hub.members if self._counted is None else dict(self._counted.items() & hub.members.items())
-            acks = sum(rank in counted and link.acked >= number for rank, link in hub.links.items())
-            return may_go_on(1 + acks, 1 + len(hub.members))[0]
+            return all(hub.follow(number, electorate) for electorate in self._electorates)
 
         with hub.news:
             hub.news.wait_for(lambda: hub.deposed or enough(), max(0.0, until - time.monotonic()))
@@ -894,6 +963,10 @@ class SpreadPool(ProcessPool):
             *(heard, len(self._record), pack(document | {"workers": workers}), plan, self._job),
         )
 
+    @staticmethod
+    def _told(make_spec: Callable[[str], Any], node: int, address: str, incarnation: str) -> Any:
+        return replace(make_spec(incarnation), node=node, address=address)
+
     def _hold_back(self, entry: WorkerProcess) -> None:
         entry.send = lambda message: self.decide(lambda: entry.outbox.put(message))
 
@@ -902,11 +975,11 @@ class SpreadPool(ProcessPool):
     ) -> RemoteWorker:
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=False)
-        spec = make_spec(incarnation)
+        spec = self._told(make_spec, link.rank, link.address, incarnation)
         if spares is None:
             filled = self.spares.first(link.rank, spec.ranks)
             spares = Spares(link.rank, self.spares.take_of(link.rank, filled))
-        process = link.start(replace(spec, address=link.address), theirs, spares.ranks)
+        process = link.start(spec, theirs, spares.ranks)
         entry = self._remote(link, worker, incarnation, process, ours, now)
         entry.made_of = spares.ranks
         return entry

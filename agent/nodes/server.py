@@ -10,8 +10,9 @@ import errno
 import signal
 import socket
 import time
+import uuid
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -24,9 +25,10 @@ from openrecycle.agent.launcher.launch import Takeover
 from openrecycle.agent.launcher.processes import LOOK_SECONDS, ProcessPool, RankOf, SpareRanks, WorkerProcess, preload
 from openrecycle.agent.launcher.record import REMEMBERED
 from openrecycle.agent.messages.client import Backoff, Say
-from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
+from openrecycle.agent.models.workload import WorkloadSource
+from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, Clock, LoopLag
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
-from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
+from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, memory_shared_by, place
 from openrecycle.agent.nodes.succession import SEEK_SECONDS, Arbiter, Copy, Follow, Lead, LeadStatus, Search, Spool
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, decode_run, decode_spec
@@ -47,10 +49,15 @@ class LeadLost(Exception):
     says why."""
 
 
+def make_pool(workload: WorkloadSource) -> ProcessPool:
+    return ProcessPool(worker.main, preload(workload))
+
+
 class NodeServer:
     """nodes: of the job. front: where all look for their lead, and node 0 listens. token: shared by them. address:
     under which this node's workers can be reached; the one this host reaches the lead from, unless given. lead: where
-    it listens, if not there."""
+    it listens, if not there. make_pool: makes what starts this node's workers, of their workload. clock: in seconds, by
+    which a lead is silent."""
 
     def __init__(
         self,
@@ -61,9 +68,12 @@ class NodeServer:
         address: str | None,
         say: Say,
         lead: tuple[str, int] | None = None,
+        make_pool: Callable[[WorkloadSource], ProcessPool] = make_pool,
+        clock: Clock = time.monotonic,
     ) -> None:
+        self._make_pool, self._clock = make_pool, clock
         self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
-        self._address = address
+        self._address, self._process = address, uuid.uuid4().hex
         self._stop = 0
         self._backoff = Backoff(0.1, 2.0)
         """Until a lead has told of the job: one that takes this node in, and hangs up each time, is not run down."""
@@ -77,9 +87,9 @@ class NodeServer:
         self._hub: NodeHub | None = None
         self._frames: Frames | None = None
         """The connection with the lead; None: there is none, and it is found out who leads next."""
-        self._heard_at = self._lost_at = 0
-        """When it has last said something, and when it was lost, in nanoseconds."""
-        self._lag = LoopLag()
+        self._heard_at, self._lost_at = self._clock(), 0
+        """When it has last said something, by the clock, and when it was lost, in nanoseconds."""
+        self._lag = LoopLag(self._clock)
         self._silence = float("inf")
         self._search: Search | None = None
         self._arbiter: Arbiter | None = None
@@ -199,7 +209,9 @@ class NodeServer:
             self._hub = self._listen(host, port)
             self._address = self._hub.host if self._rank == 0 else address
         about |= {"rank": self._rank, "nodes": self._nodes, "address": self._address, "port": self._hub.port}
-        frames.send({"kind": "hello", **about, **MACHINE, "memory": memory_limit(), "host": socket.gethostname()})
+        about |= {"process": self._process, "host": socket.gethostname()}
+        about |= {"memory": memory_limit(), "memory_shared_by": memory_shared_by()}
+        frames.send({"kind": "hello", **about, **MACHINE})
         answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":
             if answer.get("again"):
@@ -214,7 +226,7 @@ class NodeServer:
             others = ((str(host), int(port)) for host, port in answer.get("others", ()))
             self._leads = deque(dict.fromkeys((*self._leads, *others)))
         frames.open_outbox("to-lead")
-        self._frames, self._heard_at = frames, time.monotonic_ns()
+        self._frames, self._heard_at = frames, self._clock()
 
     def _listen(self, host: str, port: int) -> NodeHub:
         """Raises LeadLost, and OSError for what may pass, as a port that is taken or a name that is unknown yet."""
@@ -241,30 +253,24 @@ class NodeServer:
         if self._over:
             raise _Bye
         if self._copy is None:
-            text = f"the connection with the lead broke ({why})"
-            # Where node 0 comes back it listens at the same address, so who chooses the next lead would wait for it.
-            if self._rank == 0 or list(self._leads) == [self._front]:
-                raise LeadLost(f"{text}; this node's workers are ended")
-            # The job goes on without this node. Where it has listened nobody may any more: it knows too little to be
-            # asked who leads next, and would be waited for.
-            raise _LeftOut(text, self._leads)
+            # The job goes on without this node, or begins anew. It knows too little to be asked who leads next, and
+            # would be waited for: so it forgets, as if it had just been started, that a lead had taken it in.
+            raise _LeftOut(f"the connection with the lead broke ({why})", self._leads)
         self._say(f"the connection with the lead broke ({why}); the nodes find out who leads next")
         self._lead_status.lose_lead()
 
     def _look_for_lead(self) -> Succession | None:
         """Where the lead is gone, or silent: what has come of it. Returns what this node leads with, if it is to."""
         # What this node itself stood still, also in the turn just over, is no silence of the lead's.
-        stood_still = int(1e9 * self._lag.late(MOST_OF_A_TURN))
-        self._heard_at = min(time.monotonic_ns(), self._heard_at + stood_still)
+        stood_still, now = self._lag.late(MOST_OF_A_TURN), self._clock()
+        self._heard_at = min(now, self._heard_at + stood_still)
         copy, lead_status = self._copy, self._lead_status
-        silent = (time.monotonic_ns() - self._heard_at) / 1e9 > self._silence
+        silent = now - self._heard_at > self._silence
         if copy is None:
             if silent:
                 # It may be stopped, and whoever is to take its place would wait for this node. It may be back soon.
-                self._hang_up()
                 self._ask_another()
-                left_out = _LeftOut("the lead was silent before it had told of the job", self._leads)
-                raise left_out if self._rank else LeadLost(f"{left_out}; this node's workers are ended")
+                raise _LeftOut("the lead was silent before it had told of the job", self._leads)
             return None
         silent = silent and (len(copy.nodes) > 2 or self._arbiter is not None)
         if self._frames is not None and lead_status.lead is None:
@@ -401,7 +407,7 @@ class NodeServer:
         self._tell(item)
 
     def _obey(self, frames: Frames, message: dict[str, Any]) -> None:
-        self._heard_at = time.monotonic_ns()
+        self._heard_at = self._clock()
         if self._search is not None and self._lead_status.hear():
             self._search.cancel()
             self._search = None
@@ -479,7 +485,7 @@ class NodeServer:
         """fill: spare ranks, as the lead books them. Where the worker can't be started they are lost, here as there."""
         spec = decode_spec(document)
         if self._pool is None:
-            self._pool = ProcessPool(worker.main, preload(spec.run.workload))
+            self._pool = self._make_pool(spec.run.workload)
         # The pool files processes by cell; here one cell may have several, as workers migrate.
         self._started += 1
         cell, spares = Worker(self._started, spec.worker.stage), self._pool.spares.take_named(self._pool.own_node, fill)
@@ -545,7 +551,6 @@ class Succession:
         now = time.monotonic()
         self.record.cut(copy.lines)
         pool = SpreadPool(preload(self.run.workload), hub, place(self.run.options.job, self.nodes), self.record)
-        pool.count(copy.nodes)
         document = copy.unpacked()
         lost = dict[Worker, str]()
         for about in document["workers"]:

@@ -386,7 +386,9 @@ def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | No
             if answer["kind"] != "here" or answer["run"] not in (run, ""):
                 return "gone"  # another job's
             if not answer["run"]:
-                return "silent"  # it is about to be told
+                # One that a lead has taken in is about to be told of the job; one that none has, or that has lost it
+                # before, has no part in it, as one that has just been started.
+                return "gone" if answer["lead"] is None else "silent"
             return _HERE.validate_python(answer)
         except NotTrusted:
             return "gone"  # another program's

@@ -115,6 +115,16 @@ class Ownership:
         return all(set(owners) <= set(held) for owners, held in zip(self.owners, self.holders, strict=True))
 
 
+def lost_together(places: Mapping[Worker, tuple[int, int]]) -> dict[Worker, int]:
+    """`hosts` for `assign`. places: of each peer, its machine and its node, as numbers.
+
+    A machine takes its nodes with it, whatever they are: so where there are several machines they count. On one, as
+    where each node is a container of it, the nodes do: a launcher takes its workers with it.
+    """
+    several = len({machine for machine, _ in places.values()}) > 1
+    return {peer: machine if several else node for peer, (machine, node) in places.items()}
+
+
 def assign(
     peers: Sequence[Worker],
     held: Mapping[Worker, Collection[int]],
@@ -125,8 +135,8 @@ def assign(
     """Who owns what, of the living `peers` of a stage.
 
     held: the shards that each has whole, at the iteration agreed on. hosts: where each is, as any number: the two
-    owners are on different ones where there are several. sizes: of the shards, in elements. leaving: peers that are to
-    go, and own nothing, unless all are: others take what they hold first.
+    owners are on different ones where there are several (`lost_together`). sizes: of the shards, in elements. leaving:
+    peers that are to go, and own nothing, unless all are: others take what they hold first.
 
     The same for the same arguments in any order. As it was where that is balanced; else as little moves as a greedy
     choice finds. Raises ShardLostError.

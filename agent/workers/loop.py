@@ -39,6 +39,7 @@ from openrecycle.agent.config.options import ALIVE_SECONDS
 from openrecycle.agent.coordination.launcher import FROM_START
 from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.messages.client import LogTail
+from openrecycle.agent.messages.protocol import boot_id
 from openrecycle.agent.models.data import StreamEndedError
 from openrecycle.agent.models.layers import (
     CPU,
@@ -60,7 +61,7 @@ from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception
 from openrecycle.agent.stages.backward import STRATEGIES, StrategyName
 from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.agent.stages.post_validation import ValidationResult
-from openrecycle.agent.stages.shards import ShardLostError, assign
+from openrecycle.agent.stages.shards import ShardLostError, assign, lost_together
 from openrecycle.agent.stages.stage import assemble, reassemble, try_split
 from openrecycle.agent.transport.communicator import Communicator, Groups
 from openrecycle.agent.transport.group import TransferError
@@ -98,6 +99,7 @@ WAIT_SECONDS = 0.5
 SIBLING_SECONDS = 5.0
 """For the news to come for which another rank of this worker has left an iteration."""
 TRACEBACK_LINES = 12
+SAID_SAMPLES = 1000
 """Of an exception in an op, the last ones."""
 
 
@@ -120,7 +122,7 @@ class WorkerLoop:
         settings: TorchSettings | None = None,
     ) -> None:
         options, me, origin = spec.run.options, spec.worker, spec.run.origin
-        self._load_workload = spec.run.load_workload
+        self._load_workload, self._node = spec.run.load_workload, spec.node
         self._options, self._origin, self._workload = options, origin, workload
         self._communicator, self._channel = communicator, channel
         self._status, self._log = status, log or LogTail()
@@ -552,17 +554,17 @@ class WorkerLoop:
             return
         self._executor.end_sharing()
         self._restored = None  # what others own is given up here
-        host = hashlib.sha256(f"{socket.gethostname()} {self._communicator.address}".encode()).digest()
+        machine = hashlib.sha256((boot_id() or socket.gethostname()).encode()).digest()
         lacks = int(shards.stale) + 2 * int(shards.bare)
-        mine = (int.from_bytes(host[:7]), lacks, *to_words(shards.shards_held, len(shards.sizes)))
+        mine = (int.from_bytes(machine[:7]), self._node, lacks, *to_words(shards.shards_held, len(shards.sizes)))
         table = torch.zeros((len(peers), len(mine)), dtype=torch.int64)
         table[peers.index(self._me)] = torch.tensor(mine)
         table = table.to(self._device)
         groups.reduce(table)
         rows = dict(zip(peers, table.tolist(), strict=True))
-        held = {w: from_words(row[2:]) for w, row in rows.items()}
+        held, places = {w: from_words(row[3:]) for w, row in rows.items()}, {w: (r[0], r[1]) for w, r in rows.items()}
         try:
-            ownership = assign(peers, held, {w: row[0] for w, row in rows.items()}, shards.sizes, self._leaving)
+            ownership = assign(peers, held, lost_together(places), shards.sizes, self._leaving)
         except ShardLostError as error:
             text = f"stage {self._me.stage}: {error}"
             self._channel.say("state_lost", generation=self._generation, text=text)
@@ -573,10 +575,10 @@ class WorkerLoop:
         sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, shared, tied)
         self._executor.share(sharded)
         sharded.exchange_offers(lambda: self._serve_state(groups))
-        if any(row[1] & 1 for row in rows.values()):
+        if any(row[2] & 1 for row in rows.values()):
             shards.lag()  # all send and receive together
         sharded.gather()
-        sharded.gather_untrained({w for w, row in rows.items() if row[1] & 2})
+        sharded.gather_untrained({w for w, row in rows.items() if row[2] & 2})
 
     def _begin_moves(
         self, groups: Groups, agreement: Agreement[Worker], living: list[Worker], target: Partition
@@ -940,7 +942,7 @@ class WorkerLoop:
             op=end.kind,
             micro_batch=end.key[0] * self._options.job.micro_batches + end.key[1],
             error=describe_exception(error)[:1000],
-            samples=list(samples(end.iteration, *end.key)) if samples is not None else [],
+            samples=list(samples(end.iteration, *end.key))[:SAID_SAMPLES] if samples is not None else [],
             ends=isinstance(error, StreamEndedError),
             traceback=[line[:1000] for line in traced],
         )

@@ -85,8 +85,9 @@ class RunSpec:
 @dataclass(frozen=True)
 class WorkerSpec:
     """Everything that a worker process needs to know. joins: it replaces a dead one and takes its state from a peer of
-    its stage. address: of its host, as its peers reach it. slot: see agent.launcher.processes. rank: of the worker's
-    `ranks`; meeting: a file where these find each other. The last three are set when the process is started."""
+    its stage. address: of its host, as its peers reach it. node: number of its launcher. slot: see
+    agent.launcher.processes. rank: of the worker's `ranks`; meeting: a file where these find each other. The last three
+    are set when the process is started."""
 
     worker: NamedWorker
     incarnation: str
@@ -94,6 +95,7 @@ class WorkerSpec:
     joins: bool = False
     threads: int = 1
     address: str = LOOPBACK
+    node: int = 0
     slot: int = 0
     rank: int = 0
     meeting: str = ""

@@ -25,6 +25,7 @@ from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.coordination.membership import CHECKPOINT
 from openrecycle.agent.launcher.launch import Launcher, Stopped
 from openrecycle.agent.launcher.processes import ProcessPool, preload
+from openrecycle.agent.messages.channel import check_form
 from openrecycle.agent.messages.protocol import Command
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers import worker as worker_process
@@ -81,7 +82,7 @@ class LocalJob:
         self.lines: list[Message] = []
         self.messages: list[tuple[str, Message]] = []
         self.void: list[Message] = []
-        self._on_line, self._on_message, self._on_generation = on_line, on_message, on_generation
+        self._on_line, self.on_message, self.on_generation = on_line, on_message, on_generation
         catalog = plans(job, Technique.STAGGERED, MemoryLimit("uniform"))
         spec = RunSpec(
             TrainingOptions(
@@ -155,18 +156,19 @@ class _WatchedLauncher(Launcher):
     job: LocalJob
 
     def _hear(self, entry: Any, message: Message) -> None:
+        check_form(message, ENDLESS)  # as of what comes from another node
         if entry.fenced:
             self.job.void.append(message)
         else:
             self.job.messages.append((str(entry.worker), message))
-            self.job._on_message(self.job, str(entry.worker), message)
+            self.job.on_message(self.job, str(entry.worker), message)
         super()._hear(entry, message)
 
     def _send_deployments(self, after: int | None) -> None:
         super()._send_deployments(after)
-        assert self._deployed is not None
-        self.job.moves = self._deployed.moves
-        self.job._on_generation(self.job, self._deployed.deployment)
+        assert self.deployed is not None
+        self.job.moves = self.deployed.moves
+        self.job.on_generation(self.job, self.deployed.deployment)
 
 
 _references: dict[str, list[str]] = {}

@@ -21,7 +21,8 @@ class Poisoned(Gpt):
     last one's would end Python. ragged: of which
     the first stage's are shorter than the others. broken: the first
     process that reads the first stage's data of this iteration or a later one fails at it from then on, as with a bad
-    disk; its process number is in the file `mark`. prints: so many characters are printed with each micro-batch."""
+    disk; its process number is in the file `mark`. prints: so many characters are printed with each micro-batch.
+    named: so many samples are in each, whose numbers are long."""
 
     def __init__(
         self,
@@ -32,12 +33,16 @@ class Poisoned(Gpt):
         broken: int | None = None,
         mark: str = "",
         prints: int = 0,
+        named: int = 0,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         self._bad_inputs, self._bad_targets = {tuple(p) for p in inputs}, {tuple(p) for p in targets}
         self._ragged, self._exits = {tuple(p) for p in ragged}, {tuple(p) for p in exits}
-        self._broken, self._mark, self._prints = broken, Path(mark), prints
+        self._broken, self._mark, self._prints, self._named = broken, Path(mark), prints, named
+
+    def samples(self, iteration: int, pipeline: int, micro_batch: int) -> list[int]:
+        return [10**4000] * self._named
 
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
         if self._prints:

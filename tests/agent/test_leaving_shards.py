@@ -4,7 +4,10 @@ launcher without processes."""
 from __future__ import annotations
 
 import multiprocessing
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ from openrecycle.agent.config.options import Faults, Optimization, TrainingOptio
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Failure
 from openrecycle.agent.launcher.launch import Launcher
 from openrecycle.agent.launcher.processes import WorkerProcess
+from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.nodes.pool import RemoteProcess
 from openrecycle.agent.workers.spec import RunSpec
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
@@ -23,27 +28,16 @@ JOB = Job.uniform(3, 2, 2)
 CELLS = [str(worker) for worker in JOB.workers()]
 
 
-class _Process:
-    """That runs until it is killed."""
-
-    pid = None
-    exitcode: int | None = None
-    sentinel = -1
-
-    def join(self, timeout: float | None = None) -> None: ...
-    def is_alive(self) -> bool:
-        return False
-
-    def is_ending(self) -> bool:
-        return False
-
-
 @dataclass
 class _Pool:
+    """has: is the node there, so that processes can be started? saved: what another lead would go on from."""
+
     running: dict[Worker, WorkerProcess] = field(default_factory=dict)
     fenced: list[str] = field(default_factory=list)
     started: list[Worker] = field(default_factory=list)
     host: str = "127.0.0.1"
+    has: bool = False
+    saved: Callable[[], dict[str, Any] | None] = dict
 
     def recorded(self, line: dict[str, Any]) -> str:
         return ""
@@ -74,7 +68,11 @@ class _Pool:
         return 0
 
     def has_node(self, node: int) -> bool:
-        return True
+        return self.has
+
+    def hand_out(self, run: RunSpec, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
+        self.saved = saved
+        return ""
 
 
 class _Decides(Coordination):
@@ -103,9 +101,12 @@ class _Job:
         self.launcher = Launcher(spec, self.decides, self.lines.append, self.catalog, self.pool)  # type: ignore[arg-type]
         self.told = list[dict[str, Any]]()
         """Deployments, as W2_1 is told of them."""
+        self.pipes = dict[str, Connection]()
+        """Of the workers' ends."""
         for number, name in enumerate(CELLS):
-            pipe, _ = multiprocessing.Pipe()
-            entry = WorkerProcess(Worker.parse(name), f"i{number}", _Process(), pipe, 0.0)  # type: ignore[arg-type]
+            pipe, self.pipes[name] = multiprocessing.Pipe()
+            process = RemoteProcess(lambda: None)
+            entry = WorkerProcess(Worker.parse(name), f"i{number}", process, pipe, time.monotonic())
             entry.send = lambda message, name=name: self._sent(name, message)
             self.pool.running[entry.worker] = entry
         self.deploy(1)
@@ -113,8 +114,9 @@ class _Job:
 
     def end(self, entry: WorkerProcess) -> None:
         """Its process does."""
-        assert entry.has_ended([entry.process.sentinel])
-        self.launcher._ended(entry)
+        assert isinstance(entry.process, RemoteProcess)
+        entry.process.ended(-9)
+        self.launcher.turn(0.0)
 
     def _sent(self, name: str, message: dict[str, Any]) -> None:
         if name == "W2_1" and message["kind"] == "deployment":
@@ -132,15 +134,12 @@ class _Job:
             leaving=leaving,
         )
         self.decides.poll = lambda now: [Deploy(deployment, plan)]
-        self.launcher._turn(0.0)
-
-    def turn(self) -> None:
+        self.launcher.turn(0.0)
         self.decides.poll = lambda now: []
-        self.launcher._turn(0.0)
 
     def hear(self, name: str, kind: str, **fields: Any) -> None:
-        message = {"kind": kind, "at": 0, "generation": self.generation, **fields}
-        self.launcher._hear(self.pool.running[Worker.parse(name)], message)
+        channel.send(self.pipes[name], kind, generation=self.generation, **fields)
+        self.launcher.turn(0.0)
 
     @property
     def restarted(self) -> list[str]:
@@ -149,8 +148,8 @@ class _Job:
 
     @property
     def deployment(self) -> Deployment:
-        assert self.launcher._deployed is not None
-        return self.launcher._deployed.deployment
+        assert self.launcher.deployed is not None
+        return self.launcher.deployed.deployment
 
     @property
     def generation(self) -> int:
@@ -172,32 +171,25 @@ class _Job:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> _Job:
-    return made("zero1", monkeypatch)
+def job() -> _Job:
+    return _Job("zero1")
 
 
-def made(sharding: str, monkeypatch: pytest.MonkeyPatch) -> _Job:
-    import openrecycle.agent.launcher.launch as launch
-
-    monkeypatch.setattr(launch, "wait", lambda *args: [])
-    monkeypatch.setattr(Launcher, "_judge", lambda self, asked: None)
-    return _Job(sharding)
-
-
-def test_without_shards_one_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = made("none", monkeypatch)
+def test_without_shards_one_leaves_at_once() -> None:
+    job = _Job("none")
     job.deploy(2, leaving=("W1_0",))
     assert "W1_0" not in job.deployment.living and job.left == ["W1_0"]
 
 
-def test_one_that_dies_before_its_launcher_knew_that_it_was_to_leave_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = made("none", monkeypatch)
+def test_one_that_dies_before_its_launcher_knew_that_it_was_to_leave_stays_out() -> None:
+    job = _Job("none")
     job.end(job.pool.running[Worker(1, 0)])
     assert job.restarted == ["W1_0"]
     job.deploy(2, leaving=("W1_0",))
     assert job.told[-1]["after"] is None, "nobody can finish an iteration without it"
     job.form()
-    job.launcher._start_due()
+    job.pool.has = True
+    job.launcher.turn(0.0)
     assert not job.pool.started and Worker(1, 0) not in job.pool.running
 
 
@@ -290,5 +282,5 @@ def test_one_that_dies_before_it_may_go_is_told_of(job: _Job) -> None:
 
 def test_another_lead_knows_who_has_shared(job: _Job) -> None:
     job.share(but=("W2_1",))
-    saved = job.launcher._saved()
+    saved = job.pool.saved()
     assert saved is not None and sorted(saved["_shared"]) == [name for name in CELLS if name != "W2_1"]

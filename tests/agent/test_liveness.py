@@ -13,8 +13,9 @@ from multiprocessing import Pipe
 
 import pytest
 
-from openrecycle.agent.config.options import TIMES_LONGEST, Timeouts
+from openrecycle.agent.config.options import TIMES_LONGEST, Timeouts, TrainingOptions
 from openrecycle.agent.launcher.processes import WorkerProcess
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import (
     AT_REST,
@@ -28,8 +29,11 @@ from openrecycle.agent.monitoring.liveness import (
     activity,
     describe_exception,
 )
-from openrecycle.agent.nodes.server import NodeServer
+from openrecycle.agent.nodes.pool import RemoteProcess
+from openrecycle.agent.workers.spec import RunSpec, WorkerSpec, encode_spec
+from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.job import Worker as Cell
+from tests.agent.node_leads import GivenProcesses, node_with
 from tests.golden import golden
 
 LIMITS = Timeouts()
@@ -349,39 +353,30 @@ def test_a_process_that_computes_sleeps_or_is_stopped_is_told_apart() -> None:
     assert activity(busy.pid) is None
 
 
-class Sent(list[dict[str, object]]):
-    def send(self, message: dict[str, object]) -> None:
-        self.append(message)
-
-    post = send
-
-
 @pytest.mark.processes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_a_node_s_launcher_vouches_for_a_worker_that_computes_and_for_no_other() -> None:
     """The lead can't look at processes of another host."""
-    server = NodeServer(1, 3, ("127.0.0.1", 1), None, None, lambda text: None)
-    programs = {"busy": "while True: pass", "idle": "import time; print(flush=True); time.sleep(600)"}
+    busy, idle = "while True: pass", "import time; print(flush=True); time.sleep(600)"
+    programs = {"idle": idle, "speaks": busy, "busy": busy}
     processes = {n: subprocess.Popen([sys.executable, "-c", text], stdout=-1) for n, text in programs.items()}
+    entries, pipes = [], [Pipe() for _ in programs]
     try:
         out = processes["idle"].stdout
         assert out is not None and out.readline()
-        for name, process in processes.items():
-            pipe, _ = Pipe()
-            entry = WorkerProcess(Cell(0, 0), name, process, pipe, heard_at=float("-inf"))  # type: ignore[arg-type]
-            server._entries[name] = entry
-        time.sleep(0.2)
-        sent = Sent()
-        for _ in range(3):
-            for entry in server._entries.values():
-                entry.looked_at = float("-inf")
-            server._vouch(sent)  # type: ignore[arg-type]
-            time.sleep(0.1)
-        assert {message["incarnation"] for message in sent} == {"busy"}
-        server._entries["busy"].heard_at = time.monotonic()
-        sent.clear()
-        server._vouch(sent)  # type: ignore[arg-type]
-        assert not sent, "who speaks needs nobody to speak for it"
+        for (name, process), (ours, _) in zip(processes.items(), pipes, strict=True):
+            here = RemoteProcess(process.kill)
+            here.pid = process.pid
+            heard_at = float("inf" if name == "speaks" else "-inf")  # who speaks needs nobody to speak for it
+            entries.append(WorkerProcess(Cell(0, 0), name, here, ours, heard_at=heard_at))
+        run = RunSpec(TrainingOptions(job=Job.uniform(3, 1, 1)), NamedWorkload("a:b"))
+        with node_with(GivenProcesses(entries)) as lead:
+            assert lead.frames is not None
+            for name in programs:
+                spec = encode_spec(WorkerSpec(Cell(0, 0), name, run))
+                lead.frames.send({"kind": "start", "spec": spec, "fill": []})
+            said = [lead.frames.receive() for _ in range(3)]
+        assert {(about["incarnation"], about["message"]["kind"]) for about in said} == {("busy", "computes")}
     finally:
         for process in processes.values():
             process.kill()

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,8 +26,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.checkpoints import Identity, Origin
+from openrecycle.agent.config.options import Checkpoints, TrainingOptions
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, SpareRanks, Spares, WorkerProcess
+from openrecycle.agent.jobs.start import make_launcher
+from openrecycle.agent.launcher.processes import SpareRank, SpareRanks, Spares, WorkerProcess
 from openrecycle.agent.messages import channel
 from openrecycle.agent.models.layers import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
@@ -37,6 +40,7 @@ from openrecycle.agent.nodes.pool import (
     CLOCK_SAMPLES,
     NodeHub,
     RemoteProcess,
+    RemoteWorker,
     SpreadPool,
     open_pool,
     place,
@@ -44,8 +48,8 @@ from openrecycle.agent.nodes.pool import (
     wait_for_name,
 )
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_alone, check_token, first_host, role_of
-from openrecycle.agent.nodes.server import NodeServer, Succession
-from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack
+from openrecycle.agent.nodes.server import Succession
+from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack, tell
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, decode_spec, encode_spec, source_of
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
@@ -53,6 +57,8 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Techniq
 from openrecycle.planner.plans.packed import to_text
 from tests.agent.changed_options import everything_changed
 from tests.agent.consoles import until
+from tests.agent.node_leads import GivenProcesses, node_with
+from tests.agent.node_runs import free_port
 from tests.golden import golden
 
 # -- placement ------------------------------------------------------------------------------------
@@ -296,21 +302,17 @@ def test_what_has_come_is_taken_without_waiting(wire: Wire, monkeypatch: pytest.
     assert lead.take() is None
     text = b'{"kind": "slow"}'
 
-    def part(data: bytes) -> None:
-        node._tls.write(data)
-        wire[1].sendall(node._outgoing.read())
-
     for data in (struct.pack(">I", len(text)), text[:5]):
-        part(data)
+        node.write(data)
         assert wait([lead], 5) and lead.take() is None and not lead.waiting
-    part(text[5:])
+    node.write(text[5:])
     assert wait([lead], 5) and lead.take() == {"kind": "slow"}
     node.send({"kind": "one"})
     node.send({"kind": "two"})
     for kind in ("one", "two"):
         assert until(lead.take, "it to come", 5) == {"kind": kind}
     assert not lead.waiting
-    part(struct.pack(">I", len(text)))
+    node.write(struct.pack(">I", len(text)))
     with pytest.raises(TimeoutError):
         until(lead.take, "the rest to be given up", 20)
     node.close()
@@ -577,6 +579,56 @@ def test_a_node_that_has_too_little_memory_is_known_before_the_start() -> None:
     assert asked == [([Worker(1, 0)], 1000)] and ended
 
 
+@pytest.mark.processes
+def test_nodes_are_told_that_a_job_does_not_start_once_all_have_come(tmp_path: Path) -> None:
+    """They would wait for the lead to come back."""
+    front, ended = ("127.0.0.1", free_port()), list[dict[str, Any]]()
+    checkpoints = Checkpoints(directory=str(tmp_path), resume="3")  # which is not there
+    options = TrainingOptions(job=Job.uniform(2, 1, 1), checkpoints=checkpoints)
+    source = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 32, "heads": 2, "sequence": 16, "batch": 2})
+
+    def node() -> None:
+        frames = fake_node(front)
+        ended.append(frames.receive())
+        frames.close()
+
+    thread = threading.Thread(target=node, daemon=True)
+
+    def say(text: str) -> None:
+        if f"{front[0]}:{front[1]}" in text:  # it listens
+            thread.start()
+
+    with pytest.raises(InputError, match=r"checkpoint"):
+        make_launcher(options, source, lambda _: None, say, role=NodeRole(2, 0, *front))
+    thread.join(20)
+    assert [message["kind"] for message in ended] == ["over"]
+
+
+def test_nodes_of_one_machine_share_its_memory_and_hosts_of_one_name_do_not() -> None:
+    hub = NodeHub("127.0.0.1", 0, 4, "", lambda _: None)
+    said, nodes = {1: "one", 2: "one", 3: "another"}, list[Frames]()
+    try:
+        for rank, shared_by in said.items():
+            about = {"rank": rank, "memory": 900, "memory_shared_by": shared_by, "host": "localhost"}
+            nodes.append(fake_node((hub.host, hub.port), **about))
+        until(lambda: len(hub.hosts) == 3, "all to have come", 10)
+        homes = {Worker(p, 0): node for p, node in enumerate((0, 1, 2, 2, 3))}
+        pool = SpreadPool([], hub, homes)
+        found = {machine.workers[0].pipeline: machine for machine in pool.machines}
+        assert [found[p].has for p in (1, 2, 4)] == [300, 600, 900]
+        assert len({machine.host for machine in pool.machines}) == 4
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        entry = RemoteWorker(
+            *(Worker(1, 0), "i", RemoteProcess(lambda: None), ours, 0.0), node=cast(Any, SimpleNamespace(rank=1))
+        )
+        assert pool.host_of(entry, "localhost") == found[1].host, "as a console is told where it is"
+        theirs.close()
+    finally:
+        for node in nodes:
+            node.close()
+        hub.close("test")
+
+
 def _listens(at: tuple[str, int]) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(at, 1.0):
         return True
@@ -647,69 +699,101 @@ def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> 
     again = fake_node((hub.host, hub.port))
     hub.wait_for_all(5)
     assert pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0).process.is_alive()
-    assert again.receive()["spec"]["address"] == "127.0.0.1"
+    spec = again.receive()["spec"]
+    assert (spec["address"], spec["node"]) == ("127.0.0.1", 1)
 
 
 def test_who_has_come_to_a_launcher_that_does_not_lead_hears_who_does(hub: NodeHub) -> None:
     """Or it would take the end of the connection for the end of its lead, before it knows the job."""
-    node, heard = fake_node((hub.host, hub.port)), list[dict[str, Any]]()
+    node = fake_node((hub.host, hub.port))
     until(lambda: hub.links, "the node to be there", 5)
-    hub._hear_of_lead({"lead": ("127.0.0.1", 7)})
-    sending = hub.links[1]._frames._sending
-    sending.acquire()
-    late = threading.Timer(0.3, sending.release)  # the thread that sends does not get to run before
-    late.start()
+    tell((hub.host, hub.port), "", {"kind": "led", "lead": ("127.0.0.1", 7)})
+    hub.links[1].post({"kind": "more", "text": "x" * (16 << 20)})  # than goes out before the node reads
     with pytest.raises(LedElsewhere):
         hub.wait_for_all(5)
 
-    def leave() -> None:
-        heard.append(node.receive())
-        node.close()
-
-    leaving = threading.Thread(target=leave)
-    leaving.start()
-    hub.close("")
-    leaving.join(20)
-    late.join()
-    assert heard == [{"kind": "moved", "lead": ["127.0.0.1", 7]}]
+    closing = threading.Thread(target=hub.close, args=("",))
+    closing.start()
+    heard = [node.receive() for _ in range(2)]
+    node.close()
+    closing.join(20)
+    assert heard[1] == {"kind": "moved", "lead": ["127.0.0.1", 7]} and not closing.is_alive()
 
 
-def test_a_node_that_has_come_back_counts_once_others_know_where() -> None:
-    """Those that know it where it was before would take it for gone, and choose another lead among themselves."""
-    hub, sent = NodeHub("127.0.0.1", 0, 3, "", lambda _: None), list[str]()
+class Followers:
+    """Nodes 1 and 2 of a job of three, each a launcher that lives wherever its connection is broken: it listens. sent:
+    what the lead has sent of what it has decided."""
 
-    def acknowledge(node: Frames) -> None:
+    def __init__(self) -> None:
+        self.hub = NodeHub("127.0.0.1", 0, 3, "", lambda _: None)
+        self.ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
+        self.nodes: dict[int, Frames] = {}
+        for rank in (1, 2):
+            self.come(rank, "first", begun=False)
+        self.pool, self.sent = SpreadPool([], self.hub, {}), list[int]()
+        assert self.decides(0)
+
+    def come(self, rank: int, process: str, *, begun: bool = True, at: int | None = None) -> None:
+        before, port = self.hub.links.get(rank), self.ports[rank if at is None else at].getsockname()[1]
+        node = fake_node((self.hub.host, self.hub.port), begun=begun, rank=rank, port=port, process=process)
+        until(lambda: self.hub.links.get(rank, before) is not before, "the lead to have it", 10)
+        threading.Thread(target=self._acknowledge, args=(node,), daemon=True).start()
+        self.nodes[rank] = node
+
+    @staticmethod
+    def _acknowledge(node: Frames) -> None:
         with contextlib.suppress(OSError, NotTrusted):
             while True:
                 if (message := node.receive())["kind"] == "copy":
                     node.send({"kind": "ack", "number": message["number"]})
 
-    try:
-        nodes = {rank: fake_node((hub.host, hub.port), rank=rank, port=1000 + rank) for rank in (1, 2)}
-        hub.wait_for_all(5)
-        pool, run = SpreadPool([], hub, {}), spec_of(NamedWorkload("a:b")).run
-        pool.count({1: hub.members[1], 2: ("127.0.0.1", 999)})
-        pool.decide(lambda: sent.append("decided"))
+    def break_off(self, rank: int) -> None:
+        self.nodes.pop(rank).close()
+        until(lambda: rank not in self.hub.links, "it to be lost", 10)
 
-        def hand_out() -> bool:
-            assert not pool.hand_out(run, lambda: {"plan": "plan"})
-            return bool(sent)
+    def decides(self, number: int) -> bool:
+        """Something, and it is sent once those that are there have the newest copy."""
+        self.pool.decide(lambda: self.sent.append(number))
+        run = spec_of(NamedWorkload("a:b")).run
+        assert not self.pool.hand_out(run, lambda: {"plan": "plan"})
+        newest = max(link.handed for link in self.hub.links.values())
+        until(lambda: all(link.acked >= newest for link in self.hub.links.values()), "all to have it", 10)
+        assert not self.pool.hand_out(run, lambda: {"plan": "plan"})
+        return number in self.sent
 
-        threading.Thread(target=acknowledge, args=(nodes[2],), daemon=True).start()
-        hand_out()
-        until(lambda: hub.links[2].acked, "node 2 to have it", 10)
-        assert not hand_out(), "node 1 may not know where node 2 is now"
-        threading.Thread(target=acknowledge, args=(nodes[1],), daemon=True).start()
-        until(hand_out, "node 1 to have it", 10)
-        nodes[1].close()
-        until(lambda: 1 not in hub.links, "node 1 to be lost", 10)
-        sent.clear()
-        pool.decide(lambda: sent.append("decided"))
-        until(hand_out, "node 2 to have it", 10)
-        fake_node((hub.host, hub.port), begun=True).close()
-        nodes[2].close()  # for whose goodbye the lead would wait
-    finally:
-        hub.close("test")
+    def close(self) -> None:
+        for node in self.nodes.values():  # for whose goodbye the lead would wait
+            node.close()
+        self.hub.close("test")
+        for port in self.ports:
+            port.close()
+
+
+@pytest.fixture
+def followers() -> Iterator[Followers]:
+    followers = Followers()
+    yield followers
+    followers.close()
+
+
+def test_a_node_that_another_one_has_taken_the_place_of_counts_once_others_know(followers: Followers) -> None:
+    """The first one may live, and choose another lead with those that the lead does not hear; also where it is reached
+    at the same address, as node 0 is."""
+    followers.break_off(2)
+    followers.come(2, "second")
+    followers.break_off(1)
+    assert not followers.decides(1)
+    followers.come(1, "first", at=3)
+    assert followers.decides(2) and followers.sent == [0, 1, 2]
+
+
+def test_a_lead_that_all_nodes_have_come_back_to_goes_on(followers: Followers) -> None:
+    """All connections have broken at once, and nobody has chosen another lead: nobody remembers the copies before."""
+    for rank in (1, 2):
+        followers.break_off(rank)
+    for rank in (1, 2):
+        followers.come(rank, "first", at=rank + 2)
+    assert followers.decides(1)
 
 
 def test_a_node_that_is_lost_with_its_spare_ranks_can_not_have_a_worker_of_them(hub: NodeHub) -> None:
@@ -733,28 +817,15 @@ def test_spare_ranks_in_whose_place_a_worker_begins_again_are_spare_no_more(hub:
     assert started["kind"] == "start" and [tuple(rank) for rank in started["fill"]] == list(entry.made_of)
 
 
-class Unable(ProcessPool):
-    """Can't start anything. asked: in whose place."""
-
-    def __init__(self) -> None:
-        self.running, self._aside, self.spares = {}, [], SpareRanks()
-        self.asked = list[Any]()
-
-    def start(self, worker: Worker, make_spec: Any, now: float, spares: Spares | None = None, node: Any = None) -> Any:
-        self.asked.append(spares)
-        raise OSError("no room")
-
-
 def test_a_node_fills_the_places_that_the_lead_names() -> None:
     """It may know of others that came since, or in another order: those the lead books later, as they are here."""
-    node, pool = NodeServer(1, 2, ("127.0.0.1", 1), None, None, lambda _: None), Unable()
-    node._pool, node._frames = pool, cast(Any, object())
-    assert node._lead_status.follow(0, 0)
+    pool, spec = GivenProcesses(), encode_spec(spec_of(NamedWorkload("a:b")))
     came = [SpareRank((incarnation, 0), slot) for slot, incarnation in enumerate("abcd")]
     pool.spares.add(0, came)
-    fill = [["c", 0], ["a", 0], ["unknown", 0]]
-    node._tell = lambda message: None  # type: ignore[method-assign]
-    node._obey(node._frames, {"kind": "start", "spec": encode_spec(spec_of(NamedWorkload("a:b"))), "fill": fill})
+    with node_with(pool) as lead:
+        assert lead.frames is not None
+        lead.frames.send({"kind": "start", "spec": spec, "fill": [["c", 0], ["a", 0], ["unknown", 0]]})
+        assert lead.frames.receive()["kind"] == "exited"  # it can't be started
     assert pool.asked == [Spares(0, (came[0], came[2]))] and pool.spares.on(0) == (came[1], came[3])
 
 
@@ -801,23 +872,33 @@ def test_of_a_worker_that_the_lead_has_fenced_its_node_books_no_spare_ranks(hub:
     frames = fake_node((hub.host, hub.port))
     hub.wait_for_all(5)
     pool = SpreadPool([], hub, {Worker(1, 2): 1})
-    entry = pool.start(Worker(1, 2), lambda _: spec_of(NamedWorkload("a:b")), 0.0)
+    spec = spec_of(NamedWorkload("a:b"))
+    entry = pool.start(Worker(1, 2), lambda incarnation: dataclasses.replace(spec, incarnation=incarnation), 0.0)
     pool.fence(entry, "its fault")
-    kill = next(message for message in iter(frames.receive, None) if message["kind"] == "kill")
-    node, there = NodeServer(1, 2, ("127.0.0.1", 1), None, None, lambda _: None), hurt(channel.FENCED, -9)
-    assert there.spare_ranks == (0,)
-    assert node._lead_status.follow(0, 0)
-    node._entries[kill["incarnation"]] = there
-    node._obey(cast(Any, object()), kill)
-    assert there.spare_ranks == ()
+    start, kill = (frames.receive() for _ in range(2))
+    assert (start["kind"], kill["kind"]) == ("start", "kill")
+    assert spare_there(start, kill) == []
+    assert spare_there(start) == [0]
 
 
-def hurt(*codes: int) -> WorkerProcess:
-    """A worker whose ranks have ended so."""
-    processes = [RemoteProcess(lambda: None) for _ in codes]
-    for process, code in zip(processes, codes, strict=True):
-        process.ended(code)
-    return WorkerProcess(Worker(0, 0), "i", processes[0], cast(Any, None), 0.0, siblings=tuple(processes[1:]))
+def spare_there(*orders: dict[str, Any]) -> list[int]:
+    """Which ranks of a worker a node says are spare, once it has heard that, and one of two has been killed."""
+    ours, theirs = multiprocessing.Pipe()
+    processes = [RemoteProcess(lambda: None) for _ in range(2)]
+    there = WorkerProcess(Worker(0, 0), "i", processes[0], ours, 0.0, slots=(0, 1), siblings=(processes[1],))
+    with node_with(GivenProcesses([there])) as lead, theirs:
+        assert lead.frames is not None
+        for order in orders:
+            lead.frames.send(order)
+        # In order: so what came before is heard.
+        lead.frames.send({"kind": "clock"})
+        while lead.frames.receive()["kind"] != "clock":
+            pass
+        for process, code in zip(processes, (channel.FENCED, -9), strict=True):
+            process.ended(code)
+        while (said := lead.frames.receive())["kind"] != "exited":
+            pass
+    return list(said["spare"])
 
 
 def test_one_node_that_is_late_takes_no_time_from_what_the_others_have_to_tell(

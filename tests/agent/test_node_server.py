@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import multiprocessing
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,59 +16,21 @@ import pytest
 from openrecycle.agent.config.options import TrainingOptions
 from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.monitoring.liveness import LoopLag
+from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN
 from openrecycle.agent.nodes import frames, server, succession
-from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import NodeHub, RemoteWorker
 from openrecycle.agent.nodes.role import LedElsewhere
-from openrecycle.agent.nodes.server import LeadLost, NodeServer
-from openrecycle.agent.nodes.succession import Copy, Lead, LeadStatus, Search
+from openrecycle.agent.nodes.server import LeadLost
+from openrecycle.agent.nodes.succession import Copy, Lead, LeadStatus, Search, tell
 from openrecycle.agent.workers.spec import RunSpec, encode_run
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.consoles import until
+from tests.agent.node_leads import NODES, RANK, FirstLead, Node
+from tests.agent.node_runs import free_port
 from tests.golden import golden
 
-RUN, NODES, RANK = "a run", 3, 2
-"""The node that is tried is number 2; 0 leads, and 1 is to lead next."""
+RUN = "a run"
 SILENCE = 4.0
-
-
-class FirstLead:
-    """Takes the node in, and nobody else: whoever asks how it stands gets no answer."""
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address: tuple[str, int] = self._listener.getsockname()
-        self.frames: Frames | None = None
-        self.node: tuple[str, int] | None = None
-
-    def hear(self) -> Frames:
-        """What the node says of itself."""
-        connection, _ = self._listener.accept()
-        self.frames = greet(connection, "", "lead")
-        hello = self.frames.receive()
-        self.node = hello["address"], hello["port"]
-        return self.frames
-
-    def welcome(self, *, begun: bool = False) -> None:
-        self.hear().send({"kind": "welcome", "begun": begun})
-
-    def hand(self, copy: Copy) -> None:
-        """Returns once the node has it."""
-        assert self.frames is not None
-        self.frames.send(copy.to_message())
-        assert self.frames.receive() == {"kind": "ack", "number": copy.number}
-
-    def close(self) -> None:
-        self._listener.close()
-        if self.frames is not None:
-            self.frames.close()
-
-    def begin_to_say(self) -> None:
-        """A message of 1,000 bytes, of which some come."""
-        assert self.frames is not None
-        self.frames._tls.write(struct.pack(">I", 1000) + b'{"kind":')
-        self.frames._socket.sendall(self.frames._outgoing.read())
 
 
 class Asked(LeadStatus):
@@ -80,28 +41,6 @@ class Asked(LeadStatus):
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         self.times += 1
         return super().answer(message)
-
-
-class Node:
-    """Serves in a thread; ended: what `run` has returned or raised."""
-
-    def __init__(self, front: tuple[str, int], lead: tuple[str, int] | None = None) -> None:
-        self.said: list[str] = []
-        self.ended: Any = None
-        self._server = NodeServer(RANK, NODES, front, None, None, self.said.append, lead)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.ended = self._server.run(20.0)
-        except Exception as error:
-            self.ended = error
-
-    def stop(self) -> None:
-        self._server.stop(15)
-        self._thread.join(20)
-        assert not self._thread.is_alive()
 
 
 def comes_to(node: Node, hub: NodeHub, what: str) -> None:
@@ -133,9 +72,9 @@ def next_lead() -> Iterator[NodeHub]:
 
 
 @contextlib.contextmanager
-def node_of(first: FirstLead, next_lead: NodeHub) -> Iterator[Node]:
-    """It has a copy, and its lead is silent from then on."""
-    node = Node(first.address)
+def node_of(first: FirstLead, next_lead: NodeHub, **parts: Any) -> Iterator[Node]:
+    """It has a copy, and its lead is silent from then on. parts: as of Node."""
+    node = Node(first.address, **parts)
     try:
         first.welcome()
         assert first.node is not None
@@ -163,24 +102,34 @@ def test_a_lead_that_reads_nothing_keeps_no_node_from_looking_for_another(first:
     assert isinstance(node.ended, LeadLost) and "SIGTERM" in str(node.ended)
 
 
-def test_what_a_node_itself_stood_still_is_no_silence_of_its_lead() -> None:
+class Stepping:
+    """A clock that stands but for what it is set forward. read: so often."""
+
+    def __init__(self) -> None:
+        self.now, self.read = 0.0, 0
+
+    def __call__(self) -> float:
+        self.read += 1
+        return self.now
+
+    def step(self, seconds: float) -> None:
+        """And a turn of the loop passes."""
+        self.now, read = self.now + seconds, self.read
+        until(lambda: self.read > read + 3, "a turn", 20)
+
+
+def test_what_a_node_itself_stood_still_is_no_silence_of_its_lead(first: FirstLead, next_lead: NodeHub) -> None:
     """Also in the turn just over: what the lead has said meanwhile is not read yet."""
-    others = socket.create_server(("127.0.0.1", 0))  # who is asked there does not answer, so that a search is not over
-    nodes, stood = dict.fromkeys(range(NODES), ("127.0.0.1", others.getsockname()[1])), 2 * SILENCE
-    node, now, lead = NodeServer(RANK, NODES, nodes[0], None, None, lambda _: None), [0.0], object()
-    copy = copy_for(nodes)
-    node._lead_status.follow(0, 0)
-    assert node._lead_status.take(copy)
-    node._copy, node._silence, node._frames = copy, SILENCE, lead  # type: ignore[assignment]
-    node._lag = LoopLag(lambda: now[0])
-    for seconds in (stood, 0.0):
-        node._heard_at = time.monotonic_ns() - int(1e9 * stood)
-        now[0] += seconds
-        assert node._look_for_lead() is None
-        assert (node._search is None) == bool(seconds), "else the lead was silent"
-    assert node._search is not None
-    node._search.cancel()
-    others.close()
+    clock, status = Stepping(), next_lead.lead_status
+    assert isinstance(status, Asked)
+    with node_of(first, next_lead, clock=clock) as node:
+        clock.step(0.0)
+        clock.step(2 * SILENCE)
+        assert not status.times and node.ended is None, node.said
+        for _ in range(round(SILENCE / MOST_OF_A_TURN) + 1):
+            clock.step(MOST_OF_A_TURN)
+        until(lambda: status.times or node.ended, "it to look for another", 20)
+        assert node.ended is None, node.said
 
 
 def test_a_lead_that_does_not_answer_is_not_waited_for(first: FirstLead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,33 +249,55 @@ def test_a_node_that_knows_others_outlives_node_0_before_it_knows_the_job() -> N
         front.close("")
 
 
-def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job() -> None:
-    """It has joined a job that is under way, and has no copy yet: it is not counted among those that choose."""
+@pytest.mark.parametrize("rank", [RANK, 0])
+def test_a_node_that_has_come_to_a_lead_outlives_it_before_it_knows_the_job(rank: int) -> None:
+    """It has joined a job that is under way, and has no copy yet: it is not counted among those that choose. Node 0
+    listens at the same address all along."""
     going = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, LeadStatus(1, lead=1, term=2, run=RUN))
-    status = LeadStatus(0, lead=1, term=2, run=RUN)
-    front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, status)
     going.take_over({}, frozenset())
-    front.lead = going.host, going.port
-    node = Node((front.host, front.port))
+    status = LeadStatus(other := RANK - rank, lead=1, term=2, run=RUN)
+    next_lead = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, status)
+    next_lead.lead = going.host, going.port
+    if rank:
+        node = Node((next_lead.host, next_lead.port), rank=rank)
+    else:
+        node = Node(("127.0.0.1", free_port()), (going.host, going.port), rank=rank)
+        going.members[other] = next_lead.host, next_lead.port
     search: Search | None = None
     try:
-        until(lambda: RANK in going.links or node.ended, "it to come", 20)
-        nodes = {0: (front.host, front.port), 1: (going.host, going.port), RANK: going.members[RANK]}
+        until(lambda: rank in going.links or node.ended, "it to come", 20)
+        nodes = {1: (going.host, going.port), other: (next_lead.host, next_lead.port), rank: going.members[rank]}
         copy = dataclasses.replace(copy_for(nodes), term=2, lead=1)
         assert status.take(copy)
         going.close("")
         status.lose_lead()
         search = Search(status, copy, "")
         search.join(20)
-        assert search.outcome == Lead(3, frozenset(), frozenset({1, RANK})), (node.said, node.ended)
-        front.take_over({}, frozenset())
-        comes_to(node, front, "it to come to the next lead")
+        assert search.outcome == Lead(3, frozenset(), frozenset({1, rank})), (node.said, node.ended)
+        next_lead.take_over({}, frozenset())
+        until(lambda: rank in next_lead.links or node.ended, "it to come to the next lead", 20)
+        assert rank in next_lead.links, (node.said, node.ended)
     finally:
         if search is not None:
             search.cancel()
         node.stop()
-        front.close("test")
+        next_lead.close("test")
         going.close("")
+
+
+def test_a_node_waits_for_its_lead_that_was_lost_before_the_job_began() -> None:
+    """It knows nobody else; whoever leads next does it where all look for their lead."""
+    port = free_port()
+    hub = NodeHub("127.0.0.1", port, NODES, "", lambda _: None)
+    node = Node((hub.host, port))
+    try:
+        comes_to(node, hub, "it to come")
+        hub.close("")
+        hub = NodeHub("127.0.0.1", port, NODES, "", lambda _: None)
+        comes_to(node, hub, "it to come back")
+    finally:
+        node.stop()
+        hub.close("test")
 
 
 @pytest.fixture
@@ -341,7 +312,7 @@ def lead() -> Iterator[NodeHub]:
 def test_a_node_that_comes_once_its_launcher_knows_who_leads_goes_there(lead: NodeHub) -> None:
     """Those that had come before are told by then, and this launcher is about to be one of the nodes."""
     front = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None)
-    front._hear_of_lead({"lead": (lead.host, lead.port)})
+    tell((front.host, front.port), "", {"kind": "led", "lead": (lead.host, lead.port)})
     with pytest.raises(LedElsewhere):
         front.wait_for_all(5)
     node = Node((front.host, front.port))
@@ -352,28 +323,6 @@ def test_a_node_that_comes_once_its_launcher_knows_who_leads_goes_there(lead: No
     finally:
         node.stop()
         front.close("")
-
-
-class Leaving(NodeHub):
-    """Hears who leads while it lets a node in, and is closed."""
-
-    other: tuple[str, int]
-
-    def _meet(self, connection: socket.socket) -> Any:
-        met = super()._meet(connection)
-        self._hear_of_lead({"lead": self.other})
-        self.close("")
-        return met
-
-
-def test_a_node_that_was_being_let_in_when_its_launcher_left_goes_to_the_lead(lead: NodeHub) -> None:
-    front = Leaving("127.0.0.1", 0, NODES, "", lambda _: None)
-    front.other = lead.host, lead.port
-    node = Node((front.host, front.port))
-    try:
-        comes_to(node, lead, "it to come to the lead")
-    finally:
-        node.stop()
 
 
 def test_a_node_whose_lead_is_lost_before_it_knows_the_job_asks_the_others(lead: NodeHub) -> None:

@@ -17,6 +17,7 @@ from openrecycle.agent.nodes import frames, pool, server
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import MAX_STRANGERS, MAX_STRANGERS_OF_ONE, NodeHub, SpreadPool
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
+from openrecycle.agent.nodes.succession import tell
 from openrecycle.agent.workers.spec import MACHINE, RunSpec
 from openrecycle.planner.jobs.job import Job
 from tests.agent.consoles import until
@@ -192,6 +193,18 @@ def test_a_node_that_comes_while_the_job_ends_is_told_so(hub: NodeHub) -> None:
         first = met.receive()
     over = {"kind": "over", "reason": golden("the-job-is-over"), "finished": True}
     assert [first, met.receive()] == [over, {"kind": "bye"}]
+    met.close()
+
+
+def test_a_node_that_comes_while_its_launcher_leaves_for_the_lead_goes_there(hub: NodeHub) -> None:
+    met, _ = join(hub, 1)
+    first = met.receive()  # as above
+    tell((hub.host, hub.port), TOKEN, {"kind": "led", "lead": ("127.0.0.1", 7)})
+    hub.close("")
+    while first["kind"] == "clock":
+        met.send({"kind": "clock", "at": time.monotonic_ns()})
+        first = met.receive()
+    assert first == {"kind": "moved", "lead": ["127.0.0.1", 7]}
     met.close()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
-from openrecycle.agent.config.devices import Mode, Platform, memory_limit
+from openrecycle.agent.config.devices import Mode, Platform, memory_group, memory_limit
 from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.jobs.callables import CallableWorkload
 from openrecycle.agent.jobs.preflight import check_workload
@@ -226,7 +226,10 @@ def test_a_container_s_limit_is_the_memory_that_there_is(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert memory_limit(tmp_path) == limit
-    assert memory_limit(tmp_path / "nothing") is None
+    where = next((name for name, text in files.items() if text.strip() == str(limit)), None)
+    group = (tmp_path / "sys/fs/cgroup" / where).parent.stat().st_ino if where else 0
+    assert memory_group(tmp_path) == group
+    assert memory_limit(tmp_path / "nothing") is memory_group(tmp_path / "nothing") is None
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from openrecycle.agent.stages.shards import (
     Ownership,
     ShardLostError,
     assign,
+    lost_together,
     segments_of,
 )
 from openrecycle.agent.workers.recovery import from_words, to_words
@@ -131,6 +132,16 @@ def test_those_that_leave_take_nothing_with_them(
     filled = {p: (held[p] | ownership.lacking(p)) - ownership.surplus(p) for p in staying}
     after = assign(staying, filled, hosts, sizes)
     assert after.complete and after.owners == ownership.owners  # nothing moves once more
+
+
+def test_peers_are_lost_together_with_their_machine_and_on_one_with_their_node() -> None:
+    a, b, c = (Worker(p, 0) for p in range(3))
+    of_nodes = lost_together({a: (7, 0), b: (7, 1), c: (7, 1)})
+    assert of_nodes[a] != of_nodes[b] == of_nodes[c]
+    of_machines = lost_together({a: (7, 0), b: (7, 1), c: (8, 2)})
+    assert of_machines[a] == of_machines[b] != of_machines[c]
+    owners = assign([a, b, c], dict.fromkeys((a, b, c), range(8)), of_machines, [5] * 8).owners
+    assert all(c in pair for pair in owners), "two nodes of a machine are no two machines"
 
 
 def _owned(ownership: Ownership, living: list[Worker]) -> dict[Worker, frozenset[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -70,15 +71,38 @@ def test_a_sharded_optimizer_outlives_a_node(tmp_path: Path) -> None:
     assert run.iterations[0]["living"] == 4 and run.iterations[-1]["living"] == 2
 
 
-def test_before_training_a_node_does_not_outlive_its_lead(tmp_path: Path) -> None:
-    """Nobody has been told yet what the job is."""
-    with two_nodes(tmp_path, "--form-timeout", "60") as (lead, node):
-        until(lambda: "node 1 is here" in (tmp_path / "lead.log").read_text(), "the node to come")
-        os.kill(lead.pid, signal.SIGKILL)
-        assert node.wait(30) == 1
-        assert golden("the-connection-with-the-lead") in (tmp_path / "node.log").read_text()
-        until(lambda: not members(node.pid), "the end of the node's workers", 30)
-        until(lambda: not members(lead.pid), "the end of the lead's workers", 30)
+def test_a_node_waits_for_a_lead_that_was_lost_before_training(reference: Run, tmp_path: Path) -> None:
+    """Nobody has been told yet what the job is: it begins anew, once that lead is started again."""
+    place = ("--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
+    job = (*GRID, *TINY, "--iterations", str(ITERATIONS), *place)
+    logs = [tmp_path / f"{name}.log" for name in ("lead", "node", "again")]
+    record = ("--record", str(tmp_path / "run.jsonl"))
+    launchers = [launch_node(log, *job, *record, "--node-rank", rank) for log, rank in zip(logs, "01", strict=False)]
+    try:
+        until(lambda: "node 1 is here" in logs[0].read_text(), "the node to come")
+        os.kill(launchers[0].pid, signal.SIGKILL)
+        until(lambda: golden("the-connection-with-the-lead") in logs[1].read_text(), "the node to wait", 30)
+        until(lambda: not members(launchers[0].pid), "the end of the lead's workers", 30)
+        launchers.append(launch_node(logs[2], *job, *record, "--node-rank", "0"))
+        assert launchers[2].wait(90) == 0, logs[2].read_text()
+        assert launchers[1].wait(30) == 0, logs[1].read_text()
+    finally:
+        for launcher in launchers:
+            kill_group(launcher)
+    run = Run(0, "", tuple(lines(tmp_path)))
+    assert run.losses == reference.losses and run.final == reference.final
+
+
+def test_a_worker_that_has_too_much_to_say_ends_no_node(tmp_path: Path) -> None:
+    """Of a micro-batch that raises: which samples are in it would be 80 MB."""
+    bad = {"inputs": [(1, 1, 1)], "named": 20_000, "width": 32, "heads": 2, "sequence": 16, "batch": 2}
+    task = ("--workload", "tests.agent.poisoned:Poisoned", "--workload-options", json.dumps(bad))
+    with two_nodes(tmp_path, *task, "--on-bad-sample", "skip") as (lead, node):
+        assert lead.wait(90) == 0, (tmp_path / "lead.log").read_text()
+        assert node.wait(30) == 0, (tmp_path / "node.log").read_text()
+    run = Run(0, "", tuple(lines(tmp_path)))
+    assert "W1_0" in {line["raised"]["worker"] for line in run.lines if "raised" in line}
+    assert not run.failures and run.iterations[-1]["living"] == 6
 
 
 @pytest.mark.chaos
@@ -133,6 +157,7 @@ def test_off_loopback_without_a_token_it_refuses(tmp_path: Path) -> None:
     [
         {"kind": "from", "message": {"kind": "committed", "generation": "x", "iteration": None, "at": 1}},
         at_length({"kind": "from", "message": {"kind": "alive", "op_limit": "x", "current": 5, "at": 1}}),
+        at_length({"kind": "from", "message": {"kind": "checkpoint", "at_iteration": 10**9, "problem": None, "at": 1}}),
         at_length({"kind": "exited", "code": "x"}),
     ],
 )

@@ -21,6 +21,7 @@ from openrecycle.agent.launcher.processes import LOOK_SECONDS, WorkerProcess
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.channel import KEPT_PLANS, WorkerChannel
 from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES
 from openrecycle.forking import fork_context
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
@@ -204,6 +205,49 @@ def echo(pipe: Connection) -> None:
         generation = orders.generation
         plans = [plan for plan in (orders.schedule, orders.interim) if plan is not None]
         worker.say("runs", without=[sorted(map(str, plan.problem.failed)) for plan in plans])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"kind": "checkpoint", "at_iteration": 10**9, "problem": None},
+        {"kind": "validation", "iteration": "", "coefficient": 1.0, "redone": False},
+        {"kind": "committed", "iteration": 1e308, "loss": "0x1p+0"},
+        {"kind": "committed", "iteration": 1, "loss": "much"},
+        {"kind": "parameters", "iteration": 1, "sha256": 0},
+    ],
+)
+def test_what_would_spoil_what_is_kept_of_a_job_is_not_taken_from_another_node(odd: dict[str, Any]) -> None:
+    for said in ({"kind": "log", "lines": [[1.0, "text"]], "skipped": 3}, {"kind": "held", "iteration": -1}):
+        channel.check_form(said, 100)
+    with pytest.raises(ValueError):
+        channel.check_form(odd, 100)
+
+
+def talk(pipe: Connection) -> None:
+    """A worker that has too much to say."""
+    worker = WorkerChannel(pipe, lambda _generation: None, lambda: None)
+    worker.say("fatal", text="x" * MAX_MESSAGE_BYTES)
+    try:
+        worker.say("committed", skipped="x" * MAX_MESSAGE_BYTES)
+    except ValueError as error:
+        worker.say("error", text=str(error))
+    worker.wait_for_generation(0)
+
+
+@pytest.mark.processes
+def test_what_a_worker_says_fits_into_a_message_of_its_node() -> None:
+    ours, theirs = fork_context().Pipe()
+    process = fork_context().Process(target=talk, args=(theirs,))
+    process.start()
+    theirs.close()
+    words, refusal = (channel.receive(ours) for _ in range(2))
+    assert words["kind"] == "fatal" and f"{MAX_MESSAGE_BYTES:,}" in words["text"] and len(words["text"]) < 20_000
+    assert refusal["kind"] == "error" and "committed" in refusal["text"]
+    ours.close()
+    process.join(20)
+    # As a line of the record, in which each quotation mark is two characters, with what is around it.
+    assert 4 * channel.LONGEST_MESSAGE < MAX_MESSAGE_BYTES
 
 
 @pytest.mark.processes

@@ -158,7 +158,7 @@ class ChaoticJob:
     @property
     def generation(self) -> int:
         """The newest one that the launcher has taken up."""
-        deployed = self.launcher._deployed
+        deployed = self.launcher.deployed
         return deployed.deployment.generation if deployed else 0
 
     @property
@@ -210,8 +210,8 @@ class ChaoticJob:
     def _let_train(self) -> None:
         """Until the newest generation is formed, whatever its members have to finish first; then one iteration in
         it."""
-        record = self.launcher._record
-        generation = record._generation
+        record = self.launcher.record
+        generation = record.generation
         if self._formed == generation:
             return
         formed = record.formed_by_all
