@@ -44,13 +44,15 @@ class Script:
     """ops: in order. before, after: for each micro-batch, who runs it on the previous and next stage.
 
     arrivals: per lane the micro-batches that come to this worker, in the order in which that worker
-    sends them, which need not be the order in which this one wants them.
+    sends them, which need not be the order in which this one wants them. alone: who runs all micro-batches of this
+    worker's stage, where one does.
     """
 
     ops: tuple[Op, ...]
     before: Mapping[MicroBatch, Worker]
     after: Mapping[MicroBatch, Worker]
     arrivals: Mapping[Lane, tuple[MicroBatch, ...]]
+    alone: Worker | None = None
 
     @classmethod
     def of(cls, schedule: Schedule, me: Worker, runs: Mapping[Worker, Sequence[Worker]] | None = None) -> Script:
@@ -78,7 +80,9 @@ class Script:
             keys = ((op.pipeline, op.micro_batch) for op in ops if op.kind in senders)
             if coming := tuple(key for key in keys if key in mine):
                 arrivals[kind, worker] = coming
-        return cls(roles[me], neighbours[me.stage - 1], neighbours[me.stage + 1], arrivals)
+        busy = [w for w, ops in roles.items() if w.stage == me.stage and any(op.kind != "O" for op in ops)]
+        alone = busy[0] if len(busy) == 1 else None
+        return cls(roles[me], neighbours[me.stage - 1], neighbours[me.stage + 1], arrivals, alone)
 
     def without(self, keys: Collection[MicroBatch]) -> Script:
         """The same order without the ops of these micro-batches."""

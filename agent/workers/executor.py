@@ -64,7 +64,7 @@ from openrecycle.agent.transport.group import TransferError, first_line
 from openrecycle.agent.transport.ranks import SiblingError
 from openrecycle.agent.transport.transfers import Script, TransferLayout, Transfers
 from openrecycle.agent.workers.recovery import Redo
-from openrecycle.agent.workers.reduction import GradientReduction, TiedSums
+from openrecycle.agent.workers.reduction import GradientReduction, TiedSums, from_one
 from openrecycle.agent.workers.relayout import Exchange
 from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.validation_exchange import Steps, lost_validation
@@ -386,7 +386,11 @@ class Executor:
             self._queue.clock()
         self._transfers.begin(iteration, script)
         reduces = self._transfers if self._sharded is None else self._sharded
-        self._reduction = GradientReduction(self._stage.gradients, reduces.begin_reduce)
+        # Of what is left of an iteration others may have sums than those who run it.
+        alone = script.alone if self._sharded is None and redo is None else None
+        self._reduction = GradientReduction(
+            self._stage.gradients, reduces.begin_reduce if alone is None else from_one(groups, alone)
+        )
         keys = {(op.pipeline, op.micro_batch) for op in script.ops if op.kind == "F"}
         self._stage.expect(sum(not self._stage.counted(key) for key in keys), self._reduction)
         self._announce(iteration, script, whole)

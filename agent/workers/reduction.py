@@ -32,6 +32,14 @@ from openrecycle.planner.jobs.job import Worker
 # -- the reduction of a stage's gradients, in buckets -------------------------------------------
 
 
+def from_one(groups: Groups, source: Worker) -> Callable[[Tensor], PendingTransfer | None]:
+    """What begins the sum of a tensor over the peers, in place, where all know that `source` alone has any terms, as
+    while its only peer takes its state: so its own are copied, which are half as many bytes on their way, and nothing
+    is added."""
+    group = groups.peer_group
+    return lambda tensor: None if group is None else group.begin_broadcast(tensor, groups.peers.index(source))
+
+
 class GradientReduction:
     """Of one iteration. Takes the terms of the last micro-batch (agent.models.parallelized.Sums), and passes them on.
 

@@ -537,6 +537,16 @@ class StateReceiver:
             name = f"state-from-{source.holder.worker}"
             threading.Thread(target=self._run, args=(session, source, whole), name=name, daemon=True).start()
 
+    def write_once(self) -> None:
+        """To what the optimizer is to keep: the system gives memory out when it is first written to, and all peers
+        would wait for that where it is in the first step."""
+        for number, piece in enumerate(self._pieces):
+            with self._optimizer.lock:
+                if number not in self._arrived:
+                    live = self._live.now()
+                    for name in _of_column(live, piece.column)[1:]:
+                        live[name].view(-1)[piece.start : piece.end].zero_()
+
     def stop(self) -> None:
         """No more pieces from those that are asked now; what is in place stays."""
         with self._optimizer.lock:

@@ -105,6 +105,19 @@ def test_plans_that_are_run(failed: str) -> None:
     assert most <= 2 * PREFETCH
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_sums_are_copied_from_who_alone_has_any(alone: bool) -> None:
+    """Of an iteration of which something is left, it need not be who runs that."""
+    ours, other = Worker(0, 1), Worker(1, 1)
+    schedule = random_schedule(1, Job(2, 2, 2), frozenset(), coupled=False)
+    parts = {ours: (ours, other), other: ()} if alone else {}
+    wires, _ = train(schedule, [Round(), Round(frozenset({(0, 0)}))], width=1, seed=0, runs=parts)
+    _, *found = [kinds[0] for kinds in wires.sums["stage1"]]  # with the first one they connect
+    whole, left = found[:4], found[4:]
+    assert whole == ["from 0" if alone else "sum"] * 3 + ["sum"], "three buckets, and who lacks state"
+    assert left == ["sum"] * 4
+
+
 class _Impatient(Labelled):
     """Posts what it wants in its own order, as only tags allow."""
 

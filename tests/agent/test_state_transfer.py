@@ -156,8 +156,8 @@ def test_a_small_state_comes_at_once() -> None:
         assert receiver.complete and _equal(target, source) and target.committed == 1
 
 
-def test_to_take_the_description_writes_nothing_that_is_large() -> None:
-    """All others wait meanwhile. 16 MiB of parameters, 32 MiB of Adam's."""
+def test_nothing_that_is_large_is_written_until_nobody_waits_for_it() -> None:
+    """While the description is taken, all others do. 16 MiB of parameters, 32 MiB of Adam's."""
     source, target = _stage(0, width=1 << 16), _stage(1, width=1 << 16)
     _step(source, 0)
     before = _resident()
@@ -167,6 +167,8 @@ def test_to_take_the_description_writes_nothing_that_is_large() -> None:
         assert _resident() - before < 8 << 20
         shapes = [[(n, t.shape) for n, t in stage.state().tensors.items()] for stage in (source, target)]
         assert shapes[0] == shapes[1]
+        receiver.write_once()
+        assert _resident() - before > 28 << 20
 
 
 def _resident() -> int:
@@ -190,6 +192,8 @@ def test_beside_the_training_it_ends_with_the_same_bits(optimizer: str, before: 
             for stage in (target, source) if i % 2 else (source, target):
                 _step(stage, i)
             receiver.wait(0.03)
+            if i == before:  # some of it has come
+                receiver.write_once()
             if receiver.complete:
                 break
         assert receiver.complete, "it never got there"

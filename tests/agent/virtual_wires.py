@@ -122,13 +122,14 @@ class _Pending:
 
 @dataclass
 class Wires:
-    """All lanes of a grid. met: for each pair, which of its ends have connected. messages: that arrived."""
+    """All lanes of a grid. met: for each pair, which of its ends have connected. sums: of each stage, what each worker
+    has come to. messages: that arrived."""
 
     baton: Baton
     sent: dict[Any, deque[_Pending]] = field(default_factory=dict)
     posted: dict[Any, deque[_Pending]] = field(default_factory=dict)
     met: dict[Any, set[int]] = field(default_factory=dict)
-    sums: dict[Any, list[int]] = field(default_factory=dict)
+    sums: dict[Any, list[list[str]]] = field(default_factory=dict)
     messages: int = 0
 
     def put(self, where: dict[Any, deque[_Pending]], lane: Any, tensor: Tensor, label: Any) -> _Pending:
@@ -192,17 +193,25 @@ class _Met:
 
 
 class Peers(Group):
-    """The reduction of a stage: nobody leaves before all are there."""
+    """The reduction of a stage: nobody leaves before all are there, who come to the same."""
 
     def __init__(self, wires: Wires, stage: int, size: int) -> None:
         super().__init__(wires, f"stage{stage}", 0)
         self._size, self._count = size, 0
 
     def begin_sum(self, tensor: Tensor) -> _Met:
+        return self._begin("sum", tensor)
+
+    def begin_broadcast(self, tensor: Tensor, source: int) -> _Met:
+        return self._begin(f"from {source}", tensor)
+
+    def _begin(self, what: str, tensor: Tensor) -> _Met:
         rounds = self._wires.sums.setdefault(self._name, [])
         if len(rounds) <= self._count:
-            rounds.append(0)
-        rounds[self._count] += 1
+            rounds.append([])
+        rounds[self._count].append(what)
+        if len(set(rounds[self._count])) > 1:
+            raise Mispaired(f"{self._name}: {rounds[self._count]}")
         self._count += 1
         return _Met(self, self._count - 1, tensor)
 
@@ -210,7 +219,7 @@ class Peers(Group):
         self.begin_sum(tensor).wait()
 
     def all_there(self, number: int) -> None:
-        self._wires.baton.until(lambda: self._wires.sums[self._name][number] == self._size)
+        self._wires.baton.until(lambda: len(self._wires.sums[self._name][number]) == self._size)
 
 
 @dataclass(frozen=True)
@@ -327,7 +336,8 @@ def train(
     most = 0
 
     def task(me: Worker) -> Callable[[], None]:
-        size = sum(w.stage == me.stage for w in living)
+        peers = tuple(w for w in living if w.stage == me.stage)
+        size = len(peers)
         lines: Any = Lines(
             me,
             *(Group(wires, name, rank[me]) for name in ("forward", "backward")),  # type: ignore[arg-type]
@@ -356,7 +366,7 @@ def train(
             lambda iteration, loss: None,
             stage_io,
         )
-        groups: Any = SimpleNamespace(transfers=transfers, ranks=Ranks())
+        groups: Any = SimpleNamespace(transfers=transfers, ranks=Ranks(), peer_group=lines.peers, peers=peers)
         script = Script.of(schedule, me, runs)
 
         def live() -> None:

@@ -1,7 +1,8 @@
 """What it costs the others that a worker which joins takes a large state over slow links, and how long that takes.
 
 A real job of 2 x 2 workers (or --holders + 1 x 2); W1_1 dies, comes back, and takes its stage's state from all of its
-peers at once. In 2 x 2 that is one, which sums gradients with nobody until then; in 3 x 2 two peers do so all along.
+peers at once. In 2 x 2 that is one, which sums gradients with nobody until then, and copies them to the newcomer in
+every iteration that it takes; in 3 x 2 two peers sum theirs all along.
 --rate is what each of them gives, so with twice the holders the state should come in half the time. Prints the
 iterations before it comes back (the plan without it), those while its state comes, which run the same plan, and
 those by the full plan; and how much time the others lost by it, in iterations of the plan without it: by its entering

@@ -1,7 +1,7 @@
 """Deaths at many moments of a hand-over of state that is slow to come: the same bits in all.
 
 16 of the 128 combinations of transport, recipe, victim and moment, such that any two values of two of them meet;
-three or four values together do not all.
+three or four values together do not all. And each recipe where the newcomer has but one peer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
-GRID: dict[str, Any] = {"pipelines": 3, "stages": 2, "micro_batches": 2}
+GRID: dict[str, Any] = {"stages": 2, "micro_batches": 2}
 MODEL = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 96, "heads": 2, "sequence": 16, "batch": 2})
 RECIPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,15 +35,25 @@ ROWS = [
     for a, recipe in enumerate(RECIPES)
     for b, victim in enumerate(VICTIMS)
 ]
+BESIDE_ONE = [
+    ("tagged", "plain", "W0_0", 1),
+    ("ordered", "clipped", "W1_1", 2),
+    ("ordered", "synchronous", "W0_0", 6),
+    ("tagged", "keep-finished", "W1_0", 14),
+]
 
 
-@pytest.mark.parametrize(("transport", "recipe", "victim", "moment"), ROWS)
-def test_a_death(transport: Transport, recipe: str, victim: str, moment: int) -> None:
+@pytest.mark.parametrize(
+    ("transport", "recipe", "victim", "moment", "pipelines"),
+    [*((*row, 3) for row in ROWS), *((*row, 2) for row in BESIDE_ONE)],
+)
+def test_a_death(transport: Transport, recipe: str, victim: str, moment: int, pipelines: int) -> None:
     """moment: iterations that the others have trained since the newcomer entered the groups."""
+    grid = GRID | {"pipelines": pipelines}
     struck: list[str] = []
 
     def act(job: LocalJob, line: dict[str, Any]) -> None:
-        if "failure" in line and line["failure"]["worker"] == "W1_1" and not job.said("ready")[6:]:
+        if "failure" in line and line["failure"]["worker"] == "W1_1" and job.said("ready").count("W1_1") == 1:
             job.start("W1_1")
         if len([i for i in job.iterations if i["generation"] == 3]) >= moment and not struck:
             struck.append(victim)
@@ -54,7 +64,7 @@ def test_a_death(transport: Transport, recipe: str, victim: str, moment: int) ->
             job.stop()
 
     job = LocalJob(
-        **GRID,
+        **grid,
         workload=MODEL,
         **RECIPES[recipe],
         platform=Platform(transport=transport),
@@ -65,5 +75,5 @@ def test_a_death(transport: Transport, recipe: str, victim: str, moment: int) ->
         on_line=act,
     ).run()
     assert struck and job.dead == sorted(["W1_1", victim])
-    assert job.losses == fault_free_losses(len(job.losses), **GRID, workload=MODEL, **RECIPES[recipe])
-    assert job.iterations[-1]["living"] == 5
+    assert job.losses == fault_free_losses(len(job.losses), **grid, workload=MODEL, **RECIPES[recipe])
+    assert job.iterations[-1]["living"] == pipelines * GRID["stages"] - 1
