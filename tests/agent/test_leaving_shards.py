@@ -28,7 +28,7 @@ class _Process:
 
     pid = None
     exitcode: int | None = None
-    sentinel = -1
+    sentinel, ends = -1, None
 
     def join(self, timeout: float | None = None) -> None: ...
     def is_alive(self) -> bool:

@@ -36,7 +36,7 @@ CELL = Worker(0, 0)
 class Ended:
     """A process that has; `Lasting`: that never does, and keeps whoever waits for it waiting."""
 
-    pid, exitcode, sentinel = None, 0, -1
+    pid, exitcode, sentinel, ends = None, 0, -1, None
 
     def is_alive(self) -> bool:
         return False
