@@ -297,4 +297,4 @@ def test_a_plan_is_written_once_for_all_workers(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(packed, "pack", counted)
     job = LocalJob(iterations=4, kills=("W1_0@1:F1",)).run()
-    assert job.dead == ["W1_0"] and len(written) == 2 and set(written.values()) == {1}
+    assert job.dead == ["W1_0"] and set(written.values()) == {1}
