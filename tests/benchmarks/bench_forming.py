@@ -12,8 +12,7 @@ time of all of them, which other programs on the machine hardly touch.
     python -m tests.benchmarks.bench_forming --grids 3x4 8x8
     python -m tests.benchmarks.bench_forming --grids 16x8 --only standby
 
-A worker that is a process takes some 40 MiB. What takes longest with many is that all connect to all in the beginning:
-128 workers on two cores are ready for the first death after half a minute, 256 not after three.
+A worker that is a process takes some 40 MiB. What takes longest with many is that all connect to all in the beginning.
 """
 
 from __future__ import annotations
