@@ -89,7 +89,8 @@ def _hold_alone(end: Connection) -> None:
     def hold() -> None:
         alone = not call(_CLOSE_RANGE, ctypes.c_uint(number + 1), ctypes.c_uint(_LAST), _UNSHARE)
         if alone:
-            call(_CLOSE_RANGE, ctypes.c_uint(0), ctypes.c_uint(number - 1), 0)
+            if number:
+                call(_CLOSE_RANGE, ctypes.c_uint(0), ctypes.c_uint(number - 1), 0)
             holds.append(True)
         held.set()
         if alone:
@@ -128,7 +129,7 @@ class ForkedProcess(ForkServerProcess):
 
     def is_ending(self) -> bool:
         """Does it run no code of its own any more? From then on `exitcode` is known, and `join` waits for nothing."""
-        return self._popen.is_ending(ends=self.ends is not None and (self.ends.closed or self.ends.poll()))
+        return self._popen.is_ending(ends=self.ends is not None and self.ends.poll())
 
 
 class ForkContext(ForkServerContext):

@@ -170,8 +170,9 @@ class WorkerProcess:
     time that it was through with that, whose peers were late, too. stop_borne_until: so long it may be silent, which
     was stopped with all of its stage. plans: that it has. heard: number of its newest message that counts, where its
     node numbers them. hung_up: its pipe has ended. lingers: it has a CUDA context, which the system takes apart before
-    it closes the pipe (0.4 s on an H100, seconds on a busy one). ended_at: monotonic seconds at which the end of its
-    rank 0 was known; its others end after that, or are killed at _kill_at, and after _over_at are left as they are.
+    it closes the pipe (0.4 s on an H100, seconds on a busy one). ends: that its end has begun is known. ended_at:
+    monotonic seconds at which the end of its rank 0 was known; its others end after that, or are killed at _kill_at,
+    and after _over_at are left as they are.
     send: takes what is posted; None: it goes to the process at once. elsewhere: on another node?
     """
 

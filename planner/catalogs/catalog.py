@@ -148,11 +148,13 @@ class Catalog:
         thread."""
         room = KEPT_OPS
         for worker in self.job.workers():
-            if worker in failed or not self.has([*failed, worker]):
+            stored = self._plans.get(canonical_pattern([*failed, worker], self.job)[0])
+            if worker in failed or stored is None:
                 continue
-            plan = self.find([*failed, worker])
-            if plan is None or (room := room - plan.op_count) < 0:
+            if (room := room - stored[0].op_count) < 0:
                 return
+            if (plan := self.find([*failed, worker])) is None:
+                continue
             columns, document = plan.workers.stored
             plan.workers.stored = columns or pack(plan), document
 

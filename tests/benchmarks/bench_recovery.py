@@ -14,6 +14,7 @@ import argparse
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.agent.runs import launch
 from tests.benchmarks.machine import describe
@@ -29,11 +30,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     jobs = parser.parse_args().jobs
     print(describe())
-    failures, ordinary, pauses = [], [], []
+    failures, ordinary, pauses = list[dict[str, Any]](), list[float](), list[float]()
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(jobs):
             kills = [(kill, FIRST + place * APART) for place, kill in enumerate(KILLS)]
-            faults = []
+            faults = list[str]()
             for kill, iteration in kills:
                 worker, op = kill.split(":")
                 faults += ["--kill", f"{worker}@{iteration}:{op}", "--rejoin", f"{worker}@{iteration}"]
@@ -42,7 +43,7 @@ def main() -> None:
             assert run.status == 0, run.errors
             record.unlink()
             failures += run.failures
-            generations = {line["generation"]: [] for line in run.iterations}
+            generations: dict[int, list[float]] = {line["generation"]: [] for line in run.iterations}
             for line in run.iterations:
                 generations[line["generation"]].append(1000 * line["seconds"])
             full = {line["generation"] for line in run.iterations if line["living"] == 12}
