@@ -105,7 +105,7 @@ def test_the_end_of_one_is_told_by_a_thread_that_has_nothing_else_open(server: i
         def opened(task: Path) -> list[str]:
             return [str(one.readlink()) for one in (task / "fd").iterdir()]
 
-        until(lambda: whose not in opened(tasks / str(process.pid)), "the process to let go of it", 20)
+        until(lambda: whose not in opened(tasks / str(process.pid)), "the process to let go of it", 60)
         assert [opened(task) for task in tasks.iterdir() if task.name != str(process.pid)] == [[whose]]
         assert not wait(entry.sentinels, 0) and not entry.has_ended([])
         os.kill(server, signal.SIGSTOP)  # nobody else says that it has ended
