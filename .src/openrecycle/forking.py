@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -87,6 +88,7 @@ def _hold_alone(end: Connection) -> None:
     call, number, held = ctypes.CDLL(None).syscall, end.fileno(), threading.Event()
 
     def hold() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the process's own threads
         alone = not call(_CLOSE_RANGE, ctypes.c_uint(number + 1), ctypes.c_uint(_LAST), _UNSHARE)
         if alone:
             if number:
