@@ -282,7 +282,8 @@ class Worker(NamedTuple):
         return cls(int(match[1]), int(match[2]))
 
 
-class WorkerRank(NamedTuple):
+@dataclass(frozen=True, order=True)
+class WorkerRank:
     """One process of a job: a rank of a worker. stage: alike of those that hold the same."""
 
     worker: Worker

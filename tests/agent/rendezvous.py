@@ -108,12 +108,10 @@ def _stream(operations: queue.SimpleQueue[tuple[Callable[[], None], _Work]]) -> 
         work.done.set()
 
 
-def _group(
-    store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, address: str, device: Any
-) -> Group:
+def _group(store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, address: str) -> Group:
     """The control plane is gloo's on GPUs, too."""
     if name.endswith("/world"):
-        return GlooGroup(store, name, rank, members, timeouts, address, device)
+        return GlooGroup(store, name, rank, members, timeouts, address)
     return NcclGroup(store, name, rank, members, timeouts, torch.device("cpu"))
 
 
