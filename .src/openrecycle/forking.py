@@ -2,16 +2,23 @@
 a console's child, or some seconds for a worker, and they share the memory of what is imported.
 
 By multiprocessing's own fork server: nothing is forked from a process that has threads, or somebody else's connections.
+
+A process that ends is taken apart by the system, which gives back its memory first, and closes its connections then: 20
+ms for a small worker, and a second for some gigabytes, in which nobody knows. But it closes those of a thread that has
+descriptors of its own when that thread ends, and a process's threads end at once: so whoever is to know soon holds the
+other end of a pipe that is open in such a thread alone (`ForkedProcess.start_watched`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, parent_process, popen_forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,10 +39,11 @@ class _Popen(popen_forkserver.Popen):  # type: ignore[misc]
             status: int | None = super().poll(os.WNOHANG)
             return status
 
-    def is_ending(self) -> bool:
+    def is_ending(self, *, ends: bool) -> bool:
+        """ends: as of `exit_status`."""
         with _READING:
             if self.returncode is None:
-                self.returncode = exit_status(self.pid)
+                self.returncode = exit_status(self.pid, ends=ends)
             if self.returncode is None:  # of one that its server has waited for already there is nothing in /proc
                 super().poll(os.WNOHANG)
             return self.returncode is not None
@@ -45,13 +53,15 @@ _EXITING = 0x4
 """PF_EXITING, in the flags of /proc."""
 
 
-def exit_status(pid: int) -> int | None:
+def exit_status(pid: int, *, ends: bool = False) -> int | None:
     """As multiprocessing has it, of a process that runs no code of its own any more, though the system may still be
     taking it apart: with a CUDA context that takes 0.4 s (H100), in which its connections are closed already. None: it
-    runs, or that can't be known."""
+    runs, or that can't be known. ends: is it known that it ends, so that its code is all there is to ask?"""
     try:
         about = Path(f"/proc/{pid}")
         state, flags, code = _of_task(about)
+        if ends and code:
+            return os.waitstatus_to_exitcode(code)
         # The first thread may have ended alone.
         if not flags & _EXITING or not all(_of_task(task)[1] & _EXITING for task in (about / "task").iterdir()):
             return None
@@ -68,8 +78,52 @@ def _of_task(about: Path) -> tuple[str, int, int]:
     return fields[0], int(fields[6]), int(fields[49])
 
 
+_CLOSE_RANGE, _UNSHARE, _LAST = 436, 1 << 1, 2**32 - 1
+"""The system call that closes descriptors (since Linux 5.9; the same number on every processor), and what has it give
+the thread its own first."""
+
+
+def _hold_alone(end: Connection) -> None:
+    """Has a thread hold this end of a pipe, and nothing else; where that can't be done, the process goes on to."""
+    call, number, held = ctypes.CDLL(None).syscall, end.fileno(), threading.Event()
+
+    def hold() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the process's own threads
+        alone = not call(_CLOSE_RANGE, ctypes.c_uint(number + 1), ctypes.c_uint(_LAST), _UNSHARE)
+        if alone:
+            if number:
+                call(_CLOSE_RANGE, ctypes.c_uint(0), ctypes.c_uint(number - 1), 0)
+            holds.append(True)
+        held.set()
+        if alone:
+            threading.Event().wait()
+
+    holds: list[bool] = []
+    threading.Thread(target=hold, name="ends-first", daemon=True).start()
+    held.wait()
+    if holds:
+        end.close()
+
+
 class ForkedProcess(ForkServerProcess):
     _popen: _Popen
+    ends: Connection | None = None
+    """Ends as soon as the process does, where it was `start_watched`."""
+    _held: Connection | None = None
+
+    def start_watched(self) -> None:
+        """As `start`; that it ends is known at once, then, by `ends`."""
+        ends, self._held = Pipe(duplex=False)
+        try:
+            self.start()
+            self.ends = ends
+        finally:
+            self._held.close()
+
+    def run(self) -> None:
+        if self._held is not None:
+            _hold_alone(self._held)
+        super().run()
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> _Popen:
@@ -77,7 +131,7 @@ class ForkedProcess(ForkServerProcess):
 
     def is_ending(self) -> bool:
         """Does it run no code of its own any more? From then on `exitcode` is known, and `join` waits for nothing."""
-        return self._popen.is_ending()
+        return self._popen.is_ending(ends=self.ends is not None and self.ends.poll())
 
 
 class ForkContext(ForkServerContext):

@@ -114,7 +114,7 @@ class LocalCoordination(Coordination):
         self._checks: list[Future[Plan]] = []
         self._layout: tuple[int, Future[Layout]] | None = None
         """For which generation, and what is found."""
-        self._looked_at = 0
+        self._looked_at = self._ready_for = 0
         self._iteration_seconds = 0.0
         self._catalog, self._migrate, self._checkpoint = catalog, migrate, checkpoint
         self._failure_timeouts = FailureTimeouts(transfer_grace=grace)
@@ -155,6 +155,7 @@ class LocalCoordination(Coordination):
         self._take(GenerationAcknowledged(str(worker), incarnation, generation, step))
         if state == "formed":
             self._check_beside()
+            self._make_ready()
             self._look_for_layout()
 
     def failed(self, failure: Failure) -> None:
@@ -299,6 +300,14 @@ class LocalCoordination(Coordination):
     def _check_beside(self) -> None:
         self._checks += [self._beside.submit(checked, plan) for plan in self._unchecked]
         self._unchecked.clear()
+
+    def _make_ready(self) -> None:
+        """Once all train: what is to be told when another one dies, in a thread."""
+        lost = out(self._state)
+        if lost is not None and self._state.generation != self._ready_for:
+            self._ready_for = self._state.generation
+            catalog = self._catalog.at(self._state.held)
+            self._beside.submit(catalog.make_ready, frozenset(map(Worker.parse, lost)))
 
     def _take_checks(self) -> None:
         for check in [check for check in self._checks if check.done()]:

@@ -40,8 +40,9 @@ from openrecycle.scratch import scratch
 class ProcessHandle(Protocol):
     """What the launcher asks of a worker's process, here (multiprocessing's own) or on another node.
 
-    sentinel: becomes readable at its end. exitcode: as multiprocessing has it; None while it runs,
-    and where nobody can know it. is_ending: is its end known already, with its exit code?
+    sentinel: becomes readable at its end. ends: becomes readable as soon as that begins, where that can be known.
+    exitcode: as multiprocessing has it; None while it runs, and where nobody can know it. is_ending: is its end known
+    already, with its exit code?
     """
 
     @property
@@ -52,6 +53,9 @@ class ProcessHandle(Protocol):
 
     @property
     def sentinel(self) -> int: ...
+
+    @property
+    def ends(self) -> Connection | None: ...
 
     def is_alive(self) -> bool: ...
 
@@ -166,8 +170,9 @@ class WorkerProcess:
     time that it was through with that, whose peers were late, too. stop_borne_until: so long it may be silent, which
     was stopped with all of its stage. plans: that it has. heard: number of its newest message that counts, where its
     node numbers them. hung_up: its pipe has ended. lingers: it has a CUDA context, which the system takes apart before
-    it closes the pipe (0.4 s on an H100, seconds on a busy one). ended_at: monotonic seconds at which the end of its
-    rank 0 was known; its others end after that, or are killed at _kill_at, and after _over_at are left as they are.
+    it closes the pipe (0.4 s on an H100, seconds on a busy one). ends: that its end has begun is known. ended_at:
+    monotonic seconds at which the end of its rank 0 was known; its others end after that, or are killed at _kill_at,
+    and after _over_at are left as they are.
     send: takes what is posted; None: it goes to the process at once. elsewhere: on another node?
     """
 
@@ -202,6 +207,7 @@ class WorkerProcess:
     heard: int = 0
     hung_up: bool = False
     lingers: bool = False
+    ends: bool = False
     ended_at: float | None = None
     _kill_at: float = math.inf
     _over_at: float = math.inf
@@ -292,16 +298,17 @@ class WorkerProcess:
                 self.outbox.put({"kind": "fenced"})
 
     @property
-    def sentinels(self) -> list[int]:
+    def sentinels(self) -> list[int | Connection]:
         """What becomes readable when it is to be asked whether it `has_ended`."""
         if self.ended_at is None:
-            return [self.process.sentinel]
+            ends = self.process.ends
+            return [self.process.sentinel] if ends is None or self.ends else [self.process.sentinel, ends]
         return [process.sentinel for process in self.siblings if not process.is_ending()]
 
     @property
     def looked_for(self) -> bool:
         """Is that to be asked every LOOK_SECONDS, too?"""
-        return self.lingers or self.ended_at is not None
+        return self.lingers or self.ends or self.ended_at is not None
 
     def has_ended(self, ready: Collection[object]) -> bool:
         """With all its ranks: each ends when another one of them has, or is killed. Nobody is waited for. ready: what
@@ -310,7 +317,8 @@ class WorkerProcess:
         now = time.monotonic()
         if self.ended_at is None:
             told = self.process.sentinel in ready
-            if not told and not ((self.hung_up or self.lingers) and self.process.is_ending()):
+            self.ends = self.ends or (self.process.ends is not None and self.process.ends in ready)
+            if not told and not ((self.hung_up or self.lingers or self.ends) and self.process.is_ending()):
                 return False
             self.ended_at = now
             self._kill_at = now + (JOIN_SECONDS if self.asked else LATE_SECONDS)
@@ -501,7 +509,7 @@ class ProcessPool:
             if ranks > 1:
                 own, name = replace(own, rank=rank, meeting=f"{meeting}/store"), f"{worker}.{rank}"
             process = self.context.Process(target=self._target, args=(own, *pipes), name=name, daemon=True)
-            process.start()
+            process.start_watched()
             return process
 
         given = [(theirs, *([[rank_0 for rank_0, _ in pairs]] if pairs else [])), *((pipe,) for _, pipe in pairs)]

@@ -156,28 +156,44 @@ def follow(
     threading.Thread(target=run, name=name, daemon=True).start()
 
 
+class ToldPlan:
+    """As a worker is told of it. schedule: what it needs of it, read when that is first asked for, by one thread."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._reading = text, threading.Lock()
+        self._schedule: Schedule | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """Raises PlanError."""
+        with self._reading:
+            if self._schedule is None:
+                self._schedule = schedule_from_text(self._text)
+            return self._schedule
+
+
 @dataclass(frozen=True)
 class GenerationSpec:
     """One generation as this worker is told of it.
 
-    schedule: of the generation's plan; the rest of a plan no worker needs.
+    plan: schedule is all that a worker needs of it.
     cell: the place of the grid that it holds from this generation on. restore: as of
     agent.coordination.launcher.Deploy. store: host and port of the store
     through which the generation's groups are formed. after: the iteration through which the members of
     the generation before go on first, when this one does nothing but add workers; None: they leave at once.
-    interim: that of the plan which is run while members still take their state from a peer; None: all wait for them.
-    partition: layers per stage, for which `schedule` is; workers that have other layers take what they lack from peers,
-    and run `interim` meanwhile. (): as they are. held: layers per stage until then. left_out: (iteration,
+    meanwhile: the plan that is run while members still take their state from a peer; None: all wait for them.
+    partition: layers per stage, for which the plan is; workers that have other layers take what they lack from peers,
+    and run `meanwhile` until then. (): as they are. held: layers per stage until then. left_out: (iteration,
     micro-batch, numbered over the pipelines) of those that nobody runs; runs: see agent.transport.transfers.
     """
 
     deployment: Deployment
-    schedule: Schedule
+    plan: ToldPlan
     cell: Worker
     store: tuple[str, int]
     after: int | None = None
     restore: str | None = None
-    interim: Schedule | None = None
+    meanwhile: ToldPlan | None = None
     left_out: frozenset[tuple[int, int]] = frozenset()
     runs: Mapping[Worker, tuple[Worker, ...]] = field(default_factory=dict)
     partition: tuple[int, ...] = ()
@@ -186,6 +202,14 @@ class GenerationSpec:
     @property
     def generation(self) -> int:
         return self.deployment.generation
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.plan.schedule
+
+    @property
+    def interim(self) -> Schedule | None:
+        return None if self.meanwhile is None else self.meanwhile.schedule
 
 
 class Relay(Protocol):
@@ -230,8 +254,8 @@ class WorkerChannel:
         self._announced, self._fenced, self._measure = announced, fenced, measure
         self._news = threading.Condition()
         self._orders: GenerationSpec | None = None
-        self._schedules: dict[str, Schedule] = {}
-        """By the fingerprints of their plans."""
+        self._plans: dict[str, ToldPlan] = {}
+        """By their fingerprints."""
         self._over = False
         self._iteration = -1
         self._hold: int | None = None
@@ -361,22 +385,26 @@ class WorkerChannel:
             self.say("held", iteration=held)
         if interrupts:
             self._announced(self.OVER if self._over else newest)
+        if message["kind"] == "deployment":
+            # Once whoever waits in a group has been woken: the training thread has to leave that before it asks.
+            for name in message["plans"]:
+                _ = self._plans[name].schedule
 
     def _take(self, message: Message) -> None:
         deployment = Deployment.model_validate(message["deployment"])
-        new = {name: schedule_from_text(plan) for name, plan in message["plans"].items()}
+        new = {name: ToldPlan(plan) for name, plan in message["plans"].items()}
         for name in (deployment.plan_fingerprint, message["interim"]):  # in the order of WorkerProcess.lacks
             if name is not None:
-                keep_newest(self._schedules, name, new.get(name) or self._schedules[name])
+                keep_newest(self._plans, name, new.get(name) or self._plans[name])
         host, port = message["store"]
         self._orders = GenerationSpec(
             deployment,
-            self._schedules[deployment.plan_fingerprint],
+            self._plans[deployment.plan_fingerprint],
             Worker.parse(message["cell"]),
             (str(host), int(port)),
             message["after"],
             message["restore"],
-            self._schedules[message["interim"]] if message["interim"] is not None else None,
+            self._plans[message["interim"]] if message["interim"] is not None else None,
             frozenset((iteration, micro_batch) for iteration, micro_batch in message["left_out"]),
             {Worker.parse(worker): tuple(map(Worker.parse, parts)) for worker, parts in message["runs"]},
             tuple(message["partition"]),

@@ -142,6 +142,7 @@ class RemoteProcess:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.spare: tuple[int, ...] = ()
+        self.ends = None
         self.sentinel, self._write = os.pipe()
         self._over = threading.Event()
         self._kill = kill

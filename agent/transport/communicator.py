@@ -39,6 +39,7 @@ from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.models.layers import CPU
 from openrecycle.agent.transport.group import (
     Begun,
+    GlooDevice,
     GlooGroup,
     Group,
     HostGroup,
@@ -221,9 +222,9 @@ class Standby:
             try:
                 first()
                 # A connection to the store serves one caller at a time, and gloo may wait in it for long.
-                store = stores.borrow(address_of_store, timeouts.form)
+                store, device = stores.borrow(address_of_store, timeouts.form), GlooDevice(address)
                 for name, workers in parts:
-                    group = GlooGroup(store, plane + name, workers.index(me), workers, timeouts, address)
+                    group = GlooGroup(store, plane + name, workers.index(me), workers, timeouts, address, device)
                     begun.append(group)
                     if self._dropped:
                         break
@@ -326,7 +327,7 @@ class Groups:
         begun = begun or Begun()
 
         def gloo(name: str, members: Sequence[Worker], store: Any = store) -> GlooGroup:
-            return GlooGroup(store, plane + name, members.index(me), members, timeouts, address)
+            return GlooGroup(store, plane + name, members.index(me), members, timeouts, address, at)
 
         def nccl(name: str, members: Sequence[Worker]) -> Group:
             rank, messages = members.index(me), not name.startswith("stage")
@@ -351,9 +352,11 @@ class Groups:
                 self.ranks.connect(of_ranks, timeouts, () if standby is None else standby.of_ranks, begun)
             whole: Group | None = None
             if standby is None:
+                at = GlooDevice(address)
                 self._control = gloo("world", living)
             else:
                 self._control, whole = standby.take()
+                at = self._control.device
             begun.add(self._control)
             if whole is not None:
                 begun.add(whole)

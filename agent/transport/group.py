@@ -565,23 +565,31 @@ def wake(group: Any, ranks: Iterable[int]) -> None:
 
 
 class GlooGroup(GivenGlooGroup):
-    """The same, formed here. address: of this host, as its peers reach it."""
+    """The same, formed here. address: of this host, as its peers reach it. device: at which they reach it; None: at one
+    of its own."""
 
     def __init__(
-        self, store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, address: str
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        members: Sequence[Worker],
+        timeouts: Timeouts,
+        address: str,
+        device: GlooDevice | None = None,
     ) -> None:
         """Blocks until all ranks are there. Raises RuntimeError."""
         own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.form)
-        device, self._listener = _device_at(address)
-        group = compat.gloo_group(own, rank, len(members), timeout=form, device=device)
+        self.device = device or GlooDevice(address)
+        others = set(self.device.connections())
+        group = compat.gloo_group(own, rank, len(members), timeout=form, device=self.device.made)
         super().__init__(group, rank, members, timeouts)
-        self._known: list[_Descriptor] | None = None
-        """The connections, some of which may have been closed since."""
+        self._connections = [target for target in self.device.connections() if target not in others]
+        """Its own, some of which may have been closed since; none where that can't be told."""
 
     def keep_alive(self) -> None:
-        """From here on also connections that nothing passes over; and `cancel` is quicker then. From any thread."""
-        self._known = self._connections()
-        for _, connection in _sockets(self._known):
+        """From here on also connections that nothing passes over. From any thread."""
+        for _, connection in _sockets(self._connections):
             with contextlib.suppress(OSError):  # it has ended
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
@@ -591,18 +599,31 @@ class GlooGroup(GivenGlooGroup):
             super().cancel()
 
     def _wake(self) -> None:
-        if self._listener is None:
+        if not self.device.told:
             super()._wake()
             return
         # And no more: a wait that expires before gloo's thread has come round would close the others, too.
-        connections = self._connections() if self._known is None else self._known
-        _end(connections if self._sums else _that_carried(connections))
+        _end(self._connections if self._sums else _that_carried(self._connections))
 
     def _end_all(self) -> None:
-        _end(self._connections())
+        _end(self._connections)
 
-    def _connections(self) -> list[_Descriptor]:
-        """That there are still; none where that can't be told."""
+
+class GlooDevice:
+    """What listens for the peers of groups, with a thread that reads what they send. Groups that are made one after the
+    other may have one together: each looks a hundred times a second whether it is still needed, and to find out what it
+    polls takes some milliseconds."""
+
+    def __init__(self, address: str) -> None:
+        self.made, self._listener = _device_at(address)
+
+    @property
+    def told(self) -> bool:
+        """Can its connections be told?"""
+        return self._listener is not None
+
+    def connections(self) -> list[_Descriptor]:
+        """That there are; none where that can't be told."""
         if self._listener is None:
             return []
         return [target for target in _polled(self._listener.poll) if target not in self._listener.others]
@@ -627,7 +648,7 @@ _TARGET = re.compile(r"tfd:\s*(\d+) .* ino:([0-9a-f]+)")
 
 
 def _device_at(address: str) -> tuple[Any, _Listener | None]:
-    """A gloo device, which each group has one of its own of; None where it can't be told what it polls."""
+    """A gloo device; None where it can't be told what it polls."""
     with _making_devices:
         before = _descriptors()
         device = compat.gloo_device(address)

@@ -61,14 +61,21 @@ class Script:
 
         A worker that the plan does without runs nothing but its stage's reduction and step.
         """
-        roles = dict(schedule.ops)
+        stages = me.stage - 1, me.stage + 1
+
+        def matters(worker: Worker) -> bool:  # the ops of others are not even made
+            return worker.stage in stages or worker == me
+
+        roles = {worker: schedule.ops[worker] for worker in schedule.ops if matters(worker)}
         roles[me] = roles.get(me) or (Op("O", me.pipeline, -1, me.stage, me, 0, 0),)
         for worker, parts in (runs or {}).items():
+            if not matters(worker):
+                continue
             planned = ([op for op in schedule.ops[part] if op.kind != "O"] for part in parts)
             own = (op for op in schedule.ops[worker] if op.kind == "O")
             roles[worker] = (*heapq.merge(*planned, key=lambda op: op.start), *own)
         mine = {(op.pipeline, op.micro_batch) for op in roles[me] if op.kind == "F"}
-        neighbours: dict[int, dict[MicroBatch, Worker]] = {me.stage - 1: {}, me.stage + 1: {}}
+        neighbours: dict[int, dict[MicroBatch, Worker]] = {stage: {} for stage in stages}
         arrivals: dict[Lane, tuple[MicroBatch, ...]] = {}
         for worker, ops in roles.items():
             if worker.stage not in neighbours:

@@ -199,10 +199,9 @@ def agree(committed: Mapping[H, int | None], incomplete: Collection[H] = (), att
     if max(every) > iteration + 1:
         iteration = min(max(counts.values()) for counts in holders.values())
     state_from: dict[H, tuple[H, ...]] = {}
-    for worker in sorted(committed):
-        peers = [w for w, count in holders[worker.stage].items() if count in (iteration, iteration + 1)]
-        if worker in peers:
-            continue
+    able = {s: [w for w, count in its.items() if count in (iteration, iteration + 1)] for s, its in holders.items()}
+    for worker in sorted(set(committed).difference(*able.values())):
+        peers = able[worker.stage]
         if not peers:
             ahead, count = max(holders[worker.stage].items(), key=lambda entry: entry[1])
             raise NoAgreementError(

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,6 +40,7 @@ from openrecycle.planner.plans.packed import (
     decode_header,
     merit,
     name_prefix,
+    pack,
     plan_name,
     unpack,
 )
@@ -51,6 +52,10 @@ from openrecycle.planner.solvers.portfolio import make_plan
 # More patterns than this per failure count are not planned ahead; the list scheduler takes over.
 MAX_PATTERNS = 10_000
 _NO_PLANS = '"plans":[]'
+
+
+KEPT_OPS = 200_000
+"""Of renamed plans: about those for each single failure of 64 workers."""
 
 
 class CatalogDoc(RequestedPlan):
@@ -70,7 +75,8 @@ class Catalog:
         # As they came, with the place that each of their pipelines has in the pattern: renaming a plan of
         # 2,048 workers takes seconds, and most are found for the very failures they were made for.
         self._plans: dict[frozenset[Worker], tuple[Plan, tuple[int, ...]]] = {}
-        self._renamed: tuple[Plan, frozenset[Worker], Plan] | None = None  # what was found last, and for whom
+        self._renamed: dict[frozenset[Worker], tuple[Plan, Plan]] = {}
+        """What was found last, by for whom: the plan as it is stored, and renamed."""
         self._elsewhere: dict[tuple[int, ...], Catalog] = {job.partition: self}
 
     def __len__(self) -> int:
@@ -125,14 +131,32 @@ class Catalog:
         if found is None:
             return None
         plan, places = found
-        last = self._renamed
-        if last is not None and last[0] is plan and last[1] == failed:
-            return last[2]
+        before = self._renamed.get(failed)
+        if before is not None and before[0] is plan:
+            return before[1]
         names = inverse(wanted)
         renamed = plan.renamed([names[place] for place in places])
         if renamed is not plan:
-            self._renamed = plan, failed, renamed
+            self._renamed[failed] = plan, renamed
+            for other in list(self._renamed)[: -max(1, KEPT_OPS // max(1, plan.op_count))]:
+                self._renamed.pop(other, None)
         return renamed
+
+    def make_ready(self, failed: Collection[Worker]) -> None:
+        """Of the plans for one failure more than these, those that are stored are renamed and packed, as far as they
+        are kept: whoever asks for one then has it, and can tell others of it, some milliseconds sooner. From any
+        thread."""
+        room = KEPT_OPS
+        for worker in self.job.workers():
+            stored = self._plans.get(canonical_pattern([*failed, worker], self.job)[0])
+            if worker in failed or stored is None:
+                continue
+            if (room := room - stored[0].op_count) < 0:
+                return
+            if (plan := self.find([*failed, worker])) is None:
+                continue
+            columns, document = plan.workers.stored
+            plan.workers.stored = columns or pack(plan), document
 
     def at(self, partition: tuple[int, ...]) -> Catalog:
         """That of the same job with its layers cut so; (): this one. Raises InputError."""

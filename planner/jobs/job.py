@@ -282,8 +282,7 @@ class Worker(NamedTuple):
         return cls(int(match[1]), int(match[2]))
 
 
-@dataclass(frozen=True, order=True)
-class WorkerRank:
+class WorkerRank(NamedTuple):
     """One process of a job: a rank of a worker. stage: alike of those that hold the same."""
 
     worker: Worker

@@ -27,9 +27,9 @@ class ConnectingGroup(GlooGroup):
     dies: tuple[str, str] | None = None
 
     def __init__(
-        self, store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, address: str
+        self, store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, *heard_at: Any
     ) -> None:
-        super().__init__(store, name, rank, members, timeouts, address)
+        super().__init__(store, name, rank, members, timeouts, *heard_at)
         self._store, self._name, self._met = store, name, set[int]()
 
     def send(self, to: int, tensor: Tensor, tag: int) -> GlooPending:

@@ -108,10 +108,12 @@ def _stream(operations: queue.SimpleQueue[tuple[Callable[[], None], _Work]]) -> 
         work.done.set()
 
 
-def _group(store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, address: str) -> Group:
+def _group(
+    store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, address: str, device: Any
+) -> Group:
     """The control plane is gloo's on GPUs, too."""
     if name.endswith("/world"):
-        return GlooGroup(store, name, rank, members, timeouts, address)
+        return GlooGroup(store, name, rank, members, timeouts, address, device)
     return NcclGroup(store, name, rank, members, timeouts, torch.device("cpu"))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import product
@@ -81,6 +82,21 @@ def test_a_death_opens_a_generation_without_the_dead_and_a_return_one_with_it() 
     _all_form(coordination, deploy.deployment)
     deployment = _only(coordination.poll(2.0)).deployment
     assert deployment.generation == 3 and deployment.joining == ("W1_0",) and deployment.failed == ()
+
+
+def test_what_is_told_of_the_next_death_is_ready_before_it() -> None:
+    class Noted(Catalog):
+        def make_ready(self, failed: Collection[Worker]) -> None:
+            super().make_ready(failed)
+            asked.put(set(failed))
+
+    asked = queue.SimpleQueue[set[Worker]]()
+    coordination = _started(kind=Noted)
+    _all_form(coordination, _only(coordination.poll(0.0)).deployment)
+    assert asked.get(timeout=20) == set()
+    coordination.failed(Failure("exit", Worker(1, 0), "W1_0", detail="was killed by SIGKILL"))
+    _all_form(coordination, _only(coordination.poll(1.0)).deployment)
+    assert asked.get(timeout=20) == {Worker(1, 0)} and asked.empty(), "once a generation"
 
 
 def test_whatever_a_worker_says_at_its_end_its_peers_can_read_the_next_deployment() -> None:

@@ -17,6 +17,7 @@ import pytest
 from openrecycle.agent.launcher.processes import WorkerProcess
 from openrecycle.forking import exit_status, fork_context
 from openrecycle.planner.jobs.job import Worker
+from tests.agent.consoles import until
 from tests.agent.launches import warm
 from tests.agent.local_jobs import LocalJob
 from tests.golden import golden
@@ -88,6 +89,34 @@ def test_one_that_lingers_is_looked_at_before_its_pipe_ends(server: int, lingers
     os.kill(server, signal.SIGCONT)
     process.join(60.0)
     assert process.exitcode == -signal.SIGKILL
+
+
+def test_the_end_of_one_is_told_by_a_thread_that_has_nothing_else_open(server: int) -> None:
+    """Its other connections are closed once its memory is given back, which takes long."""
+    process = fork_context().Process(target=time.sleep, args=(600.0,), daemon=True)
+    process.start_watched()
+    ours, _theirs = multiprocessing.Pipe()  # whose other end stays open
+    entry = WorkerProcess(Worker(0, 0), "first", process, ours, 0.0)
+    try:
+        (end,) = [one for one in entry.sentinels if one is not process.sentinel]
+        whose = f"pipe:[{os.fstat(end.fileno()).st_ino}]"  # type: ignore[union-attr]
+        tasks = Path(f"/proc/{process.pid}/task")
+
+        def opened(task: Path) -> list[str]:
+            return [str(one.readlink()) for one in (task / "fd").iterdir()]
+
+        until(lambda: whose not in opened(tasks / str(process.pid)), "the process to let go of it", 60)
+        assert [opened(task) for task in tasks.iterdir() if task.name != str(process.pid)] == [[whose]]
+        assert not wait(entry.sentinels, 0) and not entry.has_ended([])
+        os.kill(server, signal.SIGSTOP)  # nobody else says that it has ended
+        process.kill()
+        assert wait(entry.sentinels, 20) == [end] and not entry.looked_for
+        entry.has_ended([end])
+        assert end not in entry.sentinels and entry.looked_for, "it is asked from then on, and waited for no more"
+        until(lambda: entry.has_ended([]), "its exit code", 20)
+        assert process.exitcode == -signal.SIGKILL
+    finally:
+        process.kill()
 
 
 def test_survivors_go_on_while_the_dead_one_is_taken_apart(server: int) -> None:

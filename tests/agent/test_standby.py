@@ -21,7 +21,7 @@ from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.agent.transport import communicator
 from openrecycle.agent.transport.communicator import Communicator, Groups, RendezvousStore
-from openrecycle.agent.transport.group import GivenGlooGroup, GlooGroup, TransferError
+from openrecycle.agent.transport.group import GivenGlooGroup, GlooDevice, GlooGroup, TransferError
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(100)]
@@ -265,6 +265,26 @@ def test_a_cancelled_group_ends_what_has_carried_something_and_begins_nothing_in
     pending = third.receive(1, torch.zeros(1), 5)
     second.send(2, torch.ones(1), 5).wait()
     assert int(pending.wait()) == 1
+
+
+def test_groups_that_are_heard_at_one_device_end_one_by_one(store: RendezvousStore) -> None:
+    job, members = Job(store), GRID[:3]
+    devices = {w: GlooDevice(LOOPBACK) for w in members}
+
+    def make(name: str) -> Callable[[Worker], GlooGroup]:
+        return lambda me: GlooGroup(_client(store), name, members.index(me), members, PATIENT, LOOPBACK, devices[me])
+
+    some, other, last = (job.all(members, make(name)) for name in ("some", "other", "last"))
+    for ended, left in ((other, (some, last)), (last, (some,))):
+        for group in ended.values():
+            group.cancel()
+            group.close()
+        with pytest.raises(TransferError):
+            ended[members[0]].receive(1, torch.zeros(1), 5).wait()
+        for groups in left:
+            coming = groups[members[0]].receive(1, torch.zeros(1), 5)
+            groups[members[1]].send(0, torch.ones(1), 5).wait()
+            assert int(coming.wait()) == 1
 
 
 def test_what_is_posted_while_a_group_is_cancelled_ends_with_it(store: RendezvousStore) -> None:

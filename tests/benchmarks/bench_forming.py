@@ -10,7 +10,9 @@ in quick succession. Printed: medians, over the generations, of the last worker'
 time of all of them, which other programs on the machine hardly touch.
 
     python -m tests.benchmarks.bench_forming --grids 3x4 8x8
-    python -m tests.benchmarks.bench_forming --grids 32x8 --together 8 --generations 2
+    python -m tests.benchmarks.bench_forming --grids 16x8 --only standby
+
+A worker that is a process takes some 40 MiB. What takes longest with many is that all connect to all in the beginning.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import pickle
 import queue
 import statistics
 import threading
@@ -65,7 +68,7 @@ def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
     def hear() -> None:
         while True:
             try:
-                told = pipe.recv()
+                told = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 communicator.cancel(NO_MORE)
                 news.put(None)
@@ -143,12 +146,13 @@ def run(pipelines: int, stages: int, generations: int, together: int, *, standby
                 dead = dying[generation - 2]
                 processes[dead].kill()
                 living = [w for w in living if w != dead]
+            orders = pickle.dumps((generation, living, standby))  # once, as a launcher does what takes long
             for worker in living:
-                pipes[worker].send((generation, living, standby))
+                pipes[worker].send_bytes(orders)
             answers = [pipes[worker].recv() for worker in living]
             # After an iteration, in which all have reduced: before, it would hold up those that come last.
             for worker in living:
-                pipes[worker].send(TRAINS)
+                pipes[worker].send_bytes(pickle.dumps(TRAINS))
             rows.append([1000 * (max(times[i] for times, _ in answers) - began) for i in range(4)])
             busy.append(1000 * _busy(used for _, used in answers))
             ahead.append(1000 * max(pipes[worker].recv() for worker in living))

@@ -11,6 +11,7 @@ from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import canonical_pattern
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.packed import schedule_from_text, to_text
 from openrecycle.planner.plans.plan import PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
@@ -54,6 +55,19 @@ def test_a_renamed_plan_keeps_its_numbers_and_gets_its_own_fingerprint(full: Cat
     assert one is not None and other is not None
     assert one.metrics.period == other.metrics.period
     assert one.fingerprint != other.fingerprint
+
+
+def test_plans_that_are_made_ready_are_found_renamed_and_packed() -> None:
+    catalog = empty()
+    for failed in chain.from_iterable(catalog.patterns(2)):
+        catalog.add(make_plan(catalog.problem(failed), solver="list", look_ahead=False))
+    dead = Worker(0, 1)
+    catalog.make_ready({dead})
+    for worker in set(JOB.workers()) - {dead}:
+        plan = catalog.find({dead, worker})
+        assert plan is not None and plan is catalog.find({worker, dead})
+        assert {Worker.parse(name) for name in plan.failed} == {dead, worker}
+        assert plan.workers.stored[0] and dict(schedule_from_text(to_text(plan)).ops) == dict(plan.schedule().ops)
 
 
 @examples(50)
