@@ -64,7 +64,7 @@ class Script:
         stages = me.stage - 1, me.stage + 1
 
         def matters(worker: Worker) -> bool:  # the ops of others are not even made
-            return worker.stage in stages or worker == me
+            return abs(worker.stage - me.stage) <= 1
 
         roles = {worker: schedule.ops[worker] for worker in schedule.ops if matters(worker)}
         roles[me] = roles.get(me) or (Op("O", me.pipeline, -1, me.stage, me, 0, 0),)
