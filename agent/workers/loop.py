@@ -99,8 +99,9 @@ WAIT_SECONDS = 0.5
 SIBLING_SECONDS = 5.0
 """For the news to come for which another rank of this worker has left an iteration."""
 TRACEBACK_LINES = 12
-SAID_SAMPLES = 1000
 """Of an exception in an op, the last ones."""
+SAID_SAMPLES = 1000
+"""Of a micro-batch that raises, the first ones: a worker's message has a largest size."""
 
 
 class WorkerLoop:

@@ -92,6 +92,12 @@ def test_every_receive_gets_its_message_and_nobody_waits_for_ever(
     expected = sum(len((all_keys if r.keys is None else r.keys) - r.left_out) for r in rounds) * per_key
     connections = 2 * sum(len(Script.of(schedule, w, parts).neighbours) for w in schedule.ops) // 2
     assert wires.messages == expected + connections
+    for stage in range(job.stages):
+        busy = {
+            w for w in schedule.ops if w.stage == stage and any(len(schedule.ops[p]) > 1 for p in parts.get(w, (w,)))
+        }
+        told = {Script.of(schedule, w, parts).alone for w in schedule.ops if w.stage == stage}
+        assert told == (busy if len(busy) == 1 else {None}), "all peers say the same"
 
 
 @pytest.mark.parametrize("failed", ["", "W1_1", "W0_0 W2_2", "W1_0 W1_1 W1_2"])
