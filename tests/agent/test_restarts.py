@@ -283,7 +283,7 @@ def test_a_job_that_waits_ends_once_those_who_come_are_refused() -> None:
 
 
 def test_kills_that_no_plan_survives_at_once_may_be_asked_for_where_workers_come_back() -> None:
-    grid, kills = Job.uniform(2, 2, 2), ["W0_1@5:F0", "W1_1@500:F0"]
+    grid, kills = Job.uniform(2, 2, 2), ["W0_1@5:F0", "W1_1@25:F0"]
     with pytest.raises(InputError, match=r"faults\.kill"):
         TrainingOptions(job=grid, faults=Faults(kill=kills)).check()
     TrainingOptions(job=grid, faults=Faults(kill=kills, max_restarts=1)).check()

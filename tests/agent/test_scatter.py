@@ -54,6 +54,11 @@ def of(groups: Groups) -> Group:
     return groups.peer_group
 
 
+def me_of(groups: Groups) -> Worker:
+    assert isinstance(groups.peer_group, GivenGlooGroup)
+    return groups.peers[groups.peer_group.rank]
+
+
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("kind", [lambda group: group, HostGroup], ids=["gloo", "by way of the host"])
 def test_who_wants_a_part_gets_its_sum(
@@ -66,7 +71,7 @@ def test_who_wants_a_part_gets_its_sum(
     parts = [cut(chance, count), cut(chance, count)]
 
     def both(groups: Groups) -> Tensor:
-        mine, group = terms[groups.peers.index(groups._me)].clone(), kind(of(groups))
+        mine, group = terms[me_of(groups).pipeline].clone(), kind(of(groups))
         begun = [group.begin_scatter(row, of_row) for row, of_row in zip(mine, parts, strict=True)]
         group.sum(torch.ones(1, dtype=torch.int64))  # beside them
         for pending in reversed(begun):
@@ -168,7 +173,7 @@ def test_each_worker_gets_the_sums_of_what_it_steps(store: RendezvousStore) -> N
         model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3)))
         sums = GradientSum(model.parameters(), terms=4, bucket_bytes=1)
         optimizer = StageOptimizer(model, torch.optim.AdamW(model.parameters()), sums, pipelines=3)
-        shards, me = optimizer.shards, groups._me
+        shards, me = optimizer.shards, me_of(groups)
         assert shards is not None
         held = dict.fromkeys(groups.peers, shards.shards_held)
         ownership = assign(groups.peers, held, dict.fromkeys(groups.peers, 0), shards.sizes)

@@ -16,6 +16,7 @@ from openrecycle.app.cli import cli
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import at_length
+from tests.databases import sqlite_in
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -146,6 +147,7 @@ def test_the_command_line_beside_a_console(ended: Agents, tmp_path: Path) -> Non
 )
 def test_what_the_command_line_refuses(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     url = f"sqlite:///{tmp_path / 'console.db'}"
+    sqlite_in(tmp_path).close()
     done = run(url, *(a.replace("{}", str(tmp_path)) for a in arguments))
     assert done.exit_code == 2 and words in done.stderr and not done.stdout, done.output
     assert len(done.stderr.strip().splitlines()) == 1
