@@ -371,7 +371,7 @@ def _sqlite_path(url: URL, *, make: bool) -> Path:
             "put the file back, or delete that one too"
         )
     if not make and not path.exists():
-        raise DatabaseError(f"database file {path} is not there")
+        raise DatabaseError(f"database file {path} is not there, expected the one that `openrecycle serve` uses")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         special = path.exists() and not path.is_file() and not path.is_dir()  # a device, or a pipe, which opens never

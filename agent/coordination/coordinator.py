@@ -15,7 +15,7 @@ from typing import Any
 
 from openrecycle.agent.coordination import generations
 from openrecycle.agent.coordination.blame import Complaint, judge
-from openrecycle.agent.coordination.generations import lose, re_join, reconsider
+from openrecycle.agent.coordination.generations import lose, lost_stages, re_join, reconsider
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
     LEFT,
@@ -307,8 +307,8 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
             passing = False
         members[name] = member.heard_at(heard, draining)
     after = state.with_heard(members) if counted else replace(state, members=members)
-    if not counted and after.halted:
-        # It may be halted for those who were taken for ones that had left, and are there.
+    if not counted and after.halted and not lost_stages(after):
+        # It may be halted for those who were taken for ones that had left, and are there: once all stages have some.
         return reconsider(after, "workers that had nothing left to do are heard again", notes, now)
     return Transition(after, tuple(notes), "heartbeats", passing)
 

@@ -83,7 +83,7 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
     if current is None:
         if state.tally.unready:
             return Transition(replace(state, pending=None) if state.pending else state, tuple(notes), reason)
-    elif (lost := _lost_stages(state)) and state.back_to and _present(state):
+    elif (lost := lost_stages(state)) and state.back_to and _present(state):
         state, moves = staff(state)
         restore = True
         moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in moves]
@@ -221,7 +221,7 @@ def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
     return (*opened, *(state.pending.moves if state.pending else ()))
 
 
-def _lost_stages(state: State) -> list[int]:
+def lost_stages(state: State) -> list[int]:
     """Stages without a present worker that has the stage's weights."""
     stages = {m.stage for m in state.members.values()}
     held = {m.stage for m in state.members.values() if m.state in (RUNNING, SUSPECT)}
@@ -230,7 +230,7 @@ def _lost_stages(state: State) -> list[int]:
 
 def may_pass(state: State) -> bool:
     """Can workers that come back end a halt?"""
-    return bool(state.back_to) or not _lost_stages(state)
+    return bool(state.back_to) or not lost_stages(state)
 
 
 def _halt_text(state: State, lost: list[int]) -> str:

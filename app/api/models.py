@@ -266,8 +266,8 @@ class GenerationInfo(BaseModel):
     """interim_plan: what it ran until newcomers had their state, "" if nothing; interim_failed: whom that goes
     without. partition: layers per stage that its plan is for; moved_at: the iteration from which on workers had them,
     null where they had them before, or have not got them. let_go: of those that are out since the generation before,
-    who is not lost, and whether it stands by or was asked to leave; lost: those of it whose process there has died or
-    was given up."""
+    who is not lost, and whether it stands by or was asked to leave; lost: of the generation before, whose process
+    has died or was given up."""
 
     generation: int
     plan_fingerprint: str

@@ -415,7 +415,7 @@ class Reports:
             if one.own_loop and index not in refused:
                 member = members[one.worker]
                 mine = member.generation if member.incarnation == one.incarnation else 0
-                before[one.worker] = mine - 1 if mine else reply.generation
+                before[one.worker] = mine - 1 if mine > 0 else reply.generation
         return reply.model_copy(update={"before": before}) if before else reply
 
     def heartbeats(self, job_id: str, beats: Sequence[Heartbeat]) -> BatchReply:
@@ -842,9 +842,11 @@ class ConsoleService:
             self._store.heartbeats({job.job_id: rows for job, rows in beats.items()})
         except SQLAlchemyError as error:
             # Only the latest heartbeat counts, and another one is on its way.
-            refused = unavailable(error).detail
-            self._seldom.warn("heartbeats could not be stored", reason=refused)
-        for job in beats:
+            unstored = unavailable(error)
+            refused = unstored.detail if unstored.status == 503 else ""
+            self._seldom.warn("heartbeats could not be stored", reason=unstored.detail)
+        # Once they can be stored again, so can those of jobs from which no more come.
+        for job in beats if refused else self.jobs.live():
             job.measurements.refused = refused
 
 

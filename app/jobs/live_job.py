@@ -361,7 +361,7 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
         current=current,
         committed=store.committed_iterations(job_id),
         halted=job_row["reason"] if job_row["state"] == "halted" else "",
-        unheard=job_row["unheard"],
+        unheard=job_row["unheard"] and job_row["state"] == "halted",
         over=over,
         over_reason=job_row["reason"] if over else "",
         mode=Mode(job_row["mode"]),
