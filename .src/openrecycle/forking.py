@@ -85,18 +85,21 @@ the thread its own first."""
 
 def _hold_alone(end: Connection) -> None:
     """Has a thread hold this end of a pipe, and nothing else; where that can't be done, the process goes on to."""
+    if sys.platform != "linux":
+        return
     call, number, held = ctypes.CDLL(None).syscall, end.fileno(), threading.Event()
 
     def hold() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the process's own threads
-        alone = not call(_CLOSE_RANGE, ctypes.c_uint(number + 1), ctypes.c_uint(_LAST), _UNSHARE)
-        if alone:
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the process's own threads
+            if call(_CLOSE_RANGE, ctypes.c_uint(number + 1), ctypes.c_uint(_LAST), _UNSHARE):
+                return
             if number:
                 call(_CLOSE_RANGE, ctypes.c_uint(0), ctypes.c_uint(number - 1), 0)
             holds.append(True)
-        held.set()
-        if alone:
-            threading.Event().wait()
+        finally:
+            held.set()
+        threading.Event().wait()
 
     holds: list[bool] = []
     threading.Thread(target=hold, name="ends-first", daemon=True).start()

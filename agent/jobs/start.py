@@ -196,8 +196,9 @@ def make_launcher(
             say(f"job {created.job_id} at {url}")
         options = replace(options, console=replace(options.console, token=None))
         run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds, bool(shared), divided, room)
+        launcher = launch.Launcher(run, coordination, listener, catalog, pool, claim=claimed)
         failing.pop_all()
-        return launch.Launcher(run, coordination, listener, catalog, pool, claim=claimed)
+        return launcher
 
 
 def take_over(succession: Succession, listener: Callable[[dict[str, Any]], None], say: Say) -> Launcher:

@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from openrecycle.agent.checkpoints import Claim, is_there
 from openrecycle.agent.config.faults import Kill, Rejoin, not_done
@@ -456,18 +456,21 @@ class Launcher:
     def _read(self, entry: WorkerProcess) -> None:
         """Takes every message that is there."""
         for message in entry.messages():
+            if entry.elsewhere and (why := channel.misformed(message, self._options.iterations)):
+                self._refuse(entry, why)
+                return
+            entry.heard = message.pop("number", entry.heard)
             try:
-                if entry.elsewhere:
-                    channel.check_form(message, self._options.iterations)
-                entry.heard = message.pop("number", entry.heard)
                 self._hear(entry, message)
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
+            except (KeyError, TypeError, AttributeError, ValidationError) as error:
                 if not entry.elsewhere:
                     raise  # of our own code it is a fault that must be seen
-                why = f"said what can't be understood ({type(error).__name__}): its process is ended"
-                self._listener({"warning": f"{entry.worker} {why}"})
-                entry.kill()
+                self._refuse(entry, type(error).__name__)
                 return
+
+    def _refuse(self, entry: WorkerProcess, why: str) -> None:
+        self._listener({"warning": f"{entry.worker} said what can't be understood ({why}): its process is ended"})
+        entry.kill()
 
     def _hear(self, entry: WorkerProcess, message: channel.Message) -> None:
         if entry.fenced:

@@ -100,13 +100,15 @@ class _Said(BaseModel):
     beat: dict[str, Any] = {}
 
 
-def check_form(message: Message, iterations: int) -> None:
-    """Of what comes from another node: odd values would be kept, and be told to the next lead. iterations: of the job.
-    Raises ValueError."""
-    _Said.model_validate(message)
-    newest = max(message.get("iteration", 0), message.get("at_iteration", 0))
-    if newest > iterations:
-        raise ValueError(f"iteration {newest} of {iterations}")
+def misformed(message: Message, iterations: int) -> str:
+    """Of what comes from another node: odd values would be kept, and be told to the next lead. Which error it is; "":
+    none. iterations: of the job."""
+    try:
+        _Said.model_validate(message)
+        newest = max(message.get("iteration", 0), message.get("at_iteration", 0))
+    except (ValueError, TypeError) as error:
+        return type(error).__name__
+    return f"iteration {newest} of {iterations}" if newest > iterations else ""
 
 
 def _encodable(value: Any) -> Any:

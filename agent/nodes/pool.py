@@ -425,7 +425,7 @@ class NodeHub:
     @property
     def electorate(self) -> Electorate:
         """As a copy that is made now names them."""
-        return {rank: self._came.get(rank) for rank in self.members}
+        return {rank: self._came.get(rank) for rank in tuple(self.members)}  # others may add to them
 
     def follow(self, number: int, electorate: Electorate) -> bool:
         """Do half of those nodes follow this lead, as they have that copy, and have come by that link?"""

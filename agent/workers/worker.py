@@ -224,7 +224,15 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
     if relay is not None:
         relay.start(channel.send, channel.orphaned)
     _guard_output(channel, spec, log)
-    threading.Thread(target=_say_alive, args=(channel, status, log, spec), name="alive", daemon=True).start()
+
+    def say_alive() -> None:
+        try:
+            _say_alive(channel, status, log, spec)
+        except ValueError as error:  # too long to be said: unheard, the worker would be taken for one that hangs
+            channel.say("error", text=describe_exception(error))
+            os._exit(FAILED)
+
+    threading.Thread(target=say_alive, name="alive", daemon=True).start()
     try:
         deterministic = options.optimization.mode == "deterministic"
         device = platform.take(spec.slot, deterministic=deterministic, shared=spec.run.shared_gpus)

@@ -25,7 +25,7 @@ from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.coordination.membership import CHECKPOINT
 from openrecycle.agent.launcher.launch import Launcher, Stopped
 from openrecycle.agent.launcher.processes import ProcessPool, preload
-from openrecycle.agent.messages.channel import check_form
+from openrecycle.agent.messages.channel import misformed
 from openrecycle.agent.messages.protocol import Command
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers import worker as worker_process
@@ -156,7 +156,7 @@ class _WatchedLauncher(Launcher):
     job: LocalJob
 
     def _hear(self, entry: Any, message: Message) -> None:
-        check_form(message, ENDLESS)  # as of what comes from another node
+        assert not misformed(message, ENDLESS)  # as of what comes from another node
         if entry.fenced:
             self.job.void.append(message)
         else:
