@@ -91,8 +91,10 @@ _ONE_FAILS = """
 import multiprocessing, os
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["openrecycle.fork_server", "tests.agent.no_forks"])
+kept = []
 def started():
     mine, theirs = context.Pipe()
+    kept.append(theirs)  # else the worker would end by itself
     process = context.Process(target=mine.recv, daemon=True)
     process.start()
     return process
