@@ -13,12 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import Any
 
 import requests
 
@@ -56,15 +55,14 @@ def run(options: DemoOptions, say: Callable[[str], None]) -> int:
     children: dict[str, subprocess.Popen[bytes]] = {}
     began = time.monotonic()
     try:
-        say("looking at the job ...")
-        if not _can_start(job, children, ended):
-            return _outcome(children, ended)
-        say(f"starting the console at {address} ...")
+        say(f"starting the console at {address}, and the training processes ...")
+        # Together: each takes a processor for some seconds, and the job looks at what was asked for before it needs the
+        # console, which it waits for.
         children["console"] = _start(["serve", "--host", host, "--port", str(port), *options.serve])
+        children["training job"] = _start(job)
         if not _wait(f"{address}/healthz", children, ended, lambda answer: answer.status_code == 200):
             return _outcome(children, ended)
-        say(f"console ready ({time.monotonic() - began:.1f} s); starting the training processes ...")
-        children["training job"] = _start(job)
+        say(f"console ready ({time.monotonic() - began:.1f} s)")
         if not _wait(f"{address}{API}/jobs", children, ended, _trains):
             return _outcome(children, ended)
         say(f"training ({time.monotonic() - began:.1f} s)")
@@ -95,29 +93,13 @@ def _outcome(children: dict[str, subprocess.Popen[bytes]], ended: threading.Even
     return 0
 
 
-def _can_start(job: list[str], children: dict[str, subprocess.Popen[bytes]], ended: threading.Event) -> bool:
-    """Could this job be started, as far as is known without a console? False, too, when the user ended that. What it
-    says of one that can is left for the job to say."""
-    with tempfile.TemporaryFile() as said:
-        check = children["check of the job"] = _start([*job, "--dry-run"], stderr=said)
-        while check.poll() is None and not ended.wait(0.05):
-            pass
-        if ended.is_set() or check.returncode:
-            said.seek(0)
-            sys.stderr.write(said.read().decode(errors="replace"))
-            return False
-    del children["check of the job"]
-    return True
-
-
-def _start(arguments: list[str], stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
     # What goes wrong is on stderr; what goes well is said by this process.
     environment = {LEVEL: "warning", **os.environ}
     # Its own session: Ctrl-C reaches this process alone, which then ends both in order.
     return subprocess.Popen(
         [sys.executable, "-m", "openrecycle", *arguments],
         stdout=subprocess.DEVNULL,
-        stderr=stderr,
         env=environment,
         start_new_session=True,
         preexec_fn=_die_with_parent,

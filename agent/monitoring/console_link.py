@@ -129,12 +129,15 @@ class QueuedReport(NamedTuple):
         return self.message
 
 
-def create_job(client: ConsoleClient, spec: JobSpec, say: Say, *, timeout: float = 30.0) -> JobCreated:
-    """Registers the job; waits up to `timeout` seconds for the console to answer, and says so.
+def create_job(
+    client: ConsoleClient, spec: JobSpec, say: Say, *, timeout: float = 30.0, quiet: float = 4.0
+) -> JobCreated:
+    """Registers the job; waits up to `timeout` seconds for the console to answer, and says so after `quiet` seconds: one
+    that is started together with the job is there by then.
 
     Raises ConsoleUnavailable or ConsoleRefused.
     """
-    key, backoff, waited = uuid.uuid4().hex, Backoff(0.2, 2.0), 0.0
+    key, backoff, waited, said = uuid.uuid4().hex, Backoff(0.2, 2.0), 0.0, False
     while True:
         try:
             created = client.post("/jobs", spec, JobCreated, key=key)
@@ -143,7 +146,8 @@ def create_job(client: ConsoleClient, spec: JobSpec, say: Say, *, timeout: float
         except ConsoleUnavailable as away:
             if waited >= timeout:
                 raise
-            if not waited:
+            if waited >= quiet and not said:
+                said = True
                 say(f"warning: {away}; the job begins once the console answers: waiting for up to {timeout:.0f} s")
             wait = backoff.seconds()
             threading.Event().wait(wait)

@@ -160,12 +160,12 @@ def test_a_console_that_comes_back_learns_how_the_job_ended(console: Console) ->
     assert golden("for-up-to-60-s") in said[0]
 
 
-def test_a_job_that_can_not_begin_for_want_of_its_console_says_so_at_once() -> None:
+def test_a_job_that_can_not_begin_for_want_of_its_console_says_so() -> None:
     said: list[str] = []
     spec = JobSpec.of(Job(1, 1, 1), name="job", iterations=1)
     with pytest.raises(ConsoleUnavailable), socket.create_server(("127.0.0.1", 0)) as taken:
         client = ConsoleClient(f"http://127.0.0.1:{taken.getsockname()[1]}", timeout=0.05)
-        create_job(client, spec, said.append, timeout=0.1)
+        create_job(client, spec, said.append, timeout=0.1, quiet=0.0)
     (text,) = said
     assert text.startswith("warning: http://127.0.0.1") and golden("the-job-begins-once-the") in text
 
