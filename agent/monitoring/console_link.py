@@ -132,8 +132,8 @@ class QueuedReport(NamedTuple):
 def create_job(
     client: ConsoleClient, spec: JobSpec, say: Say, *, timeout: float = 30.0, quiet: float = 4.0
 ) -> JobCreated:
-    """Registers the job; waits up to `timeout` seconds for the console to answer, and says so after `quiet` seconds: one
-    that is started together with the job is there by then.
+    """Registers the job; waits up to `timeout` seconds for the console to answer, and says so after `quiet` seconds:
+    one that is started together with the job is there by then.
 
     Raises ConsoleUnavailable or ConsoleRefused.
     """
