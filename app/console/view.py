@@ -239,7 +239,7 @@ class JobView:
     advice: the best option with the workers that are out, None while nothing is known of it. held: layers per stage as
     the workers have them, () where stages can't be cut; coming: as they will, while layers move. spares: ranks that
     run nothing since another one of their worker has ended. suspect_seconds: after which silence is too long, by this
-    console.
+    console. unstorable: does the database take nothing of it at present?
     """
 
     job_id: str
@@ -266,6 +266,7 @@ class JobView:
     coming: tuple[int, ...] = ()
     spares: tuple[Rank, ...] = ()
     suspect_seconds: float = FailureTimeouts.suspect
+    unstorable: bool = False
 
 
 Made = TypeVar("Made")
@@ -527,6 +528,7 @@ class Queries:
                 coming=state.current.partition if state.current and state.moving else (),
                 spares=worker_states.spares,
                 suspect_seconds=self._failure_timeouts.suspect,
+                unstorable=bool(job.unstorable),
             )
 
     def _workers(self, job: LiveJob, fingerprint: str | None, worker_states: WorkerStates) -> tuple[WorkerView, ...]:

@@ -319,9 +319,11 @@ def _card(card: Card) -> str:
 
 
 def tone_of(view: JobView) -> str:
-    """Of the job's state, as far as that is known."""
+    """Of the job's state, as far as that is known. While nothing can be stored none that goes on is well, or waits for
+    nobody: a worker that dies would halt it."""
     tone = JOB_TONE[view.condition]
-    return "warn" if tone == "good" and is_old(view) else tone
+    doubtful = (view.unstorable and tone in ("good", "paused", "wait")) or (tone == "good" and is_old(view))
+    return "warn" if doubtful else tone
 
 
 def sentence(view: JobView) -> None:

@@ -93,6 +93,8 @@ def test_what_nobody_has_been_heard_of_for_seconds_is_not_said_to_be_well() -> N
     tones = [(tone_of(view), card(view, "Throughput").tone) for view in (running, one, old)]
     assert tones == [("good", "good"), ("good", "good"), ("warn", "warn")]
     assert tone_of(replace(old, state=JobState.FINISHED, condition=Condition.FINISHED)) == "done"
+    for condition in (Condition.RUNNING, Condition.PAUSED, Condition.STARTING):
+        assert tone_of(replace(running, condition=condition, unstorable=True)) == "warn"
     patient = replace(old, suspect_seconds=30.0)
     tones = [tone_of(patient), card(patient, "Throughput").tone, card(patient, "Age of data").tone]
     assert tones == ["good", "good", ""], "where workers speak seldom"
