@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -103,7 +104,11 @@ def test_the_end_of_one_is_told_by_a_thread_that_has_nothing_else_open(server: i
         tasks = Path(f"/proc/{process.pid}/task")
 
         def opened(task: Path) -> list[str]:
-            return [str(one.readlink()) for one in (task / "fd").iterdir()]
+            found = list[str]()
+            for one in (task / "fd").iterdir():
+                with suppress(FileNotFoundError):  # it has just been closed
+                    found.append(str(one.readlink()))
+            return found
 
         until(lambda: whose not in opened(tasks / str(process.pid)), "the process to let go of it", 60)
         assert [opened(task) for task in tasks.iterdir() if task.name != str(process.pid)] == [[whose]]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -125,6 +126,7 @@ def run(pipelines: int, stages: int, generations: int, together: int, *, standby
     living = [Worker(p, s) for p in range(pipelines) for s in range(stages)]
     # Of the last pipelines, so that nobody is alone; each of another stage.
     dying = [Worker(pipelines - 1 - k // stages, k % stages) for k in range(generations)]
+    gc.freeze()  # as the server does that workers are forked from: nobody looks through what torch has imported
     context: Any = multiprocessing.get_context("fork")
     store = RendezvousStore()
     processes, pipes = {}, {}
