@@ -7,7 +7,8 @@ They wait for each other's interpreter then, which makes them slower. In each ge
 SIGKILL, until each has a peer less; all others hear of the next generation at once, and cancel the one before, as a
 launcher has them do. First with connections on standby, which are there by then, and then without, as after two deaths
 in quick succession. Printed: medians, over the generations, of the last worker's time since the kill, and the processor
-time of all of them, which other programs on the machine hardly touch.
+time of all of them, which other programs on the machine hardly touch: of many workers on few cores it is what takes
+long. Where each has a core, what takes long is the work of the one that has most, by way of which all agree.
 
     python -m tests.benchmarks.bench_forming --grids 3x4 8x8
     python -m tests.benchmarks.bench_forming --grids 16x8 --only standby
@@ -114,12 +115,12 @@ def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
         del groups
 
 
-def _busy(said: Iterable[tuple[int, float, float]]) -> float:
-    """Seconds of all processes, from (process, before, after) of their workers."""
+def _busy(said: Iterable[tuple[int, float, float]]) -> list[float]:
+    """Seconds of each process, from (process, before, after) of its workers."""
     used: dict[int, list[float]] = {}
     for process, before, after in said:
         used.setdefault(process, []).extend((before, after))
-    return sum(max(times) - min(times) for times in used.values())
+    return [max(times) - min(times) for times in used.values()]
 
 
 def run(pipelines: int, stages: int, generations: int, together: int, *, standby: bool) -> None:
@@ -156,7 +157,7 @@ def run(pipelines: int, stages: int, generations: int, together: int, *, standby
             for worker in living:
                 pipes[worker].send_bytes(pickle.dumps(TRAINS))
             rows.append([1000 * (max(times[i] for times, _ in answers) - began) for i in range(4)])
-            busy.append(1000 * _busy(used for _, used in answers))
+            busy.append([1000 * seconds for seconds in _busy(used for _, used in answers)])
             ahead.append(1000 * max(pipes[worker].recv() for worker in living))
             time.sleep(0.3)  # the groups before are closed
         formed, agreed, sent, reduced = (statistics.median(row[i] for row in rows[1:]) for i in range(4))
@@ -166,7 +167,8 @@ def run(pipelines: int, stages: int, generations: int, together: int, *, standby
             f"formed {formed:.0f} ms after the kill, agreed {agreed:.0f}, neighbours reached {sent:.0f}, "
             f"stages reduced {reduced:.0f}; quickest {min(row[SENT] for row in rows[1:]):.0f} and "
             f"{min(row[REDUCED] for row in rows[1:]):.0f}; "
-            f"processor time of all {statistics.median(busy[1:]):.0f} ms"
+            f"processor time of all {statistics.median(map(sum, busy[1:])):.0f} ms, "
+            f"of the one that has most {statistics.median(map(max, busy[1:])):.0f}"
             + (f"; on standby {statistics.median(ahead):.0f} ms after" if standby else "")
         )
     finally:
