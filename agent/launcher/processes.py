@@ -72,6 +72,8 @@ LAST_SECONDS = 0.1
 """For one that was killed for being late. That it has ended is soon known, wherever it can be."""
 JOIN_SECONDS = 2.0
 """The same of a worker that was silent: who does not end in that time was the one that hangs."""
+GONE_SECONDS = 60.0
+"""For all of a process to go whose end has begun: its memory is given back first, 0.1 s a gigabyte and more."""
 KILLED_SECONDS = 5.0
 """For those to end that were killed."""
 END_SECONDS = 1.0
@@ -171,8 +173,8 @@ class WorkerProcess:
     was stopped with all of its stage. plans: that it has. heard: number of its newest message that counts, where its
     node numbers them. hung_up: its pipe has ended. lingers: it has a CUDA context, which the system takes apart before
     it closes the pipe (0.4 s on an H100, seconds on a busy one). ends: that its end has begun is known. ended_at:
-    monotonic seconds at which the end of its rank 0 was known; its others end after that, or are killed at _kill_at,
-    and after _over_at are left as they are.
+    monotonic seconds at which the end of its rank 0 was known; its others end once they hear of that, or are killed at
+    _kill_at, and after _over_at are left as they are.
     send: takes what is posted; None: it goes to the process at once. elsewhere: on another node?
     """
 
@@ -303,7 +305,8 @@ class WorkerProcess:
         if self.ended_at is None:
             ends = self.process.ends
             return [self.process.sentinel] if ends is None or self.ends else [self.process.sentinel, ends]
-        return [process.sentinel for process in self.siblings if not process.is_ending()]
+        late = [process.sentinel for process in self.siblings if not process.is_ending()]
+        return [self.process.sentinel, *late] if late and self._kill_at == math.inf else late
 
     @property
     def looked_for(self) -> bool:
@@ -321,9 +324,10 @@ class WorkerProcess:
             if not told and not ((self.hung_up or self.lingers or self.ends) and self.process.is_ending()):
                 return False
             self.ended_at = now
-            self._kill_at = now + (JOIN_SECONDS if self.asked else LATE_SECONDS)
         if not self._codes:
             ending = [process.is_ending() for process in self.siblings]  # of each, for its exit code
+            if self._kill_at == math.inf and self._others_may_be_late(ready, now):
+                self._kill_at = now + (JOIN_SECONDS if self.asked else LATE_SECONDS)
             if now < self._kill_at and not all(ending):
                 return False
             self._codes = self._ends
@@ -336,6 +340,14 @@ class WorkerProcess:
         ranks = enumerate((self.process, *self.siblings))
         self._held = {rank for rank, process in ranks if self._codes[rank] is None and not process.is_ending()}
         return True
+
+    def _others_may_be_late(self, ready: Collection[object], now: float) -> bool:
+        """From now on, its ranks above 0? Where being late tells that one hangs, not before they can have heard that
+        rank 0 ends: by their connections with it, which the system closes when it has given back its memory."""
+        assert self.ended_at is not None
+        if _one_died(self._ends) and not self.asked:
+            return True  # whoever is late is not to blame
+        return self.hung_up or self.process.sentinel in ready or now >= self.ended_at + GONE_SECONDS
 
     def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
         """Of the plans that a deployment names, in order, those that are to be sent with it: the others it has."""
@@ -422,6 +434,10 @@ def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
+def _one_died(codes: Iterable[int | None]) -> bool:
+    return any(code is not None and code not in _FOLLOW for code in codes)
+
+
 def spare_of(codes: Sequence[int | None], *, silent: bool) -> tuple[int, ...]:
     """Exit codes of a worker's ranks, None of those that did not end in time: those that ended because they were told
     to, or because another one had. Where all did, nobody is known to be at fault, and none is to be used again.
@@ -430,7 +446,7 @@ def spare_of(codes: Sequence[int | None], *, silent: bool) -> tuple[int, ...]:
     late, where another one is known to have died. Where none has, and one has waited for another in vain, that one
     hangs, and its threads may have ended it nevertheless: then only who has waited is known to be well.
     """
-    died = any(code is not None and code not in _FOLLOW for code in codes)
+    died = _one_died(codes)
     late_too = died and not silent
     known = died or (silent and None in codes)
     well = (channel.GAVE_UP,) if channel.GAVE_UP in codes and not known else _FOLLOW

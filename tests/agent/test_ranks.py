@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -23,6 +25,7 @@ from openrecycle.agent.config.settings import OptionGroup
 from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.launcher import processes
 from openrecycle.agent.launcher.processes import (
     ProcessPool,
     SpareRank,
@@ -464,4 +467,46 @@ def test_spare_ranks_make_a_worker_where_they_ran_however_often_something_died_t
         other = start(1, pool.spares.take_named(0, [("unknown", 0)]))
         assert other.slots == (0, 1), "where a rank is spare the lead begins another one, once it knows"
     finally:
+        pool.kill_all()
+
+
+def live_with_rank_0(told: Told, pipe: Connection, siblings: Sequence[Connection] = ()) -> None:
+    """A rank. Rank 0 hangs, and what it has open stays so while its child lives, whose number it says: as in a large
+    process, whose memory is given back first. The other one ends once it hears that rank 0 is gone."""
+    if siblings:
+        if child := os.fork():
+            pipe.send_bytes(str(child).encode())
+    else:
+        with contextlib.suppress(EOFError):
+            pipe.recv_bytes()
+        os._exit(ORPHANED)
+    time.sleep(600)
+
+
+@pytest.mark.processes
+def test_a_rank_that_hears_late_of_the_end_of_rank_0_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "END_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "JOIN_SECONDS", 0.0)
+    pool = ProcessPool(live_with_rank_0, [])
+    entry = pool.start(Worker(0, 0), lambda _: Told(), 0.0)
+    child, ends, well = int(entry.pipe.recv_bytes()), entry.process.ends, entry.siblings[0].sentinel
+    assert ends is not None
+
+    def over() -> bool:  # its sentinel is not asked, which would say here that rank 0 is gone
+        for _ in entry.messages():
+            pass
+        return entry.has_ended(wait([ends, well], 0.02))
+
+    try:
+        pool.fence(entry, "was silent", silent=True)
+        while entry.ended_at is None:
+            assert not over()
+        assert not any(over() for _ in range(20))
+        monkeypatch.setattr(processes, "JOIN_SECONDS", 60.0)
+        os.kill(child, signal.SIGKILL)
+        until(over, "both ranks to be gone", 60)
+        assert entry.spare_ranks == (1,)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
         pool.kill_all()

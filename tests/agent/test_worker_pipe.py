@@ -182,6 +182,26 @@ def test_a_rank_that_is_late_is_not_the_one_that_has_ended(
     assert entry.first_end == (2, 1) and entry.spare_ranks == spare
 
 
+@pytest.mark.parametrize("asked", [True, False], ids=["silent", "gave up"])
+def test_a_rank_is_not_late_before_it_can_have_heard_of_the_end_of_rank_0(asked: bool, now: list[float]) -> None:
+    """Which ends for seconds where it has much memory, and only then closes what the others hear it by. Nobody is known
+    to have died by itself: whoever did not end in time would be the one that hangs."""
+    pipe: Any = None
+    code = -signal.SIGKILL if asked else channel.GAVE_UP
+    well, hangs, began = Exits(None), Exits(None), now[0]
+    entry = WorkerProcess(CELL, "a", Exits(code), pipe, 0.0, siblings=(well, hangs), asked=asked, ends=True)
+    for _ in range(9):
+        assert not entry.has_ended([])
+        now[0] += processes.JOIN_SECONDS / 2
+    assert entry.ended_at == began and Ended.sentinel in entry.sentinels
+    entry.hung_up = True
+    assert not entry.has_ended([])
+    well.exitcode = channel.ORPHANED if asked else channel.GAVE_UP  # type: ignore[assignment]
+    while not entry.has_ended([]):
+        now[0] += LOOK_SECONDS
+    assert entry.spare_ranks == ((1,) if asked else (0, 1))
+
+
 def test_the_other_ranks_are_told_of_a_dead_one_once_its_last_words_have_come(now: list[float]) -> None:
     pipe: Any = None
     dead = Exits(None)
