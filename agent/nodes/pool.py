@@ -641,21 +641,22 @@ class NodeHub:
 
     def _find_out(self, rank: int, address: Address, link: NodeLink | None) -> None:
         """Until a node that is lost is known to be gone, it may follow another lead, or be one; also where another
-        process has come in its place, and listens elsewhere. link: which it had."""
-        lead_status = self.lead_status
+        process has come in its place. link: which it had."""
+        lead_status, process = self.lead_status, "" if link is None else link.process
 
         def unknown() -> bool:
-            there = rank not in self.links and self.members.get(rank) == address
-            elsewhere = self.members.get(rank, address) != address and link is not None and not link.forgot
-            return not self._closing and (there or elsewhere)
+            if self._came.get(rank) is link:
+                return rank in self.members and rank not in self.links
+            return link is not None and not link.forgot
 
-        while unknown():
-            seen = ask(address, self._token, lead_status.run)
+        while not self._closing and unknown():
+            seen = ask(address, self._token, lead_status.run, process=process)
             with self.news:
-                if seen == "gone" and link is not None:
-                    link.forgot = True
-                if seen == "gone" and self.members.get(rank) == address and rank not in self.links:
-                    del self.members[rank]
+                if seen == "gone":
+                    if link is not None:
+                        link.forgot = True
+                    if self._came.get(rank) is link and rank not in self.links:
+                        self.members.pop(rank, None)
                 self.news.notify_all()
             if isinstance(seen, Here) and seen.term > lead_status.term and seen.lead is not None:
                 self.depose(f"node {seen.lead} leads the job by now, since this node was not heard for too long")

@@ -83,7 +83,7 @@ class NodeServer:
         """Knows nothing of the job, as when it has just been started. leads: where the lead may listen, or who may know
         it; the first is asked, or has taken this node in."""
         self._leads = deque(leads)
-        self._lead_status = LeadStatus(self._rank)
+        self._lead_status = LeadStatus(self._rank, process=self._process)
         self._hub: NodeHub | None = None
         self._frames: Frames | None = None
         """The connection with the lead; None: there is none, and it is found out who leads next."""

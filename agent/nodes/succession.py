@@ -273,10 +273,11 @@ class LeadStatus:
     """What a launcher has promised: whom it follows (`lead`; itself where it leads), and in which term. For any thread.
 
     lead is None from when it promises to follow another until that one leads: what the one before says is not heard.
+    process: which launcher it is, of those that are started one after the other.
     """
 
-    def __init__(self, rank: int, *, lead: int | None = None, term: int = 0, run: str = "") -> None:
-        self._lock = threading.Lock()
+    def __init__(self, rank: int, *, lead: int | None = None, term: int = 0, run: str = "", process: str = "") -> None:
+        self._lock, self._process = threading.Lock(), process
         self.rank, self.lead, self.term, self.run = rank, lead, term, run
         self.age: Age = (0, 0)
         self._free = False
@@ -347,6 +348,7 @@ class LeadStatus:
             return {"kind": "here", "run": self.run, "term": self.term, "lead": self.lead, "age": self.age} | {
                 "free": self._free,
                 "granted": granted,
+                "process": self._process,
             }
 
 
@@ -368,9 +370,12 @@ _HERE = TypeAdapter(Here)
 Reply = Here | Literal["gone", "silent"]
 
 
-def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | None = None) -> Reply:
+def ask(
+    address: Address, token: str, run: str, question: Mapping[str, Any] | None = None, *, process: str = ""
+) -> Reply:
     """What is at the address of a launcher of this run? `gone`: its process is not there any more; `silent`: that can't
-    be known, as of one that is stopped, or whose host does not answer. question: a vote; None: how it stands."""
+    be known, as of one that is stopped, or whose host does not answer. question: a vote; None: how it stands. process:
+    the one that is meant, which is gone where another one listens; "": whichever is there."""
     until = time.monotonic() + LOOK_SECONDS
     try:
         connection = socket.create_connection(address, LOOK_SECONDS)
@@ -385,6 +390,8 @@ def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | No
             answer = frames.receive(until)
             if answer["kind"] != "here" or answer["run"] not in (run, ""):
                 return "gone"  # another job's
+            if process and answer["process"] != process:
+                return "gone"
             if not answer["run"]:
                 # One that a lead has taken in is about to be told of the job; one that none has, or that has lost it
                 # before, has no part in it, as one that has just been started.

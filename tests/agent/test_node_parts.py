@@ -787,6 +787,26 @@ def test_a_node_that_another_one_has_taken_the_place_of_counts_once_others_know(
     assert followers.decides(2) and followers.sent == [0, 1, 2]
 
 
+@pytest.mark.parametrize("lost", [1, 2], ids=["another", "the second one"])
+def test_a_node_whose_place_another_one_has_taken_at_its_address_is_known_to_be_gone(
+    lost: int, followers: Followers
+) -> None:
+    """It came too soon for the lead to see that nobody listened there; and is a member, also where it is lost too."""
+    first, port = followers.hub.links[2], followers.ports[2]
+    followers.break_off(2)
+    followers.come(2, "second")
+    followers.break_off(lost)
+    assert followers.decides(1) == (lost == 2)
+    _, at = port.getsockname()
+    port.close()
+    second = NodeHub("127.0.0.1", at, 3, "", lambda _: None, LeadStatus(2, lead=0, term=1, process="second"))
+    try:
+        until(lambda: first.forgot, "the lead to ask there", 20)
+        assert 2 in followers.hub.members and followers.decides(2)
+    finally:
+        second.close("")
+
+
 def test_a_lead_that_all_nodes_have_come_back_to_goes_on(followers: Followers) -> None:
     """All connections have broken at once, and nobody has chosen another lead: nobody remembers the copies before."""
     for rank in (1, 2):
