@@ -215,14 +215,17 @@ class Slow:
         return cls(worker, int(match["iteration"]), factor)
 
 
-def not_done(wish: Kill | Rejoin, first: int, iterations: int) -> str:
-    """Why a wish has not been fulfilled in a job that ran these iterations, from `first` on."""
+def not_done(wish: Kill | Rejoin, first: int, iterations: int, *, known: bool = True) -> str:
+    """Why a wish has not been fulfilled, as far as is known, in a job that ran these iterations, from `first` on.
+    known: is it how the worker has ended, if it has?"""
     if first >= iterations:
         return f"{wish} did not happen: no iteration was left to run"
     if not first <= wish.iteration < iterations:
         return f"{wish} did not happen: the job ran iterations {first} to {iterations - 1}"
     if isinstance(wish, Rejoin):
         return f"{wish} did not happen: {wish.worker} was not gone after that iteration"
+    if not known:
+        return f"{wish}: whether it happened is not known, since {wish.worker} ended, and its last words did not come"
     op = str(wish).partition(":")[2]
     return f"{wish} did not happen: {wish.worker} was gone by then, or ran no {op} in that iteration"
 

@@ -140,6 +140,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_bad_samples": TypeAdapter(bad_samples.BadSamples),
     "_kills": TypeAdapter(list[Kill]),
     "_rejoins": TypeAdapter(list[Rejoin]),
+    "_left_by": TypeAdapter(dict[NamedWorker, bool]),
     "_restarts": TypeAdapter(restarts.Restarts),
     "_why_halted": TypeAdapter(str),
     "_stands": TypeAdapter(str),
@@ -226,6 +227,9 @@ class Launcher:
         self._hold = PauseRequest()
         self._kills, self._rejoins = list(options.kills), list(options.rejoins)
         """What has not been done yet of these wishes."""
+        self._left_by = dict[str, bool]()
+        """Places that the process which a kill was meant for is gone from: is it known how? One whose last words did
+        not come may have been killed as wished."""
         self._restarts = restarts.Restarts()
         self._restart_policy = restarts.RestartPolicy(options.faults.max_restarts, options.faults.restart_delay)
         self._interim: Plan | None = None
@@ -317,7 +321,8 @@ class Launcher:
                 self._listener({"warning": f"{cell} died on purpose, when all iterations were committed"})
             wishes: list[Kill | Rejoin] = [*self._kills, *self._rejoins]
             for wish in wishes:
-                self._listener({"warning": not_done(wish, self._first, self._iterations)})
+                known = self._left_by.get(str(wish.worker), True)
+                self._listener({"warning": not_done(wish, self._first, self._iterations, known=known)})
             # Before the last line: whoever has to go on from here writes it.
             self._hand_out(last=True)
             self._listener({"final": self._record.final()})
@@ -392,7 +397,7 @@ class Launcher:
         if self._record.finished(self._iterations):
             return
         for cell in takeover.lost:
-            self._record.died(cell, takeover.lost_at)
+            self._died(cell, takeover.lost_at)
         self._coordination.lead_changed(takeover.lost, takeover.text, time.monotonic())
         for about in saved["workers"]:
             if Worker.parse(about["worker"]) in takeover.lost:
@@ -691,7 +696,7 @@ class Launcher:
 
     def _lost(self, entry: WorkerProcess, at: int, why: str, spare: Sequence[int] = (), *, said: bool = False) -> None:
         """A process is gone, or was fenced. Why is said at once: the job may not live to say it with the recovery."""
-        on_purpose = self._record.died(entry.worker, at)
+        on_purpose = self._died(entry.worker, at)
         self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=why, spare=spare))
         if str(entry.worker) in self._leaving:
             # Who decides knows it as one that is to go: it does not count as a member whose end all others feel.
@@ -702,6 +707,12 @@ class Launcher:
         elif not said and self._waits_for_a_person:
             waits = "training does not begin before it is restarted on the console"
             self._listener({"warning": f"{entry.worker} {why}; {waits}"})
+
+    def _died(self, worker: Worker, at: int) -> bool:
+        """As RunRecord.died."""
+        on_purpose = self._record.died(worker, at)
+        self._left_by.setdefault(str(worker), on_purpose)
+        return on_purpose
 
     @property
     def _waits_for_a_person(self) -> bool:
@@ -848,6 +859,7 @@ class Launcher:
                 self._pool.running[to].whole = False
                 self._listener({"move": {"worker": str(source), "to": str(to), **why}})
                 self._record.moved(source, to)
+                self._left_by.setdefault(str(source), True)
         self._restarts = restarts.without(self._restarts, deployment.leaving)
         joining = {Worker.parse(name) for name in deployment.joining}
         self._certain(self._record.generation_opened(deployment.generation, living, now, after, joining))
@@ -1172,6 +1184,8 @@ class Launcher:
             self._listener({"warning": f"a process for {cell} can't be started ({error}); the others go on"})
             return None
         entry.whole = not joins
+        if not joins:
+            self._left_by.pop(str(cell), None)
         return entry
 
     def _end_workers(self) -> None:

@@ -305,8 +305,10 @@ class WorkerProcess:
         if self.ended_at is None:
             ends = self.process.ends
             return [self.process.sentinel] if ends is None or self.ends else [self.process.sentinel, ends]
-        late = [process.sentinel for process in self.siblings if not process.is_ending()]
-        return [self.process.sentinel, *late] if late and self._kill_at == math.inf else late
+        late = [process for process in self.siblings if not process.is_ending()]
+        # Until it is known that the others can have heard of it, also when all of rank 0 is gone.
+        first = [self.process] if late and self._kill_at == math.inf else []
+        return [process.sentinel for process in (*first, *late)]
 
     @property
     def looked_for(self) -> bool:

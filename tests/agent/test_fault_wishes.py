@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+from typing import Any
+
 import pytest
 
 from openrecycle.agent.config.faults import FaultInjector, Kill, Rejoin, Slow, not_done, slowness
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
+from tests.agent.local_jobs import LocalJob
+from tests.golden import golden
 
 JOB = Job(3, 4, 6)
 
@@ -64,6 +69,21 @@ def test_why_a_wish_was_not_fulfilled(wish: Kill | Rejoin, why: str) -> None:
     said = not_done(wish, 5, 10)
     assert said.startswith(str(wish)) and why in said
     assert "iterations" not in not_done(wish, 10, 10)
+
+
+@pytest.mark.processes
+def test_a_kill_whose_word_may_be_lost_is_not_said_to_be_undone() -> None:
+    """W1_0 is killed by somebody else, and it may have come to that point first; W2_0 by an earlier wish."""
+
+    def on_line(job: LocalJob, line: dict[str, Any]) -> None:
+        if line.get("iteration") == 2:
+            job.signal("W1_0", signal.SIGKILL)
+
+    kills, about = ("W1_0@8:F0", "W2_0@1:F0", "W2_0@8:F0"), {"pipelines": 3, "stages": 1, "micro_batches": 2}
+    job = LocalJob(**about, iterations=10, kills=kills, on_line=on_line, pace=0.01).run()
+    assert job.dead == ["W1_0", "W2_0"]
+    said = [line["warning"] for line in job.lines if line.get("warning", "").startswith(kills)]
+    assert said == [golden("a-kill-that-is-not-known"), golden("a-kill-that-did-not-happen")]
 
 
 def test_a_worker_is_slow_by_the_newest_wish() -> None:
