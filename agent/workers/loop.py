@@ -361,8 +361,8 @@ class WorkerLoop:
         formed: int | None = None
         if self._me not in joining:
             formed = self._say_formed(agreement.iteration)
-        elif self._me in agreement.anew:
-            self._state.write_once()
+        else:
+            self._state.write_once(functools.partial(self._channel.superseded, orders.generation))
         while True:
             # All that workers do together comes before each asks whether this is the end: that the job ends early may
             # be known to one, and not yet to others.

@@ -420,6 +420,8 @@ class StateReceiver:
         """Missing pieces that are asked of nobody; looked up anew when it is empty."""
         self._sources: list[_Source] = []
         self._arrived: dict[int, Version] = {}
+        self._written = 0
+        """The first so many pieces have been written to, once they are described."""
         self._changed = threading.Condition(optimizer.lock)
         self._live = LiveTensors(optimizer)
         self._seen = optimizer.version
@@ -512,6 +514,7 @@ class StateReceiver:
             self._optimizer.load_state(StageState(state.document["state"], {**state.tensors, **empty}))
             self._optimizer.validation = last
             self._pieces, self._arrived, self.begun = pieces, {}, True
+            self._written = 0
 
     def agreed(self) -> None:
         """An agreement has been followed: a roll-back leaves other tensors than there were."""
@@ -537,15 +540,20 @@ class StateReceiver:
             name = f"state-from-{source.holder.worker}"
             threading.Thread(target=self._run, args=(session, source, whole), name=name, daemon=True).start()
 
-    def write_once(self) -> None:
+    def write_once(self, superseded: Callable[[], bool]) -> None:
         """To what the optimizer is to keep: the system gives memory out when it is first written to, and all peers
-        would wait for that where it is in the first step."""
-        for number, piece in enumerate(self._pieces):
+        would wait for that where it is in the first step. A device's memory is there from the start. Of some gigabytes
+        it takes a second: it ends before that where the generation is `superseded`, and goes on in the next one."""
+        if self._optimizer.gradients.device.type != "cpu":
+            return
+        while self._written < len(self._pieces) and not superseded():
+            piece = self._pieces[self._written]
             with self._optimizer.lock:
-                if number not in self._arrived:
+                if self._written not in self._arrived:
                     live = self._live.now()
                     for name in _of_column(live, piece.column)[1:]:
                         live[name].view(-1)[piece.start : piece.end].zero_()
+            self._written += 1
 
     def stop(self) -> None:
         """No more pieces from those that are asked now; what is in place stays."""

@@ -167,8 +167,22 @@ def test_nothing_that_is_large_is_written_until_nobody_waits_for_it() -> None:
         assert _resident() - before < 8 << 20
         shapes = [[(n, t.shape) for n, t in stage.state().tensors.items()] for stage in (source, target)]
         assert shapes[0] == shapes[1]
-        receiver.write_once()
+        answers = [False] * 5 + [True]
+        receiver.write_once(lambda: answers.pop(0))
+        assert not answers and _resident() - before < 16 << 20, "it has asked before each piece"
+        receiver.write_once(lambda: bool(answers.append(False)))
         assert _resident() - before > 28 << 20
+        assert len(answers) == receiver.missing - 5, "where it was"
+
+
+def test_memory_of_a_device_is_not_written_to_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is all there once it is taken, and the host would give the device ops of which nothing comes."""
+    source, target = _stage(0, width=1 << 14), _stage(1, width=1 << 14)
+    _step(source, 0)
+    server, receiver, _ = _describe(source, target)
+    monkeypatch.setattr(type(target.gradients), "device", torch.device("cuda"))
+    with closing(server):
+        receiver.write_once(lambda: pytest.fail("there is nothing to do"))
 
 
 def _resident() -> int:
@@ -193,7 +207,7 @@ def test_beside_the_training_it_ends_with_the_same_bits(optimizer: str, before: 
                 _step(stage, i)
             receiver.wait(0.03)
             if i == before:  # some of it has come
-                receiver.write_once()
+                receiver.write_once(lambda: False)
             if receiver.complete:
                 break
         assert receiver.complete, "it never got there"
