@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,7 +54,7 @@ from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, encode_run, encode_spec
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.jobs.words import count, printable
+from openrecycle.planner.jobs.words import count, names, printable
 
 # -- which node runs which cell of the grid ----------------------------------------------------------
 
@@ -670,8 +669,8 @@ Fits = Callable[[Collection[Worker], int | None, str], str]
 def open_pool(
     role: NodeRole, job: Job, workload: WorkloadSource, token: str | None, say: Say, fits: Fits | None = None
 ) -> SpreadPool:
-    """Waits for all nodes of a job that this one leads. fits: asked about the workers of each. Raises InputError, and
-    LedElsewhere."""
+    """Waits for all nodes of a job that this one leads. fits: asked about the workers of each machine; of one on which
+    this node is alone it has been. Raises InputError, and LedElsewhere."""
     homes = place(job, role.nodes)
     by_name(workload)
     wait_for_name(role.host, role.port, say)
@@ -687,8 +686,10 @@ def open_pool(
         say(f"waiting for {count(role.nodes - 1, 'more node')} at {hub.host}:{hub.port}")
         hub.wait_for_all(NODE_SECONDS)
         if fits is not None:
-            for node, (workers, has, _) in machines(hub, homes, role.rank).items():
-                if node != role.rank and (warning := fits(workers, has, f"on node {node}")):
+            for nodes, workers, has in sharing(hub, homes, role.rank):
+                which = names([*map(str, nodes)], last=" and ")
+                where = f"on node {which}" if len(nodes) == 1 else f"of nodes {which} on one machine"
+                if nodes != [role.rank] and (warning := fits(workers, has, where)):
                     say(warning)
     except LedElsewhere:
         hub.close("")
@@ -723,20 +724,32 @@ def host_of(node: int, name: str) -> str:
 def machines(hub: NodeHub, homes: Mapping[Worker, int], own: int) -> dict[int, NodeMemory]:
     """By node. Of memory that several nodes share, as launchers of one machine do, each has what its workers are of all
     of them."""
+    hosts = {**hub.hosts, own: socket.gethostname()}
+    out = dict[int, NodeMemory]()
+    for nodes, together, has in sharing(hub, homes, own):
+        for node in nodes:
+            workers = [worker for worker in together if homes[worker] == node]
+            part = None if has is None else has * len(workers) // len(together)
+            out[node] = NodeMemory(workers, part, host_of(node, hosts.get(node, "")))
+    return dict(sorted(out.items()))
+
+
+def sharing(hub: NodeHub, homes: Mapping[Worker, int], own: int) -> list[tuple[list[int], list[Worker], int | None]]:
+    """Of each memory: the nodes that share it, the workers that begin there, and the bytes that all of them may have;
+    None: nobody has said so."""
     has = {**hub.memory, **({} if (limit := memory_limit()) is None else {own: limit})}
-    shared_by, hosts = {**hub.memory_shared_by, own: memory_shared_by()}, {**hub.hosts, own: socket.gethostname()}
-    by_node = {node: [w for w, home in homes.items() if home == node] for node in sorted(set(homes.values()))}
-    together = Counter[str]()
-    for node, workers in by_node.items():
-        together[shared_by.get(node, "")] += len(workers)
-
-    def part(node: int) -> int | None:
-        whole, by = has.get(node), shared_by.get(node)
-        return whole * len(by_node[node]) // together[by] if whole is not None and by else whole
-
-    return {
-        node: NodeMemory(workers, part(node), host_of(node, hosts.get(node, ""))) for node, workers in by_node.items()
-    }
+    shared_by = {**hub.memory_shared_by, own: memory_shared_by()}
+    groups = dict[str, list[int]]()
+    for node in sorted(set(homes.values())):
+        groups.setdefault(shared_by.get(node) or f"node {node}", []).append(node)
+    return [
+        (
+            nodes,
+            [worker for worker, home in homes.items() if home in nodes],
+            min((has[node] for node in nodes if node in has), default=None),
+        )
+        for nodes in groups.values()
+    ]
 
 
 def wait_for_name(host: str, port: int, say: Say, seconds: float = NAME_SECONDS) -> None:

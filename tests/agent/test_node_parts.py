@@ -42,6 +42,7 @@ from openrecycle.agent.nodes.pool import (
     RemoteProcess,
     RemoteWorker,
     SpreadPool,
+    memory_shared_by,
     open_pool,
     place,
     stand_in,
@@ -553,7 +554,18 @@ def fake_node(at: tuple[str, int], offset: int = 0, begun: bool = False, **about
     return frames
 
 
-def test_a_node_that_has_too_little_memory_is_known_before_the_start() -> None:
+@pytest.mark.parametrize(
+    ("shared_by", "workers"),
+    [
+        ("another", [Worker(1, 0)]),
+        pytest.param(
+            *(memory_shared_by(), [Worker(0, 0), Worker(1, 0)]),
+            marks=pytest.mark.skipif(not memory_shared_by(), reason="the system does not say which machine it is"),
+        ),
+    ],
+    ids=["another machine", "this one"],
+)
+def test_a_node_that_has_too_little_memory_is_known_before_the_start(shared_by: str, workers: list[Worker]) -> None:
     """All nodes have come by then; the job does not start, and they are told so."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         front = listener.getsockname()
@@ -561,7 +573,7 @@ def test_a_node_that_has_too_little_memory_is_known_before_the_start() -> None:
 
     def node() -> None:
         until(lambda: _listens(front), "the lead to listen", 20)
-        frames = fake_node(front, memory=1000)
+        frames = fake_node(front, memory=1000, memory_shared_by=shared_by)
         while not ended:
             if (message := frames.receive())["kind"] == "over":
                 ended.append(message)
@@ -573,10 +585,10 @@ def test_a_node_that_has_too_little_memory_is_known_before_the_start() -> None:
     thread = threading.Thread(target=node, daemon=True)
     thread.start()
     role = NodeRole(2, 0, *front)
-    with pytest.raises(InputError, match="node 1"):
+    with pytest.raises(InputError, match="1"):
         open_pool(role, job, NamedWorkload("tests.agent.nan_model:NanModel"), None, lambda _: None, fits)
     thread.join(20)
-    assert asked == [([Worker(1, 0)], 1000)] and ended
+    assert asked == [(workers, 1000)] and ended
 
 
 @pytest.mark.processes
