@@ -244,10 +244,11 @@ class JobCreated(Message):
 
 class JobStatus(BaseModel):
     """GET /jobs/{job_id}, as far as a launcher reads it. sentence: what the console does or waits
-    for, and why."""
+    for, and why. generation: the newest."""
 
     state: JobState
     sentence: Text
+    generation: int
 
 
 class Registration(Message):

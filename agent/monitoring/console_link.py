@@ -676,7 +676,7 @@ class ConsoleCoordination(Coordination):
                 backoff.reset()
                 self._away = None
                 if found is None:
-                    said = said if away else self._say_why_not(client, said)
+                    said = said if away else self._say_why_not(client, generation, said)
                     continue
                 generation = found[0].generation
                 self._put(self._event(*found))
@@ -707,14 +707,16 @@ class ConsoleCoordination(Coordination):
             self._refusal = str(answer)
             self._say(f"warning: the console takes no new workers: {self._refusal}")
 
-    def _say_why_not(self, client: ConsoleClient, said: str) -> str:
-        """Passes on, once, why the job stands still; returns what was said."""
+    def _say_why_not(self, client: ConsoleClient, generation: int, said: str) -> str:
+        """Passes on, once, why the job stands still; returns what was said. generation: the newest that is known."""
         try:
             status = client.get(self._path, JobStatus)
         except ConsoleRefused:  # it is for people to read: no reason to end the job
             return said
         if status is None or status.state in (JobState.RUNNING, JobState.FINISHED, JobState.STOPPED):
             return ""
+        if status.generation > generation:  # it has opened since, and nobody can have taken it up
+            return said
         if status.sentence != said:
             self._say(f"{'warning: ' if status.state is JobState.HALTED else ''}{status.sentence}")
         return status.sentence

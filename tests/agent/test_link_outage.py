@@ -63,7 +63,7 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
 class Console(ThreadingHTTPServer):
     """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no
     registration, as one of another version, and counts those that it refuses. offers: what it answers, by how the path
-    ends. full: what is only asked is answered, with nothing, and 503 is said to reports. strange: its database is
+    ends; "": nothing. given: what it has, in order. full: what is only asked is answered, with nothing, and 503 is said to reports. strange: its database is
     another one, without the job. standby: it answers all that is asked with 503, and why."""
 
     daemon_threads = True
@@ -74,6 +74,7 @@ class Console(ThreadingHTTPServer):
         self.refused = 0
         self.taken: list[tuple[str, dict[str, Any]]] = []
         self.offers: dict[str, str] = {}
+        self.given: list[str] = []
         console = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -85,11 +86,11 @@ class Console(ThreadingHTTPServer):
                 if console.strange:
                     self._refuse(404, "unknown_job", "job: got 'job', expected the id of a job of this console")
                     return
-                if console.full:
+                offered = "" if console.full else console.offers.get(path.rsplit("/", 1)[1])
+                if offered == "":
                     self.send_response(204)
                     self.end_headers()
                     return
-                offered = console.offers.get(path.rsplit("/", 1)[1])
                 if offered is None or (query and "after=0" not in query.split("&")):
                     self.send_error(503)
                     return
@@ -97,6 +98,7 @@ class Console(ThreadingHTTPServer):
                 self.send_header("Content-Length", str(len(offered)))
                 self.end_headers()
                 self.wfile.write(offered.encode())
+                console.given.append(offered)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -185,6 +187,23 @@ def test_a_launcher_whose_workers_can_not_register_says_why_and_says_it_once(con
     link.close(lambda: True)
     assert console.refused >= 3, "it is tried again"
     assert len(told) == 1 and told[0].endswith("worker: missing")
+
+
+def test_of_a_generation_that_has_just_opened_a_launcher_does_not_say_that_nobody_trains(console: Console) -> None:
+    """It opened after one question for it was answered, and before the next."""
+
+    def standing(generation: int) -> str:
+        return json.dumps({"state": "recovering", "sentence": f"{generation}", "generation": generation})
+
+    said: list[str] = []
+    console.offers |= {"deployment": "", "job": standing(1)}
+    link = ConsoleCoordination(lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}"), "job", said.append)
+    until(lambda: console.given, "the console to be asked why the job stands still")
+    console.offers["job"] = standing(0)
+    until(lambda: said, "it to be said")
+    link.finished("stopped", "")
+    link.close(lambda: True)
+    assert said[0] == "0"
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["once", "always"])
