@@ -63,7 +63,7 @@ _CANNOT = {
 }
 
 
-REPAIR, JOBS_END = "the expected repair", "the end of the job"
+REPAIR, JOBS_END = "the expected repair", "the end of the job if it re-routes"
 """What advice looks ahead to."""
 
 
@@ -151,11 +151,8 @@ def recommendation_document(asked: AdviceRequest) -> bytes:
         move = MOVE_ITERATIONS * planned.full.seconds if asked.move is None else asked.move
         costs = replace(costs, repartition=move)
     left = math.inf if asked.left is None else asked.left
-    # What counts is what is trained by then. With the whole job's iterations: it trains for no less than that.
-    rest = max(1.0, left) * planned.full.seconds
-    until = REPAIR if asked.heals_in < rest else JOBS_END
-    heals_in = min(asked.heals_in, rest)
-    advice = advise(PolicyState(failed, asked.since_checkpoint), planned, costs, heals_in=heals_in)
+    advice = advise(PolicyState(failed, asked.since_checkpoint), planned, costs, heals_in=asked.heals_in, left=left)
+    until = REPAIR if advice.horizon == asked.heals_in else JOBS_END
     made, refused = candidates(
         *(advice, planned, failed), migrate=asked.migrate, relayout=asked.relayout, room=asked.room, until=until
     )

@@ -1,7 +1,7 @@
 """What to do at a failure: predicts each option, picks the one that trains most, and says why.
 
 Pure functions of the job's state, its planned throughput and what recovery costs. All ways are
-compared by the samples that are trained from now to the expected repair, or the next change.
+compared by the samples that are trained from now to the expected repair, the end of the job, or the next change.
 """
 
 from __future__ import annotations
@@ -99,11 +99,13 @@ def advise(
     costs: RecoveryCosts,
     *,
     heals_in: float,
+    left: float = math.inf,
 ) -> Advice:
     """The best of re-routing, re-routing after migrations, re-partitioning, also with one stage less, dropping
     replicas, and restarting from the checkpoint.
 
-    heals_in: seconds until the failed workers are expected back.
+    heals_in: seconds until the failed workers are expected back. left: iterations of the job, which may be over before
+    that: at the rate that it has if it re-routes.
     Raises InputError for a worker outside the grid, InfeasibleError when no way leads on.
     """
     if not 0 < heals_in < math.inf:
@@ -112,23 +114,28 @@ def advise(
         raise InputError("since_checkpoint", state.since_checkpoint, "seconds, at least 0")
     for worker in state.failed:
         planned.job.check_worker(worker, field="failed")
-    options = _options(state, planned, costs, heals_in)
+    here = _rerouted_here(state.failed, planned)
+    seconds = (here or planned.full).seconds
+    horizon = min(heals_in, costs.detect + costs.recover + max(1.0, left) * seconds)
+    options = _options(state, planned, costs, horizon, here)
     if not options:
         raise InfeasibleError(
             f"{planned.workers - len(state.failed)} living workers can't go on", "bring back a failed worker"
         )
     full = planned.full.per_second
-    ranked = best_option(options, heals_in, full)
+    ranked = best_option(options, horizon, full)
     absorbed, load = _load(state, planned, next((o.rate for o in options if o.name == REROUTE), None))
-    return Advice(ranked[0], tuple(ranked), heals_in, absorbed, _sentence(ranked, heals_in, planned, load), load)
+    return Advice(ranked[0], tuple(ranked), horizon, absorbed, _sentence(ranked, horizon, planned, load), load)
 
 
 def _options(
     state: PolicyState,
     planned: PlannedJob,
     costs: RecoveryCosts,
-    heals_in: float,
+    horizon: float,
+    here: Rate | None,
 ) -> list[Option]:
+    """here: if it re-routes."""
     failures = len(state.failed)
     living = planned.workers - failures
     seen = costs.detect + costs.recover
@@ -139,9 +146,8 @@ def _options(
         if rate is not None:
             out.append(Option(name, pause, rate.per_second, redo))
 
-    here = _rerouted_here(state.failed, planned)
     offer(REROUTE, seen, here)
-    if failures and (moved := _migrated(state.failed, planned, costs, heals_in, here)):
+    if failures and (moved := _migrated(state.failed, planned, costs, horizon, here)):
         out.append(moved)
     if laid := _repartitioned(state.failed, planned, seen + costs.repartition):
         out.append(laid)

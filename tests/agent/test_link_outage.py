@@ -63,8 +63,9 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
 class Console(ThreadingHTTPServer):
     """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no
     registration, as one of another version, and counts those that it refuses. offers: what it answers, by how the path
-    ends; "": nothing. given: what it has, in order. full: what is only asked is answered, with nothing, and 503 is said to reports. strange: its database is
-    another one, without the job. standby: it answers all that is asked with 503, and why."""
+    ends; "": nothing. given: what it has, in order. full: what is only asked is answered, with nothing, and 503 is said
+    to reports. strange: its database is another one, without the job. standby: it answers all that is asked with 503,
+    and why."""
 
     daemon_threads = True
 

@@ -13,7 +13,7 @@ from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.simulation.engine import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob
-from openrecycle.planner.simulation.policy import Option, PolicyState, advise, best_option
+from openrecycle.planner.simulation.policy import Advice, Option, PolicyState, advise, best_option
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
@@ -72,6 +72,22 @@ def test_a_copy_that_takes_longer_than_the_repair_moves_nobody() -> None:
     two = frozenset({Worker(0, 2), Worker(1, 2)})
     advice = advise(PolicyState(two), PLANNED, RecoveryCosts(migrate=500), heals_in=400)
     assert "migrate and re-route" not in {o.name for o in advice.options}
+
+
+def test_the_end_of_a_job_comes_as_late_as_it_trains() -> None:
+    """Without two workers of a stage it takes twice as long as with all: a copy pays that would not by then."""
+    two = frozenset({Worker(0, 2), Worker(1, 2)})
+
+    def advised(left: float, heals_in: float = 1e6) -> Advice:
+        return advise(PolicyState(two), PLANNED, RecoveryCosts(migrate=250), heals_in=heals_in, left=left)
+
+    whole = 20 * PLANNED.full.seconds
+    advice = advised(20)
+    options = {o.name: o for o in advice.options}
+    assert advice.horizon > 1.5 * whole and "migrate and re-route" in options
+    assert options["re-route"].samples(advice.horizon, PLANNED.full.per_second) == pytest.approx(20 * 18)
+    assert "migrate and re-route" not in {o.name for o in advised(20, heals_in=whole).options}
+    assert advised(1e9).horizon == 1e6
 
 
 def test_it_says_when_bubbles_run_out() -> None:
