@@ -560,7 +560,7 @@ def fake_node(at: tuple[str, int], offset: int = 0, begun: bool = False, **about
         ("another", [Worker(1, 0)]),
         pytest.param(
             *(memory_shared_by(), [Worker(0, 0), Worker(1, 0)]),
-            marks=pytest.mark.skipif(not memory_shared_by(), reason="the system does not say which machine it is"),
+            marks=pytest.mark.skipif(not memory_shared_by(), reason="unknown"),
         ),
     ],
     ids=["another machine", "this one"],
