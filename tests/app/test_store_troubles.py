@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.api.plans import LARGE
 from openrecycle.app.console.service import ConsoleService
+from openrecycle.app.observing import history as histories
 from openrecycle.app.runtime.processes import Children
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database, DatabaseError
@@ -255,7 +255,7 @@ def test_a_machine_that_has_no_process_left_is_said_in_words(
             asked.post("plans", json={"name": "mine", "plan": {"text": "x" * LARGE}}),
             asked.post("history/import", **sent),  # type: ignore[arg-type]
         ]
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+        monkeypatch.setattr(histories, "scratch", lambda: str(tmp_path / "nowhere"))
         answers.append(asked.post("history/import", **sent))  # type: ignore[arg-type]
     finally:
         monkeypatch.undo()
