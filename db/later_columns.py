@@ -14,6 +14,7 @@ from sqlalchemy import (
     Column,
     Connection,
     TableClause,
+    Text,
     bindparam,
     column,
     inspect,
@@ -45,6 +46,7 @@ _TOLD = {"job.unheard", "worker.let_go", "generation.let_go", "generation.lost"}
 _UNFILLED = "_unfilled"
 
 # As agent.coordination worded it: in reasons of generations, in details of workers, and of a job that is halted.
+_WORKER, _LONGEST_ACTOR = re.compile(r"\bW[0-9]{1,6}_[0-9]{1,6}\b"), 80
 _ASKED = re.compile(r".* asked (W[0-9]+_[0-9]+) to leave", re.DOTALL)
 _STANDS_BY = f" is to {STAND_BY}", f" are to {STAND_BY}"
 _ASKED_BY, _STANDS_BY_FOR = "asked to leave by ", "stands by for "
@@ -126,9 +128,9 @@ def worker_of_before(row: Row) -> Row:
 
 def _release(detail: str) -> tuple[str, bool, list[str]] | None:
     if detail.startswith(_ASKED_BY):
-        return detail.removeprefix(_ASKED_BY), False, []
+        return detail.removeprefix(_ASKED_BY)[:_LONGEST_ACTOR], False, []
     if detail.startswith(_STANDS_BY_FOR):
-        return "", True, detail.removeprefix(_STANDS_BY_FOR).rpartition(" (")[0].split(", ")
+        return "", True, _WORKER.findall(detail.rpartition(" (")[0])
     return None
 
 
@@ -171,7 +173,7 @@ def _let_go(reason: str) -> dict[str, bool]:
         if asked := _ASKED.fullmatch(words):
             found[asked[1]] = False
         elif words.endswith(_STANDS_BY):
-            found = dict.fromkeys(re.findall(r"W[0-9]+_[0-9]+", words), True) | found
+            found = dict.fromkeys(_WORKER.findall(words), True) | found
     return found
 
 
@@ -213,7 +215,7 @@ def _fill_generations(begin: _Begin, unfilled: Set[str]) -> None:
     row, drained = GenerationRow, select(WorkerRow.job_id).where(WorkerRow.processes.contains(_DRAINED))
     query = select(
         *(row.job_id, row.generation, row.reason, row.failed, row.joining, row.moves, row.opened_at),
-        column(columns["let_go"]).label("let_go"),
+        column(columns["let_go"], Text()).label("let_go"),
     ).order_by(row.generation)
     with begin() as connection:
         with_drained = set(connection.scalars(drained.distinct()))
@@ -240,7 +242,7 @@ def _fill(connection: Connection, name: str, key: str, columns: Mapping[str, str
     if rows:
         filled = _table(name, "job_id", key, *columns.values())
         same = filled.c.job_id == bindparam("_job_id"), filled.c[key] == bindparam(f"_{key}")
-        values = {now: bindparam(f"_{known}") for known, now in columns.items()}
+        values: dict[str, Any] = {now: bindparam(f"_{known}") for known, now in columns.items()}
         given = [{f"_{known}": row[known] for known in ("job_id", key, *columns)} for row in rows]
         connection.execute(update(filled).where(*same).values(values), given)
 
