@@ -31,6 +31,7 @@ from openrecycle.db.store import Store
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.output import destination, is_stdout
 from openrecycle.planner.output import run as run_command
+from openrecycle.scratch import scratch
 
 tokens = typer.Typer(help="Tokens that let others view, operate, or report to a console.", no_args_is_help=True)
 
@@ -279,7 +280,7 @@ def export_command(
 ) -> None:
     """Write all that is stored of a job into a file (zip)."""
     if is_stdout(out):
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory(dir=scratch()) as folder:
             whole = Path(folder) / "job.zip"
             _export_to(job, whole, database_url, file=sys.stderr)
             with whole.open("rb") as data:

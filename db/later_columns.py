@@ -6,22 +6,47 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Any
 
-from sqlalchemy import Connection, Table, bindparam, inspect, or_, select, text, true, update
+from sqlalchemy import (
+    Column,
+    Connection,
+    TableClause,
+    Text,
+    bindparam,
+    column,
+    inspect,
+    or_,
+    select,
+    table,
+    text,
+    true,
+    tuple_,
+    update,
+)
 
-from openrecycle.db.models import Base, GenerationRow, JobRow, WorkerRow
+from openrecycle.db.models import Base, GenerationRow, WorkerRow
 from openrecycle.planner.jobs.words import STAND_BY
 
 Row = dict[str, Any]
+_Begin = Callable[[], AbstractContextManager[Connection]]
 
 FIRST = "first_release"
 """The only migration as long as this is done."""
 LOCK_SECONDS = 2.0
 """How long a table is waited for. Whoever wants to read it meanwhile waits behind."""
+BATCH = 500
+"""Rows of before that one transaction fills."""
+
+# Of these, rows of before say in sentences what they hold. A column has its name once it is filled: where a process
+# ends half way, the next one finds it under the other.
+_TOLD = {"job.unheard", "worker.let_go", "generation.let_go", "generation.lost"}
+_UNFILLED = "_unfilled"
 
 # As agent.coordination worded it: in reasons of generations, in details of workers, and of a job that is halted.
+_WORKER, _LONGEST_ACTOR = re.compile(r"\bW[0-9]{1,6}_[0-9]{1,6}\b"), 80
 _ASKED = re.compile(r".* asked (W[0-9]+_[0-9]+) to leave", re.DOTALL)
 _STANDS_BY = f" is to {STAND_BY}", f" are to {STAND_BY}"
 _ASKED_BY, _STANDS_BY_FOR = "asked to leave by ", "stands by for "
@@ -29,32 +54,63 @@ _UNHEARD = "halted: no worker has been heard for "
 _DRAINED = '"drained"'
 
 
-def add_columns(connection: Connection) -> None:
-    """Those of the models that have a default, to tables that are there. On PostgreSQL what holds a table longer than
-    LOCK_SECONDS makes it fail."""
+def compared(connection: Connection) -> tuple[list[Column[Any]], bool]:
+    """Columns of the models that are missing, or not filled yet, in tables that are there; and is there one of which
+    only a newer program knows?"""
+    tables, missing, unknown = inspect(connection), list[Column[Any]](), False
+    there = set(tables.get_table_names())
+    for ours in Base.metadata.sorted_tables:
+        if ours.name in there:
+            known = {one["name"].removesuffix(_UNFILLED): one["name"] for one in tables.get_columns(ours.name)}
+            missing += [one for one in ours.columns if known.get(one.name) != one.name]
+            unknown |= not known.keys() <= set(ours.columns.keys())
+    return missing, unknown
+
+
+def add(connection: Connection, missing: Iterable[Column[Any]]) -> None:
+    """On PostgreSQL what holds a table longer than LOCK_SECONDS makes it fail."""
     from alembic.migration import MigrationContext
     from alembic.operations import Operations
 
     operations, tables = Operations(MigrationContext.configure(connection)), inspect(connection)
-    there, came = set(tables.get_table_names()), set[str]()
-    for table in Base.metadata.sorted_tables:
-        if table.name not in there:
-            continue
-        known = {column["name"] for column in tables.get_columns(table.name)}
-        for column in table.columns:
-            if column.name in known:
-                continue
-            if connection.dialect.name != "sqlite":
-                connection.execute(text(f"set local lock_timeout = {round(1000 * LOCK_SECONDS)}"))
-            operations.add_column(table.name, column)
-            came.add(f"{table.name}.{column.name}")
-    if "job.unheard" in came:
-        silent = JobRow.state == "halted", JobRow.reason.startswith(_UNHEARD)
-        connection.execute(update(JobRow).where(*silent).values(unheard=true()))
-    if "worker.let_go" in came:
-        _fill_workers(connection)
-    if came & {"generation.let_go", "generation.lost"}:
-        _fill_generations(connection)
+    _wait_at_most(connection)
+    for new in missing:
+        known = {one["name"] for one in tables.get_columns(new.table.name)}
+        if new.name + _UNFILLED not in known:
+            operations.add_column(new.table.name, new)
+            if str(new) in _TOLD:
+                _rename(connection, new, new.name, new.name + _UNFILLED)
+
+
+def fill(begin: _Begin, missing: Iterable[Column[Any]]) -> None:
+    """begin: a transaction. Each is short."""
+    unfilled = {str(column) for column in missing} & _TOLD
+    if "job.unheard" in unfilled:
+        job = _table("job", "state", "reason", "unheard_unfilled")
+        silent = job.c.state == "halted", job.c.reason.startswith(_UNHEARD)
+        with begin() as connection:
+            connection.execute(update(job).where(*silent).values(unheard_unfilled=true()))
+    if "worker.let_go" in unfilled:
+        _fill_workers(begin)
+    if names := unfilled & {"generation.let_go", "generation.lost"}:
+        _fill_generations(begin, names)
+
+
+def named(connection: Connection, missing: Iterable[Column[Any]]) -> None:
+    """Once they are filled. Fails as `add` does."""
+    _wait_at_most(connection)
+    for new in missing:
+        if str(new) in _TOLD:
+            _rename(connection, new, new.name + _UNFILLED, new.name)
+
+
+def _wait_at_most(connection: Connection) -> None:
+    if connection.dialect.name != "sqlite":
+        connection.execute(text(f"set local lock_timeout = {round(1000 * LOCK_SECONDS)}"))
+
+
+def _rename(connection: Connection, new: Column[Any], before: str, after: str) -> None:
+    connection.execute(text(f"alter table {new.table.name} rename column {before} to {after}"))
 
 
 # -- what rows of before say in sentences ---------------------------------------------------------
@@ -72,9 +128,9 @@ def worker_of_before(row: Row) -> Row:
 
 def _release(detail: str) -> tuple[str, bool, list[str]] | None:
     if detail.startswith(_ASKED_BY):
-        return detail.removeprefix(_ASKED_BY), False, []
+        return detail.removeprefix(_ASKED_BY)[:_LONGEST_ACTOR], False, []
     if detail.startswith(_STANDS_BY_FOR):
-        return "", True, detail.removeprefix(_STANDS_BY_FOR).rpartition(" (")[0].split(", ")
+        return "", True, _WORKER.findall(detail.rpartition(" (")[0])
     return None
 
 
@@ -117,7 +173,7 @@ def _let_go(reason: str) -> dict[str, bool]:
         if asked := _ASKED.fullmatch(words):
             found[asked[1]] = False
         elif words.endswith(_STANDS_BY):
-            found = dict.fromkeys(re.findall(r"W[0-9]+_[0-9]+", words), True) | found
+            found = dict.fromkeys(_WORKER.findall(words), True) | found
     return found
 
 
@@ -136,33 +192,61 @@ def _lost(before: Row, row: Row, let_go: Iterable[str]) -> list[str]:
 # -- into the columns -----------------------------------------------------------------------------
 
 
-def _fill_workers(connection: Connection) -> None:
-    row = WorkerRow
+def _fill_workers(begin: _Begin) -> None:
+    row, after = WorkerRow, ("", "")
     told = or_(
         row.detail.startswith(_ASKED_BY), row.detail.startswith(_STANDS_BY_FOR), row.processes.contains(_DRAINED)
     )
-    found = connection.execute(select(row.job_id, row.name, row.detail, row.processes).where(told)).mappings()
-    _fill(connection, WorkerRow, "name", [dict(one) | worker_of_before(dict(one)) for one in found])
+    query = select(row.job_id, row.name, row.detail, row.processes).where(told).order_by(row.job_id, row.name)
+    columns = {"let_go": "let_go_unfilled", "processes": "processes"}
+    while True:
+        with begin() as connection:
+            newer = query.where(tuple_(row.job_id, row.name) > tuple_(*after)).limit(BATCH)
+            found = [dict(one) for one in connection.execute(newer).mappings()]
+            if not found:
+                return
+            _fill(connection, "worker", "name", columns, [one | worker_of_before(one) for one in found])
+        after = found[-1]["job_id"], found[-1]["name"]
 
 
-def _fill_generations(connection: Connection) -> None:
+def _fill_generations(begin: _Begin, unfilled: Set[str]) -> None:
+    """unfilled: one of the two may be older than the other."""
+    columns = {name: name + _UNFILLED * (f"generation.{name}" in unfilled) for name in ("let_go", "lost")}
     row, drained = GenerationRow, select(WorkerRow.job_id).where(WorkerRow.processes.contains(_DRAINED))
-    with_drained = set(connection.scalars(drained.distinct()))
-    columns = row.generation, row.reason, row.failed, row.joining, row.moves, row.let_go, row.opened_at
-    for job_id in list(connection.scalars(select(row.job_id).distinct())):
-        of_job = select(WorkerRow.processes).where(WorkerRow.job_id == job_id)
-        texts = connection.scalars(of_job) if job_id in with_drained else ()
-        past = GenerationsOfBefore(process for text in texts for process in json.loads(text))
-        rows = connection.execute(select(*columns).where(row.job_id == job_id).order_by(row.generation)).mappings()
-        read = [{"job_id": job_id, "generation": one["generation"]} | past.read(dict(one)) for one in rows]
-        _fill(connection, row, "generation", [one for one in read if (one["let_go"], one["lost"]) != ("[]", "[]")])
+    query = select(
+        *(row.job_id, row.generation, row.reason, row.failed, row.joining, row.moves, row.opened_at),
+        column(columns["let_go"], Text()).label("let_go"),
+    ).order_by(row.generation)
+    with begin() as connection:
+        with_drained = set(connection.scalars(drained.distinct()))
+        jobs = list(connection.scalars(select(row.job_id).distinct().order_by(row.job_id)))
+    for job_id in jobs:
+        past, after = GenerationsOfBefore(()), 0
+        while True:
+            with begin() as connection:
+                if not after and job_id in with_drained:
+                    texts = connection.scalars(select(WorkerRow.processes).where(WorkerRow.job_id == job_id))
+                    past = GenerationsOfBefore(process for text in texts for process in json.loads(text))
+                newer = query.where(row.job_id == job_id, row.generation > after).limit(BATCH)
+                found = [dict(one) for one in connection.execute(newer).mappings()]
+                if not found:
+                    break
+                read = [one | past.read(one) for one in found]
+                told = [one for one in read if (one["let_go"], one["lost"]) != ("[]", "[]")]
+                _fill(connection, "generation", "generation", columns, told)
+            after = found[-1]["generation"]
 
 
-def _fill(connection: Connection, model: type[Base], key: str, rows: Sequence[dict[str, Any]]) -> None:
-    table = model.__table__
-    assert isinstance(table, Table)
+def _fill(connection: Connection, name: str, key: str, columns: Mapping[str, str], rows: Sequence[Row]) -> None:
+    """columns: what they are called for now, by their names in `rows`."""
     if rows:
-        same = table.c.job_id == bindparam("_job_id"), table.c[key] == bindparam(f"_{key}")
-        values: dict[str, Any] = {name: bindparam(f"_{name}") for name in rows[0] if name not in ("job_id", key)}
-        given = [{f"_{name}": value for name, value in row.items()} for row in rows]
-        connection.execute(update(table).where(*same).values(values), given)
+        filled = _table(name, "job_id", key, *columns.values())
+        same = filled.c.job_id == bindparam("_job_id"), filled.c[key] == bindparam(f"_{key}")
+        values: dict[str, Any] = {now: bindparam(f"_{known}") for known, now in columns.items()}
+        given = [{f"_{known}": row[known] for known in ("job_id", key, *columns)} for row in rows]
+        connection.execute(update(filled).where(*same).values(values), given)
+
+
+def _table(name: str, *columns: str) -> TableClause:
+    """As it is for now."""
+    return table(name, *map(column, columns))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import fcntl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,43 +156,93 @@ class Database:
         self._lead = handle
 
     def upgrade(self) -> None:
-        """Brings the tables to this version of the program. Processes that start together take turns."""
-        with explained(self.shown_url), self._alone():
-            for left in reversed(range(_UPGRADES)):
-                try:
-                    self._upgrade()
-                    break
-                except OperationalError as error:
-                    if getattr(error.orig, "sqlstate", "") != _LOCK_NOT_AVAILABLE:
-                        raise
-                    if not left:
-                        raise DatabaseError(
-                            f"database {self.shown_url}: a table that gets a column is in use all the time; end what "
-                            "reads it, such as a backup or an older console, and start again"
-                        ) from None
-                time.sleep(_BETWEEN_UPGRADES)  # those who have waited behind this one get their turn
+        """Brings the tables to this version of the program. Processes that start together take turns. Raises
+        DatabaseError, also where a console runs that does not know what is to be added: nobody would ever fill it in
+        what that console writes."""
+        from openrecycle.db import later_columns
 
-    def _upgrade(self) -> None:
+        with explained(self.shown_url), self._alone():
+            if self._migrate() != [later_columns.FIRST]:
+                return
+            with self.read() as session:
+                missing, unknown = later_columns.compared(session.connection())
+            if unknown:
+                raise self._of_another_version()
+            if missing:
+                with self._no_console():
+                    self._patiently(lambda connection: later_columns.add(connection, missing))
+                    later_columns.fill(self._writing, missing)
+                    self._patiently(lambda connection: later_columns.named(connection, missing))
+
+    def _migrate(self) -> Sequence[str]:
+        """To the newest revisions, which it returns."""
         # 0.15 CPU seconds, which child processes that read a database have no use for.
         from alembic import command
         from alembic.script import ScriptDirectory
         from alembic.util import CommandError
 
-        from openrecycle.db.later_columns import FIRST, add_columns
-
         with self._writing() as connection:
-            if not self.is_sqlite:
-                connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
             config = alembic_config(connection)
             try:
                 command.upgrade(config, "head")
             except CommandError:
-                raise DatabaseError(
-                    f"database {self.shown_url} was used by another version of this program, whose tables this one "
-                    "does not know: run that version, or name another database"
-                ) from None
-            if ScriptDirectory.from_config(config).get_heads() == [FIRST]:
-                add_columns(connection)
+                raise self._of_another_version() from None
+            return ScriptDirectory.from_config(config).get_heads()
+
+    def _patiently(self, change: Callable[[Connection], None]) -> None:
+        """A change of tables that others may be reading."""
+        for left in reversed(range(_UPGRADES)):
+            try:
+                with self._writing() as connection:
+                    change(connection)
+                return
+            except OperationalError as error:
+                if getattr(error.orig, "sqlstate", "") != _LOCK_NOT_AVAILABLE:
+                    raise
+                if not left:
+                    raise DatabaseError(
+                        f"database {self.shown_url}: a table that gets a column is in use all the time; end what "
+                        "reads it, such as a backup, and start again"
+                    ) from None
+            time.sleep(_BETWEEN_UPGRADES)  # those who have waited behind this one get their turn
+
+    def _of_another_version(self) -> DatabaseError:
+        return DatabaseError(
+            f"database {self.shown_url} was used by another version of this program, whose tables this one "
+            "does not know: run that version, or name another database"
+        )
+
+    @contextmanager
+    def _no_console(self) -> Iterator[None]:
+        """None starts, either, but this one. Raises DatabaseError."""
+        runs = DatabaseError(
+            f"database {self.shown_url} is in use by a console of an older version, which does not know the columns "
+            "that this version adds; stop that console first"
+        )
+        if self._lead is not None or self._term is not None:  # this one, which leads
+            yield
+        elif self.is_sqlite:
+            try:
+                self.lead()
+            except DatabaseError:
+                raise runs from None
+            try:
+                yield
+            finally:
+                self._lead_no_more()
+        else:
+            with self._session() as connection:
+                if not connection.scalar(text("select pg_try_advisory_lock(:key)"), {"key": _LOCK}):
+                    raise runs
+                yield
+
+    @contextmanager
+    def _session(self) -> Iterator[Connection]:
+        """On PostgreSQL, for locks: they are free when it ends."""
+        with self.engine.connect() as made:
+            connection = made.execution_options(isolation_level="AUTOCOMMIT")
+            connection.detach()  # it is closed, and not used again
+            yield connection
 
     def check_file(self) -> None:
         """Raises FileGone where SQLite's file is not the one that was opened. What is written to that is in no folder
@@ -204,7 +254,9 @@ class Database:
     def _alone(self) -> Iterator[None]:
         """SQLite does not wait for its lock while a new file changes to WAL: whoever comes second waits here."""
         if not self.is_sqlite:
-            yield
+            with self._session() as connection:
+                connection.execute(text("select pg_advisory_lock(:key)"), {"key": _MIGRATION_LOCK})
+                yield
             return
         with Path(f"{self._path}.upgrade").open("w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -257,10 +309,13 @@ class Database:
         return dialect.insert(model.__table__).on_conflict_do_nothing()
 
     def close(self) -> None:
+        self._lead_no_more()
+        self.engine.dispose()
+
+    def _lead_no_more(self) -> None:
         if self._lead is not None:
             self._lead.close()
             self._lead = None
-        self.engine.dispose()
 
     @contextmanager
     def _writing(self, lasting: bool = True) -> Iterator[Connection]:

@@ -835,11 +835,14 @@ class ConsoleService:
     def _flush(self, most: int = MAX_WORKERS) -> None:
         """most: workers of each job."""
         beats = {job: rows for job in self.jobs.live() if (rows := job.measurements.unsaved(most))}
-        if not beats:
+        if not beats and not any(job.measurements.refused for job in self.jobs.live()):
             return
         refused = ""
         try:
-            self._store.heartbeats({job.job_id: rows for job, rows in beats.items()})
+            if beats:
+                self._store.heartbeats({job.job_id: rows for job, rows in beats.items()})
+            else:  # whoever sent them may have ended meanwhile
+                self._store.try_to_write()
         except SQLAlchemyError as error:
             # Only the latest heartbeat counts, and another one is on its way.
             unstored = unavailable(error)

@@ -9,8 +9,8 @@ and the recovery in it: what it took beyond a usual iteration of its generation 
 
 The fault-free rate is pinned and named (Baseline). It is the rate of the first stable window of whole iterations with
 all workers living; until there is one, that of the fault-free plan where its times are real ones. Those are not real
-whose rate the job exceeds: it has no fault-free rate then, and no goodput, until one is measured. Once measured it
-stays: a machine that becomes slower does not make the job any healthier. It changes when an operator has it measured
+whose rate the job exceeds: from then on it has no fault-free rate, and no goodput, until one is measured. Once measured
+it stays: a machine that becomes slower does not make the job any healthier. It changes when an operator has it measured
 anew, and when a fault-free plan that is quicker than the one it was measured with turns out to be; each change is a
 line of the event feed.
 """
@@ -197,7 +197,8 @@ WINDOW, STABLE, PATIENCE = 20, 0.15, 200
 @dataclass(frozen=True)
 class Baseline:
     """first, last: the iterations that it was measured at, and plan: the fingerprint of the fault-free plan that they
-    ran by, where the source is `measured`. renew: look for a window from this iteration on; None: it stays."""
+    ran by, where the source is `measured`. renew: look for a window from this iteration on; None: it stays. refuted: it
+    is a prediction that the job has exceeded, and counts for nothing, however slow the job becomes."""
 
     samples_per_second: float
     source: Literal["measured", "planned"]
@@ -205,6 +206,7 @@ class Baseline:
     last: int = 0
     plan: str = ""
     renew: int | None = None
+    refuted: bool = False
 
     @property
     def words(self) -> str:
@@ -213,9 +215,10 @@ class Baseline:
             return "predicted by the fault-free plan"
         return f"measured at iterations {self.first:,} to {self.last:,}"
 
-    def refuted(self, samples: float, productive: float) -> bool:
-        """Is it a prediction that the job has exceeded? samples: that it has trained in so many productive seconds."""
-        return self.source == "planned" and samples > self.samples_per_second * productive
+    def holds(self, samples: float, productive: float) -> bool:
+        """Not a prediction that the job has exceeded. samples: that it has trained in so many productive seconds."""
+        exceeded = self.source == "planned" and samples > self.samples_per_second * productive
+        return not (self.refuted or exceeded)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

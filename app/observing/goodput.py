@@ -112,7 +112,17 @@ class Accounts:
         if window is None or window.through < begin - 1:
             window = self._windows[job] = Window(begin - 1)
         if (missing := state.committed - 1 - window.through) > 0:
+            if known is not None and known.source == "planned" and not known.refuted:
+                known = self._judged(job, known)
             self._look(job, window, known, min(missing, self._batch))
+
+    def _judged(self, job: LiveJob, known: Baseline) -> Baseline | None:
+        """A prediction, by what the job has done."""
+        if self.of(job).baseline is None:
+            with job.lock:
+                if job.baseline is known:
+                    job.pin(replace(known, refuted=True))
+        return job.baseline
 
     def _look(self, job: LiveJob, window: Window, known: Baseline | None, most: int) -> None:
         """most: as many were committed before the waits are read."""
@@ -181,7 +191,7 @@ def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Wa
     if wall <= 0:
         return Figures(baseline, None, None, 0.0, 0.0, out)
     productive = min(account.productive, wall)
-    if baseline is not None and baseline.refuted(samples, productive):
+    if baseline is not None and not baseline.holds(samples, productive):
         baseline = None
     goodput = samples / (baseline.samples_per_second * wall) if baseline else None
     return Figures(baseline, productive / wall, goodput, wall, productive, out)

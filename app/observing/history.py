@@ -81,6 +81,7 @@ from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MAX_LAYERS
 from openrecycle.planner.plans.packed import SMALL_OPS, Packed, pack
 from openrecycle.planner.plans.plan import INTEGER, Plan, read_model
+from openrecycle.scratch import scratch
 
 RowRecord = dict[str, Any]
 
@@ -1052,6 +1053,7 @@ async def _next(chunks: AsyncIterator[bytes]) -> bytes:
 
 
 def _temporary() -> Path:
-    handle, name = tempfile.mkstemp(prefix="openrecycle-history-", suffix=".zip")
+    """A file that does not outlive this console for long, however that ends."""
+    handle, name = tempfile.mkstemp(prefix="history-", suffix=".zip", dir=scratch())
     os.close(handle)
     return Path(name)

@@ -343,8 +343,8 @@ def plan_menu(console: ConsoleService, job_id: str, *, over: bool) -> None:
         else:
             st.caption(
                 f"{text.rate(known.samples_per_second)} samples/s, {known.words}. A predicted rate is replaced by the "
-                "first measured one, and counts for nothing while the job trains more than that. A measured rate stays "
-                "until you press *Measure again*, or a better fault-free plan has proved quicker."
+                "first measured one, and counts for nothing once the job has trained more than that. A measured rate "
+                "stays until you press *Measure again*, or a better fault-free plan has proved quicker."
             )
             st.button(
                 "Measure again",

@@ -66,6 +66,23 @@ def test_a_prediction_that_the_job_exceeds_is_no_fault_free_rate(
     assert (made.goodput, made.ettr) == (goodput, 1.0) and (made.fault_free is None) == (goodput is None)
 
 
+def test_a_prediction_that_was_exceeded_does_not_come_back_when_the_job_slows_down(here: ConsoleHere) -> None:
+    """Also not over a restart of the console. A worker is gone all the time, so that no rate is measured."""
+    driven = JobHere(here.console, "slows down", iterations=5000).register()
+    job = here.console.jobs.find(driven.job_id)
+    job.pin(Baseline(9.0, "planned", renew=0))
+    commit(here, driven, rows(0, 9, 1.0, living=11))
+    until(lambda: job.baseline is not None and job.baseline.refuted, "it is refuted")
+    commit(here, driven, rows(10, 100, 10.0, living=11))
+    assert here.console.accounts.of(job).goodput is None
+    again = ConsoleService(here.store)
+    try:
+        read = again.jobs.take_up(job.job_id)
+        assert read is not None and again.accounts.of(read).goodput is None
+    finally:
+        again.close()
+
+
 @pytest.mark.parametrize("step", [3600.0, -3600.0])
 def test_a_clock_that_was_set_makes_no_job_better_or_worse_than_it_is(here: ConsoleHere, step: float) -> None:
     job = here.console.jobs.find(JobHere(here.console, "the clock was set", iterations=400).register().job_id)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 import zipfile
@@ -46,6 +45,7 @@ from openrecycle.db.job_rows import MODELS, HiddenJob, JobRows, table
 from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from openrecycle.scratch import scratch
 from tests.conftest import at_length, new_database
 from tests.golden import golden
 
@@ -61,7 +61,7 @@ def opened(url: str) -> Database:
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where files are put for a while."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(histories, "scratch", lambda: str(tmp_path))
     return tmp_path
 
 
@@ -252,6 +252,31 @@ def test_who_was_let_go_and_lost_is_known_of_files_of_before_too(
     assert everything(target, job_id) == everything(source, job_id)
 
 
+# Of rows of before, or that have a column which others of their table do not have.
+ODD = (
+    row("worker", detail="stands by for "),
+    row("worker", detail="stands by for zebra, W0_0, W1234567_0 (W0_1)"),
+    row("worker", detail=f"asked to leave by {'x' * 300}"),
+    row("generation", 2, lost=["W1_1"]),
+    row("generation", 1, let_go=[["W1_1", True]]),
+)
+
+
+@pytest.mark.parametrize("change", ODD)
+def test_odd_words_of_files_of_before_and_columns_that_some_rows_have_alone_make_a_job_as_any_other(
+    origin: tuple[Database, str, Path], target: Database, tmp_path: Path, change: Any
+) -> None:
+    def of_before(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        for name, column in (("generation", "let_go"), ("generation", "lost"), ("worker", "let_go")):
+            without(name, column)(parts, manifest)
+        change(parts, manifest)
+
+    import_history(target, rewritten(origin[2], tmp_path / "odd.zip", of_before))
+    assert export(target, origin[1], tmp_path / "again.zip")
+    import_history(target, tmp_path / "again.zip", new_id="again")
+    assert everything(target, "again") == everything(target, origin[1])
+
+
 def part(name: str, data: bytes | None) -> Callable[[dict[str, bytes], dict[str, Any]], None]:
     return lambda parts, _: parts.update({name: data}) if data is not None else parts.pop(name) and None
 
@@ -372,9 +397,7 @@ def test_a_directory_beyond_all_bounds(target: Database, tmp_path: Path, monkeyp
         import_history(target, tmp_path / "many.zip")
 
 
-def test_one_file_at_a_time_is_taken_in(target: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
+def test_one_file_at_a_time_is_taken_in(target: Database, temporary: Path) -> None:
     taking = Histories(SimpleNamespace(), target)  # type: ignore[arg-type]
     files: list[int] = []
 
@@ -383,7 +406,7 @@ def test_one_file_at_a_time_is_taken_in(target: Database, monkeypatch: pytest.Mo
         with pytest.raises(ConsoleError) as refused:
             await taking.take_in(all_of_it(), None, "Ann")
         assert (refused.value.status, refused.value.code) == (409, "busy")
-        files.append(sum("history" in path.name for path in tmp_path.iterdir()))
+        files.append(len([*temporary.glob("history-*")]))
         raise ConnectionError("the sender is gone")
 
     async def all_of_it() -> AsyncIterator[bytes]:
@@ -504,7 +527,7 @@ def test_an_exported_file_is_sent_whole_and_is_gone_whatever_part_was_asked_for(
     (temporary / "got.zip").write_bytes(answer.content)
     with zipfile.ZipFile(temporary / "got.zip") as got, zipfile.ZipFile(path) as made:
         assert got.namelist() == made.namelist() and got.testzip() is None
-    assert not [*temporary.glob("openrecycle-history-*")]
+    assert not [*temporary.glob("history-*")]
 
 
 def test_files_that_nobody_reads_to_the_end_are_a_few(origin: tuple[Database, str, Path], temporary: Path) -> None:
@@ -517,7 +540,7 @@ def test_files_that_nobody_reads_to_the_end_are_a_few(origin: tuple[Database, st
         with pytest.raises(ConsoleError) as refused:
             await console.histories.export(job_id, audit=False)
         assert (refused.value.status, refused.value.code) == (409, "busy")
-        assert len([*temporary.glob("openrecycle-history-*")]) == len(sent)
+        assert len([*temporary.glob("history-*")]) == len(sent)
         sent[1].unlink()
         assert (await console.histories.export(job_id, audit=False)).exists()
 
@@ -525,6 +548,19 @@ def test_files_that_nobody_reads_to_the_end_are_a_few(origin: tuple[Database, st
         asyncio.run(whole())
     finally:
         console.close()
+
+
+def test_of_a_console_that_is_killed_the_next_one_removes_what_it_exported(origin: tuple[Database, str, Path]) -> None:
+    """It lies in the folder of which tests/agent/test_scratch.py looks that it goes."""
+    source, job_id, _ = origin
+    console = ConsoleService(Store(source))
+    console.jobs.follow()
+    try:
+        exported = asyncio.run(console.histories.export(job_id, audit=False))
+    finally:
+        console.close()
+    assert exported.parent == Path(scratch())
+    exported.unlink()
 
 
 def test_what_a_killed_export_has_written_is_gone(origin: tuple[Database, str, Path], temporary: Path) -> None:
@@ -549,7 +585,7 @@ def test_what_a_killed_export_has_written_is_gone(origin: tuple[Database, str, P
     finally:
         histories.close()
         console.close()
-    assert not [*temporary.glob("openrecycle-history-*")]
+    assert not [*temporary.glob("history-*")]
 
 
 def test_an_export_that_takes_too_much_memory_ends_its_own_process(
@@ -567,7 +603,7 @@ def test_an_export_that_takes_too_much_memory_ends_its_own_process(
     finally:
         exports.close()
         console.close()
-    assert not [*temporary.glob("openrecycle-history-*")]
+    assert not [*temporary.glob("history-*")]
 
 
 def a_greedy_export(channel: Channel, url: str, action: str, job_id: str, out: str, *more: str) -> None:

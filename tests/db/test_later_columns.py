@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
+from openrecycle.db import later_columns
 from openrecycle.db.later_columns import GenerationsOfBefore, worker_of_before
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -118,3 +121,54 @@ def test_a_database_of_before_is_filled_in_once(database_url: str) -> None:
     assert not any(row["lost"] or row["let_go"] for row in store.all_generations("j")), "reasons are read no more"
     assert {w["let_go"] for w in store.workers("j")} == {"null"}
     database.close()
+
+
+def test_rows_are_filled_a_few_at_a_time_and_by_whoever_comes_next_where_that_ends(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others write in between. A column has its name when all of it is there."""
+    monkeypatch.setattr(later_columns, "BATCH", 2)
+    database, other = Database(database_url), Database(database_url)
+    database.upgrade()
+    store, workers = Store(database), [{"name": f"W0_{s}", "state": "failed", "detail": STOOD_BY} for s in range(5)]
+    for job_id in ("j", "k"):
+        store.create_job(job_id, name=job_id, spec="{}", state="halted", created_at=0.0, workers=workers)
+        for number in range(1, 6):
+            update = generation(number, ["W1_0"])
+            assert update.generation is not None
+            update.generation.update(reason="silent", failed=[f"W0_{s}" for s in range(number - 1)])
+            store.apply(job_id, update)
+    with database.engine.begin() as connection:
+        for column in ("worker drop column let_go", "generation drop column lost"):
+            connection.execute(text(f"alter table {column}"))
+    with database.engine.begin() as connection:
+        missing, _ = later_columns.compared(connection)
+        later_columns.add(connection, missing)
+    done = 0
+
+    @contextmanager
+    def begin() -> Iterator[Connection]:
+        nonlocal done
+        if done == ends_after:
+            raise KeyboardInterrupt
+        with other.engine.begin() as connection:
+            if not other.is_sqlite:
+                connection.execute(text("set local lock_timeout = 100"))
+            connection.execute(text("update generation set opened_at = opened_at"))
+        done += 1
+        with database.engine.begin() as connection:
+            yield connection
+
+    ends_after = 9
+    with pytest.raises(KeyboardInterrupt):
+        later_columns.fill(begin, missing)
+    with database.engine.connect() as connection:
+        assert later_columns.compared(connection) == (missing, False), "as it was left"
+        some = connection.scalars(text("select lost_unfilled from generation order by job_id, generation")).all()
+    assert some[1] == '["W0_0"]' and some[-1] == "[]"
+    database.upgrade()
+    for job_id in ("j", "k"):
+        assert [row["lost"] for row in store.all_generations(job_id)] == [[], *([f"W0_{s}"] for s in range(4))]
+        assert all(json.loads(worker["let_go"]) for worker in store.workers(job_id))
+    for opened in (database, other):
+        opened.close()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, inspect, text
 
 from openrecycle.db import later_columns, session
-from openrecycle.db.later_columns import FIRST, add_columns
+from openrecycle.db.later_columns import FIRST, compared
 from openrecycle.db.models import Base
-from openrecycle.db.session import Database, DatabaseError, alembic_config
+from openrecycle.db.session import Database, DatabaseError, LeaderSession, alembic_config
 from openrecycle.db.store import Store
 from tests.conftest import new_database
 from tests.db.test_job_index import generation
@@ -93,7 +94,7 @@ def test_a_table_that_is_not_there_is_not_asked_for_its_columns(database_url: st
     database = Database(database_url)
     with database.engine.begin() as connection:
         command.current(alembic_config(connection))
-        add_columns(connection)
+        assert compared(connection) == ([], False)
     assert "generation" not in inspect(database.engine).get_table_names()
     database.close()
 
@@ -112,7 +113,7 @@ def test_once_there_is_a_second_migration_it_says_what_columns_there_are(
     with database.engine.begin() as connection:
         connection.execute(text("alter table generation drop column let_go"))
     database.upgrade()
-    assert "let_go" not in {column["name"] for column in inspect(database.engine).get_columns("generation")}
+    assert "let_go" not in columns(database, "generation")
     with database.engine.connect() as connection:
         assert MigrationContext.configure(connection).get_current_revision() == "second"
 
@@ -146,9 +147,60 @@ def test_nobody_waits_for_long_behind_a_column_that_waits_for_a_reader(
         assert len(tries) > 1
         enough = len(tries) + 1
         database.upgrade()
-    assert "let_go" in {column["name"] for column in inspect(database.engine).get_columns("generation")}
+    assert "let_go" in columns(database, "generation")
     database.close()
     other.close()
+
+
+@contextmanager
+def leading(url: str) -> Iterator[Database]:
+    """A console, as far as the database knows of it."""
+    with ExitStack() as stack:
+        term: int | None = None
+        if url.startswith("postgresql"):
+            idle = Database(url)
+            stack.callback(idle.close)
+            session = LeaderSession(idle, "leads")
+            stack.callback(session.close)
+            assert session.try_lock()
+            term = session.claim("")
+        database = Database(url, term=term)
+        stack.callback(database.close)
+        if database.is_sqlite:
+            database.lead()
+        yield database
+
+
+def test_no_table_changes_under_a_console_that_does_not_know_of_it(database: Database, database_url: str) -> None:
+    """Nobody would ever fill what it writes. Another console that leads changes them."""
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table generation drop column lost"))
+    with leading(database_url) as console:
+        with pytest.raises(DatabaseError):
+            database.upgrade()
+        assert "lost" not in columns(database, "generation")
+        console.upgrade()
+        assert "lost" in columns(database, "generation")
+        database.upgrade()
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table generation drop column lost"))
+    database.upgrade()
+    with leading(database_url):
+        assert "lost" in columns(database, "generation"), "and nothing is kept from whoever leads next"
+
+
+def test_a_database_with_columns_of_a_newer_version_is_refused(database: Database) -> None:
+    """What this one writes would be without them."""
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table generation add column newer text default ''"))
+        connection.execute(text("alter table generation drop column lost"))
+    with pytest.raises(DatabaseError):
+        database.upgrade()
+    assert "lost" not in columns(database, "generation")
+
+
+def columns(database: Database, table: str) -> set[str]:
+    return {column["name"] for column in inspect(database.engine).get_columns(table)}
 
 
 def test_a_table_of_somebody_else_is_left_to_them(database_url: str) -> None:
