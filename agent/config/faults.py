@@ -225,7 +225,7 @@ def not_done(wish: Kill | Rejoin, first: int, iterations: int, *, known: bool = 
     if isinstance(wish, Rejoin):
         return f"{wish} did not happen: {wish.worker} was not gone after that iteration"
     if not known:
-        return f"{wish}: whether it happened is not known, since {wish.worker} ended, and its last words did not come"
+        return f"{wish}: whether it happened is not known, since {wish.worker} ended without saying how"
     op = str(wish).partition(":")[2]
     return f"{wish} did not happen: {wish.worker} was gone by then, or ran no {op} in that iteration"
 
