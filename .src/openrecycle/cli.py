@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 from collections.abc import Mapping
@@ -41,6 +42,8 @@ def main(room: str | None = None) -> NoReturn:
     """room: run this folder's own command line; None: `openrecycle COMMAND`. Ends the process."""
     # Rounds of Python's collector are a sixth of what it takes to import torch.
     gc.set_threshold(20_000, 20, 50)
+    # And those that Python makes when it ends: half a second of a processor where torch is there.
+    atexit.register(gc.freeze)
     if room is None:
         room = _chosen()
     try:
