@@ -574,6 +574,12 @@ class Job:
         )
 
     @cached_property
+    def turn_ticks(self) -> tuple[int, ...]:
+        """By stage, F's and I's from there to the last: the time in which a micro-batch turns round."""
+        back = accumulate((t.forward + t.input_backward for t in reversed(self.ticks)), initial=0)
+        return tuple(back)[:0:-1]
+
+    @cached_property
     def transfer_ticks(self) -> tuple[int, ...]:
         """Transfer time of activations in ticks; index s is from stage s to s + 1."""
         return tuple(round(t * self.ticks_per_unit) for t in self.transfers)

@@ -9,10 +9,11 @@ makes schedules of its results.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, chain, count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ from openrecycle.planner.solvers.routing import assign
 # -- a problem as the flat arrays that `dispatch` takes, and its results as schedules -----------
 
 UNLIMITED = 1 << 40
+MOST = 64
+"""Rules that are tried on one problem."""
 ALWAYS = 1_000_000  # a wait that goes on however little it spares
 
 
@@ -124,12 +127,15 @@ class Table:
         self.transfers = [self._vector(ticks) for ticks in (job.transfer_ticks, job.backward_transfer_ticks)]
         self.room = [self._vector(column) for column in zip(*problem.room, strict=True)]
         self._keys: dict[str | int, Any] = {}
+        self._splits: dict[str, Any] = {}
 
     def run(self, settings: DispatchSettings) -> Result:
         job = self.problem.job
         functions: tuple[Callable[..., int], Callable[..., None]] = (dispatch, retime)
         loop, again = compiled_functions() if self.compiled else functions
-        split = self._vector(self.split(settings.split))
+        if settings.split not in self._splits:
+            self._splits[settings.split] = self._vector(self.split(settings.split))
+        split = self._splits[settings.split]
         sequence = self._zeros(3 * self.items)
         queues = [self._zeros(self.items) for _ in range(3)]
         starts = (self._zeros(self.items), self._zeros(self.items), self._zeros(self.items))
@@ -186,17 +192,14 @@ class Table:
 
     def result(self, starts: tuple[Any, Any, Any], split: str = "all") -> Result:
         """first, last and period of such starts, by the definitions of planner.plans.schedule."""
-        job, n = self.problem.job, self.n
+        job = self.problem.job
         forward, backward, weight = starts
-        flags = self.split(split)
-        first, last = [], []
-        for s in range(job.stages):
-            row = slice(s * n, (s + 1) * n)
-            first.append(int(min(forward[row]) if not self.compiled else forward[row].min()))
-            if flags[s * job.pipelines]:
-                last.append(self._last_end(weight[row], row, "weight_backward"))
-            else:
-                last.append(self._last_end(backward[row], row, "backward"))
+        flags = self.split(split)[:: job.pipelines]
+        ends = {
+            flag: self._last_ends(*((weight, "weight_backward") if flag else (backward, "backward")))
+            for flag in set(flags)
+        }
+        first, last = self._by_stage(forward, min), [ends[flag][s] for s, flag in enumerate(flags)]
         optimizers = [t.optimizer for t in self.problem.fastest]
         spans = [end - start for start, end in zip(first, last, strict=True)]
         if self.problem.technique.staggers:
@@ -205,11 +208,21 @@ class Table:
             period = max(last) - min(first) + max(optimizers)
         return Result(period, sum(spans), first, last, starts, split)
 
-    def _last_end(self, starts: Any, row: slice, name: str) -> int:
-        """When the last of the stage's W's or B's has ended."""
-        if not self.problem.job.speeds:
-            return self._largest(starts) + int(getattr(self.ticks[self.route[row.start]], name))
-        return max(int(a) + int(getattr(self.ticks[w], name)) for a, w in zip(starts, self.route[row], strict=True))
+    def _last_ends(self, starts: Any, name: str) -> list[int]:
+        """By stage, when the last of its W's or B's has ended."""
+        job = self.problem.job
+        if not job.speeds:
+            latest = self._by_stage(starts, max)
+            return [start + int(getattr(self.ticks[s * job.pipelines], name)) for s, start in enumerate(latest)]
+        ends = [int(a) + int(getattr(self.ticks[w], name)) for a, w in zip(starts, self.route, strict=True)]
+        return [max(ends[at : at + self.n]) for at in range(0, self.items, self.n)]
+
+    def _by_stage(self, starts: Any, which: Callable[..., int]) -> list[int]:
+        """The least or the largest of each stage."""
+        if self.compiled:
+            found: list[int] = getattr(starts.reshape(-1, self.n), which.__name__)(axis=1).tolist()
+            return found
+        return [which(starts[at : at + self.n]) for at in range(0, self.items, self.n)]
 
     def _slack(self, target: int, scale: int, *, alike: bool) -> list[int]:
         """By worker: when it must begin to end in time if it never idles; in 1/scale ticks."""
@@ -238,9 +251,7 @@ class Table:
         if order == "index":
             return rank
         if isinstance(order, int):
-            noise = random.Random(order)
-            spread = job.pipelines * (1 + order % 4)
-            return [r + noise.randrange(spread + 1) for r in rank]
+            return [r + noise for r, noise in zip(rank, _noise(order, job.pipelines, self.items), strict=True)]
         sign = -1 if order == "guests" else 1
         return [
             (1 + sign * int(self.route[item] % job.pipelines != item % n // job.micro_batches)) * n + r
@@ -257,8 +268,13 @@ class Table:
             return np.zeros(count, dtype=np.int64)
         return [0] * count
 
-    def _largest(self, values: Any) -> int:
-        return int(values.max() if self.compiled else max(values))
+
+@lru_cache(maxsize=MOST)
+def _noise(seed: int, pipelines: int, items: int) -> Sequence[int]:
+    """By which a shuffle moves each item: the same for all problems of a size, of which a search sees hundreds."""
+    draw = random.Random(seed).randrange
+    spread = pipelines * (1 + seed % 4)
+    return array("i", (draw(spread + 1) for _ in range(items)))
 
 
 class ArraySchedule(Schedule):
@@ -298,7 +314,6 @@ class ArraySchedule(Schedule):
 EFFORT = 800_000
 FEWEST = 4
 HUGE = 1_000_000  # ops; from here on two rules must do
-MOST = 64
 
 
 @dataclass(frozen=True)
@@ -328,8 +343,7 @@ class Rule:
         job = problem.job
         stages = range(job.stages)
         depths = {"eager": 0, "1f1b": 1, "zb": 2}[self.depth]
-        # By stage, F's and I's from there to the last: the time in which a micro-batch turns round.
-        turns = [*accumulate((t.forward + t.input_backward for t in reversed(job.ticks)), initial=0)][:0:-1]
+        turns = job.turn_ticks
         slowest = max(t.work for t in job.ticks)
         return DispatchSettings(
             depth=tuple(depths * (job.stages - s) - (depths > 1) for s in stages),
@@ -398,15 +412,19 @@ EVERY = [
 ORDERS = ("index", "guests", "own")
 
 
-def rules(problem: Problem) -> Iterator[Rule]:
+def rules(problem: Problem) -> tuple[Rule, ...]:
     """Their number depends on the size of the problem and on nothing else.
 
     Large problems get the first few of EVERY; small ones all, in every order of micro-batches,
     then shuffled ones.
     """
-    job = problem.job
-    in_step = all(t.forward == t.input_backward == t.weight_backward for t in job.ticks)
-    yield from islice((rule for rule in _endless(problem) if not (rule.alike and in_step)), tries(job.ops))
+    in_step = all(t.forward == t.input_backward == t.weight_backward for t in problem.job.ticks)
+    return _rules(problem.technique.splits, bool(problem.failed), in_step, tries(problem.job.ops))
+
+
+@lru_cache(maxsize=MOST)
+def _rules(splits: bool, failed: bool, in_step: bool, most: int) -> tuple[Rule, ...]:
+    return tuple(islice((rule for rule in _endless(splits, failed) if not (rule.alike and in_step)), most))
 
 
 def tries(ops: int) -> int:
@@ -414,19 +432,19 @@ def tries(ops: int) -> int:
     return 2 if ops > HUGE else max(FEWEST, min(MOST, EFFORT // ops))
 
 
-def _endless(problem: Problem) -> Iterator[Rule]:
-    if not problem.technique.splits:
-        yield from _coupled(problem)
+def _endless(splits: bool, failed: bool) -> Iterator[Rule]:
+    if not splits:
+        yield from _coupled()
     some = EVERY[:8]
-    for order in ORDERS if problem.failed else ORDERS[:1]:
+    for order in ORDERS if failed else ORDERS[:1]:
         yield from (replace(rule, order=order) for rule in (EVERY if order == "index" else some))
-    if problem.failed:
+    if failed:
         yield from (replace(rule, split="peers") for rule in some)
     for seed in count():
         yield replace(EVERY[seed % len(EVERY)], order=seed)
 
 
-def _coupled(problem: Problem) -> Iterator[Rule]:
+def _coupled() -> Iterator[Rule]:
     """Without W's of their own only depth, max_wait and order matter."""
     plain = [Rule(depth, "never", max_wait, split="none") for max_wait in (0, 100) for depth in ("1f1b", "eager", "zb")]
     orders: Iterator[str | int] = chain(ORDERS, count())
