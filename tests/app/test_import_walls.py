@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.golden import walk
 
 pytestmark = pytest.mark.xdist_group("import walls")  # each file is parsed once
 
@@ -187,49 +190,65 @@ def test_settings_know_no_feature() -> None:
     assert all(within(module, ("app.runtime",)) for module in found), found
 
 
+@dataclass(frozen=True)
+class NamesOfFile:
+    """classes: that it defines. made: functions, classes, and what is given a value, of an object too. asked: names of
+    attributes that begin with an underscore, which it reads, by getattr too. doc: its docstring."""
+
+    classes: list[str]
+    made: set[str]
+    asked: set[str]
+    doc: str
+
+
+@cache
+def names_by_file() -> dict[Path, NamesOfFile]:
+    """Of all of the product."""
+    out = {}
+    for path in sorted(path for room in (*ROOMS, ".src") for path in (ROOT / room).rglob("*.py")):
+        tree = ast.parse(path.read_text(), str(path))
+        out[path] = names = NamesOfFile([], set(), set(), str(ast.get_docstring(tree)))
+        for node in walk(tree):
+            asked = ""
+            if isinstance(node, ast.ClassDef):
+                names.classes.append(node.name)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.made.add(node.name)
+            elif isinstance(node, ast.Attribute):
+                asked = node.attr
+                if isinstance(node.ctx, ast.Store):
+                    names.made.add(asked)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.made.add(node.id)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+                asked = str(node.args[1].value) if isinstance(node.args[1], ast.Constant) else ""
+            if re.match("_[a-z]", asked):
+                names.asked.add(asked)
+    return out
+
+
 def test_a_class_name_says_which_class_it_is() -> None:
     """No two in the house have the same. Examples are apart: those that show the same model have the same name."""
     where: dict[str, list[str]] = {}
-    for folder in (*sorted(ROOMS), ".src"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if (ROOT / "agent" / "examples") in path.parents:
-                continue
-            for node in ast.walk(ast.parse(path.read_text(), str(path))):
-                if isinstance(node, ast.ClassDef):
-                    where.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    for path, names in names_by_file().items():
+        if (ROOT / "agent" / "examples") not in path.parents:
+            for name in names.classes:
+                where.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
     assert len(where) > 500
     assert not {name: files for name, files in where.items() if len(files) > 1}
 
 
-def asked_for(node: ast.AST) -> str:
-    """Which attribute of an object, also by getattr."""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and isinstance(node.args[1], ast.Constant):
-        return str(node.args[1].value)
-    return ""
-
-
 def test_private_names_of_others_are_listed() -> None:
     """In the two files that say for which version each is known to work, and when it is no longer needed."""
-    named = {path: ast.parse(path.read_text()) for room in (*ROOMS, ".src") for path in (ROOT / room).rglob("*.py")}
-    nodes = {path: list(ast.walk(tree)) for path, tree in named.items()}
+    named = names_by_file()
     ours = {"_replace", "_make", "_asdict", "_fields", "_exit"}  # of namedtuple and os, which document them
-    for node in (node for of_file in nodes.values() for node in of_file):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            ours.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            ours.add(node.attr)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            ours.add(node.id)
+    ours = ours.union(*(names.made for names in named.values()))
     users = {
         path.relative_to(ROOT).with_suffix("").as_posix().removeprefix(".src/").replace("/", ".")
-        for path, of_file in nodes.items()
-        if ROOT / "agent" / "examples" not in path.parents
-        for node in of_file
-        if re.match("_[a-z]", asked := asked_for(node)) and asked not in ours
+        for path, names in named.items()
+        if ROOT / "agent" / "examples" not in path.parents and names.asked - ours
     }
     lists = "app.runtime.patches", "agent.models.compat"
-    said = "\n".join(str(ast.get_docstring(named[ROOT / f"{name.replace('.', '/')}.py"])) for name in lists)
+    said = "\n".join(named[ROOT / f"{name.replace('.', '/')}.py"].doc for name in lists)
     assert len(users) > 5
     assert not {user for user in users if user not in lists and user not in said}

@@ -101,11 +101,25 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(inner)
 
 
+def walk(tree: ast.AST) -> Iterator[ast.AST]:
+    """As ast.walk, but for the order, in half the time."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        for value in map(vars(node).get, node._fields):
+            if isinstance(value, ast.AST):
+                left.append(value)
+            elif isinstance(value, list):
+                left += [each for each in value if isinstance(each, ast.AST)]
+
+
 def quoted(source: str) -> Iterator[ast.Constant | ast.JoinedStr]:
     """The sentences of the product in the asserts of a test, in its `match=`, and in its parameters."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.parametrize":
-            for argument in node.args:
+    for node in walk(ast.parse(source)):
+        call = node if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "parametrize" else None
+        if call is not None and ast.unparse(call.func) == "pytest.mark.parametrize":
+            for argument in call.args:
                 yield from _sentences(argument)
         if isinstance(node, ast.Assert):
             yield from _sentences(node.test)
