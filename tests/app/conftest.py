@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import structlog
 from console_server import Agents, ConsoleServer, ForkedConsole
+from streamlit import config
 from streamlit.components.v2 import manifest_scanner
 from streamlit.runtime.scriptrunner.script_cache import ScriptCache
 from streamlit.testing.v1 import app_test, local_script_runner
@@ -20,7 +21,9 @@ from tests.databases import sqlite_in
 
 # Streamlit's AppTest looks at all installed packages for components anew for each page: 0.15 s of 0.25.
 manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.scan_component_manifests)
-# And compiles each page anew, where a server does it once: a fifth of what its script takes then.
+# A console does not gather what its pages call.
+config.set_option("browser.gatherUsageStats", False)
+# AppTest compiles each page anew, where a server does it once: a fifth of what its script takes then.
 app_test.ScriptCache = local_script_runner.ScriptCache = functools.cache(ScriptCache)  # type: ignore[misc]
 
 # An exception that is logged here is not drawn with all its variables: 0.7 s each.
