@@ -14,6 +14,7 @@ from openrecycle.agent.coordination.membership import Note
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import (
     NOTHING,
+    WINDOW,
     Account,
     Baseline,
     Figures,
@@ -112,7 +113,9 @@ class Accounts:
         if window is None or window.through < begin - 1:
             window = self._windows[job] = Window(begin - 1)
         if (missing := state.committed - 1 - window.through) > 0:
-            if known is not None and known.source == "planned" and not known.refuted:
+            # A first iteration counts as long as the others at most: of two, a single short one would decide for good.
+            enough = state.committed >= WINDOW
+            if enough and known is not None and known.source == "planned" and not known.refuted:
                 known = self._judged(job, known)
             self._look(job, window, known, min(missing, self._batch))
 

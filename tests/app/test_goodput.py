@@ -71,9 +71,9 @@ def test_a_prediction_that_was_exceeded_does_not_come_back_when_the_job_slows_do
     driven = JobHere(here.console, "slows down", iterations=5000).register()
     job = here.console.jobs.find(driven.job_id)
     job.pin(Baseline(9.0, "planned", renew=0))
-    commit(here, driven, rows(0, 9, 1.0, living=11))
+    commit(here, driven, rows(0, 19, 1.0, living=11))
     until(lambda: job.baseline is not None and job.baseline.refuted, "it is refuted")
-    commit(here, driven, rows(10, 100, 10.0, living=11))
+    commit(here, driven, rows(20, 100, 10.0, living=11))
     assert here.console.accounts.of(job).goodput is None
     again = ConsoleService(here.store)
     try:
@@ -81,6 +81,21 @@ def test_a_prediction_that_was_exceeded_does_not_come_back_when_the_job_slows_do
         assert read is not None and again.accounts.of(read).goodput is None
     finally:
         again.close()
+
+
+def test_a_short_iteration_at_the_start_refutes_no_prediction(here: ConsoleHere) -> None:
+    """The first one counts as long as the others at most, so it is one alone that is quicker."""
+    driven = JobHere(here.console, "short at first", iterations=5000).register()
+    job = here.console.jobs.find(driven.job_id)
+    job.pin(Baseline(18.0, "planned", renew=0))
+    made = rows(0, 200, 1.01, living=11)
+    made[0]["seconds"], made[1]["seconds"] = 1.4, 0.98
+    accounts = Accounts(here.store)
+    for some in (made[:2], made[2:]):
+        commit(here, driven, some)
+        accounts.consider(job)
+    assert job.baseline is not None and not job.baseline.refuted
+    assert accounts.of(job).goodput is not None
 
 
 @pytest.mark.parametrize("step", [3600.0, -3600.0])
