@@ -66,6 +66,11 @@ PATIENCE_SECONDS, _HELD_SECONDS = 5.0, 0.05
 # On PostgreSQL, where others read a table that gets a column: how often that is tried, and seconds between two tries.
 _UPGRADES, _BETWEEN_UPGRADES = 5, 0.5
 _LOCK_NOT_AVAILABLE = "55P03"
+# How often it is looked whether a console that runs has added the columns, with the same seconds between: one that has
+# just begun to lead is about to.
+_LOOKS = 10
+# How long a command that looks whether a console has an SQLite file may hold that console's lock.
+_LOOK_SECONDS = 0.1
 
 HERE = Path(__file__).parent
 
@@ -145,34 +150,59 @@ class Database:
         Raises DatabaseError when another console has it. Who leads on PostgreSQL: db.session.
         """
         assert self.is_sqlite
-        handle = Path(f"{self._path}.lock").open("w")  # noqa: SIM115 (held until close)
+        claimed = self._claimed()
+        if claimed is None:
+            time.sleep(_LOOK_SECONDS)
+            claimed = self._claimed()
+        if claimed is None:
+            raise DatabaseError(
+                f"database {self.shown_url} is in use by another console; stop that one, or name another database"
+            )
+        self._lead = claimed
+
+    def _claimed(self) -> IO[str] | None:
+        """The lock of an SQLite file, until it is closed; None: another has it."""
+        handle = Path(f"{self._path}.lock").open("w")  # noqa: SIM115 (whoever has it closes it)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             handle.close()
-            raise DatabaseError(
-                f"database {self.shown_url} is in use by another console; stop that one, or name another database"
-            ) from None
-        self._lead = handle
+            return None
+        return handle
 
     def upgrade(self) -> None:
         """Brings the tables to this version of the program. Processes that start together take turns. Raises
         DatabaseError, also where a console runs that does not know what is to be added: nobody would ever fill it in
         what that console writes."""
+        with explained(self.shown_url):
+            for left in reversed(range(_LOOKS)):
+                with self._alone():
+                    if self._upgraded():
+                        return
+                if left:
+                    time.sleep(_BETWEEN_UPGRADES)  # a console of this version adds them meanwhile
+        raise DatabaseError(
+            f"database {self.shown_url} is in use by a console that has not added the columns of this version; if it "
+            "is of an older version, stop it first"
+        )
+
+    def _upgraded(self) -> bool:
+        """False: a console runs that has not added columns."""
         from openrecycle.db import later_columns
 
-        with explained(self.shown_url), self._alone():
-            if self._migrate() != [later_columns.FIRST]:
-                return
-            with self.read() as session:
-                missing, unknown = later_columns.compared(session.connection())
-            if unknown:
-                raise self._of_another_version()
-            if missing:
-                with self._no_console():
-                    self._patiently(lambda connection: later_columns.add(connection, missing))
-                    later_columns.fill(self._writing, missing)
-                    self._patiently(lambda connection: later_columns.named(connection, missing))
+        if self._migrate() != [later_columns.FIRST]:
+            return True
+        with self.read() as session:
+            missing, unknown = later_columns.compared(session.connection())
+        if unknown:
+            raise self._of_another_version()
+        if missing:
+            if self._console_runs():
+                return False
+            self._patiently(lambda connection: later_columns.add(connection, missing))
+            later_columns.fill(self._writing, missing)
+            self._patiently(lambda connection: later_columns.named(connection, missing))
+        return True
 
     def _migrate(self) -> Sequence[str]:
         """To the newest revisions, which it returns."""
@@ -212,29 +242,18 @@ class Database:
             "does not know: run that version, or name another database"
         )
 
-    @contextmanager
-    def _no_console(self) -> Iterator[None]:
-        """None starts, either, but this one. Raises DatabaseError."""
-        runs = DatabaseError(
-            f"database {self.shown_url} is in use by a console of an older version, which does not know the columns "
-            "that this version adds; stop that console first"
-        )
+    def _console_runs(self) -> bool:
+        """Another than this one. Nothing is kept from one that starts later: it waits in its `upgrade` before it
+        writes."""
         if self._lead is not None or self._term is not None:  # this one, which leads
-            yield
-        elif self.is_sqlite:
-            try:
-                self.lead()
-            except DatabaseError:
-                raise runs from None
-            try:
-                yield
-            finally:
-                self._lead_no_more()
-        else:
-            with self._session() as connection:
-                if not connection.scalar(text("select pg_try_advisory_lock(:key)"), {"key": _LOCK}):
-                    raise runs
-                yield
+            return False
+        if self.is_sqlite:
+            free = self._claimed()
+            if free is not None:
+                free.close()
+            return free is None
+        with self._session() as connection:
+            return not connection.scalar(text("select pg_try_advisory_lock(:key)"), {"key": _LOCK})
 
     @contextmanager
     def _session(self) -> Iterator[Connection]:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
@@ -171,8 +172,11 @@ def leading(url: str) -> Iterator[Database]:
         yield database
 
 
-def test_no_table_changes_under_a_console_that_does_not_know_of_it(database: Database, database_url: str) -> None:
+def test_no_table_changes_under_a_console_that_does_not_know_of_it(
+    database: Database, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody would ever fill what it writes. Another console that leads changes them."""
+    monkeypatch.setattr(session.time, "sleep", lambda seconds: None)
     with database.engine.begin() as connection:
         connection.execute(text("alter table generation drop column lost"))
     with leading(database_url) as console:
@@ -187,6 +191,49 @@ def test_no_table_changes_under_a_console_that_does_not_know_of_it(database: Dat
     database.upgrade()
     with leading(database_url):
         assert "lost" in columns(database, "generation"), "and nothing is kept from whoever leads next"
+
+
+def test_a_console_can_start_while_a_command_fills_new_columns(
+    database: Database, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits with its own upgrade until that is done."""
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table generation drop column lost"))
+    done, fill = list[str](), later_columns.fill
+
+    def filling(*given: Any) -> None:
+        with leading(database_url):
+            done.append("leads")
+        fill(*given)
+
+    monkeypatch.setattr(later_columns, "fill", filling)
+    database.upgrade()
+    assert done == ["leads"] and "lost" in columns(database, "generation")
+
+
+def test_a_command_waits_for_a_console_that_is_about_to_add_columns(
+    database: Database, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the same version, which leads already."""
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table generation drop column lost"))
+    with leading(database_url) as console:
+        monkeypatch.setattr(session.time, "sleep", lambda seconds: console.upgrade())
+        database.upgrade()
+    assert "lost" in columns(database, "generation")
+
+
+def test_a_look_whether_a_console_runs_keeps_none_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On SQLite it has the lock for a moment."""
+    looks, console = (Database(f"sqlite:///{tmp_path / 'console.db'}") for _ in range(2))
+    looks.lead()
+    monkeypatch.setattr(session.time, "sleep", lambda seconds: looks.close())
+    console.lead()
+    with pytest.raises(DatabaseError):
+        looks.lead()
+    console.close()
 
 
 def test_a_database_with_columns_of_a_newer_version_is_refused(database: Database) -> None:
