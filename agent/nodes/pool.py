@@ -649,15 +649,18 @@ class NodeHub:
             return link is not None and not link.forgot
 
         while not self._closing and unknown():
-            seen = ask(address, self._token, lead_status.run, process=process)
+            seen = ask(address, self._token, lead_status.run)
+            # Whichever process it is: one that has begun there since may know of another lead by now.
+            newer = isinstance(seen, Here) and seen.term > lead_status.term
+            another = isinstance(seen, Here) and bool(process) and seen.process != process
             with self.news:
-                if seen == "gone":
+                if seen == "gone" or (another and not newer):
                     if link is not None:
                         link.forgot = True
                     if self._came.get(rank) is link and rank not in self.links:
                         self.members.pop(rank, None)
                 self.news.notify_all()
-            if isinstance(seen, Here) and seen.term > lead_status.term and seen.lead is not None:
+            if isinstance(seen, Here) and newer and seen.lead is not None:
                 self.depose(f"node {seen.lead} leads the job by now, since this node was not heard for too long")
             time.sleep(0.5)
 

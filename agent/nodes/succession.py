@@ -364,18 +364,16 @@ class Here:
     age: Age
     free: bool
     granted: bool
+    process: str
 
 
 _HERE = TypeAdapter(Here)
 Reply = Here | Literal["gone", "silent"]
 
 
-def ask(
-    address: Address, token: str, run: str, question: Mapping[str, Any] | None = None, *, process: str = ""
-) -> Reply:
+def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | None = None) -> Reply:
     """What is at the address of a launcher of this run? `gone`: its process is not there any more; `silent`: that can't
-    be known, as of one that is stopped, or whose host does not answer. question: a vote; None: how it stands. process:
-    the one that is meant, which is gone where another one listens; "": whichever is there."""
+    be known, as of one that is stopped, or whose host does not answer. question: a vote; None: how it stands."""
     until = time.monotonic() + LOOK_SECONDS
     try:
         connection = socket.create_connection(address, LOOK_SECONDS)
@@ -390,8 +388,6 @@ def ask(
             answer = frames.receive(until)
             if answer["kind"] != "here" or answer["run"] not in (run, ""):
                 return "gone"  # another job's
-            if process and answer["process"] != process:
-                return "gone"
             if not answer["run"]:
                 # One that a lead has taken in is about to be told of the job; one that none has, or that has lost it
                 # before, has no part in it, as one that has just been started.
