@@ -140,7 +140,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_bad_samples": TypeAdapter(bad_samples.BadSamples),
     "_kills": TypeAdapter(list[Kill]),
     "_rejoins": TypeAdapter(list[Rejoin]),
-    "_left_by": TypeAdapter(dict[NamedWorker, bool]),
+    "_left_by": TypeAdapter(dict[str, bool]),
     "_restarts": TypeAdapter(restarts.Restarts),
     "_why_halted": TypeAdapter(str),
     "_stands": TypeAdapter(str),
@@ -228,8 +228,8 @@ class Launcher:
         self._kills, self._rejoins = list(options.kills), list(options.rejoins)
         """What has not been done yet of these wishes."""
         self._left_by = dict[str, bool]()
-        """Places that the process which a kill was meant for is gone from: is it known how? One whose last words did
-        not come may have been killed as wished."""
+        """Places that the process which a kill was meant for is gone from: is it known whether by that? One that was
+        killed, or nobody knows how it has ended, may have been killed as wished, and its last words did not come."""
         self._restarts = restarts.Restarts()
         self._restart_policy = restarts.RestartPolicy(options.faults.max_restarts, options.faults.restart_delay)
         self._interim: Plan | None = None
@@ -397,7 +397,7 @@ class Launcher:
         if self._record.finished(self._iterations):
             return
         for cell in takeover.lost:
-            self._died(cell, takeover.lost_at)
+            self._died(cell, takeover.lost_at, known=False)
         self._coordination.lead_changed(takeover.lost, takeover.text, time.monotonic())
         for about in saved["workers"]:
             if Worker.parse(about["worker"]) in takeover.lost:
@@ -696,7 +696,7 @@ class Launcher:
 
     def _lost(self, entry: WorkerProcess, at: int, why: str, spare: Sequence[int] = (), *, said: bool = False) -> None:
         """A process is gone, or was fenced. Why is said at once: the job may not live to say it with the recovery."""
-        on_purpose = self._died(entry.worker, at)
+        on_purpose = self._died(entry.worker, at, known=entry.not_as_wished)
         self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=why, spare=spare))
         if str(entry.worker) in self._leaving:
             # Who decides knows it as one that is to go: it does not count as a member whose end all others feel.
@@ -708,10 +708,10 @@ class Launcher:
             waits = "training does not begin before it is restarted on the console"
             self._listener({"warning": f"{entry.worker} {why}; {waits}"})
 
-    def _died(self, worker: Worker, at: int) -> bool:
-        """As RunRecord.died."""
+    def _died(self, worker: Worker, at: int, *, known: bool) -> bool:
+        """As RunRecord.died. known: is it known, without its last words, that no wish to kill it was done?"""
         on_purpose = self._record.died(worker, at)
-        self._left_by.setdefault(str(worker), on_purpose)
+        self._left_by.setdefault(str(worker), on_purpose or known)
         return on_purpose
 
     @property
@@ -870,7 +870,7 @@ class Launcher:
                 self._listener({"left": {"worker": str(cell), **why}})
             elif entry.member and cell not in living:
                 self._pool.fence(entry, "removed from the job", silent=self._silent(entry, time.monotonic()))
-                self._record.died(cell, now)
+                self._died(cell, now, known=False)
                 self._gone(entry, "was removed from the job")
         schedule = event.plan.schedule() if self._bad_samples.suspects else None
 

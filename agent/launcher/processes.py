@@ -403,6 +403,12 @@ class WorkerProcess:
         return f"ended with exit code {code}{whose}" + (f" ({self.error})" if self.error else "")
 
     @property
+    def not_as_wished(self) -> bool:
+        """Of one that has ended: is it known that no wish to kill it was done (agent.config.faults)? By that a rank
+        ends by SIGKILL, and others may follow it."""
+        return _one_died(self._ends) and -signal.SIGKILL not in self._ends
+
+    @property
     def spare_ranks(self) -> tuple[int, ...]:
         """Of a worker that has ended: which of its ranks had to end because another one had, or hung. Where they ran,
         others can."""

@@ -12,7 +12,7 @@ from typing import Any
 from openrecycle.agent.config.options import Faults, TrainingOptions
 from openrecycle.agent.coordination.launcher import Coordination
 from openrecycle.agent.coordination.local import LocalCoordination
-from openrecycle.agent.launcher.launch import Launcher
+from openrecycle.agent.launcher.launch import Launcher, Takeover
 from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, WorkerProcess
 from openrecycle.agent.messages import channel
 from openrecycle.agent.models.workload import NamedWorkload
@@ -78,12 +78,13 @@ def launcher(
     decides: Callable[[Catalog], Coordination] = LocalCoordination,
     faults: Faults | None = None,
     heartbeat_seconds: float | None = None,
+    takeover: Takeover | None = None,
 ) -> Launcher:
     catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
     options = TrainingOptions(job=job, iterations=10, faults=faults or Faults())
     workload = NamedWorkload("openrecycle.agent.examples.gpt:Gpt")
     spec = RunSpec(options, workload, job.partition, heartbeat_seconds=heartbeat_seconds)
-    return Launcher(spec, decides(catalog), on_line, catalog, pool)
+    return Launcher(spec, decides(catalog), on_line, catalog, pool, takeover)
 
 
 def run(one: Launcher) -> None:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from openrecycle.agent.config.faults import FaultInjector, Kill, Rejoin, Slow, not_done, slowness
+from openrecycle.agent.config.options import Faults
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Event
+from openrecycle.agent.launcher.launch import Stopped, Takeover
+from openrecycle.agent.messages import channel
+from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.local_jobs import LocalJob
+from tests.agent.pretended import PretendedWorker, PretendedWorkers, launcher, run
 from tests.golden import golden
 
 JOB = Job(3, 4, 6)
+W1_0 = Worker(1, 0)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +95,97 @@ def test_a_kill_whose_word_may_be_lost_is_not_said_to_be_undone() -> None:
     assert job.dead == ["W1_0", "W2_0"]
     said = [line["warning"] for line in job.lines if line.get("warning", "").startswith(kills)]
     assert said == [golden("a-kill-that-is-not-known"), golden("a-kill-that-did-not-happen")]
+
+
+class _Decides(Coordination):
+    """W1_0 is in the first of two generations. takes_over: both have been."""
+
+    def __init__(self, catalog: Catalog, *, takes_over: bool = False) -> None:
+        self._events: list[Event] = [] if takes_over else [generation(catalog, 1, W1_0), generation(catalog, 2)]
+
+    def poll(self, now: float) -> list[Event]:
+        return [self._events.pop(0)] if self._events else []
+
+
+def generation(catalog: Catalog, number: int, *others: Worker) -> Deploy:
+    plan, _ = catalog.plan_for({W1_0} - {*others})
+    living = ("W0_0", *map(str, others))
+    about = {"plan_fingerprint": plan.fingerprint, "living": living, "failed": (), "joining": ()}
+    return Deploy(Deployment(generation=number, **about), plan)
+
+
+class WithoutProcesses(PretendedWorkers):
+    """Of a job that W1_0 ends in, by end(), when it has begun, and that W0_0 brings to its end. halts: it does not.
+    copy: what another launcher would go on from."""
+
+    def __init__(self, end: Callable[[PretendedWorker], object] = lambda entry: None, *, halts: bool = False) -> None:
+        super().__init__(PretendedWorker.ready, self._told)
+        self._end, self._halts = end, halts
+        self.copy: dict[str, Any] = {}
+        self.lines: list[dict[str, Any]] = []
+
+    def hand_out(self, run: Any, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
+        self.copy = saved() or self.copy
+        return ""
+
+    def run(self, takeover: Takeover | None = None) -> str:
+        """What is said of the wish."""
+        decides, wish = partial(_Decides, takes_over=takeover is not None), "W1_0@8:F0"
+        about = Job.uniform(2, 1, 2), self, self.lines.append, decides, Faults(kill=(wish,))
+        self.launcher = launcher(*about, takeover=takeover)
+        run(self.launcher)
+        (said,) = [line["warning"] for line in self.lines if line.get("warning", "").startswith(wish)]
+        return str(said)
+
+    def _told(self, entry: PretendedWorker, message: dict[str, Any]) -> None:
+        if message["kind"] == "over":
+            entry.process.kill()
+        if message["kind"] != "deployment":
+            return
+        now = {"generation": message["deployment"]["generation"]}
+        if entry.name == "W1_0":
+            self._end(entry)
+        elif now["generation"] == 2 and self._halts:
+            self.launcher.stop(15)
+        elif now["generation"] == 2:
+            entry.say("formed", iteration=0, **now)
+            for iteration in range(10):
+                about = {"loss": (0.5).hex(), "skipped": (), "learning_rate": None, "data_seconds": 0.0}
+                entry.say("committed", iteration=iteration, **about, **now)
+            entry.say("done", sha256="00", **now)
+
+
+def ends_with(code: int | None) -> Callable[[PretendedWorker], object]:
+    return lambda entry: entry.process.ended(code)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("end", "known"),
+    [
+        (ends_with(-signal.SIGABRT), True),
+        (ends_with(1), True),
+        (ends_with(-signal.SIGKILL), False),
+        (ends_with(None), False),
+        (ends_with(channel.ORPHANED), False),
+        (lambda entry: None, False),
+        (lambda entry: entry.say("dying", kill="W1_0@3:F0"), True),
+    ],
+    ids=["another signal", "an error", "SIGKILL", "with its node", "after another rank", "removed", "an earlier wish"],
+)
+def test_what_is_known_of_a_kill_by_how_its_worker_ended(end: Callable[[PretendedWorker], object], known: bool) -> None:
+    said = WithoutProcesses(end).run()
+    assert (said != golden("a-kill-that-is-not-known")) == known
+
+
+def test_who_takes_over_knows_no_more_of_a_kill() -> None:
+    first, second = WithoutProcesses(ends_with(None), halts=True), WithoutProcesses()
+    with pytest.raises(Stopped):
+        first.run()
+    second.start(Worker(0, 0))
+    document = json.loads(json.dumps(first.copy)) | {"workers": []}
+    plan = first.launcher.deployed.plan
+    said = second.run(Takeover(document, 0, plan, (), {}, 0, (), lambda: False, "node 0, which led, is lost"))
+    assert said == golden("a-kill-that-is-not-known")
 
 
 def test_a_worker_is_slow_by_the_newest_wish() -> None:
