@@ -16,6 +16,7 @@ from openrecycle.agent.coordination.launcher import Coordination, Deploy, Event
 from openrecycle.agent.launcher.launch import Stopped, Takeover
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.agent.nodes.pool import RemoteProcess
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
@@ -159,6 +160,13 @@ def ends_with(code: int | None) -> Callable[[PretendedWorker], object]:
     return lambda entry: entry.process.ended(code)  # type: ignore[attr-defined]
 
 
+def ends_after_another_rank(entry: PretendedWorker) -> None:
+    other = RemoteProcess(lambda: None)
+    other.ended(-signal.SIGKILL)
+    entry.siblings = (other,)
+    ends_with(1)(entry)
+
+
 @pytest.mark.parametrize(
     ("end", "known"),
     [
@@ -167,10 +175,14 @@ def ends_with(code: int | None) -> Callable[[PretendedWorker], object]:
         (ends_with(-signal.SIGKILL), False),
         (ends_with(None), False),
         (ends_with(channel.ORPHANED), False),
+        (ends_after_another_rank, False),
         (lambda entry: None, False),
         (lambda entry: entry.say("dying", kill="W1_0@3:F0"), True),
     ],
-    ids=["another signal", "an error", "SIGKILL", "with its node", "after another rank", "removed", "an earlier wish"],
+    ids=[
+        *("another signal", "an error", "SIGKILL", "with its node", "without its launcher"),
+        *("another rank by SIGKILL", "removed", "an earlier wish"),
+    ],
 )
 def test_what_is_known_of_a_kill_by_how_its_worker_ended(end: Callable[[PretendedWorker], object], known: bool) -> None:
     said = WithoutProcesses(end).run()
