@@ -196,7 +196,7 @@ def test_what_workers_print_does_not_hold_up_heartbeats_and_is_posted_in_turn() 
     def printed(reports: WorkerReports) -> None:
         for name in NAMES[:3]:
             reports.wrote(f"{name}-a", [(1.0, name)], 0)
-        reports.wrote(f"{NAMES[3]}-a", [(1.0, "its last words")], 0)
+        reports.wrote(f"{NAMES[3]}-a", [(1.0, "farewell")], 0)
         reports.remove(f"{NAMES[3]}-a")
 
     def again(reports: WorkerReports) -> None:
@@ -205,7 +205,7 @@ def test_what_workers_print_does_not_hold_up_heartbeats_and_is_posted_in_turn() 
     reporting(client, [printed, nothing, again, nothing, nothing], interval=0.0, names=NAMES[:4])
     assert client.posted[:12] == ["workers", "heartbeats", *5 * ["heartbeats", "logs"]]
     lines = [line.text for message in client.messages if isinstance(message, LogLines) for line in message.lines]
-    assert lines == ["its last words", NAMES[0], NAMES[1], NAMES[2], "more"]
+    assert lines == ["farewell", NAMES[0], NAMES[1], NAMES[2], "more"]
 
 
 def test_what_is_measured_does_not_hold_up_heartbeats() -> None:
@@ -319,19 +319,19 @@ def test_what_one_wrote_before_it_ended_is_posted_once_the_console_answers() -> 
     client = Recording(logs=2)
 
     def end(reports: WorkerReports) -> None:
-        reports.wrote("W0_0-a", [(1.0, "its last words")], 0)
+        reports.wrote("W0_0-a", [(1.0, "farewell")], 0)
         reports.remove("W0_0-a")
 
     reporting(client, [end, nothing, nothing, nothing], interval=0.0, names=NAMES[:2], speaking=NAMES[1:2])
     posted = [(m.incarnation, [line.text for line in m.lines]) for m in client.messages if isinstance(m, LogLines)]
-    assert posted == [("W0_0-a", ["its last words"])]
+    assert posted == [("W0_0-a", ["farewell"])]
 
 
 def test_what_was_written_at_the_very_end_is_posted() -> None:
     client = Recording()
 
     def end(reports: WorkerReports) -> None:
-        reports.wrote("W0_0-a", [(1.0, "its last words")], 0)
+        reports.wrote("W0_0-a", [(1.0, "farewell")], 0)
         reports.remove("W0_0-a")
         reports.stop()
 
