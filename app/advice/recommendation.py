@@ -388,23 +388,26 @@ def _not_here(
     refused: str,
 ) -> str:
     """What would train clearly more than the best of what can be done, and why it can't."""
-    others = []
+    others, staffed = [], any(option.name == REROUTE for option in advice.options)
     for option in advice.options:
         gain = _gain(option, best, advice.horizon, full)
         if option.name not in can and gain > CLEAR_MARGIN:
             more = f"would {_more(gain).replace('trains', 'train')}" if math.isfinite(gain) else "would train at all"
-            others.append(f"{option.name}, which {more} ({_why_not(option.name, migrate, relayout, refused)})")
+            why = _why_not(option.name, migrate, relayout, refused, staffed=staffed)
+            others.append(f"{option.name}, which {more} ({why})")
     return f" Not possible here: {'; '.join(others)}." if others else ""
 
 
-def _why_not(name: str, migrate: bool, relayout: MayMove, refused: str) -> str:
+def _why_not(name: str, migrate: bool, relayout: MayMove, refused: str, *, staffed: bool) -> str:
+    """staffed: lives somebody of each stage?"""
     if name == REPARTITION and relayout == "never":
         return "this job's layers can't change their stage"
     if name == REPARTITION and refused:
         return "there is no memory for it"
     if name == MIGRATE:
         kept = "this job keeps workers on their stage: --no-migrate, a sharded optimizer, or a Reporter"
-        return "this job is too large for it" if migrate else kept
+        lost = "this job is too large for it" if staffed else "nobody is left of a stage who could hand over its state"
+        return lost if migrate else kept
     return _CANNOT.get(name, "this job can't do it")
 
 

@@ -105,6 +105,14 @@ def test_the_best_of_what_can_be_done_is_ranked_first() -> None:
     )
 
 
+def test_where_a_stage_is_lost_its_state_is_what_is_missing() -> None:
+    options = (Option("restart", 0, 5.0), Option(MIGRATE, 0, 8.0))
+    recommendation = decide(advice(*options), ["W0_2", "W1_2"], FULL, "", migrate=True)
+    assert golden("nobody-is-left-of-a-stage") in recommendation.reason
+    whole = decide(advice(Option(REROUTE, 0, 5.0), *options), ["W1_2"], FULL, "", [STAY], migrate=True)
+    assert golden("nobody-is-left-of-a-stage") not in whole.reason
+
+
 def test_a_job_that_may_not_move_says_so() -> None:
     options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 0, 8.0))
     recommendation = decide(advice(*options), ["W1_2"], FULL, "", [STAY])
