@@ -72,6 +72,9 @@ _LOOKS = 10
 # How long a command that looks whether a console has an SQLite file may hold that console's lock.
 _LOOK_SECONDS = 0.1
 
+_MIGRATING = threading.Lock()
+"""Alembic keeps what it is at in names of its module: two threads, each with a database of its own, break both."""
+
 HERE = Path(__file__).parent
 
 # What its files begin with; one that is empty becomes one.
@@ -211,7 +214,7 @@ class Database:
         from alembic.script import ScriptDirectory
         from alembic.util import CommandError
 
-        with self._writing() as connection:
+        with _MIGRATING, self._writing() as connection:
             config = alembic_config(connection)
             try:
                 command.upgrade(config, "head")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -261,13 +261,7 @@ def test_a_table_of_somebody_else_is_left_to_them(database_url: str) -> None:
     database.close()
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_processes_that_start_together_take_turns(database_url: str, old: bool) -> None:
-    databases = [Database(database_url) for _ in range(4)]
-    if old:
-        databases[0].upgrade()
-        with databases[0].engine.begin() as connection:
-            connection.execute(text("alter table generation drop column let_go"))
+def _upgrade_together(databases: Sequence[Database]) -> None:
     errors: list[BaseException] = []
     start = threading.Barrier(len(databases))
 
@@ -284,6 +278,23 @@ def test_processes_that_start_together_take_turns(database_url: str, old: bool) 
     for thread in threads:
         thread.join(60)
     assert errors == []
+
+
+def test_threads_that_each_have_a_database_do_not_disturb_each_other(tmp_path: Path) -> None:
+    databases = [Database(f"sqlite:///{tmp_path / f'{number}.db'}") for number in range(8)]
+    _upgrade_together(databases)
+    for database in databases:
+        database.close()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_processes_that_start_together_take_turns(database_url: str, old: bool) -> None:
+    databases = [Database(database_url) for _ in range(4)]
+    if old:
+        databases[0].upgrade()
+        with databases[0].engine.begin() as connection:
+            connection.execute(text("alter table generation drop column let_go"))
+    _upgrade_together(databases)
     with databases[0].engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
     for database in databases:
