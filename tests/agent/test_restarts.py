@@ -172,6 +172,7 @@ def test_a_job_that_lost_a_stage_waits_for_those_who_come_back(victims: tuple[st
     grid = GRID | {"pipelines": 1}
     job = LocalJob(
         **grid,
+        pace=0.01,  # else all may be over before the launcher has read that there is a checkpoint
         faults=Faults(max_restarts=1, restart_delay=0.2),
         checkpoints=Checkpoints(directory=tmp_path, every=2, keep=50),
         checkpoint=lambda: next((str(c.path) for c in whole_checkpoints(tmp_path)), None),
