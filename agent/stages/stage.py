@@ -306,8 +306,7 @@ def _choose(trial: _Trial, wanted: Wanted) -> Split:
     if not any(p.requires_grad for p in module.parameters()):
         return Split(fused, 0.0, moving, "The stage has no trainable parameter: there is no W.")
     reference = trial.reference()
-    work = sum(trial.work(fused))
-    if not work and not trial.late:
+    if not reference.work and not trial.late:
         text = "The backward is not split: there is no matrix product or convolution of the stage's own in it."
         return Split(fused, 0.0, moving, text, warning=wanted != "fused")
     # A hook may do nothing to the gradients of the trial, and something to others.
@@ -328,7 +327,7 @@ def _choose(trial: _Trial, wanted: Wanted) -> Split:
         if wanted not in ("auto", name) or (trial.late and name == "torch") or (passed and _covers_most(passed[0][1])):
             continue
         strategy: Strategy = Deferred(module) if name == "deferred" else TorchSplit(module)
-        share, fault = trial.judge(strategy, reference, work)
+        share, fault = trial.judge(strategy, reference)
         if fault:
             strategy.close()
             faults.append(f"{name}: {fault}")
@@ -346,6 +345,20 @@ def _choose(trial: _Trial, wanted: Wanted) -> Split:
     because = f" ({'; '.join(faults)})" if faults else ""
     text = f"The backward is not split: I takes all of it, and W nothing{because}."
     return Split(fused, 0.0, moving, text, warning=bool(faults))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Of two interleaved micro-batches. numbers: every one that they give, by its name. in_i, in_w: floating-point
+    operations of I and of W."""
+
+    numbers: Mapping[str, Fingerprint]
+    in_i: int
+    in_w: int
+
+    @property
+    def work(self) -> int:
+        return self.in_i + self.in_w
 
 
 class _Trial:
@@ -378,11 +391,11 @@ class _Trial:
         outputs = self._stage(Fused(self.module), _Record([]), buffers).forward(_FIRST)
         self._outputs, self._made = _named(f"output of {_FIRST}", outputs), buffers.made
 
-    def reference(self) -> dict[str, Fingerprint]:
+    def reference(self) -> _Outcome:
         """`run` of the fused backward. Raises what the module raises."""
         try:
             found = self.run(Fused(self.module))
-            self.remembers = any(found[name] != output for name, output in self._outputs.items())
+            self.remembers = any(found.numbers[name] != output for name, output in self._outputs.items())
             return found
         except Exception as error:
             if self._made:
@@ -392,45 +405,41 @@ class _Trial:
                 )
             raise
 
-    def run(self, strategy: Strategy) -> dict[str, Fingerprint]:
-        """Every number that two interleaved micro-batches give, by its name."""
+    def run(self, strategy: Strategy) -> _Outcome:
         record = _Record(self.moving)
         ops = self._stage(strategy, record)
         out: dict[str, Fingerprint] = {}
         for key in (_FIRST, _SECOND):
             out |= _named(f"output of {key}", ops.forward(key))
+        work: list[int] = []
         for op, keys in ((ops.input_backward, (_FIRST, _SECOND)), (ops.weight_backward, (_SECOND, _FIRST))):
             for key in keys:
-                out |= _named(f"input gradient of {key}", op(key) or ())
+                # Of each op the second one: what is compiled at its first run is no part of it.
+                count = FlopCount() if key == keys[-1] else None
+                with count or contextlib.nullcontext():
+                    dx = op(key)
+                if count is not None:
+                    work.append(count.total)
+                out |= _named(f"input gradient of {key}", dx or ())
                 out |= {f"{self._names.get(id(t), 'loss')} of {key}": _fingerprint(g) for t, g in record.take()}
-        return out
+        return _Outcome(out, *work)
 
-    def work(self, strategy: Strategy) -> tuple[int, int]:
-        """Floating-point operations of I and of W."""
-        ops = self._stage(strategy, _Record(self.moving))
-        ops.forward(_FIRST)
-        with FlopCount() as in_i:
-            ops.input_backward(_FIRST)
-        with FlopCount() as in_w:
-            ops.weight_backward(_FIRST)
-        return in_i.total, in_w.total
-
-    def judge(self, strategy: Strategy, reference: dict[str, Fingerprint], work: int) -> tuple[float, str]:
+    def judge(self, strategy: Strategy, reference: _Outcome) -> tuple[float, str]:
         """(share of the work that W does, what speaks against the strategy or nothing)."""
         if isinstance(strategy, Deferred) and not strategy.layers.parameters:
             return 0.0, "no layer of a kind that can be deferred"
         try:
             outcome = self.run(strategy)
-            in_i, in_w = self.work(strategy)
         except Exception as error:  # whatever a module may raise under a split that does not suit it
             cause = error.__cause__ or error
             return 0.0, f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0][:160]}"
-        different = sorted(k for k in outcome.keys() | reference.keys() if outcome.get(k) != reference.get(k))
+        ours, theirs, work = outcome.numbers, reference.numbers, reference.work
+        different = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
         if different:
             return 0.0, f"other bits than the fused backward in {different[0]} and {len(different) - 1} more"
-        share = in_w / work if work else 1.0
-        if in_i + in_w > _MOST_WORK * work:
-            return share, f"{(in_i + in_w) / work:.2f} times the work of the fused backward"
+        share = outcome.in_w / work if work else 1.0
+        if outcome.work > _MOST_WORK * work:
+            return share, f"{outcome.work / work:.2f} times the work of the fused backward"
         return share, "" if share >= _LEAST_SHARE else f"only {share:.1%} of the backward could be done in W"
 
     def _stage(self, strategy: Strategy, record: _Record, buffers: MovingBuffers | None = None) -> _Ops:
