@@ -750,11 +750,24 @@ class Launcher:
 
     @property
     def _to_be_started(self) -> list[str]:
-        return [] if self._ends else [one.worker for one in self._restarts.waiting]
+        return [one.worker for one in self._awaited]
+
+    @property
+    def _awaited(self) -> tuple[restarts.DueRestart, ...]:
+        return restarts.needed(self._restarts, self._lacking) if self._ends else self._restarts.waiting
+
+    @property
+    def _lacking(self) -> int:
+        """How many workers a job that trains needs besides those that there are, to come to the end that it was asked
+        to come to: with fewer than there are stages it can't go on, wherever all go back to."""
+        if self._deployed is None or self._record.committed >= self._iterations:
+            return 0
+        return max(0, self._options.job.stages - len(self._pool.running))
 
     def _replace(self, worker: str, incarnation: str, node: int, why: str) -> bool:
         """A process that is gone is to be replaced, if it may be (agent.launcher.restarts). Was this said?"""
-        asked = self._ends or (self._deployed is not None and worker in self._deployed.deployment.leaving)
+        asked = self._ends and not self._lacking
+        asked = asked or (self._deployed is not None and worker in self._deployed.deployment.leaving)
         there, committed = self._pool.has_node(node), self._record.committed
         gone = restarts.Gone(worker, incarnation, node, there, committed, asked)
         self._restarts, found = restarts.ended(self._restarts, gone, self._restart_policy, time.monotonic())
@@ -774,7 +787,7 @@ class Launcher:
 
     def _start_due(self) -> None:
         """Those that are to be started again by now."""
-        if self._ends or not self._restarts.waiting:
+        if not self._awaited:
             return
 
         def empty(worker: str) -> bool:
@@ -785,7 +798,8 @@ class Launcher:
         self._restarts = found.restarts
         for one in found.held:
             self._say_restart(one.worker, one.incarnation, restarts.told(one, policy, now), "is gone")
-        for one in found.start:
+        awaited = self._awaited
+        for one in (one for one in found.start if one in awaited):
             entry = self._start(Worker.parse(one.worker), joins=self._deployed is not None, node=one.node)
             if entry is not None:
                 self._restarts = restarts.started(self._restarts, one, entry.incarnation)

@@ -12,6 +12,7 @@ The launcher of a job keeps this, with a console and without: it alone starts pr
   is gone they wait until it is back, which is no try.
 - Nobody replaces a process that was asked to leave, nor one whose place others have filled meanwhile. Where one has
   moved in, the place that it has left is filled.
+- Of a job that was asked to end only so many are replaced as it needs to come to that: one for each stage.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class RestartPolicy:
 @dataclass(frozen=True)
 class Gone:
     """A process that has ended, or was fenced. worker: its place. there: is its node? committed: iterations of the
-    job. asked: was it to leave, or is the job to end?"""
+    job. asked: was it to leave, or is the job to end, and can without it?"""
 
     worker: str
     incarnation: str
@@ -124,6 +125,12 @@ def moved(restarts: Restarts, source: str, to: str) -> Restarts:
 def without(restarts: Restarts, places: Collection[str]) -> Restarts:
     """Nobody is started at those: whoever was there had been asked to leave before it ended."""
     return replace(restarts, waiting=tuple(one for one in restarts.waiting if one.worker not in places))
+
+
+def needed(restarts: Restarts, lacking: int) -> tuple[DueRestart, ...]:
+    """Of a job that was asked to end, who is started nevertheless: those that come first. lacking: so many more than
+    there are it needs."""
+    return tuple(sorted(restarts.waiting, key=lambda one: (one.held, one.due))[:lacking])
 
 
 def not_started(restarts: Restarts, waiting: DueRestart, policy: RestartPolicy, now: float) -> tuple[Restarts, Restart]:

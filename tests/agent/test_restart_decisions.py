@@ -199,6 +199,22 @@ def test_one_that_ended_before_it_could_leave_is_not_started() -> None:
     assert job.goes_on(1e6) == ["W0_0"]
 
 
+def test_a_job_that_was_asked_to_end_has_started_whom_it_can_not_do_without() -> None:
+    """Those that come first; of a lost node only where there are no others."""
+    job = Job(nodes={0}, running={f"W{p}_0": f"W{p}_0.0" for p in range(3)})
+    job.ends("W2_0", node=1)
+    job.now += 1
+    job.ends("W1_0")
+    job.now += 1
+    job.ends("W0_0")
+
+    def needed(lacking: int) -> list[str]:
+        return [one.worker for one in restarts.needed(job.state, lacking)]
+
+    assert needed(0) == [] and needed(1) == ["W1_0"] and needed(2) == ["W1_0", "W0_0"]
+    assert needed(3) == needed(9) == ["W1_0", "W0_0", "W2_0"]
+
+
 def test_workers_of_a_lost_node_wait_for_it_and_that_is_no_try() -> None:
     job = Job(nodes={0})
     said = job.ends("W1_0", node=1)

@@ -310,6 +310,38 @@ def test_a_job_that_ends_starts_nobody() -> None:
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
 
 
+@pytest.mark.parametrize("asked", ["before its end is seen", at_length("while it waits to be started")])
+@pytest.mark.parametrize("back_to", ["a checkpoint", at_length("the start")])
+def test_a_job_that_loses_a_stage_when_it_is_to_end_comes_to_its_end(asked: str, back_to: str, tmp_path: Path) -> None:
+    """Without the one that died in an iteration nobody could finish that, or go back."""
+
+    def dies(job: LocalJob, worker: str, message: Message) -> None:
+        if message["kind"] == "dying" and asked == "before its end is seen":
+            job.launcher.end_soon()
+
+    def waits(job: LocalJob, line: Message) -> None:
+        if "restart" in line and asked == "while it waits to be started":
+            job.launcher.end_soon()
+
+    def newest() -> str | None:
+        found = next((str(c.path) for c in whole_checkpoints(tmp_path)), None)
+        return found if back_to == "a checkpoint" else FROM_START
+
+    grid = GRID | {"pipelines": 1}
+    job = LocalJob(
+        **grid,
+        kills=("W0_1@6:F1",),
+        faults=Faults(max_restarts=1, restart_delay=0.1),
+        checkpoints=Checkpoints(directory=tmp_path, every=2, keep=50),
+        checkpoint=newest,
+        on_message=dies,
+        on_line=waits,
+    ).run()
+    assert [(r["worker"], r["number"]) for r in restarts(job.lines)] == [("W0_1", 1)]
+    undisturbed = LocalJob(**grid, iterations=len(job.losses)).run()
+    assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1] and "final" in job.lines[-1]
+
+
 def _launch(folder: Path, rank: int, place: tuple[str, ...], name: str = "") -> Any:
     job = (*NODES_GRID, *TINY, "--iterations", "100000", "--pace", "F=15ms,I=15ms,W=15ms")
     own = ("--node-rank", str(rank), "--record", str(folder / f"run{rank}.jsonl"))
