@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.config.options import check_url
+from openrecycle.agent.coordination.launcher import Halt
 from openrecycle.agent.messages.client import (
     ConsoleClient,
     ConsoleRefused,
@@ -20,6 +22,7 @@ from openrecycle.agent.messages.client import (
     JobUnknown,
 )
 from openrecycle.agent.messages.protocol import ClockReading
+from openrecycle.agent.monitoring.console_link import ConsoleCoordination
 from openrecycle.planner.jobs.errors import InputError
 from tests.golden import golden
 
@@ -192,6 +195,28 @@ def test_a_job_that_was_known_is_asked_for_again(stack: ExitStack) -> None:
         read(client)
     second.answer = GOOD
     assert read(client) == 7
+
+
+@pytest.mark.parametrize(("status", "code"), [(401, "unauthorized"), (403, "token_needed"), (421, "wrong_host")])
+def test_who_was_taken_before_is_no_reason_for_a_job_to_end(status: int, code: str, stack: ExitStack) -> None:
+    """The console was started again without its token, or without the name that its proxy has: people mend that."""
+    no = (status, {"title": "t", "status": status, "code": code, "detail": "settings"})
+    server = answering(stack, no)
+    with pytest.raises(ConsoleRefused):
+        read(ConsoleClient(server.url))
+    client = ConsoleClient(server.url, known=True)
+    with pytest.raises(ConsoleUnavailable, match="settings"):
+        read(client)
+    server.answer = GOOD
+    assert read(client) == 7
+    coordination = ConsoleCoordination(lambda: ConsoleClient(server.url, known=True), "job", lambda text: None)
+    server.answer, server.asked = no, []
+    try:
+        while len([path for path in server.asked if "deployment" in path]) < 2:
+            assert not any(isinstance(event, Halt) for event in coordination.poll(0.0))
+            time.sleep(0.01)
+    finally:
+        coordination.close(lambda: True)
 
 
 @pytest.mark.parametrize("page", ["default backend - 404", {"detail": "Not Found"}])
