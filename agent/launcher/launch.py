@@ -58,7 +58,7 @@ from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.jobs.words import layers_moved, names
+from openrecycle.planner.jobs.words import count, layers_moved, names
 from openrecycle.planner.plans.packed import to_text
 from openrecycle.planner.plans.plan import Plan
 
@@ -838,6 +838,11 @@ class Launcher:
         self._start(place, joins=True, spares=spares)
 
     def _certain(self, recorded: RecordedProgress) -> None:
+        if recorded.unknown:
+            which = names([*map(str, recorded.unknown)])
+            lost = "who computed the losses was lost before they could be told"
+            text = f"{count(len(recorded.unknown), 'iteration')} missing here ({which}): {lost}"
+            self._listener({"warning": text})
         for iteration in recorded.iterations:
             self._listener(iteration_line(iteration))
             if text := self._data_wait.after(iteration):

@@ -78,9 +78,11 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class RecordedProgress:
-    """What became certain: iterations, evaluations, and failures that have been survived."""
+    """What became certain: iterations, evaluations, and failures that have been survived. unknown: iterations that
+    nobody knows the loss of, who lives; they are in no record."""
 
     iterations: tuple[Iteration, ...] = ()
+    unknown: tuple[int, ...] = ()
     evaluations: tuple[EvaluationResult, ...] = ()
     gradient_norms: tuple[tuple[int, str], ...] = ()
     recoveries: tuple[Recovery, ...] = ()
@@ -394,28 +396,34 @@ class RunRecord:
         if not self._living:
             return RecordedProgress()
         certain = min(self._of(w).committed for w in self._living)
-        iterations = []
+        iterations, unknown = list[Iteration](), list[int]()
         while self.committed < certain:
             i = self.committed
             at = max(self._of(w).committed_at.get(i, self._last_at) for w in self._living)
-            loss = self._losses.pop(i)[1]
+            _, loss = self._losses.pop(i, (0, ""))
+            rate, waited = self._learning_rates.pop(i, None), self._data_seconds.pop(i, 0.0)
             generation, living = self._generation, len(self._living)
             if self._before is not None and i <= self._before[0]:
                 _, generation, living = self._before
-            iterations.append(
-                Iteration(
-                    iteration=i,
-                    loss=float.fromhex(loss),
-                    loss_hex=loss,
-                    seconds=max(0.0, (at - self._last_at) / 1e9),
-                    generation=generation,
-                    living=living,
-                    skipped=self.skipped.get(i, ()),
-                    learning_rate=self._learning_rates.pop(i, None),
-                    data_seconds=self._data_seconds.pop(i, 0.0),
+            if loss:
+                iterations.append(
+                    Iteration(
+                        iteration=i,
+                        loss=float.fromhex(loss),
+                        loss_hex=loss,
+                        seconds=max(0.0, (at - self._last_at) / 1e9),
+                        generation=generation,
+                        living=living,
+                        skipped=self.skipped.get(i, ()),
+                        learning_rate=rate,
+                        data_seconds=waited,
+                    )
                 )
-            )
-            self._recorded.append((i, loss))
+                self._recorded.append((i, loss))
+            else:
+                # All have it from a checkpoint, or from a peer; and its last stage, which is gone, could not say it any
+                # more, as when the launcher of its node stood still.
+                unknown.append(i)
             self._last_at = at
             self.committed += 1
             for progress in self._workers.values():
@@ -425,7 +433,7 @@ class RunRecord:
         due = [self._evaluations.pop(i) for i in sorted(self._evaluations) if i <= self.committed]
         self._evaluated = max([self._evaluated, *(evaluation.iteration for evaluation in due)])
         survived = self._survived() if iterations else ()
-        return RecordedProgress(tuple(iterations), tuple(due), tuple(norms), survived)
+        return RecordedProgress(tuple(iterations), tuple(unknown), tuple(due), tuple(norms), survived)
 
     def _survived(self) -> tuple[Recovery, ...]:
         """Failures after which a whole iteration has been committed, by all, in a later generation: not always in the

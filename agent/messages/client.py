@@ -450,9 +450,10 @@ class ConsoleClient:
 
     url: one address or several; the one that answered last is asked first. token: sent as a bearer token,
     never logged, never in the address. timeout: seconds to wait for an answer. known: the console has taken the token
-    and the name by which it is asked, and known the job, before. issued: the token that it has given out for the job that was created here; None where it
-    has none. lead: of a launcher that leads several nodes, its term and node (agent.coordination.membership); deposed:
-    called, with a sentence, whenever the console says that another leads since.
+    and the name by which it is asked, and known the job, before. issued: the token that it has given out for the job
+    that was created here; None where it has none. lead: of a launcher that leads several nodes, its term and node
+    (agent.coordination.membership); deposed: called, with a sentence, whenever the console says that another leads
+    since.
     """
 
     def __init__(
@@ -551,8 +552,8 @@ class ConsoleClient:
             # Of a 4xx the console says why. One without that is a proxy's, while there is no console behind it.
             code = _problem(answer).code if answer.status_code >= 400 else "unknown"
             refused = code != "unknown" and answer.status_code < 500
-            # Too slow (this process was suspended), too many. And a token, or a name for the console, that was good is no
-            # reason to end a job: the console was started again, and with other settings than it should have been.
+            # Too slow (this process was suspended), too many. And a token, or a name for the console, that was good is
+            # no reason to end a job: the console was started again, and with other settings than it should have been.
             later = answer.status_code in (408, 429) or (answer.status_code in (401, 403, 421) and self._known)
             if code == "unknown_job" and self._known:
                 later, kind = True, JobUnknown

@@ -378,3 +378,37 @@ def test_workers_of_a_lost_node_come_back_with_it(lost: int, tmp_path: Path) -> 
     ]
     losses = [line["loss"] for line in lines if "iteration" in line]
     assert losses == fault_free_losses(len(losses), pipelines=2, stages=3)
+
+
+@pytest.mark.chaos
+def test_a_node_is_lost_whose_launcher_stood_still_and_the_checkpoint_is_ahead_of_the_record(tmp_path: Path) -> None:
+    """Its workers trained on, and wrote checkpoints; the losses, which the last stage alone has, are lost with them."""
+    saved, place = tmp_path / "saved", ("--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
+    job = ("--pipelines", "1", "--stages", "2", "--micro-batches", "2", "--iterations", "40", *TINY, *place)
+    job = (*job, "--pace", "F=15ms,I=15ms,W=15ms", "--checkpoint", str(saved), "--checkpoint-every", "2")
+    job = (*job, "--max-restarts", "1", "--restart-delay", "0.5", "--record", str(tmp_path / "run.jsonl"))
+
+    def begin(rank: int, name: str = "") -> Any:
+        return launch_node(tmp_path / f"node{rank}{name}.log", *job, "--node-rank", str(rank))
+
+    def recorded() -> dict[int, str]:
+        return {line["iteration"]: line["loss"] for line in node_lines(tmp_path) if "loss" in line}
+
+    launchers = [begin(0), begin(1)]
+    try:
+        until(lambda: len(recorded()) >= 2, "two iterations")
+        os.kill(launchers[1].pid, signal.SIGSTOP)
+        until(
+            lambda: any(c.iteration > max(recorded()) + 3 for c in whole_checkpoints(saved)), "a checkpoint further on"
+        )
+        kill_group(launchers[1])
+        launchers[1] = begin(1, "-again")
+        assert [launcher.wait(90) for launcher in launchers] == [0, 0], (tmp_path / "node0.log").read_text()
+    finally:
+        for launcher in launchers:
+            kill_group(launcher)
+    known, lines = recorded(), node_lines(tmp_path)
+    undisturbed = LocalJob(**GRID | {"pipelines": 1}, iterations=40).run()
+    assert 1 < len(set(range(40)) - known.keys()) < 38
+    assert all(known[number] == undisturbed.losses[number] for number in known)
+    assert lines[-1] == undisturbed.lines[-1] and "final" in lines[-1]

@@ -103,6 +103,25 @@ def test_a_death_before_its_step_does_not_hold_up_what_all_others_committed() ->
     assert iteration.living == 3
 
 
+def test_what_nobody_knows_the_loss_of_is_left_out() -> None:
+    """Who computed it, on a node whose launcher stood still, is lost, and nobody has heard of it. All go on from a
+    checkpoint that is further than what is recorded; or a newcomer from the state of a peer."""
+    record = _running()
+    for iteration in range(4):
+        for worker in (A, C):
+            record.committed_by(worker, iteration, (0.0).hex(), at=(5 + iteration) * MS)
+    for worker in (B, D):
+        record.committed_by(worker, 0, (2.5).hex(), at=5 * MS)
+    for worker in (B, D):
+        record.died(worker, detected_at=20 * MS)
+    record.generation_opened(2, [A, B, C, D], at=21 * MS, joining=[B, D])
+    recorded = [record.formed(worker, 2, 3, at=30 * MS) for worker in (A, B, C, D)]
+    assert [number for some in recorded for number in some.unknown] == [1, 2] and record.committed == 3
+    recorded = [record.committed_by(w, 3, (1.5).hex(), at=40 * MS) for w in (A, B, C, D)]
+    assert [(i.iteration, i.loss) for some in recorded for i in some.iterations] == [(3, 1.5)]
+    assert sorted(r.worker for some in recorded for r in some.recoveries) == [str(B), str(D)]
+
+
 def test_who_was_done_before_a_death_is_not_done_after_it() -> None:
     """The dead one was to write its stage's weights: its peer has to first."""
     record = _running()
