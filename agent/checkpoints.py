@@ -846,8 +846,39 @@ _OTHERS = "openrecycle"
 """What a state dict has beside tensors, which files of the format have no place for."""
 
 
+WEIGHTS_SECONDS = 3600.0
+"""For a disk that the trained weights find full: somebody may make room, and nothing else may have them."""
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+
+
 class WeightsError(RuntimeError):
-    """The weights could not be written; the sentence says where and why."""
+    """The weights could not be written; the sentence says where and why. passes: may that be otherwise later?"""
+
+    def __init__(self, text: str, *, passes: bool = False) -> None:
+        super().__init__(text)
+        self.passes = passes
+
+
+def until_written(
+    write: Callable[[], None],
+    pause: Callable[[float], object],
+    say: Callable[[str], None],
+    patience: float = WEIGHTS_SECONDS,
+) -> None:
+    """Calls `write`, and again as long as it raises a WeightsError that may pass, with `pause` in between for
+    `patience` seconds in all. say: gets a sentence at the first time. Raises WeightsError."""
+    wait, waited = 0.5, 0.0
+    while True:
+        try:
+            write()
+            return
+        except WeightsError as error:
+            if not error.passes or waited >= patience:
+                raise
+            if not waited:
+                say(f"{error}; it is tried again for {patience / 60:.0f} min")
+        pause(wait)
+        waited, wait = waited + wait, min(2 * wait, 10.0)
 
 
 def save_weights(folder: str, layer: int, state: Mapping[str, Any], *, averaged: bool = False) -> None:
@@ -863,9 +894,10 @@ def save_weights(folder: str, layer: int, state: Mapping[str, Any], *, averaged:
         write_tensors(partial, tensors, {_OTHERS: json.dumps(others)} if others else None)
         partial.replace(file)
     except (OSError, RuntimeError) as error:
-        partial.unlink(missing_ok=True)
-        reason = reason_of(error)
-        raise WeightsError(f"the weights of layer {layer} could not be written to {file}: {reason}") from None
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        text = f"the weights of layer {layer} could not be written to {file}: {reason_of(error)}"
+        raise WeightsError(text, passes=isinstance(error, OSError) and error.errno in _MAY_PASS) from None
 
 
 def read_weights(folder: str, layer: int, *, averaged: bool = False) -> dict[str, Any]:

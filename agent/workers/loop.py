@@ -17,7 +17,7 @@ import hashlib
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from openrecycle.agent.checkpoints import (
     learning_rates,
     load_layers,
     save_weights,
+    until_written,
     whole_tensor,
 )
 from openrecycle.agent.config.devices import kind_number
@@ -437,11 +438,23 @@ class WorkerLoop:
                 own = self._ranks.together(functools.partial(gathered_tensors, module, own))
             if self._ranks.rank:
                 continue
-            save_weights(folder, layer, state)
+            self._until_written(functools.partial(save_weights, folder, layer, state))
             if own:
                 names = state_names(module)
                 averaged = {name: own.get(names.get(name, name), value) for name, value in state.items()}
-                save_weights(folder, layer, averaged, averaged=True)
+                self._until_written(functools.partial(save_weights, folder, layer, averaged, averaged=True))
+
+    def _until_written(self, write: Callable[[], None]) -> None:
+        """Raises WeightsError; Interrupted, where others need this worker meanwhile."""
+
+        def pause(seconds: float) -> None:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                if self._superseded():
+                    raise Interrupted
+                time.sleep(0.02)
+
+        until_written(write, pause, lambda text: self._channel.say("warning", text=f"{self._me}: {text}"))
 
     def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:
         """Where it is due before `iteration`, and has not been done by all. Raises as `Executor.evaluate`."""

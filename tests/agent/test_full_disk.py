@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -302,6 +303,42 @@ def test_a_disk_too_small_costs_the_checkpoints_and_says_so_of_the_weights(tmp_p
     assert all(golden("training-goes-on") in line for line in warned) and "Traceback" not in done.stderr
     (last,) = [line for line in done.stderr.splitlines() if line.startswith("the job ended early")]
     assert golden("could-not-be-written-to") in last and "File too large" in last
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+def test_a_disk_that_is_full_at_the_end_costs_no_training(tmp_path: Path) -> None:
+    """The weights are written once there is room. The disk is one of memory, which this job alone sees."""
+    mount, folder, errors = ("unshare", "--mount", "--map-root-user"), tmp_path / "disk", tmp_path / "errors.txt"
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    folder.mkdir()
+    given = (
+        "--iterations",
+        "20",
+        "--pace",
+        "F=20ms,I=20ms,W=20ms",
+        "--weights",
+        str(folder / "w"),
+        "--record",
+        str(tmp_path / "run.jsonl"),
+    )
+    shell = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
+    with errors.open("w") as out:
+        job = subprocess.Popen([*mount, "sh", "-c", shell, str(folder), *JOB, *given], stderr=out, stdout=out)
+        try:
+            wait_for('"iteration": 3', tmp_path / "run.jsonl")
+            there = Path(f"/proc/{job.pid}/root") / folder.relative_to("/")
+            with pytest.raises(OSError, match="No space"):
+                (there / "others").write_bytes(bytes(1 << 21))
+            wait_for("No space left", tmp_path / "run.jsonl")
+            (there / "others").unlink()
+            wait_for('"final"', tmp_path / "run.jsonl")
+            assert job.wait(60) == 0, errors.read_text()
+        finally:
+            job.kill()
+            job.wait()
+    assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])["final"]["iterations"] == 20
 
 
 # -- the queue itself -------------------------------------------------------------------------

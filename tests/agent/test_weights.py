@@ -20,6 +20,7 @@ from openrecycle.agent.checkpoints import (
     load_weights,
     read_weights,
     save_weights,
+    until_written,
     weights_file,
     write_share,
 )
@@ -86,6 +87,31 @@ def test_what_can_t_be_written_is_named_and_leaves_nothing(tmp_path: Path) -> No
     with pytest.raises(WeightsError, match=r"layer 2.*_extra_state"):
         save_weights(str(tmp_path), 2, _Odd().state_dict())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_find_no_room_are_tried_again() -> None:
+    """As they are all that is left of a training. Not for ever, and not where that is of no use."""
+
+    def write(fails: int, error: WeightsError) -> list[float]:
+        paused, tries = list[float](), list[int]()
+
+        def once() -> None:
+            tries.append(1)
+            if len(tries) <= fails:
+                raise error
+
+        until_written(once, paused.append, said.append, patience=100.0)
+        return paused
+
+    said = list[str]()
+    assert not write(0, WeightsError("full")) and not said
+    assert len(write(3, WeightsError("full", passes=True))) == 3
+    assert len(said) == 1 and said[0].startswith("full")
+    with pytest.raises(WeightsError, match="full"):
+        write(1000, WeightsError("full", passes=True))
+    with pytest.raises(WeightsError, match="odd"):
+        write(1, WeightsError("odd"))
+    assert len(said) == 2
 
 
 class _Odd(nn.Module):
