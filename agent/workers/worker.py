@@ -233,6 +233,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
             os._exit(FAILED)
 
     threading.Thread(target=say_alive, name="alive", daemon=True).start()
+    loop: WorkerLoop | None = None
     try:
         deterministic = options.optimization.mode == "deterministic"
         device = platform.take(spec.slot, deterministic=deterministic, shared=spec.run.shared_gpus)
@@ -249,6 +250,11 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         channel.say("ready", host=socket.gethostname(), pids=[os.getpid()])
         loop.run()
     except (NonFiniteError, NoAgreementError, StageIOError, WeightsError, StateError) as error:
+        if spec.joins and loop is None:
+            # Of a newcomer alone, as where files were changed since the others began: these go on.
+            last_words(error)
+            channel.say("error", text=describe_exception(error))
+            _exit(FAILED)
         # Not this worker's fault, and every peer comes to the same conclusion: the job ends.
         if console:
             _say_for_people(channel, status, log, spec)

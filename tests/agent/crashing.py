@@ -41,6 +41,26 @@ class Unlike(Gpt):
             torch.set_num_threads(torch.get_num_threads() + 1)
 
 
+class Altered(Gpt):
+    """altered: a file. Whoever starts while it is there has layers that can't be trained: a forward changes a
+    parameter."""
+
+    def __init__(self, altered: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._altered = Path(altered)
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> Any:
+        made = super().build_layer(layer, layers, seed)
+        if self._altered.exists():
+            parameter = next(made.parameters())
+
+            def change(*_: object) -> None:
+                parameter.data.add_(1.0)
+
+            made.register_forward_pre_hook(change)
+        return made
+
+
 class Stumbling(Gpt):
     """Whoever takes a step of this number raises outside all ops."""
 

@@ -156,6 +156,26 @@ def test_one_that_computes_otherwise_than_the_others_is_left_out(tmp_path: Path)
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
 
 
+def test_one_whose_files_were_changed_meanwhile_is_left_out(tmp_path: Path) -> None:
+    """What it says against the model is no reason for those to end who train it."""
+    altered, left_out = tmp_path / "altered", list[int]()
+
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == 0:
+            altered.touch()
+        if "restart" in line and line["restart"]["number"] > line["restart"]["most"]:
+            left_out.append(len(job.iterations))
+        if left_out and len(job.iterations) == left_out[0] + 2:
+            job.launcher.end_soon()
+
+    workload = NamedWorkload("tests.agent.crashing:Altered", {"altered": str(altered), **MODEL})
+    faults = Faults(max_restarts=1, restart_delay=0.1)
+    job = LocalJob(**GRID, kills=("W1_1@1:I1",), pace=0.02, faults=faults, workload=workload, on_line=act).run()
+    said = [(r["worker"], r["number"]) for r in restarts(job.lines)]
+    assert said == [("W1_1", 1), ("W1_1", 2)] and "final" in job.lines[-1]
+    assert job.losses == fault_free_losses(len(job.losses), **GRID)
+
+
 @pytest.mark.parametrize("victims", [("W0_1",), at_length(("W0_0", "W0_1"))])
 def test_a_job_that_lost_a_stage_waits_for_those_who_come_back(victims: tuple[str, ...], tmp_path: Path) -> None:
     """Fewer are left than there are stages, or nobody; and there is a checkpoint to go back to."""
