@@ -261,7 +261,7 @@ def whole_checkpoints(directory: Path) -> list[Checkpoint]:
 
 def _by_state(directory: Path) -> tuple[list[Checkpoint], dict[int, str]]:
     """Those of `whole_checkpoints`, and by iteration why others that were finished are none; the newest first."""
-    whole, others = list[Checkpoint](), dict[int, str]()
+    whole, others, gone = list[Checkpoint](), dict[int, str](), False
     for path in directory.iterdir() if directory.is_dir() else ():
         if named := _NAME.fullmatch(path.name):
             iteration = int(named[1])
@@ -276,6 +276,9 @@ def _by_state(directory: Path) -> tuple[list[Checkpoint], dict[int, str]]:
             except CheckpointError as error:
                 if (path / "manifest.json").exists():  # else it was begun, and never finished
                     others[iteration] = str(error)
+                gone = gone or not os.path.lexists(path)
+    if gone:  # it has made room for a newer one, which may not have been there yet
+        return _by_state(directory)
     return sorted(whole, key=lambda c: c.iteration, reverse=True), dict(sorted(others.items(), reverse=True))
 
 
@@ -306,15 +309,23 @@ def find(directory: Path, which: str = "newest") -> Checkpoint:
             raise CheckpointError(f"{directory}: no checkpoint of iteration {which}; there are {names}")
         named[0].verify()
         return named[0]
+    found: Checkpoint | None = None
     for candidate in candidates:
         try:
             candidate.verify()
-            return candidate
+            found = candidate
+            break
         except CheckpointError as error:
             if which == "newest":
                 raise CheckpointError(f"{error}; resume=newest-intact takes the newest that is not damaged") from None
             last = error
-    raise CheckpointError(f"{directory}: every checkpoint is damaged; the oldest: {last}")
+    # Reading takes long. Of a job that goes back, workers that live may have finished one meanwhile, for which older
+    # ones make room.
+    if which == "newest-intact" and any(c.iteration > candidates[0].iteration for c in whole_checkpoints(directory)):
+        return find(directory, which)
+    if found is None:
+        raise CheckpointError(f"{directory}: every checkpoint is damaged; the oldest: {last}")
+    return found
 
 
 def set_aside_later(directory: Path, iteration: int) -> list[str]:

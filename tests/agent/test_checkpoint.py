@@ -100,6 +100,40 @@ def test_a_checkpoint_is_not_there_before_its_last_part(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration-0000000001", "iteration-0000000003"]
 
 
+@pytest.mark.parametrize("keep", [1, 9])
+def test_one_that_is_finished_while_an_older_one_is_read_is_the_newest(
+    keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a worker that still wrote when others of the job died. With keep=1 the older one goes with it."""
+    _write(tmp_path, 1)
+    write_share(tmp_path, _whole(_stage(1, 3)), 0, 1, JOB, 1, keep)
+    verify, read = checkpoint_files.Checkpoint.verify, list[int]()
+
+    def slow(checkpoint: checkpoint_files.Checkpoint) -> None:
+        read.append(checkpoint.iteration)
+        if len(read) == 1:
+            assert write_share(tmp_path, _whole(_stage(2, 3, 1)), 1, 1, JOB, 1, keep)
+        verify(checkpoint)
+
+    monkeypatch.setattr(checkpoint_files.Checkpoint, "verify", slow)
+    assert find(tmp_path, "newest-intact").iteration == 3 and read == [1, 3]
+
+
+def test_one_that_makes_room_while_it_is_looked_for_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path, 1)
+    opened = checkpoint_files.Checkpoint.open
+
+    def slow(path: Path) -> checkpoint_files.Checkpoint:
+        if path.name.endswith("1") and path.exists():
+            _write(tmp_path, 3, keep=1)
+        return opened(path)
+
+    monkeypatch.setattr(checkpoint_files.Checkpoint, "open", slow)
+    assert [c.iteration for c in whole_checkpoints(tmp_path)] == [3]
+
+
 def test_parts_of_checkpoints_that_never_became_whole_make_room(tmp_path: Path) -> None:
     """The other stage's disk is full. The newest of those before may be made whole yet, by a stage that is slower."""
 
