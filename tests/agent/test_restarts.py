@@ -330,22 +330,22 @@ def test_a_job_that_ends_starts_nobody() -> None:
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
 
 
-@pytest.mark.parametrize("asked", ["before its end is seen", at_length("while it waits to be started")])
-@pytest.mark.parametrize("back_to", ["a checkpoint", at_length("the start")])
-def test_a_job_that_loses_a_stage_when_it_is_to_end_comes_to_its_end(asked: str, back_to: str, tmp_path: Path) -> None:
-    """Without the one that died in an iteration nobody could finish that, or go back."""
+@pytest.mark.parametrize("when", ["dying", at_length("restart")])
+@pytest.mark.parametrize("kept", [True, at_length(False)])
+def test_a_job_that_loses_a_stage_when_it_is_to_end_comes_to_its_end(when: str, kept: bool, tmp_path: Path) -> None:
+    """Without the one that died in an iteration nobody could finish that, or go back. It is asked to before that end is
+    seen, or while somebody waits to be started; there is a checkpoint, or none."""
 
     def dies(job: LocalJob, worker: str, message: Message) -> None:
-        if message["kind"] == "dying" and asked == "before its end is seen":
+        if message["kind"] == when:
             job.launcher.end_soon()
 
     def waits(job: LocalJob, line: Message) -> None:
-        if "restart" in line and asked == "while it waits to be started":
+        if when in line:
             job.launcher.end_soon()
 
     def newest() -> str | None:
-        found = next((str(c.path) for c in whole_checkpoints(tmp_path)), None)
-        return found if back_to == "a checkpoint" else FROM_START
+        return next((str(c.path) for c in whole_checkpoints(tmp_path)), None) if kept else FROM_START
 
     grid = GRID | {"pipelines": 1}
     job = LocalJob(
