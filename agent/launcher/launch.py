@@ -839,10 +839,10 @@ class Launcher:
 
     def _certain(self, recorded: RecordedProgress) -> None:
         if recorded.unknown:
-            which = names([*map(str, recorded.unknown)])
-            lost = "who computed the losses was lost before they could be told"
-            text = f"{count(len(recorded.unknown), 'iteration')} missing here ({which}): {lost}"
-            self._listener({"warning": text})
+            missing = (
+                f"{count(len(recorded.unknown), 'iteration')} missing here ({names([*map(str, recorded.unknown)])})"
+            )
+            self._listener({"warning": f"{missing}: who computed the losses was lost before they could be told"})
         for iteration in recorded.iterations:
             self._listener(iteration_line(iteration))
             if text := self._data_wait.after(iteration):
