@@ -306,7 +306,10 @@ class GradientSum:
 
     def squared_norm(self, parts: Sequence[float]) -> float:
         """Of the gradients with these `norm_parts`. Rounded once, so that their order does not matter."""
-        return self.coefficient**2 * math.fsum(parts)
+        try:
+            return self.coefficient**2 * math.fsum(parts)
+        except OverflowError:  # each of them is finite
+            return math.inf
 
     def finite(self, parameters: Sequence[Tensor]) -> bool:
         """Are the sums of these so, and all that are of no parameter? Those of GradientSum always are."""

@@ -17,6 +17,7 @@ from openrecycle.agent.config.devices import CPU_CHUNK
 from openrecycle.agent.stages.gradients import SUM_OF, FastSum, GradientSum
 from openrecycle.agent.stages.kernels import fused_add
 from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.post_validation import Slot, judge
 from openrecycle.agent.stages.stage import Probe, Stage, choose_split
 from tests.conftest import examples
 
@@ -211,6 +212,16 @@ def test_buffers_may_change_by_more_than_gradients(kind: type[GradientSum]) -> N
     total.write_buffers()
     assert buffer.tolist() == [3001.0, -1.5] and int(counter) == 8
     assert total.rejected == 0 and total.squared_norms([total.parameters])[0] == 0.0
+
+
+def test_a_norm_beyond_all_numbers_is_infinite() -> None:
+    """Each gradient is finite, and so is the sum of each one's squares: the update is skipped, and nobody ends."""
+    parameters = [nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in range(2)]
+    total = FastSum(parameters, terms=1)
+    for parameter in parameters:
+        total.add(parameter, torch.full((4,), 6.5e153, dtype=torch.float64))
+    (norm,) = total.squared_norms([parameters])
+    assert total.rejected == 0 and judge([Slot((norm,))], clip_norm=1.0).coefficient is None
 
 
 # -- a micro-batch counts once, whole ---------------------------------------------------------
