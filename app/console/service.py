@@ -784,7 +784,7 @@ class ConsoleService:
                     continue
                 try:
                     self.tick(job)
-                    if missing := job.plan_missing():
+                    if (missing := job.plan_missing()) is not None:  # (): the plan for all workers
                         job.ask_for(missing)
                     self.plans.consider(job)
                     self._advising.consider(job)

@@ -32,6 +32,7 @@ from openrecycle.agent.messages.protocol import (
     Registration,
 )
 from openrecycle.app.console.service import ConsoleService, get_console, set_console
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Seldom
@@ -240,6 +241,29 @@ def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
     assert refused.wait(30)
     store.refuse = None
     until(lambda: console.jobs.find(created.job_id).state.generation == 2)
+
+
+def test_a_plan_for_all_workers_that_nobody_makes_any_more_is_asked_for_again(
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where speeds have changed while it was made: all wait for a plan without nobody."""
+    make_now, asked = console.plans.ahead.make_now, list[tuple[str, ...]]()
+
+    def given_up_at_first(job: LiveJob, failed: tuple[str, ...]) -> None:
+        asked.append(failed)
+        if len(asked) > 1:
+            make_now(job, failed)
+        else:
+            job.plans.give_up()
+
+    monkeypatch.setattr(console.plans.ahead, "make_now", given_up_at_first)
+    monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
+    created, _ = console.jobs.create(SPEC)
+    job = console.jobs.find(created.job_id)
+    job.plans.inline_ops = 0
+    register_all(console, created.job_id)
+    until(lambda: job.state.generation == 1)
+    assert asked == [(), ()]
 
 
 def test_reports_that_come_at_once_are_taken_one_after_the_other(console: ConsoleService, store: Store) -> None:
