@@ -584,12 +584,25 @@ class Store:
         return self.database.rows(query)
 
     def committed_after(self, job_id: str, at: float) -> Record | None:
-        """The first iteration that was committed at this time (POSIX seconds) or later; None: there is none yet."""
+        """The first iteration that was committed at this time (POSIX seconds) or later; None: there is none yet. There
+        may be millions, and pages ask again and again: it is looked for by halves. Where a clock was put back, it is
+        one of those before which there is an earlier one."""
         row = IterationRow
-        query = select(row.iteration, row.generation, row.seconds, row.committed_at).where(
-            row.job_id == job_id, row.committed_at >= at
-        )
-        return self.database.row(query.order_by(row.iteration).limit(1))
+        query = select(row.iteration, row.generation, row.seconds, row.committed_at).where(row.job_id == job_id)
+        with self.database.read() as session:
+            found = session.execute(query.order_by(row.iteration.desc()).limit(1)).mappings().first()
+            if found is None or found["committed_at"] < at:
+                return None
+            low, high = 0, found["iteration"]
+            while low < high:
+                middle = (low + high) // 2
+                first = query.where(row.iteration >= middle).order_by(row.iteration).limit(1)
+                between = session.execute(first).mappings().one()
+                if between["committed_at"] >= at:
+                    found, high = between, middle
+                else:
+                    low = between["iteration"] + 1
+            return dict(found)
 
     def last_commit(self, job_id: str, before: int | None = None) -> float:
         """When the newest iteration was committed, of all or of those with a smaller number (POSIX seconds); 0: there

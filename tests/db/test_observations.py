@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from openrecycle.db.access import AuditStore
@@ -105,3 +107,20 @@ def test_sums_of_iterations_by_generation(store: Store) -> None:
     assert store.last_commit("b") == 0
     store.add_iterations("b", [row(n, 1.0, 1, 4) | {"committed_at": 10.0 + n} for n in range(3)])
     assert store.last_commit("b") == 12.0 and store.last_commit("b", 2) == 11.0 and store.last_commit("b", 0) == 0
+
+
+def test_the_iteration_after_a_wait_is_found_without_a_look_at_all_of_them(store: Store) -> None:
+    usual = {"loss": 1.0, "loss_hex": (1.0).hex(), "seconds": 1.0, "generation": 1, "living": 4, "skipped": ()}
+    numbers = [n for n in range(5_000) if n % 7]  # those of a file from elsewhere may have gaps
+    store.add_iterations("a", [{**usual, "iteration": n, "committed_at": 10.0 + n} for n in numbers])
+    looked_at_many: list[None] = []
+    if store.database.is_sqlite:
+        with store.database.engine.connect() as connection:
+            driver: Any = connection.connection.driver_connection
+        driver.set_progress_handler(lambda: looked_at_many.append(None), 10_000)  # steps of its machine
+    for at, number in ((0.0, 1), (11.0, 1), (11.5, 2), (16.5, 8), (17.0, 8), (4_000.5, 3_991), (5_009.0, 4_999)):
+        found = store.committed_after("a", at)
+        assert found is not None and found["iteration"] == number, at
+    assert store.committed_after("a", 5_009.5) is None
+    assert store.committed_after("b", 0.0) is None
+    assert not looked_at_many
