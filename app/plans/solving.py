@@ -122,7 +122,9 @@ def problem(
     )
 
 
-MAX_KEPT_ANSWERS = 32
+# Ops of the answers that are kept, each of some 100 bytes and more. A small plan counts as so many, a large one at most
+# as so many: as many as one page compares are always kept.
+ANSWERED_OPS, LEAST_ANSWERED, MOST_ANSWERED = 3_200_000, 100_000, 400_000
 TIME_LIMIT = 5.0
 # Seconds that an answer without a plan stands.
 FAILED_SECONDS = 30.0
@@ -132,8 +134,9 @@ SEARCHED_OPS = 20_000
 
 @dataclass
 class Answer:
-    """plan or why, once `done`. asked, ended: monotonic seconds."""
+    """plan or why, once `done`. ops: of the plan. asked, ended: monotonic seconds."""
 
+    ops: int
     plan: Plan | None = None
     why: str = ""
     done: bool = False
@@ -154,7 +157,9 @@ class Making:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._answers: LRUCache[str, Answer] = LRUCache(MAX_KEPT_ANSWERS)
+        self._answers: LRUCache[str, Answer] = LRUCache(
+            ANSWERED_OPS, lambda answer: min(max(answer.ops, LEAST_ANSWERED), MOST_ANSWERED)
+        )
         self._maker = plan_maker("plans on the spot")
         self._started = False
 
@@ -175,7 +180,7 @@ class Making:
                 self._maker.close()
 
     def _begin(self, request: PlanRequest) -> Answer:
-        answer = Answer()
+        answer = Answer(request.job.ops)
         if request.is_reference:
             # A fixed order of ops: nothing is searched for, so nobody need wait for a process to begin.
             try:

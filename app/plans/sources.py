@@ -25,12 +25,12 @@ from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.library import Library, PlanCache
-from openrecycle.app.plans.solving import TIME_LIMIT, Making
+from openrecycle.app.plans.solving import MAX_SOLVED_OPS, Making
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.job import MAX_OPS, Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, count_ops
 from openrecycle.planner.jobs.words import capital
 from openrecycle.planner.plans.plan import Plan, job_doc
 
@@ -105,8 +105,10 @@ class Made:
         if found is None:
             return None
         pipelines, stages, micro_batches = map(int, found.groups())
-        if 4 * pipelines * stages * micro_batches > MAX_OPS:
-            raise InputError("grid", self.grid, f"at most {MAX_OPS:,} ops")
+        ops = count_ops(pipelines, stages, micro_batches)
+        if ops > MAX_SOLVED_OPS:  # as on the Planner page: others wait for it
+            expected = f"at most {MAX_SOLVED_OPS:,} ops here, and this is {ops:,}; `openrecycle plan` takes more"
+            raise InputError("grid", self.grid, expected)
         return Job.uniform(pipelines, stages, micro_batches)
 
 
@@ -384,8 +386,8 @@ class PlanSources:
             raise ConsoleError(422, "invalid", str(error)) from None
         job_id = None if made.of_slots else made.grid
         if not answer.done:
-            seconds = time.monotonic() - answer.asked
-            words = f"Planning: {made_name(made)} … {seconds:.0f} s of at most about {TIME_LIMIT:.0f} s."
+            # How long it takes nobody knows: others may be made before it.
+            words = f"Planning: {made_name(made)} … {time.monotonic() - answer.asked:.0f} s."
             return PendingPlan(made, made_name(made), words)
         if answer.plan is None:
             raise ConsoleError(422, "no_plan", answer.why)

@@ -160,3 +160,18 @@ def test_an_answer_without_a_plan_does_not_stand_for_ever(monkeypatch: pytest.Mo
     monkeypatch.setattr(solving, "FAILED_SECONDS", -1.0)
     assert pages.get(*good) is made and pages.get(*bad) is not failed
     pages.close()
+
+
+def test_large_answers_are_forgotten_sooner_than_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large job each may have a hundred megabytes, and weeks bring many."""
+    for name, ops in (("ANSWERED_OPS", 30), ("LEAST_ANSWERED", 1), ("MOST_ANSWERED", 24)):
+        monkeypatch.setattr(solving, name, ops)
+    pages = Making()
+    small, large, another = (
+        (job_doc(Job.uniform(*grid)), (), "fault-free", "1f1b") for grid in ((1, 1, 1), (2, 2, 2), (1, 4, 2))
+    )
+    first, made = pages.get(*large), pages.get(*small)
+    assert pages.get(*large) is first and pages.get(*small) is made
+    pages.get(*another)
+    assert pages.get(*small) is made and pages.get(*large) is not first
+    pages.close()

@@ -65,6 +65,7 @@ def test_anything_else_is_refused_in_a_sentence(text: str) -> None:
         "made:staggered:lots:3x4x6",
         "made:staggered:none:3x4x6:W1",
         "made:staggered:none:9999x9999x99999",
+        "made:staggered:none:100x100x100",
         "made:staggered:none:0x4x6",
         "file:/etc/passwd",
     ],
