@@ -441,7 +441,7 @@ def roll_out_html(found: RollOut | None) -> str:
         ["Worker", *HEADS],
         rows,
         "Time after the generation was opened, the slowest worker first",
-        foot=f"and {more:,} that were quicker" if more > 0 else "",
+        foot=f"and {more:,} more, none of them slower" if more > 0 else "",
     )
     return (
         f'<details class="or-roll-out"{"" if found.done else " open"}><summary>Generation '

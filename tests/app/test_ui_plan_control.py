@@ -112,5 +112,5 @@ def test_of_many_workers_the_last_ones_are_listed() -> None:
     page = roll_out_html(RollOut(3, 0.0, "x", workers))
     assert golden("all-100-workers-train-by") in page
     assert page.index("W99_0") < page.index("W98_0") and "W2_0<" not in page
-    assert golden("and-76-that-were-quicker") in page
+    assert golden("and-76-more-none-of-them") in page
     assert roll_out_html(None) == ""

@@ -43,8 +43,9 @@ class Site:
             assert plan is not None
             self.plan = plan
             large = JobHere(here.console, "large job", pipelines=8, stages=8, micro_batches=48).register()
+            long_name = "wide_job_gpt175b_warmup2000_seed17_batch1536_run12"  # no place to break a line at
             wide = JobHere(
-                here.console, "wide job", pipelines=4, stages=6, micro_batches=8, samples_per_micro_batch=9000
+                here.console, long_name, pipelines=4, stages=6, micro_batches=8, samples_per_micro_batch=9000
             )
             wide.register().commit(0, 3, 1, falls=0.0, begins=2.302585092994046)
             self.small, self.wide, self.large = (job.finish().job_id for job in (small, wide, large))
