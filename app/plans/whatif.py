@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import random
 import re
 import zlib
@@ -26,7 +27,7 @@ from pydantic import ValidationError
 
 from openrecycle.app.plans.profiles import NAME, SavedProfile
 from openrecycle.app.plans.solving import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError, bounded
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.jobs.job import (
     AUTO,
@@ -44,7 +45,7 @@ from openrecycle.planner.jobs.words import percent
 from openrecycle.planner.layers.migration import COPY_BANDWIDTH, best_migrations
 from openrecycle.planner.plans import drawing as model
 from openrecycle.planner.plans.bounds import Bound, best_bound
-from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_json, read_model
+from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_model
 from openrecycle.planner.profiles import Profile, job_on, load_profile, of_layers, on_grid, shape_name, shipped
 from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan
 
@@ -449,12 +450,15 @@ def _number(field: str, text: str, low: float, high: float) -> float:
 
 
 def read_upload(data: bytes) -> Profile | JobDoc:
-    """A file's measured profile, job document, or plan, of which the job is taken. Raises PlanError and InputError
-    naming what is wrong with it."""
+    """A file's measured profile, job document, or plan, of which the job is taken. It is read where heartbeats wait, so
+    what it can cost has the same bound as a body of the API. Raises PlanError and InputError naming what is wrong with
+    it."""
     try:
-        document = read_json(data)
-    except ValueError as error:
+        document = bounded(data.decode(json.detect_encoding(data)).encode())
+    except UnicodeDecodeError as error:
         raise PlanError(f"the file is not JSON: {error}") from None
+    except ConsoleError as error:
+        raise PlanError(error.detail.replace("the body", "the file", 1)) from None
     try:
         if isinstance(document, dict) and "profile_version" in document:
             return Profile.model_validate(document)

@@ -178,6 +178,20 @@ def test_a_file_that_is_no_profile_is_refused_by_name(data: bytes, words: str) -
         read_upload(data)
 
 
+def test_a_file_that_holds_more_than_any_profile_is_refused_before_it_is_looked_through() -> None:
+    """Each thing that is wrong with it would be put into words, while no heartbeat is heard."""
+    fields = "{" + ",".join(f'"k{i}": 1' for i in range(140_001)) + "}"
+    lists = '{"job": [' + ",".join(["[]"] * 70_000) + "]}"
+    for data, found in ((fields, "140,001"), (lists, "70,002")):
+        with pytest.raises(PlannerError, match=found):
+            read_upload(data.encode())
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_file_may_say_how_its_letters_are_written(encoding: str) -> None:
+    assert read_upload(job_doc(MEASURED).model_dump_json().encode(encoding)) == job_doc(MEASURED)
+
+
 def test_absurd_grids_and_dead_stages_are_refused() -> None:
     with pytest.raises(InputError, match=golden("grid-got-99999-x-99999")):
         WhatIf(99_999, 99_999, 9).asked()
