@@ -41,6 +41,7 @@ from openrecycle.app.jobs.throughput import (
     Figures,
     IterationView,
     Waited,
+    has_settled,
     iteration_view,
     recent_rate,
     segments,
@@ -502,7 +503,8 @@ class Queries:
             rerouted = self._plans.rerouted(fingerprint) if fingerprint else {}
             history = self._history(job, waited, iterations, events)
             worker_states = job.worker_states(rerouted)
-            share = share_of(recent_rate(history.iterations), figures)
+            rate = recent_rate(history.iterations) if has_settled(history.iterations) else None
+            share = share_of(rate, figures)
             return JobView(
                 job_id=job.job_id,
                 spec=job.spec,

@@ -415,6 +415,12 @@ def recent_rate(iterations: Sequence[IterationView]) -> float | None:
     return sum(i.samples_per_second * i.seconds for i in settled) / seconds if seconds else None
 
 
+def has_settled(iterations: Sequence[IterationView]) -> bool:
+    """Is the rate of late that of its pace? Not while the newest generation has had its first iteration alone, which
+    holds the recovery itself."""
+    return len(iterations) < 2 or iterations[-1].generation == iterations[-2].generation
+
+
 def share_of(rate: float | None, figures: Figures | None) -> float | None:
     """rate / the fault-free rate; None: one of them is not known."""
     if rate is None or figures is None or not figures.fault_free:

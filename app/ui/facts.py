@@ -12,7 +12,7 @@ from openrecycle.app.charts.gantt import MAX_NODES
 from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.jobs.live_job import INTERIM, LAST, SOON
 from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, Condition, Loss, RoleState, lost_name, words_of
-from openrecycle.app.jobs.throughput import Baseline, recent_rate, share_of
+from openrecycle.app.jobs.throughput import Baseline, has_settled, recent_rate, share_of
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import names
@@ -148,11 +148,14 @@ def _throughput(view: JobView) -> Card:
         return Card("Throughput", text.rate(now), "before this change; recovering", "warn", of="samples/s")
     if view.condition is Condition.SILENT:
         return Card("Throughput", text.rate(now), "before workers fell silent", "warn", of="samples/s")
+    if not has_settled(view.iterations):
+        return Card("Throughput", text.rate(now), "of one iteration, with what came before it", of="samples/s")
     share = share_of(now, view.figures)
     if share is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
-    # Whoever trains without a worker is not as well as ever, however quick; and of old data nobody knows it.
-    whole = view.condition is not Condition.DEGRADED and not is_old(view)
+    # Whoever trains without a worker is not as well as ever, however quick; and of old data nobody knows it, nor while
+    # nothing can be stored.
+    whole = view.condition is not Condition.DEGRADED and not is_old(view) and not view.unstorable
     tone = ("good" if whole else "warn") if share >= WELL else "warn" if share >= HALF else "bad"
     return Card("Throughput", text.rate(now), f"{text.percent(share)} of fault-free", tone, of="samples/s")
 
@@ -184,6 +187,8 @@ def _workers(view: JobView) -> Card:
     tone = "bad" if failed else "warn" if warn else ""
     if not parts and living < total:
         parts = [f"{total - living:,} empty"]
+    if not parts and view.unstorable:
+        parts = ["none is known to be lost"]  # who dies meanwhile can't be stored as lost
     note, tone = ("; ".join(parts), tone) if parts else ("none lost", "good")
     return Card("Living workers", f"{living:,}", note, tone, of=f"of {total:,}")
 

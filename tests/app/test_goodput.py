@@ -16,6 +16,7 @@ from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.states import Condition
 from openrecycle.app.jobs.throughput import Account, Baseline, Wait, Waited, iteration_view, read_baseline, segments
 from openrecycle.app.observing.goodput import BATCH, Accounts, WaitingTimes, figures
 from openrecycle.db.store import Record, Store
@@ -43,6 +44,22 @@ def test_a_job_without_failures_is_all_productive(here: ConsoleHere) -> None:
     made = figures(account, job, begin=100.0, now=110.0)
     assert made.baseline == PINNED
     assert (made.ettr, made.goodput, made.wall, made.productive) == (1.0, 1.0, 10.0, 10.0)
+
+
+def test_what_a_recovery_took_is_not_said_to_be_the_pace(here: ConsoleHere) -> None:
+    """In the sentence above all else, of a generation that has had its first iteration alone."""
+    driven = JobHere(here.console, "recovered").register().commit(0, 9, 1).die("W1_2")
+    here.console.jobs.find(driven.job_id).pin(PINNED)
+    driven.resume(2)
+    assert "%" in _sentence(here, driven.commit(10, 11, 2)), "by now it is known"
+    driven.die("W0_1").resume(3)
+    assert "%" not in _sentence(here, driven.commit(12, 12, 3))
+
+
+def _sentence(here: ConsoleHere, driven: JobHere) -> str:
+    view = here.console.queries.view(driven.job_id)
+    assert view.condition is Condition.DEGRADED
+    return view.sentence
 
 
 def test_what_a_failure_cost_is_not_productive(here: ConsoleHere) -> None:

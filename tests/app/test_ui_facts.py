@@ -59,6 +59,18 @@ def test_throughput_is_that_of_the_generation_without_its_first_iteration() -> N
     assert facts.recent_rate(()) is None
 
 
+def test_an_iteration_that_holds_a_recovery_is_no_pace() -> None:
+    """It alone is known when a generation has just begun: seconds of it may have been for somebody's death."""
+    degraded = replace(factory.failed(), state=JobState.RUNNING, condition=Condition.DEGRADED)
+    first, second = (replace(degraded, iterations=factory.iteration_views(n, failed_at=16)) for n in (17, 18))
+    shown = card(first, "Throughput")
+    assert shown.value == text.rate(first.iterations[-1].samples_per_second)
+    assert "%" not in shown.note and not shown.tone
+    assert "%" in card(second, "Throughput").note and card(second, "Throughput").tone
+    begun = replace(degraded, iterations=factory.iteration_views(1))
+    assert "%" in card(begun, "Throughput").note, "the job's very first one"
+
+
 def test_reference_says_where_it_is_from() -> None:
     measured = facts.fault_free_rate(factory.running())
     assert (
@@ -95,6 +107,10 @@ def test_what_nobody_has_been_heard_of_for_seconds_is_not_said_to_be_well() -> N
     assert tone_of(replace(old, state=JobState.FINISHED, condition=Condition.FINISHED)) == "done"
     for condition in (Condition.RUNNING, Condition.PAUSED, Condition.STARTING):
         assert tone_of(replace(running, condition=condition, unstorable=True)) == "warn"
+    labels = ("Throughput", "Living workers")
+    well, doubtful = ([card(replace(running, unstorable=bad), label) for label in labels] for bad in (False, True))
+    assert [shown.tone for shown in well] == ["good", "good"]
+    assert "good" not in [shown.tone for shown in doubtful], "who has died meanwhile is not stored as lost"
     patient = replace(old, suspect_seconds=30.0)
     tones = [tone_of(patient), card(patient, "Throughput").tone, card(patient, "Age of data").tone]
     assert tones == ["good", "good", ""], "where workers speak seldom"
