@@ -269,6 +269,12 @@ class Catalogs:
         with self._lock:
             return all(filling.asked is None for filling in self._fillings.values())
 
+    def has_room(self, fingerprint: str) -> bool:
+        """May that catalog be filled now, beside what is?"""
+        with self._lock:
+            running = [known for known, filling in self._fillings.items() if filling.running]
+        return len(running) < MAX_FILLING and fingerprint not in running
+
     def fill(self, request: CatalogRequest) -> Filling:
         """Plans what is missing, in the background. The same request again is the same filling while it runs.
 

@@ -142,6 +142,7 @@ class JobPlanner:
         self._maker = plan_maker(on_made=on_made)
         self._seldom = Seldom()
         self._filling: dict[str, tuple[str, frozenset[str]]] = {}  # job -> its catalog, the names made ahead
+        self._crowded_out: dict[str, str] = {}  # job -> its catalog, which could not be filled since others were
 
     def start(self) -> None:
         self._maker.start()
@@ -165,6 +166,12 @@ class JobPlanner:
             self._submit(job, patterns)
         elif _lasts(job):
             self._fill(job, found)
+
+    def consider(self, job: LiveJob) -> None:
+        """Once a tick: has plans made ahead that could not be since others were."""
+        catalog = self._crowded_out.get(job.job_id)
+        if catalog is not None and self._catalogs.has_room(catalog):
+            self.make_ahead(job)
 
     def make_next(self, job: LiveJob) -> None:
         """Beyond the tolerance too, whatever worker fails next finds its plan made."""
@@ -261,12 +268,15 @@ class JobPlanner:
                 self._catalogs.fill(request)
         except ConsoleError as error:
             job.plans.filled(made, made)
+            if error.status == 409:
+                self._crowded_out[job.job_id] = entry[0]
             log.warning("no plans ahead; they are made when they are needed", job=job.job_id, reason=error.detail)
         if job.state.over:  # since it was asked, in another thread: whoever ended it may have found nothing to stop
             self._filling[job.job_id] = entry
             self.cancel(job)
 
     def _stop_filling(self, job: LiveJob) -> None:
+        self._crowded_out.pop(job.job_id, None)
         fingerprint, _ = self._filling.pop(job.job_id, ("", frozenset()))
         filling = self._catalogs.filling(fingerprint)
         if filling is not None and filling.running and all(fingerprint != f for f, _ in self._filling.values()):
@@ -804,6 +814,7 @@ class PlansService:
 
     def consider(self, job: LiveJob) -> None:
         """Once a tick."""
+        self.ahead.consider(job)
         self.drifting.consider(job)
         self.replanning.consider(job)
 

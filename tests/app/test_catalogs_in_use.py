@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
+from openrecycle.app.catalogs import service
 from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.catalogs.service import Filling, info_of
 from openrecycle.planner.check import check
@@ -74,6 +75,19 @@ def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(tm
     assert golden("from-the-catalog-planned-ahead-for") in opened
     again = here.console.jobs.find(JobHere(here.console, "the same again").job_id)
     assert (again.plans.ahead.made, again.plans.ahead.wanted) == (5, 5), "it is there at once"
+    here.close()
+
+
+def test_a_job_whose_plans_could_not_be_made_since_others_were_gets_them_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ConsoleHere(tmp_path)
+    here.console.plans.ahead.held_ops = 1
+    monkeypatch.setattr(service, "MAX_FILLING", 0)
+    job = here.console.jobs.find(JobHere(here.console, "one too many").job_id)
+    assert job.plans.ahead.wanted == 0
+    monkeypatch.setattr(service, "MAX_FILLING", 1)
+    until(lambda: job.plans.ahead.made == job.plans.ahead.wanted == 5)
     here.close()
 
 
