@@ -27,7 +27,6 @@ from openrecycle.app.jobs.throughput import (
     without_waits,
 )
 from openrecycle.db.store import Record, Store
-from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import Plan
 
 BATCH = 2000
@@ -162,10 +161,7 @@ class Accounts:
             return False
         compared = self._compared.get(job)
         if compared is None or compared[:2] != (fingerprint, than):
-            try:
-                a, b = self._plan(fingerprint), self._plan(than)
-            except PlannerError:  # what is stored of one is damaged
-                a = b = None
+            a, b = self._plan(fingerprint), self._plan(than)
             quicker = (
                 (a is not None and b is not None)
                 and a.job.time_unit == b.job.time_unit

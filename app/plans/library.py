@@ -12,8 +12,10 @@ from cachetools import LRUCache
 from openrecycle.app.jobs.job_plans import stored_plan
 from openrecycle.app.plans.files import ReadPlan, summary_of
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
+from openrecycle.app.runtime.processes import Seldom
 from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.store import Store
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.packed import Packed, storable
 from openrecycle.planner.plans.plan import Plan
 
@@ -27,26 +29,36 @@ class PlanCache:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
+        self._seldom = Seldom()
         self._plans: LRUCache[str, tuple[Plan, dict[str, int]]] = LRUCache(
             _KEEP_OPS, lambda found: min(max(found[0].op_count, _LEAST_OPS), _KEEP_OPS)
         )
 
     def get(self, fingerprint: str) -> Plan | None:
-        found = self._get(fingerprint)
+        """None: there is none, or what is stored of it is damaged. Nobody who looks after jobs, or at them, does less
+        for that."""
+        found = self._whole(fingerprint)
         return found[0] if found else None
 
     def plan(self, fingerprint: str) -> Plan:
-        """Raises ConsoleError (404)."""
+        """Raises ConsoleError (404), and PlanError for one that is damaged."""
         with storing():
-            found = self.get(plain(fingerprint))
+            found = self._get(plain(fingerprint))
         if found is None:
             raise unknown_plan(fingerprint)
-        return found
+        return found[0]
 
     def rerouted(self, fingerprint: str) -> dict[str, int]:
-        """worker -> micro-batches of other pipelines that it runs per iteration."""
-        found = self._get(fingerprint)
+        """worker -> micro-batches of other pipelines that it runs per iteration. {}: also where `get` gives None."""
+        found = self._whole(fingerprint)
         return found[1] if found else {}
+
+    def _whole(self, fingerprint: str) -> tuple[Plan, dict[str, int]] | None:
+        try:
+            return self._get(fingerprint)
+        except PlannerError as error:
+            self._seldom.warn("a stored plan is not used", reason=str(error))
+            return None
 
     def _get(self, fingerprint: str) -> tuple[Plan, dict[str, int]] | None:
         with self._lock:
@@ -105,10 +117,9 @@ class Library:
         """Raises ConsoleError (404) when no plan is saved under that fingerprint."""
         with storing():
             is_saved = _stored(fingerprint) and self._rows.has(fingerprint)
-        plan = self._plans.get(fingerprint) if is_saved else None
-        if plan is None:
+        if not is_saved:
             raise unknown_plan(fingerprint)
-        return plan
+        return self._plans.plan(fingerprint)
 
     def document(self, fingerprint: str) -> str:
         """The stored JSON, as it is. Raises ConsoleError (404)."""

@@ -467,7 +467,7 @@ def test_what_is_old_depends_on_how_seldom_workers_speak(store: Store) -> None:
         console.close()
 
 
-def test_a_damaged_plan_does_not_stop_its_job(store: Store) -> None:
+def test_a_damaged_plan_does_not_stop_its_job(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     console = ConsoleService(store)
     console.start()
     created, _ = console.jobs.create(SPEC)
@@ -476,10 +476,15 @@ def test_a_damaged_plan_does_not_stop_its_job(store: Store) -> None:
     with store.database.write() as session:
         session.execute(text("delete from plan_columns"))
         session.execute(text("update plan set document = :rubbish"), {"rubbish": b"rubbish"})
-    again = ConsoleService(store)
+    again, looked_after = ConsoleService(store), threading.Event()
+    monkeypatch.setattr(again.plans.ahead, "make_ahead", lambda job: None)  # the same one would be made anew
+    monkeypatch.setattr(again.accounts, "consider", lambda job: looked_after.set())  # the last that a tick does
     again.start()
     try:
         assert again.jobs.find(created.job_id).state.generation == 1
+        assert looked_after.wait(30)
+        assert again.queries.view(created.job_id).plan is None
+        assert created.job_id in again.metrics.text("")[0].decode()
     finally:
         again.close()
 
