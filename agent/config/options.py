@@ -547,9 +547,9 @@ class TrainingOptions(OptionGroup):
         }
         return {field: attrgetter(path)(self) for field, path in TOLD.items()} | comes_to
 
-    def check(self) -> None:
-        """What can be known before anything starts, on the host that it starts on. Raises InputError, or
-        InfeasibleError when no plan can survive what is asked for."""
+    def check(self, *, to_the_end: bool = True) -> None:
+        """What can be known before anything starts, on the host that it starts on. to_the_end: is it known by now how
+        many iterations there are? Raises InputError, or InfeasibleError when no plan can survive what is asked for."""
         technique, memory = self.planning.limits
         Problem(self.job, technique=technique, memory=memory)
         for group, name in ((self, "weights"), (self.checkpoints, "directory")):
@@ -569,7 +569,7 @@ class TrainingOptions(OptionGroup):
             for name in ("every", "keep"):
                 if getattr(self.checkpoints, name) != getattr(Checkpoints, name):
                     raise self.checkpoints.refuse(name, "`checkpoints.directory` too, the folder to write them into")
-        self._check_faults(technique, memory)
+        self._check_faults(technique, memory, to_the_end)
         if self.planning.migrate and not self.may_migrate(by_default=False):
             raise self.planning.refuse(
                 "migrate", "nothing with a sharded optimizer, of which each worker keeps parts of its own stage"
@@ -581,13 +581,13 @@ class TrainingOptions(OptionGroup):
         elif not technique.reroutes:
             raise self.planning.refuse("technique", "adaptive, decoupled or staggered with `console.url`")
 
-    def _check_faults(self, technique: Technique, memory: MemoryLimit) -> None:
+    def _check_faults(self, technique: Technique, memory: MemoryLimit, to_the_end: bool) -> None:
         """Refuses wishes that no plan can survive."""
         kills, rejoins = self.kills, self.rejoins
         wishes: dict[str, Sequence[Kill | Rejoin | Slow]] = {"kill": kills, "rejoin": rejoins, "slow": self.slowdowns}
         for name, these in wishes.items():
             for text, wish in zip(getattr(self.faults, name), these, strict=True):
-                if wish.iteration >= self.iterations:
+                if to_the_end and wish.iteration >= self.iterations:
                     expected = f"an iteration from 0 to {self.iterations - 1}, of the job's {self.iterations}"
                     raise InputError(f"faults.{name}", text, expected)
         if kills and not technique.reroutes:
