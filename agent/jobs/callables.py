@@ -303,7 +303,7 @@ def check_sendable(workload: CallableWorkload) -> None:
 
 
 def _check_sendable(argument: str, value: Any) -> None:
-    name = getattr(value, "__qualname__", type(value).__name__)
+    name = _name(value)
     if not _has_file(sys.modules["__main__"]) and getattr(value, "__module__", None) == "__main__":
         raise InputError(
             argument,
@@ -318,12 +318,38 @@ def _check_sendable(argument: str, value: Any) -> None:
         if "parametrized modules" in reason:  # torch.nn.utils.parametrizations makes them
             expected = "a function of (layer, layers) that makes it, which workers can be sent"
             raise InputError(argument, f"{name} with a parametrized module", expected) from None
+        name = _unsendable(value) or name
+        if "cannot pickle" in reason:
+            expected = (
+                "something that can be copied to worker processes: have it make locks, open files and connections when "
+                f"it first needs them ({reason})"
+            )
+            raise InputError(argument, name, expected) from None
         raise InputError(
             argument,
             name,
             "something that worker processes can import: a function or class at the top level of a file "
             f"(functools.partial of one will do), no lambda and nothing defined inside a function ({reason})",
         ) from None
+
+
+def _unsendable(value: Any) -> str | None:
+    """Of what is put together of what the user gave, the part that is to blame."""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, DatasetBatches):
+        parts = [(_name(part), part) for part in (value.dataset, value.sampler, value.collate)]
+    elif isinstance(value, (list, tuple)):
+        parts = [(f"{_name(part)} of number {number}", part) for number, part in enumerate(value)]
+    for name, part in parts:
+        try:
+            pickle.dumps(part)
+        except Exception:
+            return name
+    return None
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__qualname__", type(value).__name__)
 
 
 def _has_file(module: ModuleType) -> bool:

@@ -234,9 +234,13 @@ def micro_batch_memory(
             nonlocal form
             form = compat.copied(output, _form)  # the output itself is measured, and must not be kept
             try:
-                return workload.loss(output, targets)
+                loss = workload.loss(output, targets)
+                if not loss.requires_grad and any(t.requires_grad for t in _tensors(output)):
+                    expected = "one that depends on the output by operations with a gradient: no detach, item or argmax"
+                    raise InputError("loss", "a number without a gradient", expected)
             except Exception as error:
                 raise _LossRaised(output) from error
+            return loss
 
         for stage, span in enumerate(spans(partition)):
             module = build_layers(workload, span, layers, seed, take)
@@ -274,6 +278,11 @@ def micro_batch_memory(
             expected = "a function that takes what the last layer gives, and a micro-batch's targets"
             raise InputError("loss", got, expected) from error
     return None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Those in what a layer or a loss is given, a dict too."""
+    return [leaf for leaf in compat.tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 _NO_PLACE = "out of bounds|out of range|must be smaller than num_classes"
@@ -510,7 +519,7 @@ def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int)
     """Its inputs and targets."""
     try:
         inputs = tensors_of(workload.inputs(seed, 0, pipeline, micro_batch), "inputs")
-        return inputs, workload.targets(seed, 0, pipeline, micro_batch)
+        targets = workload.targets(seed, 0, pipeline, micro_batch)
     except InputError:
         raise
     except StageIOError as error:
@@ -520,6 +529,10 @@ def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int)
         pads = "; PadCollate pads samples to one length" if "equal size" in text else ""  # as torch's collation says it
         expected = f"{_named(workload, pipeline, micro_batch)} to be there{pads}"
         raise _Unreadable(InputError("data", text[:200], expected)) from error
+    if elsewhere := {str(t.device) for t in [*inputs, *_tensors(targets)]} - {"cpu"}:
+        got = f"tensors on {', '.join(sorted(elsewhere))}"
+        raise InputError("data", got, "tensors on the CPU: each micro-batch is moved to the GPU for you")
+    return inputs, targets
 
 
 def _named(workload: Workload, pipeline: int, micro_batch: int) -> str:
@@ -753,6 +766,8 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     except Exception as error:
         expected = "a function of an optimizer that returns an LRScheduler"
         raise InputError("scheduler", in_a_line(error)[:200], expected) from error
+    if scheduler is not None and not (hasattr(made, "step") and hasattr(made, "optimizer")):
+        raise InputError("scheduler", type(made).__name__, "a function of an optimizer that returns an LRScheduler")
     StageOptimizer(nn.Module(), optimizer, SUM_OF[optimization.mode]((), terms=1), made)
     return len(optimizer.param_groups)
 

@@ -11,6 +11,7 @@ result.state_dict(0)                       # the trained weights of layer 0
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import multiprocessing
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -66,7 +67,7 @@ from openrecycle.agent.launcher.record import (
     iteration_of,
     sentence_of,
 )
-from openrecycle.agent.messages.client import Delivery, Record
+from openrecycle.agent.messages.client import ConsoleRefused, ConsoleUnavailable, Delivery, Record
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.agent.models import torch_pipelining
 from openrecycle.agent.models.data import (
@@ -85,7 +86,7 @@ from openrecycle.agent.models.layers import StageIO, Tied
 from openrecycle.agent.models.workload import Workload, first_readable
 from openrecycle.agent.nodes.role import check_alone
 from openrecycle.forking import fork_context
-from openrecycle.planner.jobs.errors import InputError, check_whole
+from openrecycle.planner.jobs.errors import InputError, PlannerError, check_whole, in_short
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.profiles import Profile
@@ -101,6 +102,23 @@ _UNGUARDED = 77
 _IMPORT_SECONDS = 300.0
 
 OnError = Literal["stop", "log"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_short(method: Callable[P, T]) -> Callable[P, T]:
+    """A mistake of the user's is one sentence, at a line of theirs. The whole way to it is in the log at DEBUG."""
+
+    @functools.wraps(method)
+    def short(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except (PlannerError, ConsoleUnavailable, ConsoleRefused) as error:
+            log.debug("refused", exc_info=error)
+            raise in_short(error)  # noqa: B904 -- its cause is what is left of it
+
+    return short
 
 
 class ResilientTrainer:
@@ -168,6 +186,7 @@ class ResilientTrainer:
     Raises InputError naming the argument, with its group: `faults.compare_every`.
     """
 
+    @_in_short
     def __init__(
         self,
         *,
@@ -231,7 +250,7 @@ class ResilientTrainer:
         every = 0 if evaluate is None else evaluate.every
         options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
         options = replace(options.anchored(), job=options.planning.job(job, profile))
-        options.check()  # what is wrong is said here, not when training begins
+        options.check(to_the_end=False)  # what is wrong is said here, not when training begins
         if unlike := profile_unlike(profile, options):
             log.warning("%s", unlike)
         if options.record is not None:
@@ -271,6 +290,7 @@ class ResilientTrainer:
         (_warn if self._needed.warning else _say)(self._needed.text)
 
     @classmethod
+    @_in_short
     def from_transformers(
         cls,
         model: Any,
@@ -328,6 +348,7 @@ class ResilientTrainer:
         trainer._workload = replace(sent, modules=(*sent.modules, source.kind.__module__))
         return trainer
 
+    @_in_short
     def fit(self, iterations: int) -> TrainingResult:
         """Trains from the initial parameters, or from a checkpoint, until so many iterations are committed, or
         `stop` is called.
@@ -657,6 +678,8 @@ def _batches(
     if sampler is None:
         if not hasattr(data, "__len__"):
             raise InputError("data", type(data).__name__, "a data set with a length, or a sampler beside it")
+        if isinstance(data, tuple) and all(isinstance(part, torch.Tensor) for part in data):
+            raise InputError("data", f"a tuple of {len(data)} tensors", "a data set of them: TensorDataset(*tensors)")
         if batch_size is None:
             raise InputError("batch_size", None, "the number of samples in a micro-batch where data is a data set")
         sampler = MicroBatchSampler(len(data), batch_size, job, seed=seed, shuffle=loading.shuffle)

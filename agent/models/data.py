@@ -786,6 +786,8 @@ def stream_of(data: Any, batch_size: int | None, loading: Loading, job: Job, see
         return None
     if loading.sampler is not None:
         raise InputError("loading.sampler", loading.sampler, "nothing where data is a stream, which has its own order")
+    if inspect.isgenerator(data):
+        raise InputError("data", "a generator", "an IterableDataset: a generator can be iterated only once")
     stream = StreamBatches(source, job.pipelines, job.micro_batches, seed, kept=2 if loading.prefetch else 1)
     try:
         source.copied()

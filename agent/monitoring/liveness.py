@@ -25,6 +25,7 @@ from types import FrameType
 
 from openrecycle.agent.config.options import ALIVE_SECONDS, TIMES_LONGEST, Timeouts
 from openrecycle.agent.messages.protocol import Doing
+from openrecycle.planner.jobs.errors import in_user_code
 from openrecycle.planner.jobs.words import encodable
 from openrecycle.planner.plans.schedule import Op
 
@@ -342,11 +343,8 @@ LONGEST_SAID = 700
 
 def describe_exception(error: BaseException) -> str:
     """An exception in a line, and where in the user's own code it came about: `, at model.py:12 in forward`."""
-    libraries = tuple(
-        str(Path(file).parent) for file in (getattr(sys.modules.get("torch"), "__file__", None), __file__) if file
-    )
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
-    place = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    own = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if in_user_code(frame)]
+    place = "".join(f", at {code.co_filename}:{line} in {code.co_name}" for code, line in own[-1:])
     try:
         text = str(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     except Exception as unsaid:

@@ -47,6 +47,7 @@ from openrecycle.agent.models.layers import (
     Partition,
     Span,
     StageCuts,
+    StageIOError,
     layer_count,
     layer_io_of,
     partition_of,
@@ -950,7 +951,9 @@ class WorkerLoop:
         error = end.__cause__
         assert error is not None
         samples = getattr(self._workload, "samples", None)
-        traced = "".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:]
+        # What this product itself refuses, as an output of another shape, has its whole reason in the sentence.
+        whole = "" if isinstance(error, StageIOError) else "".join(traceback.format_exception(error))
+        traced = whole.splitlines()[-TRACEBACK_LINES:]
         self._channel.say(
             "raised",
             generation=self._generation,

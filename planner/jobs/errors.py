@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType, TracebackType
+
 # Characters of a value that an error shows.
 SHOWN = 1_000
 
@@ -63,3 +66,39 @@ def check_whole(field: str, value: object, least: int, expected: str = "") -> in
 def in_a_line(error: BaseException) -> str:
     """An exception as a sentence has it."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+_NOT_THEIRS = {"openrecycle", "torch", *sys.stdlib_module_names} - {"__main__"}
+_EXAMPLES = "openrecycle.agent.examples"
+
+
+def in_user_code(frame: FrameType) -> bool:
+    """Or is it a frame of this product (its examples apart), of torch or of Python?"""
+    module = str(frame.f_globals.get("__name__"))
+    return module.startswith(_EXAMPLES) or module.partition(".")[0] not in _NOT_THEIRS
+
+
+def in_short(error: BaseException) -> BaseException:
+    """The same, with what it takes to find the mistake in one's own code, and without the way through this product: as
+    its cause what code of the user's raised, from the first line of theirs on, or none."""
+    cause = error.__cause__
+    while cause is not None and not _theirs(cause.__traceback__):
+        cause = cause.__cause__
+    if cause is not None:
+        place = cause.__traceback__
+        while place is not None and not in_user_code(place.tb_frame):
+            place = place.tb_next
+        cause = cause.with_traceback(place)
+        if (before := cause.__context__) is not None and not _theirs(before.__traceback__):
+            cause.__context__ = None
+    error.__cause__, error.__suppress_context__ = cause, True
+    return error.with_traceback(None)
+
+
+def _theirs(place: TracebackType | None) -> bool:
+    """Has it come through the user's code?"""
+    while place is not None:
+        if in_user_code(place.tb_frame):
+            return True
+        place = place.tb_next
+    return False

@@ -123,6 +123,7 @@ def test_a_micro_batch_of_another_shape_is_left_out() -> None:
     said = [line["raised"] for line in job.lines if "raised" in line]
     assert {r["worker"] for r in said} == {"W0_0", "W1_0"}
     assert all(golden("output-of-stage-0-got") in r["error"] for r in said)
+    assert all(r["traceback"] == [] for r in said), "it would be of this product's own code alone"
 
 
 def test_a_job_whose_first_micro_batch_is_bad_begins() -> None:

@@ -31,6 +31,7 @@ from openrecycle.agent.monitoring.liveness import (
 )
 from openrecycle.agent.nodes.pool import RemoteProcess
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec, encode_spec
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.job import Worker as Cell
 from tests.agent.node_leads import GivenProcesses, node_with
@@ -321,6 +322,13 @@ def test_whatever_an_exception_says_is_a_line() -> None:
     assert describe_exception(noted).startswith("ValueError: bad (yyy") and len(describe_exception(noted)) < 1000
     noted.__notes__ = None  # type: ignore[assignment]
     assert "\n" not in describe_exception(noted)
+
+
+def test_an_exception_came_about_where_the_user_s_code_was_last() -> None:
+    with pytest.raises(InputError) as caught:
+        Job.uniform(0, 1, 1)
+    place = describe_exception(caught.value).rpartition(", at ")[2]
+    assert place.startswith(__file__) and place.endswith(sys._getframe().f_code.co_name)
 
 
 @pytest.mark.processes

@@ -9,6 +9,7 @@ import logging
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -36,7 +37,7 @@ from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
-from tests.agent import own_jobs
+from tests.agent import own_jobs, wrong_jobs
 from tests.agent.consoles import console
 from tests.agent.launches import Launched
 from tests.conftest import at_length
@@ -74,6 +75,11 @@ class Local:
         ({"optimizer": 0.1}, ["optimizer: got 0.1"]),
         ({"data": lambda i, p, m: None}, ["data: got '<lambda>'"]),
         ({"stages": [nested]}, [golden("stages-got-1-expected-one")]),
+        ({"stages": [nn.Linear(6, 6), wrong_jobs.WithFunction()]}, ["stages: got 'WithFunction of number 1'"]),
+        ({"data": wrong_jobs.Locked(), "batch_size": 2}, ["data: got 'Locked'", "locks"]),
+        ({"data": own_jobs.Squares(100), "batch_size": 2, "loading": Loading(collate=lambda s: s)}, ["got '<lambda>'"]),
+        ({"data": (s for s in "abc"), "batch_size": 2}, ["data: got 'a generator'", "IterableDataset"]),
+        ({"data": (torch.zeros(99, 6), torch.zeros(99, 6)), "batch_size": 2}, ["data: got", "TensorDataset"]),
         ({"data": own_jobs.Endless(), "batch_size": 2}, ["data: got 'Endless'"]),
         ({"data": own_jobs.Squares(100)}, ["batch_size: got None"]),
         ({"data": own_jobs.Squares(100), "batch_size": 0}, ["batch_size: got 0"]),
@@ -120,6 +126,31 @@ def test_deaths_that_no_plan_survives_are_refused() -> None:
     with pytest.raises(InputError, match=golden("a-worker-of-stage-1-that-stays")) as error:
         own_jobs.trainer(faults=Faults(kill=["W0_1@1:F0", "W1_1@2:F0"]))
     assert error.value.field == "faults.kill"
+
+
+def test_a_mistake_is_shown_in_the_user_s_own_code() -> None:
+    """And not on the way through this product."""
+    with pytest.raises(InputError) as caught:
+        own_jobs.trainer(loss=wrong_jobs.broken)
+    assert _modules(caught.value) == [__name__, own_jobs.__name__, ResilientTrainer.__module__]
+    cause = caught.value.__cause__
+    assert isinstance(cause, ArithmeticError) and _modules(cause) == [wrong_jobs.__name__]
+    assert cause.__context__ is None
+    with pytest.raises(InputError) as caught:
+        own_jobs.trainer(loss=wrong_jobs.detached)
+    assert len(_modules(caught.value)) == 3 and caught.value.__cause__ is None
+
+
+def _modules(error: BaseException) -> list[str]:
+    return [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+@pytest.mark.processes
+def test_a_kill_may_come_in_any_iteration_that_fit_has() -> None:
+    trainer = own_jobs.trainer(faults=Faults(kill=["W1_1@40:F0"]))
+    with pytest.raises(InputError) as caught:
+        trainer.fit(iterations=40)
+    assert caught.value.field == "faults.kill"
 
 
 @pytest.mark.parametrize("iterations", [0, True, 1.5])

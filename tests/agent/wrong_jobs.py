@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import count
@@ -180,6 +181,35 @@ def different(stage: int, stages: int) -> nn.Module:
 
 def limited(stage: int, stages: int) -> nn.Module:
     return nn.Sequential(nn.EmbeddingBag(9, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH))
+
+
+def detached(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.detach(), targets)
+
+
+def broken(output: Tensor, targets: Tensor) -> Tensor:
+    raise ArithmeticError("no loss today")
+
+
+def elsewhere(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(4, WIDTH, device="meta"), torch.randn(4, WIDTH)
+
+
+class Locked(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(WIDTH), torch.zeros(WIDTH)
+
+
+class WithFunction(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.activation = lambda x: x.relu()
 
 
 def no_optimizer(parameters: Iterable[nn.Parameter]) -> Any:
