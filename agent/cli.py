@@ -185,8 +185,8 @@ def train(
             "OPENRECYCLE_TOKEN."
         ),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Launchers of this job, one per node.")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="This one's number; 0 leads.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of this job; the command runs on each.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0; node 0 leads at first.")] = None,
     lead: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, as every node reaches it.")] = None,
     node_address: Annotated[
         str | None,
@@ -200,7 +200,7 @@ def train(
     *,
     given: dict[str, Any],
 ) -> None:
-    """Starts a job of PIPELINES x STAGES worker processes, here or on several nodes, and trains through failures."""
+    """Start a job of PIPELINES x STAGES workers, here or on several nodes, and train through failures."""
     with sentences():
         token = read_token(token_file)
         role = role_of(os.environ, nodes, node_rank, lead)

@@ -44,7 +44,10 @@ def create(
     days: Annotated[float | None, typer.Option(help="Days until it expires; without, it never does.")] = None,
     database_url: DatabaseUrl = "",
 ) -> None:
-    """Prints a new token, this once: the console keeps only a hash of it."""
+    """Make a token and print it.
+
+    It is shown this once: the console keeps only a hash of it.
+    """
     with _store(database_url, make=True) as database:
         made, audit = Tokens(TokenStore(database)), AuditLog(AuditStore(database))
         if job is not None and all(row["id"] != job for row in Store(database).jobs()):
@@ -58,7 +61,7 @@ def create(
 
 @tokens.command("list")
 def listed(database_url: DatabaseUrl = "") -> None:
-    """Every token, newest first, without its secret."""
+    """Show every token, newest first, without its secret."""
     with _store(database_url) as database:
         found = Tokens(TokenStore(database)).list()
     now = time.time()
@@ -80,7 +83,10 @@ def revoke(
     token: Annotated[str, typer.Argument(help="The token's id, as `openrecycle token list` shows it.")],
     database_url: DatabaseUrl = "",
 ) -> None:
-    """From now on the token is good for nothing; a console that runs notices within two seconds."""
+    """End a token.
+
+    A console that runs notices within two seconds.
+    """
     with _store(database_url) as database:
         gone = Tokens(TokenStore(database)).revoke(token)
         AuditLog(AuditStore(database)).record(_actor(), "revoke token", gone.id, job_id=gone.job_id, detail=gone.name)
@@ -254,7 +260,7 @@ def demo(
         str, typer.Option(help="Each op of a layer is stretched to this; the computation inside is real.")
     ] = "F=4ms,I=4ms,W=4ms",
 ) -> None:
-    """Serve the console and run a real training job of 12 processes here, until Ctrl-C."""
+    """The console and a real training job here, until Ctrl-C."""
     from openrecycle.app.demo import DemoOptions, run
 
     grid = ("--pipelines", str(pipelines), "--stages", str(stages), "--micro-batches", str(micro_batches))
@@ -317,7 +323,10 @@ def import_command(
 
 @cli.command("delete")
 def delete_command(job: JobId, database_url: DatabaseUrl = "") -> None:
-    """Delete a job with everything of it: one that has ended, or any while no console runs on the database."""
+    """Delete a job with everything of it.
+
+    It must have ended, where a console runs on the database.
+    """
     with _store(database_url) as database:
         row = next((row for row in Store(database).jobs() if row["id"] == job), None)
         if row is None:

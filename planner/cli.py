@@ -198,7 +198,7 @@ def migrations_command(
     unit_seconds: UnitSeconds = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether failures should move to other stages, which workers to migrate, and why."""
+    """Say which workers should change their stage, and why."""
     job = job_of_options(pipelines, stages, micro_batches, durations, profile)
     result = best_migrations(
         job,
@@ -773,7 +773,10 @@ def check(
     path: Annotated[Path, typer.Argument(metavar="PLAN.json")],
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a plan is valid: 0 valid, 1 invalid (what clashes is named), 2 unreadable."""
+    """Say whether a plan is valid.
+
+    Exit status: 0 valid, 1 invalid (what clashes is named), 2 unreadable.
+    """
     loaded = Plan.load(path)
     violations = find_violations(loaded)
     if as_json:

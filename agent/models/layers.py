@@ -260,7 +260,11 @@ class LayerStack(nn.Module):
                 x = _cut(x, BackwardSeed(seed, before, inputs[0].device))
             before = number
             reseed(seed_for("layer", seed, number), inputs[0].device)
-            x = self.form.call(number, layer, x)
+            try:
+                x = self.form.call(number, layer, x)
+            except Exception as error:
+                error.add_note(f"layer {number}")
+                raise
         return x
 
 

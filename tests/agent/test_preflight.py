@@ -336,6 +336,14 @@ def test_whatever_builders_draw_with_is_seeded() -> None:
     assert torch.equal(draws[0], draws[1]) and not draws[0].eq(draws[2]).any()
 
 
+def test_an_error_in_a_layer_names_it() -> None:
+    mixed = [nn.Linear(W, W), nn.Linear(W, W, dtype=torch.float64)]
+    given = CallableWorkload(mixed, *[None] * 5, 0, layers=2)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError) as caught:
+        build_layers(given, range(2), 2, 0)(torch.randn(4, W), seed=0)
+    assert caught.value.__notes__ == ["layer 1"]
+
+
 def test_what_is_tried_leaves_the_caller_s_random_numbers_alone() -> None:
     def drawn() -> list[float]:
         return [random.random(), numpy.random.rand(), float(torch.rand(()))]
