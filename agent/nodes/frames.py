@@ -361,4 +361,4 @@ _MEANINGS = {
 def _why(error: ssl.SSLError, side: Side) -> str:
     reason = error.reason or str(error)
     meaning = _MEANINGS.get(reason, f"broke TLS ({reason.lower().replace('_', ' ')})")
-    return f"{'the lead' if side == 'node' else 'a node'} {meaning}"
+    return f"{'the leader' if side == 'node' else 'a node'} {meaning}"

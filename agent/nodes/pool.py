@@ -620,7 +620,7 @@ class NodeHub:
             return f"node {rank} has not said under which address it is reached"
         for name, ours in MACHINE.items():
             if hello.get(name) != ours:
-                return f"node {rank} has {name} {hello.get(name)}, the lead {ours}: they would not get the same bits"
+                return f"node {rank} has {name} {hello.get(name)}, the leader {ours}: they would not get the same bits"
         return ""
 
     def _forget(self, link: NodeLink) -> None:

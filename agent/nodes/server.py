@@ -160,7 +160,7 @@ class NodeServer:
             try:
                 connection = socket.create_connection((host, port), 5.0)
             except OSError as error:
-                why, reason = f"no lead answers at {host}:{port}", str(error)
+                why, reason = f"no leader answers at {host}:{port}", str(error)
                 self._ask_another()
                 quiet = time.monotonic() - began < STARTING_SECONDS
             else:
@@ -170,12 +170,12 @@ class NodeServer:
                     self._say(f"node {self._rank} works for {host}:{port}, its workers at {self._address}")
                     return
                 except _Later as error:
-                    why, reason = "the lead turned this node away", str(error)
+                    why, reason = "the leader turned this node away", str(error)
                 except OSError as error:  # it may be stopped
-                    why, reason = f"no understanding with the lead at {host}:{port}", str(error)
+                    why, reason = f"no understanding with the leader at {host}:{port}", str(error)
                     self._ask_another()
                 except (NotTrusted, KeyError) as error:
-                    why, reason = f"no understanding with the lead at {host}:{port}", str(error)
+                    why, reason = f"no understanding with the leader at {host}:{port}", str(error)
                     if len(self._leads) == 1:
                         connection.close()
                         raise LeadLost(f"{why}: {reason}") from None
@@ -218,7 +218,7 @@ class NodeServer:
                 if "lead" in answer:  # it does not lead itself
                     self._ask_another(answer["lead"])
                 raise _Later(answer["reason"])
-            raise LeadLost(f"the lead turned this node away: {answer['reason']}")
+            raise LeadLost(f"the leader turned this node away: {answer['reason']}")
         if not about.get("resumes"):
             self._lead_status.follow(0, 0)
             if answer.get("begun"):
@@ -255,8 +255,8 @@ class NodeServer:
         if self._copy is None:
             # The job goes on without this node, or begins anew. It knows too little to be asked who leads next, and
             # would be waited for: so it forgets, as if it had just been started, that a lead had taken it in.
-            raise _LeftOut(f"the connection with the lead broke ({why})", self._leads)
-        self._say(f"the connection with the lead broke ({why}); the nodes find out who leads next")
+            raise _LeftOut(f"the connection with the leader broke ({why})", self._leads)
+        self._say(f"the connection with the leader broke ({why}); the nodes find out who leads next")
         self._lead_status.lose_lead()
 
     def _look_for_lead(self) -> Succession | None:
@@ -270,7 +270,7 @@ class NodeServer:
             if silent:
                 # It may be stopped, and whoever is to take its place would wait for this node. It may be back soon.
                 self._ask_another()
-                raise _LeftOut("the lead was silent before it had told of the job", self._leads)
+                raise _LeftOut("the leader was silent before it had told of the job", self._leads)
             return None
         silent = silent and (len(copy.nodes) > 2 or self._arbiter is not None)
         if self._frames is not None and lead_status.lead is None:

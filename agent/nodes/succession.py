@@ -118,7 +118,7 @@ def may_go_on(followers: int, nodes: int) -> tuple[bool, str]:
     """May the lead? As in `may_lead`; but of two halves only the lead's goes on."""
     if 2 * followers >= nodes:
         return True, f"{followers} of {nodes} nodes follow it"
-    return False, f"only {followers} of {nodes} nodes follow it: the others may have another lead"
+    return False, f"only {followers} of {nodes} nodes follow it: the others may have another leader"
 
 
 def may_ask_console(voters: int, nodes: int) -> tuple[bool, str]:
@@ -138,7 +138,7 @@ def may_have_vote(free: bool, promised: int, own: Age, term: int, age: Age) -> t
         return False, f"in term {promised} it follows another"
     if age < own:
         return False, "it knows more of the job"
-    return True, "it knows no more of the job, and has no lead"
+    return True, "it knows no more of the job, and has no leader"
 
 
 def first_to_lead(ages: Mapping[int, Age]) -> tuple[int, str]:
@@ -489,7 +489,7 @@ class Search(threading.Thread):
                 return
             if self._cancelled.wait(_PAUSE_SECONDS):
                 return
-        self.outcome = GiveUp(f"the lead is gone, and for {SEEK_SECONDS:.0f} s nobody could take its place: {why}")
+        self.outcome = GiveUp(f"the leader is gone, and for {SEEK_SECONDS:.0f} s nobody could take its place: {why}")
 
     def _round(self) -> Outcome | str:
         """A sentence: not yet, since."""
