@@ -108,17 +108,27 @@ T = TypeVar("T")
 
 
 def _in_short(method: Callable[P, T]) -> Callable[P, T]:
-    """A mistake of the user's is one sentence, at a line of theirs. The whole way to it is in the log at DEBUG."""
+    """What ends a job is one sentence, at a line of the user's. The whole way to it is in the log at DEBUG."""
 
     @functools.wraps(method)
     def short(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(*args, **kwargs)
-        except (PlannerError, ConsoleUnavailable, ConsoleRefused) as error:
+        except Exception as error:
+            if not _has_said_all(error):
+                raise
             log.debug("refused", exc_info=error)
             raise in_short(error)  # noqa: B904 -- its cause is what is left of it
 
     return short
+
+
+def _has_said_all(error: Exception) -> bool:
+    if isinstance(error, (PlannerError, ConsoleUnavailable, ConsoleRefused)):
+        return True
+    from openrecycle.agent.launcher.launch import JobFailed
+
+    return isinstance(error, JobFailed)
 
 
 class ResilientTrainer:

@@ -299,7 +299,7 @@ def test_micro_batches_that_vary_end_the_job_with_a_sentence() -> None:
 
 @pytest.mark.processes
 def test_a_model_that_fails_is_told_where() -> None:
-    with pytest.raises(JobFailed, match=r"ArithmeticError: no more, at \S+own_jobs.py:\d+ in forward"):
+    with pytest.raises(JobFailed, match=r"ArithmeticError: no more \(layer \d\), at \S+own_jobs.py:\d+ in forward"):
         own_jobs.trainer(stages=[own_jobs.Explosive, own_jobs.Explosive]).fit(iterations=9)
 
 
