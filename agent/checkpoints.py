@@ -259,8 +259,9 @@ def whole_checkpoints(directory: Path) -> list[Checkpoint]:
     return _by_state(directory)[0]
 
 
-def _by_state(directory: Path) -> tuple[list[Checkpoint], dict[int, str]]:
-    """Those of `whole_checkpoints`, and by iteration why others that were finished are none; the newest first."""
+def _by_state(directory: Path, tries: int = 5) -> tuple[list[Checkpoint], dict[int, str]]:
+    """Those of `whole_checkpoints`, and by iteration why others that were finished are none; the newest first. tries:
+    how often the folder is read while checkpoints go from it (a shared file system may list what has gone long ago)."""
     whole, others, gone = list[Checkpoint](), dict[int, str](), False
     for path in directory.iterdir() if directory.is_dir() else ():
         if named := _NAME.fullmatch(path.name):
@@ -277,8 +278,8 @@ def _by_state(directory: Path) -> tuple[list[Checkpoint], dict[int, str]]:
                 if (path / "manifest.json").exists():  # else it was begun, and never finished
                     others[iteration] = str(error)
                 gone = gone or not os.path.lexists(path)
-    if gone:  # it has made room for a newer one, which may not have been there yet
-        return _by_state(directory)
+    if gone and tries > 1:  # it has made room for a newer one, which may not have been there yet
+        return _by_state(directory, tries - 1)
     return sorted(whole, key=lambda c: c.iteration, reverse=True), dict(sorted(others.items(), reverse=True))
 
 
