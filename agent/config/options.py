@@ -208,13 +208,13 @@ class Planning(OptionGroup):
         told="paced",
     )
 
-    pace_per: Literal["stage", "layer"] = option("stage", "stage or layer: whose time the pace is.")
+    pace_per: Literal["stage", "layer"] = option("stage", "Is the pace that of a whole `stage`, or of each `layer`?")
     partition: str | None = option(
         None, "Layers per stage: 11,11,11,11. By default as even as op times allow.", parse=parse_partition
     )
     relayout: MayMove = option(
         "auto",
-        "May layers change their stage? never, always (for any gain), or auto: to save more than an iteration an hour.",
+        "May layers change their stage? never, always, or auto: if that saves more than one iteration in an hour.",
         told="relayout",
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import os
+from pathlib import Path
 from types import FrameType, TracebackType
 
 # Characters of a value that an error shows.
@@ -68,14 +69,16 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-_NOT_THEIRS = {"openrecycle", "torch", *sys.stdlib_module_names} - {"__main__"}
 _EXAMPLES = "openrecycle.agent.examples"
+_PYTHON = str(Path(os.__file__).parent)
 
 
 def in_user_code(frame: FrameType) -> bool:
     """Or is it a frame of this product (its examples apart), of torch or of Python?"""
-    module = str(frame.f_globals.get("__name__"))
-    return module.startswith(_EXAMPLES) or module.partition(".")[0] not in _NOT_THEIRS
+    module, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
+    if file.startswith("<frozen ") or (file.startswith(_PYTHON) and "-packages" not in file):
+        return False
+    return module.startswith(_EXAMPLES) or module.partition(".")[0] not in ("openrecycle", "torch")
 
 
 def in_short(error: BaseException) -> BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from multiprocessing import Pipe
+from typing import Any
 
 import pytest
 
@@ -329,6 +331,14 @@ def test_an_exception_came_about_where_the_user_s_code_was_last() -> None:
         Job.uniform(0, 1, 1)
     place = describe_exception(caught.value).rpartition(", at ")[2]
     assert place.startswith(__file__) and place.endswith(sys._getframe().f_code.co_name)
+    with pytest.raises(ValueError) as unread:
+        json.loads("{")
+    assert f", at {__file__}" in describe_exception(unread.value)
+    users: dict[str, Any] = {"__name__": "queue"}  # as one of Python's
+    exec(compile("def fail(): raise ValueError('bad')", "/home/ada/queue.py", "exec"), users)
+    with pytest.raises(ValueError, match="bad") as raised:
+        users["fail"]()
+    assert describe_exception(raised.value) == "ValueError: bad, at /home/ada/queue.py:1 in fail"
 
 
 @pytest.mark.processes
