@@ -348,7 +348,7 @@ def _choose(trial: _Trial, wanted: Wanted) -> Split:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _TrialOutcome:
     """Of two interleaved micro-batches. numbers: every one that they give, by its name. in_i, in_w: floating-point
     operations of I and of W."""
 
@@ -391,7 +391,7 @@ class _Trial:
         outputs = self._stage(Fused(self.module), _Record([]), buffers).forward(_FIRST)
         self._outputs, self._made = _named(f"output of {_FIRST}", outputs), buffers.made
 
-    def reference(self) -> _Outcome:
+    def reference(self) -> _TrialOutcome:
         """`run` of the fused backward. Raises what the module raises."""
         try:
             found = self.run(Fused(self.module))
@@ -405,7 +405,7 @@ class _Trial:
                 )
             raise
 
-    def run(self, strategy: Strategy) -> _Outcome:
+    def run(self, strategy: Strategy) -> _TrialOutcome:
         record = _Record(self.moving)
         ops = self._stage(strategy, record)
         out: dict[str, Fingerprint] = {}
@@ -422,9 +422,9 @@ class _Trial:
                     work.append(count.total)
                 out |= _named(f"input gradient of {key}", dx or ())
                 out |= {f"{self._names.get(id(t), 'loss')} of {key}": _fingerprint(g) for t, g in record.take()}
-        return _Outcome(out, *work)
+        return _TrialOutcome(out, *work)
 
-    def judge(self, strategy: Strategy, reference: _Outcome) -> tuple[float, str]:
+    def judge(self, strategy: Strategy, reference: _TrialOutcome) -> tuple[float, str]:
         """(share of the work that W does, what speaks against the strategy or nothing)."""
         if isinstance(strategy, Deferred) and not strategy.layers.parameters:
             return 0.0, "no layer of a kind that can be deferred"
