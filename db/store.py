@@ -450,10 +450,14 @@ class Store:
                 session.execute(insert(EventRow), [{"job_id": job_id, **e} for e in events])
             return True
 
-    def recoveries(self, job_id: str) -> list[Record]:
-        """Oldest first."""
-        query = select(RecoveryRow.__table__).where(RecoveryRow.job_id == job_id)
-        return self.database.rows(query.order_by(RecoveryRow.at, RecoveryRow.generation))
+    def recoveries(self, job_id: str, *, after: int = 0) -> list[Record]:
+        """Oldest first. after: of generations with a number > after alone, and the latest, in whichever it was."""
+        row = RecoveryRow
+        query = select(row.__table__).where(row.job_id == job_id)
+        if after:
+            latest = select(func.max(row.at)).where(row.job_id == job_id).scalar_subquery()
+            query = query.where(or_(row.generation > after, row.at == latest))
+        return self.database.rows(query.order_by(row.at, row.generation))
 
     # -- operators --------------------------------------------------------------------------
 

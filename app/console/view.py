@@ -234,8 +234,7 @@ class JobView:
     and are not replaced. moved: those that hold another role than at first.
 
     iterations: the newest ones, oldest first; generations: that opened since the first of them began, up to that of
-    the last, 500 at most. events: the
-    newest ones, newest first.
+    the last, 500 at most; recoveries: in these, and the latest. events: the newest ones, newest first.
     figures: ETTR, goodput and the fault-free rate so far.
     advice: the best option with the workers that are out, None while nothing is known of it. held: layers per stage as
     the workers have them, () where stages can't be cut; coming: as they will, while layers move. spares: ranks that
@@ -567,7 +566,7 @@ class Queries:
             tuple(_event(row, seen_by) for row in feed),
             tuple(
                 RecoveryView(**{k: v for k, v in row.items() if k != "job_id"}, steps=tuple(segments(row, waited)))
-                for row in self._store.recoveries(job.job_id)
+                for row in self._store.recoveries(job.job_id, after=max(0, since - 1))
             ),
             generation_views(self._store.all_generations(job.job_id, after=since - 1, limit=most)) if rows else (),
         )

@@ -124,3 +124,17 @@ def test_the_iteration_after_a_wait_is_found_without_a_look_at_all_of_them(store
     assert store.committed_after("a", 5_009.5) is None
     assert store.committed_after("b", 0.0) is None
     assert not looked_at_many
+
+
+def test_of_recoveries_those_since_a_generation_and_the_latest_are_read(store: Store) -> None:
+    """A job of some weeks has thousands, and its page asks each second."""
+    took = {"detected_ms": 1.0, "unblocked_ms": 2.0, "reformed_ms": 3.0, "resumed_ms": 4.0, "death_known": True}
+    for generation, at in ((2, 10.0), (3, 20.0), (4, 40.0), (5, 30.0)):  # of a clock that was put back
+        assert store.add_recovery("a", {**took, "worker": "W0_0", "generation": generation, "at": at})
+
+    def read(after: int) -> list[int]:
+        return [row["generation"] for row in store.recoveries("a", after=after)]
+
+    assert read(0) == [2, 3, 5, 4]
+    assert read(3) == [5, 4] and read(4) == [5, 4] and read(9) == [4]
+    assert store.recoveries("b", after=3) == []
