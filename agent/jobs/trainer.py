@@ -108,7 +108,7 @@ T = TypeVar("T")
 
 
 def _in_short(method: Callable[P, T]) -> Callable[P, T]:
-    """What ends a job is one sentence, at a line of the user's. The whole way to it is in the log at DEBUG."""
+    """Makes what ends a job one sentence, raised at the user's own line. The whole traceback is logged at DEBUG."""
 
     @functools.wraps(method)
     def short(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -118,7 +118,7 @@ def _in_short(method: Callable[P, T]) -> Callable[P, T]:
             if not _has_said_all(error):
                 raise
             log.debug("refused", exc_info=error)
-            raise in_short(error)  # noqa: B904 -- its cause is what is left of it
+            raise in_short(error)  # noqa: B904 -- the cause that it has is all that is to be shown
 
     return short
 
@@ -132,68 +132,68 @@ def _has_said_all(error: Exception) -> bool:
 
 
 class ResilientTrainer:
-    """One job: a grid of worker processes on this machine that trains on while some of them die.
+    """One job: a grid of worker processes on this machine. The job goes on training while some of them die.
 
-    Worker processes import what they are given, so stages, loss, data, optimizer, scheduler and
-    collate are functions or classes at the top level of a file, and the script starts training
-    under `if __name__ == "__main__":`.
+    Worker processes import the arguments. So stages, loss, data, optimizer, scheduler and collate must be functions or
+    classes at the top level of a file, and the script must start training under `if __name__ == "__main__":`.
 
     The model:
-    layers: (layer, layers) to a torch.nn.Module, with layer_count, the number of layers; or a sequence, one
-        module or one builder without arguments per layer. A layer takes what the one before returns: a
-        tensor, or several as positional arguments. The random numbers of a builder are seeded per layer.
-        A stage is a run of layers; where the model is cut does not show in the numbers. Or a Pipe of
-        torch.distributed.pipelining, each of whose stages is a layer; PipelineStages stand for their modules.
+    layers: a function of (layer, layers) that returns a torch.nn.Module, with layer_count, the number of layers. Or a
+        sequence with one module, or one builder without arguments, per layer. A layer takes what the previous one
+        returns: a tensor, or several as positional arguments. The random numbers of a builder are seeded per layer.
+        A stage is a run of consecutive layers; where the model is cut has no influence on the numbers. Or a Pipe of
+        torch.distributed.pipelining, each of whose stages counts as a layer; a PipelineStage stands for its module.
     tied: parameters that several layers share, as groups of LAYER.NAME, such as
-        [["0.embedding.weight", "11.head.weight"]]; found out where the layers are modules. Each layer has a copy,
-        whose gradient is the sum over all of them, so that they take the same steps.
-    stages: instead of layers, the same with one module per stage, which can't be cut.
-    parallelize: (layer, torch DeviceMesh) to the layer, split over the ranks of a worker, with
-        platform=Platform(ranks_per_worker=...), by torch's parallelize_module or fully_shard, or with mesh=... both.
-    loss: (output of the last layer, targets) to the mean loss of a micro-batch.
-    stage_io: per pair of neighbouring layers (or stages) the TensorSpecs of what passes; found out if not given.
+        [["0.embedding.weight", "11.head.weight"]]. Not needed where the layers are given as modules. Each layer has a
+        copy, and each copy gets the sum of all the copies' gradients, so that all of them take the same steps.
+    stages: instead of layers, in the same forms, one module per stage; such a model can't be cut elsewhere.
+    parallelize: a function of (layer, torch DeviceMesh) that returns the layer split over the ranks of a worker, by
+        torch's parallelize_module or fully_shard, or with mesh=... by both. It needs
+        platform=Platform(ranks_per_worker=...).
+    loss: a function of (output of the last layer, targets) that returns the mean loss of a micro-batch.
+    stage_io: the TensorSpecs of what passes between each pair of neighbouring layers (or stages); found out if not
+        given.
 
     The data:
-    data: a data set, map-style or iterable, with batch_size (samples per micro-batch), or a DataLoader of one, also
-        torchdata's StatefulDataLoader; or a function of (iteration, pipeline, micro_batch), the same for equal
-        arguments in whichever process (torch's generator is seeded accordingly). A micro-batch is a pair (inputs,
-        targets), or a dict, whose `labels` the loss gets and whose other tensors are the keyword arguments of layer 0.
-    loading: how samples are picked from a data set and put together, and what of a dict goes where, a Loading(...).
-    evaluate: what the job is evaluated on while it trains, an Evaluation(...).
+    data: a data set, map-style or iterable, with batch_size (samples per micro-batch). Or a DataLoader of one, also
+        torchdata's StatefulDataLoader. Or a function of (iteration, pipeline, micro_batch) that returns the same for
+        equal arguments in every process (torch's generator is seeded accordingly). A micro-batch is a pair (inputs,
+        targets), or a dict: the loss gets its `labels`, and layer 0 its other tensors as keyword arguments.
+    loading: a Loading(...): how samples are picked from a data set and collated, and who gets which entry of a dict.
+    evaluate: an Evaluation(...): what the job is evaluated on while it trains.
 
     Optimization:
-    optimizer: a stage's parameters to a torch.optim.Optimizer. Where its argument is called `named_parameters`, it
-        gets (name, parameter) pairs, with names as LAYER.NAME. scheduler: that optimizer to an
-        LRScheduler, stepped once per iteration.
-    optimization: precision, clipping, and when a step is final, an Optimization(...).
-    seed: of parameters, data order and dropout.
+    optimizer: a function of a stage's parameters that returns a torch.optim.Optimizer. If its argument is called
+        `named_parameters`, it gets (name, parameter) pairs, with names such as LAYER.NAME.
+    scheduler: a function of that optimizer that returns an LRScheduler, which is stepped once per iteration.
+    optimization: an Optimization(...): precision, clipping, and when a step is final.
+    seed: the seed of parameters, data order and dropout.
 
     The job:
-    job: the grid, and the op times that plans are made from. profile: these times, where job has none:
-        a file that `openrecycle profile` wrote, a shipped profile's name, or what either holds.
-    planning: which plans may be made, a Planning(...). platform: devices, a Platform(...).
-    weights: folder that the trained weights are written to, a file per layer; kept in memory if not given.
-    checkpoints: what is written to go on from, a Checkpoints(...).
-    record: JSON-lines file for losses, failures and the final hash, as of `openrecycle train --record`.
+    job: the grid, and the op times that plans are made from.
+    profile: these op times, where `job` has none: a file that `openrecycle profile` wrote, a shipped profile's name,
+        or the object read from either.
+    planning: a Planning(...): which plans may be made. platform: a Platform(...): the devices.
+    weights: the folder that the trained weights are written to, a file per layer. If not given, they stay in memory.
+    checkpoints: a Checkpoints(...): what is written so that a job can be resumed.
+    record: a JSON-lines file for losses, failures and the final hash, as with `openrecycle train --record`.
+    faults: a Faults(...): what happens when workers, links or samples fail.
+    console: a Console(...): the console that watches the job and decides.
 
-    faults: what happens when workers, links or samples fail, a Faults(...).
-    console: who watches and decides, a Console(...).
+    on_iteration: called with (iteration, loss) of each iteration that is committed. If it takes a third argument, that
+        is the agent.messages.protocol.Iteration. The `skipped` of this lists the micro-batches that were left out of
+        all sums because they gave NaN or infinity, numbered pipeline by pipeline.
+    on_recovery: called with each failure that was survived. All calls of both are made one after the other in one
+        thread of the process that called `fit`. They may take their time: training does not wait for them, but `fit`
+        returns only after all calls. If they fall more than 10,000 lines behind, the oldest iterations are left out,
+        with a warning. If a call returns "stop", the training ends in order, as with `stop`.
+    callbacks: Callbacks (agent.jobs.callbacks), such as ProgressBar() or TensorBoard(folder), which are told of more
+        events. They are called in the same way.
+    on_error: what happens when one of these calls raises, after the traceback was logged. "stop": the training ends
+        in order, and `fit` raises the exception, with the TrainingResult so far as its `result`. "log": nothing more.
 
-    on_iteration: called with (iteration, loss) of each that is committed; one that takes a third argument
-        gets the agent.messages.protocol.Iteration, with `skipped`: the micro-batches that count in no sum, since
-        they gave NaN or infinity, numbered pipeline by pipeline. on_recovery: called with each failure that
-        was survived. Both are called one after the other in one thread of the process that called `fit`,
-        beside the training, and may take their time: training goes on, and before `fit` returns all calls
-        have been made. More than 10,000 lines behind, the oldest iterations are left out, which is said.
-        One that returns "stop" ends the training in order, as `stop` does.
-    callbacks: Callbacks (agent.jobs.callbacks), such as ProgressBar() or TensorBoard(folder), which are told more. They
-        are called as on_iteration and on_recovery are.
-    on_error: what an exception of theirs does, once it has been logged with its traceback. "stop": the
-        training ends in order and `fit` raises it, with the TrainingResult so far as its `result`.
-        "log": nothing more.
-
-    `help()` of each group lists its options, which are those of `openrecycle train`.
-    Raises InputError naming the argument, with its group: `faults.compare_every`.
+    `help()` of each option group lists its options, which are also those of `openrecycle train`.
+    Raises InputError that names the argument, with its group: `faults.compare_every`.
     """
 
     @_in_short
@@ -260,7 +260,7 @@ class ResilientTrainer:
         every = 0 if evaluate is None else evaluate.every
         options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
         options = replace(options.anchored(), job=options.planning.job(job, profile))
-        options.check(to_the_end=False)  # what is wrong is said here, not when training begins
+        options.check(to_the_end=False)  # wrong options are refused now, not when training begins
         if unlike := profile_unlike(profile, options):
             log.warning("%s", unlike)
         if options.record is not None:
@@ -288,7 +288,7 @@ class ResilientTrainer:
                 workload = workload.as_found()
             except InputError:
                 raise
-            except Exception as error:  # check_workload says what is wrong with the data
+            except Exception as error:  # check_workload explains what is wrong with the data
                 log.debug("no micro-batch could be read: %s", error)
         self._told = (_Functions(_full(on_iteration), on_recovery), *callbacks)
         self._callbacks = partial(_Callbacks, self._told, on_error)
@@ -314,15 +314,16 @@ class ResilientTrainer:
         seed: int = 0,
         **others: Any,
     ) -> ResilientTrainer:
-        """A causal language model of transformers, cut into layers: the embedding, one per block, and the head.
+        """Returns a trainer for a causal language model of transformers, cut into layers: the embedding, one per
+        block, and the head.
 
-        model: a config, whose model is initialised by `seed`; a folder or a name on the hub, with safetensors; or a
-            model, with the weights it has. Workers read the tensors of their own layers alone. Parameters that need no
+        model: a config, whose model is initialised from `seed`; a folder or a name on the hub, with safetensors; or a
+            model with its weights. Each worker reads only the tensors of its own layers. Parameters that need no
             gradient stay as they are.
-        data: a map-style data set of dicts with input_ids, and attention_mask, position_ids and labels where there are
-            any, with batch_size, or a DataLoader of one; the collator may be one of transformers'. Or a function of
-            (iteration, pipeline, micro_batch) that returns such a batch. Without labels the tokens are the labels, but
-            for padding. -100 counts nothing.
+        data: a map-style data set with batch_size, or a DataLoader of one. Its samples are dicts with input_ids and,
+            if need be, attention_mask, position_ids and labels. The collator may be one of transformers'. Or a
+            function of (iteration, pipeline, micro_batch) that returns such a batch. Without labels the tokens, except
+            padding, are the labels. A label of -100 is ignored.
 
         The loss is the model's own: the mean over all tokens of an iteration, as with transformers' Trainer. All other
         arguments are those of ResilientTrainer. `fit`'s result has `save_pretrained`. Raises InputError.
@@ -360,15 +361,15 @@ class ResilientTrainer:
 
     @_in_short
     def fit(self, iterations: int) -> TrainingResult:
-        """Trains from the initial parameters, or from a checkpoint, until so many iterations are committed, or
+        """Trains from the initial parameters, or from a checkpoint, until `iterations` iterations are committed or
         `stop` is called.
 
-        What is worth a remark on the way goes to the log `openrecycle`. Where nobody else heeds SIGTERM, it ends the
-        job in order, and this raises SystemExit.
+        Remarks and warnings go to the logger `openrecycle`. Unless the script handles SIGTERM itself, that signal ends
+        the job in order, and `fit` raises SystemExit.
 
-        Raises InputError, also where torchrun or srun started several of this process; JobFailed where the job can't
-        go on (no process is left behind), ConsoleUnavailable or ConsoleRefused where a console was asked for and does
-        not take it, and what a callback raised (see on_error), once the weights are written.
+        Raises InputError (also where torchrun or srun started several of this process), JobFailed where the job can't
+        go on (no process is left behind), ConsoleUnavailable or ConsoleRefused where the console does not take the
+        job, and an exception of a callback (see on_error) after the weights are written.
         """
         check_alone(os.environ)
         self._stop_asked = False
@@ -376,7 +377,7 @@ class ResilientTrainer:
             return self._fit(iterations)
 
     def _terminated(self, number: int) -> None:
-        """By that signal, in the main thread."""
+        """Ends the job after a signal, which is SIGTERM. Called in the main thread."""
         if self._launcher is None:
             raise SystemExit(128 + number)
         self._launcher.stop(number)
@@ -406,7 +407,7 @@ class ResilientTrainer:
                     launcher = make_launcher(
                         replace(options, weights=folder), self._workload, listener, _say, needed=self._needed
                     )
-                # Not before: a start that is refused leaves an earlier record in its place.
+                # The record is opened only now: a start that is refused leaves an earlier record in its place.
                 if options.record is not None:
                     targets.insert(0, record := Record(Path(options.record), _warn))
                     ending.callback(record.close)
@@ -427,7 +428,7 @@ class ResilientTrainer:
                         raise SystemExit(128 + stop.signal) from None
                     delivery.close()
                 except BaseException as error:
-                    callbacks.over = True  # Ctrl-C ends the calls, too
+                    callbacks.over = True  # no further calls, also after Ctrl-C
                     callbacks.each("on_exception", error)
                     raise
             if options.weights is not None:
@@ -454,8 +455,8 @@ class ResilientTrainer:
         return WrittenCheckpoint(iteration, weights, self._pretrained)
 
     def workload(self) -> Workload:
-        """Layers, data and loss as a worker process makes them of what was given here: what `openrecycle train
-        --workload` takes, where a function at the top level of a file returns it.
+        """Returns layers, data and loss as a worker process makes them from this trainer's arguments. For `openrecycle
+        train --workload`, return this from a function at the top level of a file.
 
         Raises InputError where a model of transformers was given with its weights: each worker calls that function, and
         would write the whole model into a folder that nobody removes."""
@@ -465,14 +466,15 @@ class ResilientTrainer:
         return self._load()
 
     def _load(self) -> Workload:
-        """Who holds this method holds the trainer, and with it the files of a pretrained model."""
+        """Loads the workload. A reference to this bound method keeps the trainer alive, and with it the files of a
+        pretrained model."""
         return self._workload.load()
 
     def stop(self) -> None:
-        """Has `fit` end in order, after one of the iterations under way: weights, and the last checkpoint where
-        there are any, are written, and `fit` returns what a run of that many iterations returns.
+        """Makes `fit` end in order after one of the iterations under way. The weights, and the last checkpoint if the
+        job writes any, are written, and `fit` returns the same as a run of that many iterations.
 
-        From any thread; returns at once. Without a `fit` that runs, nothing happens.
+        May be called in any thread, and returns at once. Without a running `fit` nothing happens.
         """
         self._stop_asked = True
         launcher = self._launcher
@@ -482,14 +484,14 @@ class ResilientTrainer:
 
 @contextlib.contextmanager
 def _when_terminated(handle: Callable[[int], None]) -> Iterator[None]:
-    """`handle` gets SIGTERM, where it would end this process without a word."""
+    """In the main thread, calls `handle` on SIGTERM inside the block, unless the script has its own handler."""
     mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     process = os.getpid()
 
     def heed(number: int, frame: object) -> None:
         if os.getpid() == process:
             handle(number)
-        else:  # a process that a callback has forked: whoever ends it means it
+        else:  # a callback has forked this process, and the signal is meant for it alone
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -505,8 +507,8 @@ def _when_terminated(handle: Callable[[int], None]) -> Iterator[None]:
 def _model(
     stages: GivenLayers | None, layers: GivenLayers | None, layer_count: int | None, job: Job
 ) -> tuple[Layers, int | None, Tied]:
-    """What builds the model's layers, and how many there are; None: one per stage, which can't be cut. And the
-    parameters that a Pipe's stages share. Raises InputError."""
+    """Checks the model arguments. Returns what builds the layers, their number (None: one per stage, which can't be
+    cut) and the parameters that a Pipe's stages share. Raises InputError."""
     if (stages is None) == (layers is None):
         given = "neither" if stages is None else "both"
         raise InputError("layers", given, "layers, or stages that can't be cut")
@@ -527,7 +529,7 @@ def _model(
 
 
 class _Lines:
-    """Takes the record's lines, and keeps what the result has of them."""
+    """Takes the lines of the record, and collects from them what TrainingResult holds."""
 
     def __init__(self) -> None:
         self._iterations, self._losses = array("Q"), array("d")
@@ -547,7 +549,7 @@ class _Lines:
             self._sha256 = line["final"]["parameters_sha256"]
 
     def result(self, weights: Callable[..., dict[str, Any]], pretrained: Pretrained | None) -> TrainingResult:
-        # By number: a job that fell back to a checkpoint runs some iterations again.
+        # Sorted by number, the newest of each: a job that fell back to a checkpoint runs some iterations again.
         newest = dict(zip(self._iterations, self._losses, strict=True))
         losses = tuple(newest[i] for i in sorted(newest))
         return TrainingResult(
@@ -556,7 +558,7 @@ class _Lines:
 
 
 class _Functions(Callback):
-    """The two functions that may be given instead of a Callback."""
+    """Makes a Callback of the two functions `on_iteration` and `on_recovery`."""
 
     def __init__(
         self,
@@ -570,7 +572,7 @@ class _Functions(Callback):
 
 
 def _log(line: dict[str, Any]) -> None:
-    """Python prints warnings where nobody has set up any logging, and nothing else."""
+    """Logs a remark of the job. Where no logging is set up, Python prints warnings only."""
     log.log(logging.WARNING if is_warning(line) else logging.INFO, "%s", sentence_of(line).removeprefix(WARNING))
 
 
@@ -583,10 +585,10 @@ def _warn(text: str) -> None:
 
 
 class _Callbacks:
-    """Takes the record's lines to the user's callbacks, and to the log. stop: ends the training in order. written:
-    the checkpoint after so many iterations.
+    """Passes the lines of the record to the user's callbacks, and remarks to the log.
 
-    error: the first exception that is to be raised, if any.
+    stop: ends the training in order. written: gives the checkpoint after so many iterations.
+    error: the first exception of a callback, where `fit` is to raise it. over: no further lines are passed on.
     """
 
     def __init__(
@@ -618,17 +620,17 @@ class _Callbacks:
             self.each("on_checkpoint", self._written(line["checkpoint"]["iteration"]))
 
     def each(self, name: str, *arguments: Any) -> None:
-        """Calls that method of all."""
+        """Calls this method of every callback."""
         for callback in self._told:
             self._call(name, getattr(callback, name), arguments)
 
     def _call(self, name: str, callback: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         try:
             answer = callback(*arguments)
-        except BaseException as error:  # sys.exit() in a callback, too: this thread is not the one to end
+        except BaseException as error:  # also sys.exit() in a callback, which must not end this thread
             log.exception("%s raised %s", name, type(error).__name__)
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                raise  # Ctrl-C, while the caller's thread was here
+                raise  # Ctrl-C while the caller's thread was in a callback
             if self._on_error == "stop":
                 self.error = self.error or error
                 self._stop()
@@ -638,15 +640,15 @@ class _Callbacks:
 
 
 def _full(on_iteration: Callable[..., object] | None) -> Callable[[Iteration], object] | None:
-    """The user's function of (iteration, loss), or (iteration, loss, details), as one of the details. Raises
-    InputError."""
+    """Wraps the user's function of (iteration, loss), or of (iteration, loss, details), as one of the details alone.
+    Raises InputError."""
     if on_iteration is None:
         return None
     try:
         signature = inspect.signature(on_iteration)
     except TypeError:
         raise InputError("on_iteration", on_iteration, "a function of (iteration, loss)") from None
-    except ValueError:  # a builtin, which tells nothing
+    except ValueError:  # a builtin has no signature
         return lambda i: on_iteration(i.iteration, i.loss)
     if _binds(signature, 2):
         return lambda i: on_iteration(i.iteration, i.loss)
@@ -670,7 +672,8 @@ def _batches(
     batch_size: int | None,
     loading: Loading,
 ) -> tuple[Data, Loading]:
-    """The data function, which a data set becomes, and how what it gives is split. Raises InputError."""
+    """Returns the data function (made here if `data` is a data set), and how its micro-batches are split. Raises
+    InputError."""
     if isinstance(data, DataLoader) and batch_size is not None:
         raise InputError("batch_size", batch_size, "nothing where data is a DataLoader, which has one")
     if (stream := stream_of(data, batch_size, loading, job, seed)) is not None:
@@ -699,7 +702,8 @@ def _batches(
 def _evaluation(
     evaluate: Evaluation | None, trained_on: Data, batch_size: int | None, loading: Loading
 ) -> EvaluationBatches | None:
-    """What is evaluated; a data set's micro-batches have the size of those that are trained on. Raises InputError."""
+    """Returns what the job is evaluated on. A data set is cut into micro-batches of the size that is trained on.
+    Raises InputError."""
     if evaluate is None:
         return None
     data, count = evaluate.data, evaluate.micro_batches
@@ -729,12 +733,12 @@ def _evaluation(
 
 
 def _check_script(workload: SentWorkload) -> None:
-    """Tries with one process what every worker will do: import the script that is running.
+    """Tries in one process what every worker will do: import the script that is running.
 
-    Raises InputError when that starts training (again), or fails.
+    Raises InputError if this import starts training again, or fails.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(_UNGUARDED)  # this is that process
+        os._exit(_UNGUARDED)  # this is the process that tries the import
     start_worker_server(preload(workload))
     probe = fork_context().Process(target=_nothing, daemon=True)
     probe.start()

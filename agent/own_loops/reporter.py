@@ -1,16 +1,17 @@
-"""For trainers that keep their own loop: heartbeats, op times and losses to a console, plans from it.
+"""Reporter: for trainers that keep their own training loop. It sends heartbeats, op times and losses to a console, and
+receives plans from it.
 
     reporter = Reporter(console="http://127.0.0.1:8501", run="run-42", job=job, worker="W0_1", iterations=1000)
     with reporter.op("F"): ...                 # around each forward; likewise I, W, B and O
     reporter.iteration(i, loss=loss)           # when iteration i is done
 
-A worker that stops reporting is taken out of the job after the console's time-out, and the others'
-`on_plan` gets the plan that goes on without it. No torch here, and nothing in these that can hold up or end
-the training: what can't be delivered is kept, up to a bound, and tried again.
+If a worker stops reporting, the console takes it out of the job after its time-out, and `on_plan` of the other workers
+is called with a plan that goes on without it. These calls need no torch, and they can neither delay nor end the
+training: a report that can't be delivered is kept, up to a bound, and sent again.
 
     for op in reporter.schedule(i): ...        # instead: what this worker does next, and with whom
 
-makes a plan more than advice (agent.own_loops.own_loop).
+With `schedule` the loop runs the ops of the plan itself (agent.own_loops.own_loop). This needs torch.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ log = logging.getLogger("openrecycle")
 OnPlan = Callable[[Deployment, Plan], None]
 
 MAX_ITERATIONS = 1000
-"""Iterations that are kept for a console that does not answer; the oldest give way."""
+"""How many iterations are kept for a console that does not answer. Beyond that the oldest are dropped."""
 
 
 def newest_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport:
-    """Two reports of iterations as one."""
+    """Merges two reports of iterations into one, for the outbox; the oldest iterations beyond the bound are dropped."""
     assert isinstance(older.message, IterationReport) and isinstance(newer.message, IterationReport)
     both = (older.message.iterations + newer.message.iterations)[-MAX_ITERATIONS:]
     return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
@@ -85,24 +86,31 @@ _RUN = re.compile(r"[A-Za-z0-9 .:@/()+_-]{1,80}")
 _CLOSE_SECONDS = 5.0
 _REGISTERING_SECONDS = 0.05
 _UNANSWERED = 4
-"""Tries in a row, the last of them a second or two after the first: a console that is only restarted is not worth a
-word."""
+"""Failed requests in a row before the log warns that the console does not answer. The last of them comes a second or
+two after the first, so a console that is only restarted causes no warning."""
 
 
 class Reporter:
-    """One worker's line to the console. The constructor raises InputError; but for `membership` and `schedule`, which
-    wait for others, nothing else raises.
+    """Reports one worker to the console. The constructor raises InputError. Of the methods only `membership` and
+    `schedule` raise anything; they also wait for other workers.
 
-    console: its address, its standby's after a comma; token: their token. run: what all processes of this
-    run call it, and no earlier run was called. job: the grid, with op times where they are known. worker:
-    this process, such as W0_1. iterations: how many the job runs. technique, memory: for the plans. profile: the op
-    times, where job has none, as for ResilientTrainer.
-    samples_per_micro_batch: for the throughput shown.
-    on_plan: called with each new generation and its plan, in a thread of the reporter's; what it raises is
-    logged. It should only leave the plan for the training loop, which takes it up between iterations.
-    on_fenced: called once when the console has given this process up; a new Reporter comes back in.
+    console: the console's address; a standby's address may follow after a comma.
+    token: the token of the console and its standby.
+    run: a name that all processes of this run give, and that no earlier run has used.
+    job: the grid, with op times where they are known.
+    worker: the name of this process's worker, such as W0_1.
+    iterations: how many iterations the job runs.
+    technique, memory: how plans are made, as in Planning.
+    profile: op times, where `job` has none, as for ResilientTrainer.
+    samples_per_micro_batch: for the throughput that the console shows.
+    on_plan: called with each new generation and its plan, in the thread `generations` of this object. An exception
+    that it raises is logged. It should only store the plan; the training loop takes it up between iterations.
+    on_fenced: called once, when the console has given this process up. To come back, make a new Reporter.
 
-    The loss shown is what the first living worker of the last stage reports.
+    The loss shown is that of the first living worker of the last stage.
+
+    Threads: `generations` joins the job and waits for generations; `_reports` sends heartbeats and acknowledgements;
+    `_iterations` sends the losses.
     """
 
     def __init__(
@@ -152,13 +160,13 @@ class Reporter:
         self._job = job
         self._loop: OwnLoop | None = None
         self._before: int | None = None
-        """The newest generation that this process is not in; None: it has not registered yet."""
+        """The newest generation from before this process registered, which it is not in; None: not registered yet."""
         self._met = 0
         self._dead, self._refusal = 0.0, ""
         self._too_late = False
-        """Was the job over before this process came?"""
+        """Was the job already over when this process registered?"""
         self._in_vain = False
-        """Was the console asked for the job, a place in it, or a generation, in vain the last time?"""
+        """Did the last request to the console (for the job, a place in it, or a generation) fail?"""
         self._resumed, self._done = 0, (-1, 0.0)
         self._closing = threading.Event()
         self._last_at = time.monotonic()
@@ -179,7 +187,8 @@ class Reporter:
 
     @contextmanager
     def op(self, kind: str) -> Iterator[None]:
-        """Times an op: F, I, W, B (I and W in one) or O (reduction and step)."""
+        """Times the op that runs inside: F, I, W, B (I and W in one) or O (reduction and step). An unknown kind is
+        logged once and not reported."""
         started = time.perf_counter()
         self._status.progress.at(kind if kind in _KINDS else AT_REST)
         try:
@@ -192,7 +201,7 @@ class Reporter:
                 self._say_once(f"op: got {kind!r}, expected one of {', '.join(sorted(_KINDS))}; it is not reported")
 
     def iteration(self, number: int, *, loss: float | None = None) -> None:
-        """Iteration `number`, from 0, is done. loss: where this worker knows it."""
+        """Reports that iteration `number`, counted from 0, is done. loss: its loss, where this worker knows it."""
         if self._done[0] != number:
             self._end_iteration(number)
         seconds = self._done[1]
@@ -220,9 +229,9 @@ class Reporter:
         self._iterations.put(QueuedReport("/iterations", IterationReport(iterations=(done,)), time.monotonic()))
 
     def membership(self, timeout: float = 600.0) -> Membership:
-        """Who is to form a process group now, and in which order; each call waits for a newer generation than the one
-        before gave. Raises TimeoutError, and RuntimeError where the console goes on without this worker, or the job is
-        over."""
+        """Waits for a newer generation than the last call returned or `schedule` last ran, and returns which workers
+        form its process group, in which order. Raises TimeoutError after `timeout` seconds, and RuntimeError where the
+        console goes on without this worker or the job is over."""
         lost = max(self._met, self._loop.generation if self._loop is not None else 0)
         began, reported = time.monotonic(), False
         while not self.fenced:
@@ -241,7 +250,7 @@ class Reporter:
                 refused = f": it refuses: {self._refusal}" if self._refusal else ""
                 raise TimeoutError(f"the console has opened no generation after {lost} in {timeout:g} s{refused}")
             if lost and not reported and self._reports is not None and waited > self._dead + 2 * self._pause:
-                # Nobody died, or the console would have said so: it finds out whose link it was.
+                # The console would have noticed a death by now. So it is told of the broken link, to find out whose.
                 why, peer = self._loop.why_lost() if self._loop is not None else ("no process group was formed", "")
                 self._reports.broken(str(self._me), self._incarnation, lost, why, peer)
                 reported = True
@@ -249,7 +258,7 @@ class Reporter:
         raise RuntimeError(self._without_me)
 
     def _own_loop_sums(self, given: tuple[int, list[Any]] | None) -> tuple[int, list[Any]] | None:
-        """See Membership.sums."""
+        """Gives or replaces the sums that go with this worker's state: see Membership.sums."""
         loop = self._own_loop()
         loop.kept = given or loop.kept
         return loop.kept
@@ -269,17 +278,18 @@ class Reporter:
         return self._loop
 
     def schedule(self, iteration: int) -> Iterator[ScheduledOp]:
-        """The ops of this worker in that iteration, in order, by the plan that all workers of the process group have
-        agreed on. What lies between two of them is timed as the first one's, less its waits.
+        """Yields this worker's ops in that iteration, in order, by the plan that all workers of the process group have
+        agreed on. The time from one op to the next, less its waits for other workers, counts as the first op's time.
 
-        Raises GroupLost, here or in an op, when the process group is of no more use. The iteration is asked for again
-        in the next group; it has the ops then that are left. Raises InputError or RuntimeError for a wrong call.
+        Raises GroupLost, here or in an op, when the process group can no longer be used. Then form a new group and
+        ask for the same iteration again: it yields the ops that are left to do. A wrong call raises InputError or
+        RuntimeError.
         """
         return self._own_loop().begin(iteration)
 
     def close(self, *, done: bool = True) -> None:
-        """Ends the reporting, within a few seconds. done: the job has run all it should, also where that was before
-        the console had heard of it; otherwise the console finds this worker missing, as after a crash."""
+        """Ends the reporting, within a few seconds. done: the job has run all its iterations; the console is told so,
+        even if it had not answered yet. Without `done` the console finds this worker missing, as after a crash."""
         if self._closing.is_set():
             return
         self._status.phase = "draining" if done else self._status.phase
@@ -289,7 +299,7 @@ class Reporter:
                 self._news.wait_for(lambda: self._deployment or self.fenced or self._in_vain, _CLOSE_SECONDS)
         self._closing.set()
         self._iterations.stop(tries=False)
-        # Each has a second, also where the console was heard of late.
+        # Both threads get a second at least, even if the console took most of the time to answer.
         self._iterations.join(max(1.0, deadline - time.monotonic()))
         if done and self._speaks_for_all():
             self._finish()
@@ -308,7 +318,7 @@ class Reporter:
     # -- threads ------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Joins the job, then takes one generation after the other."""
+        """Runs in the thread `generations`: joins the job, then waits for one generation after the other."""
         client, backoff = ConsoleClient(self._url, token=self._token), Backoff(0.2, 30.0)
         generation, plans, unanswered = 0, dict[str, Plan](), 0
         while not self._closing.is_set():
@@ -316,7 +326,8 @@ class Reporter:
                 if self._reports is None:
                     self._join(client)
                 if self._before is None:
-                    # Which generations are this process's is not known yet: it may have been started again.
+                    # Until registration is answered it is not known which generations came before this process: its
+                    # worker may have been started again.
                     self._closing.wait(_REGISTERING_SECONDS)
                     continue
                 generation = max(generation, self._before)
@@ -361,7 +372,7 @@ class Reporter:
             self._before = answer.before.get(str(self._me), 0)
 
     def _join(self, client: ConsoleClient) -> None:
-        """The first process of the run makes the job; the console gives the others the same one."""
+        """Creates the job, or finds it where another process of this run has created it, and starts the reports."""
         created = client.post("/jobs", self._spec, JobCreated, key=self._run)
         assert created is not None
         self._job_path, self._pause = f"/jobs/{created.job_id}", created.heartbeat_seconds
@@ -401,7 +412,7 @@ class Reporter:
             self._news.notify_all()
         if self._loop is not None:
             self._loop.lost_without(deployment)
-        self._iterations.wake()  # it may be this worker's turn to report them
+        self._iterations.wake()  # this worker may be the one that reports iterations from now on
 
     def _finish(self) -> None:
         message = JobFinished(state="finished", reason=f"{self._me} closed its reporter: its training is done")
@@ -419,12 +430,12 @@ class Reporter:
         deployment = self._deployment
         if deployment is not None and self._resumed < deployment.generation:
             self._resumed = deployment.generation
-            # Only now is it known that its loop has all of the state that it needs.
+            # Only a finished iteration shows that this loop has all the state that it needs.
             for state in ("formed", "resumed"):
                 self._acknowledge(deployment.generation, state, number)
 
     def _wait_for_news(self, generation: int, seconds: float) -> None:
-        """Until there is a newer generation, or so long."""
+        """Waits until there is a newer generation than this, or this process is fenced, or for so many seconds."""
         with self._news:
             self._news.wait_for(lambda: self.fenced or self._newest_generation() > generation, seconds)
 
@@ -443,7 +454,7 @@ class Reporter:
         self._reports.acknowledge([Acknowledgement(worker=me, incarnation=incarnation, **fields)])  # type: ignore[arg-type]
 
     def _speaks_for_all(self) -> bool:
-        """Is this the first living worker of the last stage?"""
+        """Does this worker report the job's losses and end? The first living worker of the last stage does."""
         deployment = self._deployment
         if deployment is None or self.fenced:
             return False
