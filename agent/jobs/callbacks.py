@@ -1,6 +1,5 @@
-"""What a job tells its owner while it trains: the interface, and those that show it in a terminal, TensorBoard, Weights
-& Biases or MLflow.
-"""
+"""Callbacks: how a job tells its owner what happens while it trains. `Callback` is the interface; the other classes
+show the job in a terminal, TensorBoard, Weights & Biases or MLflow."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 RATE_OVER = 0.9
-"""Of the rate shown so far that stays with each iteration."""
+"""How much of the rate shown so far is kept with each iteration; the rest comes from the new one."""
 
 
 @dataclass(frozen=True)
 class TrainingStart:
-    """What is about to run. name: of the job. iterations: in all. samples: per iteration."""
+    """What is about to run. name: the job's. iterations: how many in all. samples: how many per iteration."""
 
     name: str
     iterations: int
@@ -34,49 +33,52 @@ class TrainingStart:
 
 
 class Callback:
-    """Is told what happens in a job. Override what you need.
+    """Is told what happens in a job. Override the methods that you need.
 
-    `on_start`, `on_end` and `on_exception` are called in the thread that called `fit`, the others one after the other
-    in one thread beside the training, which does not wait for them. One that returns "stop" ends the training in order.
+    `on_start`, `on_end` and `on_exception` are called in the thread that called `fit`. The others are called one after
+    the other in one further thread, and the training does not wait for them. If one of these returns "stop", the
+    training ends in order.
     """
 
     def on_start(self, start: TrainingStart) -> object:
-        """Before the first iteration."""
+        """Called before the first iteration."""
 
     def on_iteration(self, iteration: Iteration) -> object:
-        """All workers have committed it. It says loss, learning rate, seconds, of those the ones that a worker waited
-        for data, generation, living workers, and which micro-batches are not in it (`skipped`)."""
+        """Called when all workers have committed an iteration. It has the loss, the learning rate, the seconds it took
+        and how many of those a worker waited for data, the generation, the number of living workers, and which
+        micro-batches were left out (`skipped`)."""
 
     def on_gradient_norm(self, iteration: int, norm: float) -> object:
-        """Where gradients are clipped: their norm before that. It comes up to an iteration later, since stages step
-        before they know it."""
+        """Called, where gradients are clipped, with their norm before clipping. The call comes up to an iteration
+        later, since stages step before they know the norm."""
 
     def on_evaluation(self, evaluation: EvaluationResult) -> object:
-        """The means of the loss and the metrics after so many iterations."""
+        """Called with the means of the loss and the metrics. `evaluation.iteration` says after how many iterations."""
 
     def on_checkpoint(self, checkpoint: WrittenCheckpoint) -> object:
-        """A checkpoint is whole; it has the weights (`checkpoint.state_dict(layer)`, `checkpoint.save_pretrained`)."""
+        """Called when a checkpoint is complete. It gives access to the weights: `checkpoint.state_dict(layer)`,
+        `checkpoint.save_pretrained(folder)`."""
 
     def on_recovery(self, recovery: Recovery) -> object:
-        """A failure was survived."""
+        """Called when a failure was survived."""
 
     def on_end(self, result: TrainingResult) -> object:
-        """After the last iteration, with the weights written."""
+        """Called after the last iteration, when the weights are written."""
 
     def on_exception(self, error: BaseException) -> object:
-        """Instead of that, when `fit` is about to raise it."""
+        """Called instead of `on_end` when `fit` is about to raise this error."""
 
 
 class ProgressBar(Callback):
-    """A line in the terminal with loss, learning rate, samples per second and the time that is left. Where standard
-    error is no terminal, a line per evaluation and failure."""
+    """Shows a line in the terminal with loss, learning rate, samples per second and remaining time. Where standard
+    error is no terminal, it prints a line for each evaluation and failure instead."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
         self._samples, self._seconds = 0, 0.0
 
     def on_start(self, start: TrainingStart) -> None:
-        # Imported here: a job without a bar does not load it.
+        # Imported here, so that a job without a bar does not load it.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -121,7 +123,7 @@ class ProgressBar(Callback):
 
 
 def numbers_of(evaluation: EvaluationResult) -> str:
-    """`loss 2.3, accuracy 0.8`."""
+    """Returns the loss and the metrics in words: `loss 2.3, accuracy 0.8`."""
     return ", ".join(f"{name} {value:.4f}" for name, value in _values(evaluation).items())
 
 
@@ -130,7 +132,7 @@ def _values(evaluation: EvaluationResult) -> dict[str, float]:
 
 
 class _Numbers(Callback):
-    """Of those that keep numbers by name and step."""
+    """Base of the callbacks that log numbers by name and step."""
 
     def __init__(self) -> None:
         self._samples = 0
@@ -172,7 +174,7 @@ class _Numbers(Callback):
 
 
 class TensorBoard(_Numbers):
-    """Writes to a folder that TensorBoard shows. Raises InputError where it is not installed."""
+    """Writes to a folder that TensorBoard shows. Raises InputError where TensorBoard is not installed."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
@@ -195,7 +197,8 @@ class TensorBoard(_Numbers):
 
 
 class WeightsAndBiases(_Numbers):
-    """A run of wandb. options: of `wandb.init`, such as project. Raises InputError where it is not installed."""
+    """Logs to a run of wandb. options: arguments of `wandb.init`, such as project. Raises InputError where wandb is not
+    installed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -208,7 +211,8 @@ class WeightsAndBiases(_Numbers):
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         if self._run is not None:
-            self._run.log({**values, "iteration": step})  # its own step must not go back, which an evaluation's does
+            # wandb's own step must never decrease, which that of an evaluation does.
+            self._run.log({**values, "iteration": step})
 
     def close(self) -> None:
         if self._run is not None:
@@ -217,8 +221,8 @@ class WeightsAndBiases(_Numbers):
 
 
 class MLflow(_Numbers):
-    """A run of MLflow. options: of `mlflow.start_run`; address: of its tracking server or folder. Raises InputError
-    where it is not installed."""
+    """Logs to a run of MLflow. options: arguments of `mlflow.start_run`. address: its tracking server or folder. Raises
+    InputError where MLflow is not installed."""
 
     def __init__(self, address: str | None = None, **options: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a job leaves behind, and what of it is there meanwhile."""
+"""What a job leaves behind, its TrainingResult, and the checkpoints that are there while it trains."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 class Trained:
-    """What has the weights of a job's layers."""
+    """Base of whatever gives access to the trained weights of a job."""
 
     _weights: Callable[..., dict[str, Any]]
     _pretrained: Pretrained | None
 
     def state_dict(self, layer: int, *, averaged: bool = False) -> dict[str, Any]:
-        """The weights of a layer, for `load_state_dict` of the module that its builder makes; of a job given
-        as stages, those of a stage. averaged: their ExponentialMovingAverage. Raises InputError where there is none."""
+        """Returns the weights of a layer, for `load_state_dict` of the module that its builder makes. In a job given as
+        stages, `layer` is the number of a stage. averaged: return their ExponentialMovingAverage; raises InputError
+        where the job has none."""
         try:
             return self._weights(layer, averaged=averaged)
         except FileNotFoundError:
@@ -33,8 +34,8 @@ class Trained:
             raise InputError("averaged", True, "a job with optimizer=ExponentialMovingAverage(...)") from None
 
     def save_pretrained(self, folder: str | Path, *, averaged: bool = False) -> None:
-        """Of a job of `ResilientTrainer.from_transformers`: writes what transformers' `from_pretrained` reads, and
-        `from_transformers` too. averaged: as of `state_dict`. Raises InputError."""
+        """Writes a folder that transformers' `from_pretrained` reads, and `from_transformers` too. Only for a job of
+        `ResilientTrainer.from_transformers`. averaged: as for `state_dict`. Raises InputError."""
         if self._pretrained is None:
             raise InputError("save_pretrained", "another model", "one of ResilientTrainer.from_transformers")
         self._pretrained.save(partial(self.state_dict, averaged=averaged), folder)
@@ -44,9 +45,9 @@ class Trained:
 class TrainingResult(Trained):
     """What a job left behind.
 
-    losses: mean over the micro-batches, one per iteration of this run (not of those before a
-    checkpoint it began with), exact. evaluations: in order. recoveries: the
-    failures that were survived. parameters_sha256: of all stages' parameters; equal for equal runs.
+    losses: one exact number per iteration of this run, the mean over its micro-batches; iterations before the
+    checkpoint that the run began with are not among them. evaluations: in order. recoveries: the failures that were
+    survived. parameters_sha256: hash of the parameters of all stages; equal runs have equal hashes.
     """
 
     losses: tuple[float, ...]
@@ -59,8 +60,8 @@ class TrainingResult(Trained):
 
 @dataclass(frozen=True)
 class WrittenCheckpoint(Trained):
-    """A checkpoint that is whole, in the job's folder of them; it stays until as many newer ones are there as are kept.
-    iteration: how many iterations are in it."""
+    """A complete checkpoint in the job's folder. It is kept until `Checkpoints.keep` newer ones are there.
+    iteration: how many iterations it comes after."""
 
     iteration: int
     _weights: Callable[..., dict[str, Any]] = field(repr=False)

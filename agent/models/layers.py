@@ -1,11 +1,11 @@
-"""A model as a run of layers, of which a stage holds a contiguous part, and what passes from one layer to the next.
+"""A model as a run of layers, and what passes from one layer to the next. A stage holds a contiguous part of the run.
 
-What a layer computes does not depend on where the model is cut: its random numbers are its own, and between two
-layers of one stage tensors and gradients get the form that a transfer between two stages would give them.
+What a layer computes does not depend on where the model is cut: each layer has random numbers of its own, and between
+two layers of one stage, tensors and gradients get the same form that a transfer between two stages would give them.
 
-Shapes and types of what passes are declared by the workload or inferred. Receives are posted ahead of the data, so each
-worker must know beforehand what will come. Inference runs a probe micro-batch through the layers without data or memory
-where torch can (meta tensors, then fake ones), and for real where it can't.
+The shapes and types of what passes are declared by the workload or inferred. Receives are posted before the data comes,
+so each worker must know beforehand what it will receive. To infer them, a probe micro-batch is run through the layers:
+without data or memory where torch can do that (with meta tensors, else fake ones), and for real where it can't.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ from openrecycle.planner.jobs.errors import InputError
 
 T = TypeVar("T")
 Partition = tuple[int, ...]
-"""Layers per stage."""
+"""The number of layers of each stage."""
 Span = range
 """The numbers of a stage's layers."""
 
 
 def layer_count(workload: Workload, stages: int) -> int:
-    """Of the whole model. One that comes in stages has one layer per stage, which can't be cut."""
+    """Returns the number of layers of the whole model. A model that comes in stages has one layer per stage."""
     count = getattr(workload, "layer_count", None)
     return stages if count is None else int(count(stages))
 
 
 def partition_of(partition: Partition, layers: int, stages: int) -> Partition:
-    """`partition`, or where it is empty, an even one: of what is left over each of the first stages has one more.
-
-    Raises InputError."""
+    """Returns `partition`, after a check. If it is empty, returns an even one, where the remainder goes to the first
+    stages, one layer each. Raises InputError."""
     if layers < stages:
         raise InputError("layers", layers, f"at least one per stage, {stages}")
     if not partition:
@@ -60,33 +59,33 @@ def partition_of(partition: Partition, layers: int, stages: int) -> Partition:
 
 
 def spans(partition: Partition) -> tuple[Span, ...]:
-    """Per stage the numbers of its layers."""
+    """Returns the layer numbers of each stage."""
     return tuple(range(a, b) for a, b in pairwise(accumulate(partition, initial=0)))
 
 
 def kind_of(workload: Workload) -> str:
-    """What its owner calls the parts that it comes in."""
+    """Returns the word by which the workload's owner knows its parts: `layer` or `stage`."""
     return str(getattr(workload, "kind", "layer" if hasattr(workload, "build_layer") else "stage"))
 
 
 def first_names(layer: nn.Module) -> dict[str, str]:
-    """Of the parameters and buffers of a layer, all names, each with the first one of the same tensor: a layer may hold
-    one under several, and states name it once."""
+    """Maps every name of a layer's parameters and buffers to the first name of the same tensor. A layer may hold a
+    tensor under several names, and stage states name it once."""
     first: dict[int, str] = {}
     named = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def state_names(layer: nn.Module) -> dict[str, str]:
-    """Of a layer's state dict, each name with that by which states know the tensor: what wraps a module, as for
-    activation checkpointing, may leave its own name out of a state dict."""
+    """Maps every name in a layer's state dict to the name by which stage states know the tensor. They may differ: a
+    wrapper, as for activation checkpointing, may leave its own name out of the state dict."""
     first = first_names(layer)
     known = {id(tensor): name for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
     return first | {n: known[id(t)] for n, t in layer.state_dict(keep_vars=True).items() if id(t) in known}
 
 
 def build_layer(workload: Workload, layer: int, layers: int, seed: int) -> nn.Module:
-    """Equal arguments give equal initial parameters, also of a builder that draws some without a seed."""
+    """Builds one layer. Equal arguments give equal initial parameters, even if the builder draws without a seed."""
     build = getattr(workload, "build_layer", None) or getattr(workload, "build_stage")  # noqa: B009 -- one of the two
     with own_numbers("parameters", seed, layer):
         module: nn.Module = build(layer, layers, seed)
@@ -94,8 +93,8 @@ def build_layer(workload: Workload, layer: int, layers: int, seed: int) -> nn.Mo
 
 
 def copied(module: nn.Module, take: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy, whose parameters and buffers are what `take` makes of those of `module`: a workload that is given its
-    modules gives the same ones each time."""
+    """Copies a module; `take` makes the copy's parameters and buffers from those of `module`. A copy is needed because
+    a workload that was given modules returns the same ones each time."""
     memo: dict[int, Any] = {
         id(t): nn.Parameter(take(t.detach()), t.requires_grad) if isinstance(t, nn.Parameter) else take(t)
         for t in (*module.parameters(), *module.buffers())
@@ -104,8 +103,8 @@ def copied(module: nn.Module, take: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def without_memory(build: Callable[[], T]) -> T:
-    """What it makes of modules that it builds, without memory where it can: a builder that reads a file, or looks at
-    numbers, needs them. Raises InputError, and what `build` raises."""
+    """Calls `build` so that the modules it builds take no memory; with memory if that fails, as it does where a builder
+    reads a file or looks at numbers. Raises InputError, and what `build` raises."""
     try:
         with torch.device("meta"):
             return build()
@@ -118,8 +117,8 @@ def without_memory(build: Callable[[], T]) -> T:
 def build_layers(
     workload: Workload, span: Span, layers: int, seed: int, take: Callable[[Tensor], Tensor] | None = None
 ) -> LayerStack:
-    """Those of `span`, out of `layers` in all; each with a copy of its own of what it shares with others. take: of
-    copies, as of `copied`."""
+    """Builds the layers of `span`, out of `layers` in all. A layer gets its own copy of each parameter that it shares
+    with another layer. take: if given, each layer is copied with it, as in `copied`."""
 
     def build(layer: int) -> nn.Module:
         module = build_layer(workload, layer, layers, seed)
@@ -138,11 +137,11 @@ def build_layers(
 
 
 Tied = tuple[tuple[str, ...], ...]
-"""Groups of parameters that are one; the names, `LAYER.NAME`, in the order of the layers."""
+"""Groups of parameters that are one. Each is named `LAYER.NAME`, in the order of the layers."""
 
 
 def tied_of(workload: Workload, layers: int) -> Tied:
-    """What a workload says, by `tied(layers)`, of the parameters that its layers share. Raises InputError."""
+    """Returns the workload's `tied(layers)`, the parameters that its layers share, after a check. Raises InputError."""
     tied = getattr(workload, "tied", None)
     found = () if tied is None else tied(layers)
     for group in found:
@@ -153,11 +152,11 @@ def tied_of(workload: Workload, layers: int) -> Tied:
 
 
 def _copy(source: nn.Module, name: str, target: nn.Module, its_name: str) -> None:
-    """Gives `target` a parameter with the values of another one, under all names that it has there."""
-    # Not get_parameter: of one that is tensor parallel a module shows a DTensor (agent.models.parallelized).
+    """Gives `target` a parameter with the values of that of `source`, under all the names that it has in `target`."""
+        # Not get_parameter: with tensor parallelism, that gives a DTensor (agent.models.parallelized).
     values = dict(source.named_parameters(remove_duplicate=False))[name]
     own = dict(target.named_parameters(remove_duplicate=False))[its_name]
-    if hasattr(own, "duplicate"):  # a part of a rank, which its layer knows
+    if hasattr(own, "duplicate"):  # a rank's part of a parameter, which the layer refers to and must keep
         with torch.no_grad():
             own.copy_(values)
         return
@@ -171,9 +170,9 @@ def _copy(source: nn.Module, name: str, target: nn.Module, its_name: str) -> Non
 class InputForm:
     """How the layers of a model take a micro-batch's inputs.
 
-    names: those of layer 0, as its keyword arguments, in the order of the tensors; (): they are positional. shared:
-    those of them that every other layer gets, too, if it takes them; they travel behind what a layer returns. layers:
-    of the model.
+    layers: how many the model has. names: the keyword arguments of layer 0, in the order of the tensors; (): its
+    arguments are positional. shared: those of the names that every other layer gets, too, if it takes them. Their
+    tensors travel behind what a layer returns.
     """
 
     layers: int
@@ -181,7 +180,8 @@ class InputForm:
     shared: tuple[str, ...] = ()
 
     def call(self, number: int, layer: nn.Module, x: tuple[Any, ...]) -> Any:
-        """What layer `number` makes of what the one before has given, with what is shared by all behind it."""
+        """Runs layer `number` on `x`: what the layer before returned, followed by the shared tensors. Returns the same
+        for the next layer."""
         if not self.names:
             return layer(*x)
         if number == 0:
@@ -189,7 +189,7 @@ class InputForm:
         else:
             cut = len(x) - len(self.shared)
             named, positional = dict(zip(self.shared, x[cut:], strict=True)), x[:cut]
-        # No gradient of theirs is asked for: attention with a mask that has one is another, slower kernel.
+        # Detached, since attention uses another, slower kernel if its mask requires a gradient.
         named |= {name: named[name].detach() for name in self.shared}
         shared = tuple(named[name] for name in self.shared)
         taken = _taken(layer, self.shared)
@@ -200,23 +200,23 @@ class InputForm:
 
 
 def _taken(layer: nn.Module, names: Collection[str]) -> tuple[str, ...]:
-    """Which of these keyword arguments a layer takes."""
+    """Returns which of these keyword arguments a layer takes."""
     parameters = inspect.signature(layer.forward).parameters
     every = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return tuple(name for name in names if every or name in parameters)
 
 
 def input_form(workload: Workload, layers: int) -> InputForm:
-    """What a workload says, by `input_names` and `shared_inputs`, of its inputs."""
+    """Returns the form of a workload's inputs, from its `input_names` and `shared_inputs`."""
     names, shared = (getattr(workload, name, ()) for name in ("input_names", "shared_inputs"))
     return InputForm(layers, tuple(names), tuple(shared))
 
 
 class LayerStack(nn.Module):
-    """Layers that follow each other. A parameter's name begins with the number of its layer in the model.
+    """Layers that follow each other. The name of a parameter begins with the number of its layer in the model.
 
-    copies: names, of the whole model, of parameters that are copies of another layer's (agent.workers.reduction). form:
-    how layers take the inputs.
+    copies: names of parameters, anywhere in the model, that are copies of another layer's (agent.workers.reduction).
+    form: how the layers take the inputs.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class LayerStack(nn.Module):
 
     @classmethod
     def of(cls, module: nn.Module) -> LayerStack:
-        """A module of another kind is one layer."""
+        """Returns `module` if it is a LayerStack; any other module counts as a single layer."""
         return module if isinstance(module, LayerStack) else cls({0: module})
 
     @property
@@ -242,8 +242,8 @@ class LayerStack(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the names that each layer itself gives them, which are those that its owner sees: what wraps a layer, as
-        for activation checkpointing, may leave its own out."""
+        """Yields the parameters by the names that each layer itself gives them, which are those that the user sees: a
+        wrapper, as for activation checkpointing, may leave its own name out."""
         seen, front = set[int](), f"{prefix}." if prefix else ""
         for number, layer in self.layers if recurse else ():
             for name, parameter in layer.named_parameters(f"{front}{number}", remove_duplicate=remove_duplicate):
@@ -252,7 +252,7 @@ class LayerStack(nn.Module):
                     yield name, parameter
 
     def forward(self, *inputs: Tensor, seed: int) -> Any:
-        """seed: of a micro-batch's random numbers, from which those of each layer follow."""
+        """Runs the layers. seed: of this micro-batch; the seed of each layer's random numbers is derived from it."""
         x: Any = inputs
         before = 0
         for place, (number, layer) in enumerate(self.layers):
@@ -269,8 +269,8 @@ class LayerStack(nn.Module):
 
 
 class BackwardSeed(NamedTuple):
-    """Of what a layer's backward draws: the same wherever the model is cut, and whatever has run before. seed: of the
-    micro-batch's random numbers."""
+    """The seed of what the backward of a layer draws. It depends neither on where the model is cut nor on what has run
+    before. seed: of the micro-batch's random numbers. layer: the number of the layer."""
 
     seed: int
     layer: int
@@ -281,7 +281,7 @@ class BackwardSeed(NamedTuple):
 
 
 def _cut(x: Any, seed: BackwardSeed) -> tuple[Any, ...]:
-    """As the next layer gets it. seed: of the layer that it comes from."""
+    """Prepares a layer's output for the next layer of the same stage. seed: for the backward of the layer before."""
     given = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     trained = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
     cut = iter(_Cut.apply(seed, *trained) if trained else ())  # type: ignore[no-untyped-call]
@@ -289,9 +289,9 @@ def _cut(x: Any, seed: BackwardSeed) -> tuple[Any, ...]:
 
 
 class _Cut(torch.autograd.Function):
-    """A transfer gives what it carries in one piece of memory, tensors as well as gradients, and sends zeros where
-    there is no gradient: of what the next layer makes no use of. Kernels choose their way, and so their rounding, by
-    such things; and a parameter has a gradient, or none."""
+    """Gives tensors and gradients the form in which a transfer would deliver them: contiguous, and zeros where a tensor
+    has no gradient since the next layer does not use it. This is needed for equal bits wherever the model is cut:
+    kernels, and so roundings, are chosen by the form, and it decides whether a parameter has a gradient at all."""
 
     @staticmethod
     def forward(ctx: Any, seed: BackwardSeed, *x: Tensor) -> tuple[Tensor, ...]:
@@ -305,7 +305,7 @@ class _Cut(torch.autograd.Function):
 
 
 def parameters_by_layer(module: nn.Module) -> Sequence[list[nn.Parameter]]:
-    """In order. One that two layers share is of the first."""
+    """Returns the parameters of each layer, in order. One that two layers share belongs to the first."""
     seen: set[int] = set()
     out = []
     for _, layer in LayerStack.of(module).layers:
@@ -323,10 +323,10 @@ LOWER: dict[Autocast, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.floa
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a boundary; plain data. dtype: torch's name of it, such as `float32`.
+    """One of the tensors that cross a boundary between layers; plain data. dtype: torch's name, such as `float32`.
 
-    gradient: its gradient travels back. Not that of integers, nor of what no parameter and no
-    floating-point input went into.
+    gradient: does its gradient travel back? Not if it holds integers, or depends on no parameter and no floating-point
+    input.
     """
 
     shape: tuple[int, ...]
@@ -335,19 +335,19 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """Of a stage's output, with its graph still on it."""
+        """Describes a tensor of a stage's output, which must still have its graph."""
         return cls(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.requires_grad)
 
     def empty(self, device: torch.device | None = None) -> Tensor:
-        """A buffer to receive into."""
+        """Returns a buffer to receive into."""
         return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Has it this shape and type?"""
+        """Has the tensor this shape and type?"""
         return tuple(tensor.shape) == self.shape and dtype_name(tensor.dtype) == self.dtype
 
     def holds(self, tensor: Tensor) -> bool:
-        """Is it of this type, and in no dimension larger?"""
+        """Is the tensor of this type, and in no dimension larger?"""
         shape = tuple(tensor.shape)
         smaller = len(shape) == len(self.shape) and all(n <= most for n, most in zip(shape, self.shape, strict=True))
         return smaller and dtype_name(tensor.dtype) == self.dtype
@@ -357,9 +357,9 @@ class TensorSpec:
 
 
 StageOutput = tuple[TensorSpec, ...]
-"""From a stage to the next, in the order of the next stage's positional arguments."""
+"""What a stage passes to the next, in the order of the next stage's positional arguments."""
 StageIO = tuple[StageOutput, ...]
-"""One per pair of neighbouring stages, stages - 1 in all; of layers likewise."""
+"""A StageOutput for each pair of neighbouring stages, stages - 1 in all; likewise for layers."""
 
 
 @dataclass(frozen=True)
@@ -375,11 +375,11 @@ class StageCuts:
 
     @property
     def stage_io(self) -> StageIO:
-        """What passes between stages."""
+        """Describes what passes between stages."""
         return tuple(self.layer_io[span[-1]] for span in spans(self.partition)[:-1])
 
     def span(self, stage: int) -> Span:
-        """The layers of a stage."""
+        """Returns the layer numbers of a stage."""
         return spans(self.partition)[stage]
 
     @classmethod
@@ -393,25 +393,25 @@ class StageCuts:
         seed: int = 0,
         layers: int | None = None,
     ) -> StageCuts:
-        """As given, or even; see `layer_io_of`. layers: of the model; None: as the workload says for so many stages.
-        Raises InputError."""
+        """Cuts the workload's model by `partition`, or evenly. layers: how many the model has; None: as the workload
+        says for so many stages. The other arguments are those of `layer_io_of`. Raises InputError."""
         partition = partition_of(partition, layers or layer_count(workload, stages), stages)
         return cls(partition, layer_io_of(workload, sum(partition), seed, autocast, device))
 
 
 Tensors = Tensor | tuple[Tensor, ...]
-"""A boundary's data: the tensor, or all of them where there are several."""
+"""What crosses a boundary: a tensor, or a tuple of tensors where there are several."""
 Gradients = Tensor | None | tuple[Tensor | None, ...]
-"""Of a boundary, in its form; None for a tensor that has none."""
+"""The gradients of what crosses a boundary, in the same form; None for a tensor that has none."""
 
 
 class StageIOError(RuntimeError):
-    """A stage's output is not what its boundary says, or its forward changes what it may not; the sentence names the
-    stage, the buffer or the parameter."""
+    """A stage's output is not what its boundary says, or its forward changes something that it must not. The text
+    names the stage, the buffer or the parameter."""
 
 
 def tensors_of(value: Any, what: str) -> tuple[Tensor, ...]:
-    """A tensor, or a tuple or list of tensors, as a tuple. Raises StageIOError naming `what`."""
+    """Returns a tensor, or a tuple or list of tensors, as a tuple. Raises StageIOError that names `what`."""
     tensors = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not tensors or not all(isinstance(t, Tensor) for t in tensors):
         raise StageIOError(f"{what}: got {_kinds(value)}, expected a tensor or a tuple of tensors")
@@ -424,13 +424,13 @@ def _kinds(value: Any) -> str:
 
 
 def wanted_of(boundary: StageOutput) -> tuple[bool, ...]:
-    """Of which of its tensors a gradient travels back."""
+    """Says of each tensor of a boundary whether its gradient travels back."""
     return tuple(spec.gradient for spec in boundary)
 
 
 def check_output(stage: int, boundary: StageOutput, output: Any, *, varies: bool = False) -> tuple[Tensor, ...]:
-    """The output's tensors. varies: those of the boundary are the largest. Raises StageIOError when they are not what
-    the next stage waits for."""
+    """Returns the output's tensors. varies: `boundary` is of the largest micro-batch, and the output may be smaller.
+    Raises StageIOError if the tensors are not what the next stage waits for."""
     tensors = tensors_of(output, f"output of stage {stage}")
     fits = TensorSpec.holds if varies else TensorSpec.fits
     if len(tensors) != len(boundary) or not all(map(fits, boundary, tensors)):
@@ -449,12 +449,13 @@ def check_output(stage: int, boundary: StageOutput, output: Any, *, varies: bool
 def layer_io_of(
     workload: Workload, layers: int, seed: int, autocast: Autocast | None = None, device: torch.device = CPU
 ) -> StageIO:
-    """Those that the workload declares (see Workload), else inferred; one per pair of neighbouring layers.
+    """Returns what passes between each pair of neighbouring layers: as the workload declares it (see Workload), else
+    inferred.
 
-    device: where layers will compute. It matters to autocast, which goes by the device; elsewhere than on
-    the CPU layers are run for real.
+    device: where the layers will compute. This matters to autocast, which depends on the device. To infer for another
+    device than the CPU, the layers are run for real.
 
-    Raises InputError naming the layer that can't be run, or what is declared wrongly.
+    Raises InputError that names the layer that can't be run, or the wrong declaration.
     """
     found = _layer_io(workload, layers, seed, autocast, device)
     for spec in (spec for boundary in found for spec in boundary):
@@ -495,13 +496,13 @@ def _infer(workload: Workload, layers: int, seed: int, autocast: Autocast | None
     probe = tensors_of(probe_inputs(workload, seed), "data")
     if device.type != "cpu":
         return _chain(workload, layers, seed, autocast, probe, lambda t: t.to(device, copy=True))
-    # Autocast goes by the device, and does nothing to meta tensors.
+    # Autocast depends on the device, and does nothing to meta tensors.
     symbolic = [compat.tensors_without_data] if autocast else [_meta, compat.tensors_without_data]
     for way in symbolic:
         try:
             with way() as take:
                 return _chain(workload, layers, seed, autocast, probe, take)
-        except Exception:  # not every operation has a symbolic form; the real run will tell
+        except Exception:  # not every operation has a symbolic form; the next way, or the real run, will show
             continue
     return _chain(workload, layers, seed, autocast, probe, Tensor.clone)
 
@@ -514,8 +515,8 @@ def _chain(
     probe: tuple[Tensor, ...],
     take: Callable[[Tensor], Tensor],
 ) -> StageIO:
-    """Runs the layers one after the other and keeps one at a time. take: makes of a tensor the one to run with. Raises
-    InputError."""
+    """Runs the layers one after the other, keeping only one at a time, and returns what passes between them. take:
+    converts a tensor into one to run with. Raises InputError."""
     out: list[StageOutput] = []
     what, form = kind_of(workload), input_form(workload, layers)
     x = tuple(leaf(take(t)) for t in probe)
@@ -528,7 +529,7 @@ def _chain(
         try:
             module = build_layer(workload, layer, layers, seed)
             try:
-                module = copied(module, take)  # one that was given is to stay as it is
+                module = copied(module, take)  # a module that the user gave must stay as it is
             except Exception:  # not every module can be copied
                 if x[0].device.type not in ("cpu", "meta"):
                     module = module.to(x[0].device)
@@ -538,7 +539,7 @@ def _chain(
             raise InputError(
                 f"{what} {layer}", got, f"inputs that it can run on ({type(error).__name__}: {error})"
             ) from error
-        if layer < layers - 1:  # the loss takes whatever the last one gives
+        if layer < layers - 1:  # the loss takes whatever the last layer returns
             try:
                 x = tensors_of(y, f"output of {what} {layer}")
             except StageIOError:
@@ -553,21 +554,21 @@ def _chain(
 
 
 def precision(autocast: Autocast | None, device: torch.device = CPU) -> Any:
-    """The context in which forwards run."""
-    # No cache of cast weights: a weight used twice gets two gradients in its own type, as without autocast.
+    """Returns the context in which forwards run."""
+    # The cache of cast weights is off: a weight used twice gets two gradients in its own type, as without autocast.
     return nullcontext() if autocast is None else torch.autocast(device.type, LOWER[autocast], cache_enabled=False)
 
 
 @contextmanager
 def _meta() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Tensors without data; knows nothing of devices."""
+    """Makes tensors without data; it can't tell devices apart."""
     with torch.device("meta"):
         yield lambda t: torch.empty_like(t, device="meta")
 
 
 def nothing(output: Any) -> Tensor:
-    """0, with gradients that are 0: the loss of a micro-batch, or of a part of one, that does not count."""
-    # The last layer may give its loss anything.
+    """Returns 0, with gradients that are 0: the loss of a micro-batch, or of a part of one, that does not count."""
+    # The output of the last layer may have any form, since only the loss takes it.
     tensors = [t for t in compat.tree_flatten(output)[0] if isinstance(t, Tensor) and t.is_floating_point()]
     if not tensors:
         raise StageIOError("the output of the last stage has no tensors, also in tuples, lists or dicts, for its loss")
@@ -575,6 +576,7 @@ def nothing(output: Any) -> Tensor:
 
 
 def leaf(tensor: Tensor, gradient: bool = True) -> Tensor:
-    """As a stage or a layer gets it: it takes a gradient back if it can, and there is one. One that nobody waits for
-    is not asked for: within a stage it would not be, and kernels choose their way, and so their rounding, by that."""
+    """Returns the tensor as a stage or layer gets it, as a leaf of the graph. It requires a gradient only if it can
+    have one and somebody waits for it: within a stage it would require none otherwise, and kernels, and so roundings,
+    are chosen by that."""
     return tensor.detach().requires_grad_(gradient and tensor.is_floating_point())

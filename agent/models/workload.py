@@ -1,4 +1,4 @@
-"""What a job trains: model stages, data, loss and optimizer, all functions of their arguments alone."""
+"""What a job trains: model stages, data, loss and optimizer, each a function of its arguments alone."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Metric = Callable[[Any, Any], Any]
 
 
 class EvaluationData(Protocol):
-    """What a workload is evaluated on: so many micro-batches of the form of those that it trains on, and what is
-    measured beside its loss, by name."""
+    """The data that a workload is evaluated on: `micro_batches` of them, of the same form as those that it trains on.
+    metrics: what is measured beside the loss, by name."""
 
     @property
     def micro_batches(self) -> int: ...
@@ -37,63 +37,69 @@ class EvaluationData(Protocol):
 
 
 MAX_WEIGHT = 1e9
-"""Of one micro-batch."""
+"""The largest weight of one micro-batch."""
 PROBED = 16
-"""Micro-batches that are tried at most to see what data is like."""
+"""At most so many micro-batches are tried to find out what the data looks like."""
 
 
 class Workload(Protocol):
     """A training task.
 
     Its model comes as layers, `layer_count(stages)` and `build_layer(layer, layers, seed)`, of which a stage holds a
-    contiguous run; or as stages that can't be cut, `build_stage(stage, stages, seed)`. Each gives a torch.nn.Module
-    that takes what the one before returns; equal arguments give equal initial parameters. Parameters that several
-    layers share are named by `tied(layers)`: groups of `LAYER.NAME`.
-    `inputs` and `targets` depend on (seed, iteration, pipeline, micro_batch) only, so that whichever
-    worker runs a micro-batch sees the same data.
-    A workload may have more: `scheduler(optimizer)`, an LRScheduler that is stepped once per
-    iteration; and, where agent.models.layers should not find out what passes from one to the next,
-    `stage_io` (TensorSpecs per pair of neighbouring layers, or stages) or `stage_output_shape` and
-    `stage_output_dtype` (of one tensor that is the same between all of them); and
-    `samples(iteration, pipeline, micro_batch)`, the indices of the samples in a micro-batch, for messages about one
-    that raises; `evaluation`, EvaluationData; and, where layer 0 takes its inputs as keyword arguments, their names in
-    the order of the tensors, `input_names`, and those of them that all layers get, `shared_inputs`. Where the loss of
-    an iteration is not the plain mean over its micro-batches: `weight(targets)`, how much one counts, such as its
-    number of tokens, and `usual_weight`, what that is about (a constant). `upcoming(places)` is told the
-    (iteration, pipeline, micro-batch) of those that will be asked for next, where any are; first of none, to get ready.
-    `parallelize(layer, mesh)` returns a layer split over the ranks of a worker, a torch DeviceMesh, by
-    torch.distributed.tensor.parallel.parallelize_module, and then what enters a layer and leaves it is a plain tensor,
-    of the same form on every rank as without them; or by torch.distributed.fsdp.fully_shard, and then each rank runs a
-    part of the samples; or by both, over a mesh of two dimensions (agent.models.parallelized). Where inputs are of
-    several shapes, `varies` is true, and `largest(seed)` gives the (inputs, targets) of a micro-batch that is in no
-    dimension smaller than any. Where its data are cut for one grid, `grid` is that: (pipelines, micro-batches).
+    contiguous run; or as stages that can't be cut, `build_stage(stage, stages, seed)`. Each of these functions returns
+    a torch.nn.Module that takes what the module before it returns. Equal arguments give equal initial parameters.
+    `inputs` and `targets` depend on (seed, iteration, pipeline, micro_batch) only, so that a micro-batch has the same
+    data whichever worker runs it.
+
+    A workload may also have:
+    tied(layers): parameters that several layers share, as groups of `LAYER.NAME`.
+    scheduler(optimizer): an LRScheduler, which is stepped once per iteration.
+    stage_io: TensorSpecs of what passes between each pair of neighbouring layers, or stages. Or stage_output_shape and
+        stage_output_dtype, of a single tensor that is the same between all of them. Without either,
+        agent.models.layers finds it out.
+    samples(iteration, pipeline, micro_batch): the indices of the samples in a micro-batch, for the message about a
+        micro-batch that raises.
+    evaluation: EvaluationData.
+    input_names: where layer 0 takes its inputs as keyword arguments, their names, in the order of the tensors.
+        shared_inputs: those of the names that all layers get.
+    weight(targets): where the loss of an iteration is not the plain mean over its micro-batches, how much one of them
+        counts, such as its number of tokens. usual_weight: roughly what `weight` returns (a constant).
+    upcoming(places): is told which (iteration, pipeline, micro-batch) will be asked for next. The first call names
+        none: it is the time to get ready.
+    parallelize(layer, mesh): returns a layer split over the ranks of a worker, a torch DeviceMesh (see
+        agent.models.parallelized). With torch.distributed.tensor.parallel.parallelize_module, what enters and leaves
+        the layer must be plain tensors, of the same form on every rank as without a split. With
+        torch.distributed.fsdp.fully_shard, each rank runs a part of the samples. Over a mesh of two dimensions, both.
+    varies: true where inputs have several shapes. Then largest(seed) gives the (inputs, targets) of a micro-batch that
+        no other exceeds in any dimension.
+    grid: (pipelines, micro-batches) of the grid that the data are cut for, if they are cut for one.
     """
 
     @property
     def samples_per_micro_batch(self) -> int: ...
 
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
-        """What enters the first stage: a tensor, or a tuple of tensors, its positional arguments."""
+        """Returns what enters the first stage: a tensor, or a tuple of tensors, which are its positional arguments."""
 
     def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
-        """What the last stage's output is compared with."""
+        """Returns what the output of the last stage is compared with."""
 
     def loss(self, output: Any, targets: Any) -> Tensor:
-        """Scalar mean loss of one micro-batch."""
+        """Returns the mean loss of one micro-batch, a scalar."""
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        """Of a stage's parameters, an iterable; or of a list of (name, parameter) pairs, where the argument is called
-        `named_parameters`."""
+        """Returns an optimizer. parameters: those of a stage, an iterable; if the argument is called
+        `named_parameters`, a list of (name, parameter) pairs."""
 
 
 def nominal_weight(workload: Workload, micro_batches: int) -> float | None:
-    """Of an iteration; None where its micro-batches are not weighted."""
+    """Returns roughly the weight of an iteration of so many micro-batches; None where they have no weights."""
     weight = getattr(workload, "usual_weight", None)
     return None if weight is None else micro_batches * float(weight)
 
 
 def weight_of(workload: Any, targets: Any) -> Tensor:
-    """How much a micro-batch with these targets counts: fp64, one element. Raises ValueError."""
+    """Returns the weight of a micro-batch with these targets: fp64, one element. Raises ValueError."""
     import torch
 
     weight = float(workload.weight(targets))
@@ -103,8 +109,8 @@ def weight_of(workload: Any, targets: Any) -> Tensor:
 
 
 def first_readable(read: Callable[[int, int, int], T]) -> T:
-    """What `read` gives for (iteration, pipeline, micro-batch): of the first iteration, or the next ones while it
-    raises, as one bad sample is no reason not to begin. Where all raise, so does this, what the first did."""
+    """Returns what `read` gives for (iteration, pipeline, micro-batch) of the first iteration; or, while it raises, of
+    one of the next iterations, since one bad sample is no reason not to begin. If all of them raise, so does this."""
     for iteration in range(PROBED):
         with contextlib.suppress(Exception):
             return read(iteration, 0, 0)
@@ -112,13 +118,13 @@ def first_readable(read: Callable[[int, int, int], T]) -> T:
 
 
 def probe_inputs(workload: Any, seed: int) -> Any:
-    """Inputs to try layers on: of the largest shape where shapes vary."""
+    """Returns inputs to try layers on; the largest ones, where inputs have several shapes."""
     largest = workload.largest(seed) if getattr(workload, "varies", False) else None
     return first_readable(partial(workload.inputs, seed)) if largest is None else largest[0]
 
 
 def probe_targets(workload: Any, seed: int) -> Any:
-    """The targets of those."""
+    """Returns the targets that belong to `probe_inputs`."""
     largest = workload.largest(seed) if getattr(workload, "varies", False) else None
     return first_readable(partial(workload.targets, seed)) if largest is None else largest[1]
 
@@ -127,8 +133,8 @@ _NEEDED = ("inputs", "targets", "loss", "optimizer")
 
 
 def load_workload(path: str, options: dict[str, Any]) -> Workload:
-    """`package.module:factory` called with `options`. Raises InputError when that can't be done, or gives something
-    else."""
+    """Imports `package.module:factory` and calls it with `options`. Raises InputError when that fails, or when what it
+    returns is no workload."""
     module_name, _, factory_name = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), factory_name)
@@ -146,24 +152,24 @@ def load_workload(path: str, options: dict[str, Any]) -> Workload:
 
 
 class WorkloadSource(Protocol):
-    """How a worker process comes by its workload; is sent to it.
+    """How a worker process gets its workload. The source is sent to the worker.
 
-    modules: names that the server of worker processes imports once, for all of them.
+    modules: names of modules that the fork server of the workers imports once, for all of them.
     """
 
     @property
     def modules(self) -> tuple[str, ...]: ...
 
     def load(self) -> Workload:
-        """Raises InputError when it can't be made."""
+        """Returns the workload. Raises InputError when it can't be made."""
 
 
 @dataclass(frozen=True)
 class NamedWorkload:
-    """A workload by name: plain data, so it may go to another host. path: `package.module:factory`.
+    """A workload by name. It is plain data, so it may be sent to another host. path: `package.module:factory`.
 
-    In a clone the examples may be named by their folder, `agent.examples.gpt:Gpt`; the module is
-    `openrecycle.agent.examples.gpt`.
+    In a clone the examples may also be named by their folder: `agent.examples.gpt:Gpt` stands for
+    `openrecycle.agent.examples.gpt:Gpt`.
     """
 
     path: str
