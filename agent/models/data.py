@@ -1,20 +1,21 @@
-"""Where micro-batches come from, in jobs that survive: data sets, streams, and processes that read ahead.
+"""Where micro-batches come from, in jobs that survive failures: data sets, streams, and processes that read ahead.
 
-Which samples a micro-batch holds depends on its place alone. A sampler that hands out samples one after the other would
-give a re-run micro-batch other samples, and another worker yet others. `MicroBatchSampler` is a function.
+The samples in a micro-batch depend only on its place: (iteration, pipeline, micro-batch). With a sampler that hands out
+samples one after the other, a micro-batch that is run again, or by another worker, would get other samples. So
+`MicroBatchSampler` is a function of the place.
 
-Iterable data sets, and loaders that keep their own order, can only be read one item after the other. Item n of the
+Iterable data sets, and loaders that keep their own order, can only be read one item after the other. Item n of such a
 stream is micro-batch n of the job, in the order of iterations, pipelines and micro-batches. Each process that needs
-data goes through the whole stream by itself, and keeps what may be asked for again. Where the stream can say where it
-is, that goes along with the stage's state, so that nobody has to read it from its beginning.
+data goes through the whole stream by itself, and keeps what may be asked for again. If the stream has a state dict, its
+position travels with the stage's state, so that nobody has to read the stream from its beginning again.
 
-Random numbers that are drawn while item k of an epoch is read depend on (seed, epoch, k), so that they are the same
-wherever the reading began.
+Random numbers that are drawn while item k of an epoch is read depend on (seed, epoch, k), so they are the same wherever
+the reading began.
 
-Where it is asked for, a process of each worker reads micro-batches beside the training, in the order in which the
-worker needs them. They come over in shared memory, as torch gives tensors from process to process. A micro-batch
-depends on its place alone, so that it does not matter who reads it: what was read for nothing is dropped, and where
-that process is gone the worker reads by itself. The process ends with its worker, however that ends.
+With `Loading(prefetch=...)` each worker has a process that reads micro-batches beside the training, in the order in
+which the worker needs them (`ReadAhead`). They are passed in shared memory, as torch passes tensors between processes.
+It does not matter which of the two processes reads a micro-batch: what was read in vain is dropped, and if the process
+is gone, the worker reads by itself. The process ends with its worker, however that ends.
 """
 
 from __future__ import annotations
@@ -60,22 +61,24 @@ from openrecycle.planner.jobs.job import Job
 log = logging.getLogger("openrecycle")
 
 Sampler = Callable[[int, int, int], Sequence[int]]
-"""(iteration, pipeline, micro-batch) to the indices of its samples."""
+"""A function of (iteration, pipeline, micro-batch) that returns the indices of the samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How a data set becomes micro-batches. shuffle: every epoch in another order. collate: samples to what a
-    micro-batch is. sampler: which samples are in which micro-batch, where MicroBatchSampler is not wanted.
+    """How a data set becomes micro-batches. shuffle: every epoch has another order. collate: a function that makes a
+    micro-batch of a list of samples. sampler: says which samples are in which micro-batch, in place of the
+    MicroBatchSampler.
 
-    Where a micro-batch is a dict: targets: the name of what the loss gets, or several names, for a loss that gets a
-    dict of them. All other tensors are the keyword arguments of layer 0. shared: those of them that every layer gets
-    that takes them, such as ("attention_mask",).
+    Where a micro-batch is a dict: targets: the name of the entry that the loss gets; or several names, and the loss
+    gets a dict of them. All other tensors are the keyword arguments of layer 0. shared: names of those that every other
+    layer gets, too, if it takes them, such as ("attention_mask",).
 
-    weight: (targets) to how much a micro-batch counts, such as its number of tokens that are no padding: the loss of an
-    iteration is then the mean over all of these, whichever micro-batch they are in. By default all count the same.
-    prefetch: how many micro-batches a process beside each worker reads ahead; 0: the worker reads each when it needs
-    it.
+    weight: a function of targets that returns how much a micro-batch counts, such as its number of tokens without
+    padding. The loss of an iteration is then the mean over all tokens, whichever micro-batch they are in. By default
+    all micro-batches count the same.
+    prefetch: how many micro-batches a process beside each worker reads ahead. 0: the worker reads each micro-batch
+    when it needs it.
     """
 
     shuffle: bool = True
@@ -91,7 +94,7 @@ class Loading:
         check_whole("loading.prefetch", self.prefetch, 0)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """(inputs, targets) of a micro-batch, which is such a pair, or a dict. Raises InputError."""
+        """Returns (inputs, targets) of a micro-batch, which is such a pair, or a dict. Raises InputError."""
         if isinstance(batch, Mapping):
             single = isinstance(self.targets, str)
             wanted = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
@@ -106,15 +109,15 @@ class Loading:
         return batch[0], batch[1]
 
     def names(self, inputs: Any) -> tuple[str, ...]:
-        """Of inputs that are keyword arguments, in the order in which their tensors are passed on; () of others.
-        Raises InputError."""
+        """Returns the names of inputs that are keyword arguments, in the order in which their tensors are passed on; ()
+        if the inputs are no dict. Raises InputError."""
         if not isinstance(inputs, Mapping):
             if self.shared:
                 expected = "nothing where inputs are no dict; return such a tensor from each layer"
                 raise InputError("loading.shared", tuple(self.shared), expected)
             return ()
         for name, value in inputs.items():
-            # What torch's own collation makes of samples that are lists of numbers, as other libraries have them.
+            # torch's own collation makes lists of tensors if samples are lists of numbers, as of other libraries.
             if isinstance(value, (list, tuple)) and value and all(isinstance(part, Tensor) for part in value):
                 expected = (
                     'tensors; have the data set give them (of Hugging Face: `with_format("torch")`), or '
@@ -131,12 +134,12 @@ class Loading:
 
 @dataclass(frozen=True)
 class PadCollate:
-    """A collate for samples of several lengths: pads the first dimension of some tensors, or lists of numbers, to
-    `length`, and puts samples together as torch's default_collate does.
+    """A collate for samples of several lengths. It pads the first dimension of some tensors, or lists of numbers, to
+    `length`, and then combines the samples as torch's default_collate does.
 
-    length: that of all micro-batches; or several, such as (128, 256, 512): a micro-batch gets the least of them that
-    holds its longest sample. values: which are padded, and with what; by name where samples are dicts, such as
-    {"input_ids": 0, "labels": -100}, else by position, such as {0: 0.0}.
+    length: the length in all micro-batches; or several in rising order, such as (128, 256, 512), and each micro-batch
+    gets the smallest that its longest sample fits into. values: what is padded, and with which value; by name where
+    samples are dicts, such as {"input_ids": 0, "labels": -100}, else by position, such as {0: 0.0}.
     """
 
     length: int | Sequence[int]
@@ -161,7 +164,7 @@ class PadCollate:
         return len(self.lengths) > 1
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Raises InputError."""
+        """Makes a micro-batch of samples. Raises InputError."""
         found = [self._parts(sample) for sample in samples]
         longest = max(there[name].shape[0] for there in found for name in self.values)
         length = next((n for n in self.lengths if n >= longest), self.lengths[-1])
@@ -172,14 +175,14 @@ class PadCollate:
         return default_collate([there if named else tuple(there.values()) for there in found])
 
     def widest(self, batch: Any) -> Any:
-        """A micro-batch that this has made, padded on to the largest length."""
+        """Pads a micro-batch that this has made further, to the largest length."""
         there = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
         for name, value in self.values.items():
             there[name] = pad_to(there[name], self.lengths[-1], value)
         return there if isinstance(batch, Mapping) else list(there.values())
 
     def _parts(self, sample: Any) -> dict[Any, Any]:
-        """With tensors for what is to be padded."""
+        """Returns a copy of the sample as a dict, in which everything that is to be padded is a tensor."""
         if isinstance(sample, Mapping):
             there: dict[Any, Any] = dict(sample)
         elif isinstance(sample, (tuple, list)):
@@ -203,16 +206,16 @@ class PadCollate:
 
 
 def pad_to(batch: Tensor, length: int, value: float) -> Tensor:
-    """Samples that are together already, (samples, length, ...), padded."""
+    """Pads samples that are combined already, (samples, length, ...)."""
     more = max(0, length - batch.shape[1])
     return torch.cat([batch, batch.new_full((batch.shape[0], more, *batch.shape[2:]), value)], 1)
 
 
 class MicroBatchSampler:
-    """Each epoch a permutation of the data set, cut into iterations, pipelines and micro-batches.
+    """Cuts a permutation of the data set, one for each epoch, into iterations, pipelines and micro-batches.
 
-    Within an epoch no sample comes twice; what is left over at its end, less than one iteration
-    needs, is dropped. The permutation depends on (seed, epoch) only; shuffle=False keeps the order.
+    Within an epoch no sample comes twice. The remainder at the end of an epoch, less than one iteration needs, is
+    dropped. The permutation depends on (seed, epoch) only; with shuffle=False the order of the data set is kept.
     Slots are numbered pipeline by pipeline: two grids with equal pipelines x micro-batches x
     batch_size see the same samples in the same iteration.
     """
@@ -250,13 +253,14 @@ class MicroBatchSampler:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What a job is evaluated on while it trains, forward only, by all workers, in evaluation mode and without
+    """What a job is evaluated on while it trains. All workers run it, forward only, in evaluation mode and without
     gradients.
 
-    data: as the trainer's, with micro-batches of the same form: a data set, whose whole micro-batches are taken in
-    order, a DataLoader of one, or a function from the number of a micro-batch to it. every: iterations from one
-    evaluation to the next; one more follows the last iteration. micro_batches: how many at most; needed where data is
-    a function. metrics: by name, functions of (output, targets) to the mean of a micro-batch, beside the loss.
+    data: micro-batches of the same form as the trainer's. A data set, whose whole micro-batches are taken in order; a
+    DataLoader of one; or a function of a micro-batch's number that returns it. every: iterations from one evaluation to
+    the next; one more follows the last iteration. micro_batches: how many at most; needed where data is a function.
+    metrics: what is measured beside the loss; by name, functions of (output, targets) that return the mean of a
+    micro-batch.
     """
 
     data: Any
@@ -276,7 +280,7 @@ class Evaluation:
 
 
 def reseed(seed: int, device: torch.device) -> None:
-    """The random numbers of torch, Python and NumPy, in 10 µs."""
+    """Seeds the random numbers of torch, Python and NumPy; this takes 10 µs."""
     reseed_torch(seed, device)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -284,24 +288,25 @@ def reseed(seed: int, device: torch.device) -> None:
 
 
 def reseed_torch(seed: int, device: torch.device) -> None:
-    """Of the CPU and of `device`. torch.manual_seed visits every kind of accelerator, and for those that are not there
-    it takes down the stack: 0.1 ms on CPUs, and with a GPU, where it was a third of an iteration, 0.7 ms."""
+    """Seeds torch's random numbers of the CPU and of `device`. torch.manual_seed is slower: it visits every kind of
+    accelerator, and takes down the stack for those that are not there. That took 0.1 ms on CPUs, and with a GPU 0.7 ms,
+    where it was a third of an iteration."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         _of_gpu(device).manual_seed(seed)
 
 
 def _of_gpu(device: torch.device) -> Any:
-    """What draws there."""
+    """Returns the generator of random numbers of a GPU."""
     generators: Any = torch.cuda.default_generators
     return generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 @contextlib.contextmanager
 def own_numbers(*parts: int | str) -> Iterator[None]:
-    """Within, the random numbers of torch, Python and NumPy depend on `parts` alone; afterwards each goes on from where
-    it was. Those of torch are the CPU's, and the GPU's where this process uses one: `parallelize` may draw there, as
-    with to_empty() and init_weights()."""
+    """Makes the random numbers of torch, Python and NumPy inside the block depend on `parts` alone; afterwards each
+    generator goes on from where it was. Of torch these are the CPU's generator and, if this process uses a GPU, the
+    GPU's: `parallelize` may draw there, as with to_empty() and init_weights()."""
     numpy = sys.modules.get("numpy")
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
     drawing = [torch.default_generator, *([_of_gpu(device)] if device.type == "cuda" else [])]
@@ -318,7 +323,7 @@ def own_numbers(*parts: int | str) -> Iterator[None]:
 
 
 def say_workers_unused(loader: DataLoader[Any]) -> None:
-    """A worker process has no children of its own, but for the one that reads ahead."""
+    """Warns that num_workers is not used: a worker process has no children but the one that reads ahead."""
     if loader.num_workers:
         log.warning(
             "data: num_workers=%d of the DataLoader is not used; each worker reads its data itself, and "
@@ -328,7 +333,7 @@ def say_workers_unused(loader: DataLoader[Any]) -> None:
 
 
 def _sample(dataset: Any, index: int) -> Any:
-    """Raises what the data set raises, with the sample's name."""
+    """Reads a sample. What the data set raises gets a note with the sample's index."""
     try:
         return dataset[index]
     except Exception as error:
@@ -353,8 +358,8 @@ class InOrder:
 class DatasetBatches:
     """Micro-batches of a map-style data set: a data function for ResilientTrainer.
 
-    Samples that are drawn at random (augmentation) may use the generators of torch, Python and NumPy: they are seeded
-    for the micro-batch.
+    The data set may draw random numbers (augmentation) from the generators of torch, Python and NumPy: they are seeded
+    for each micro-batch.
     """
 
     dataset: Any
@@ -371,13 +376,13 @@ class DatasetBatches:
             )
 
     def __call__(self, iteration: int, pipeline: int, micro_batch: int) -> Any:
-        """Raises what the data set raises, with the sample's name."""
+        """Raises what the data set raises, with a note that names the sample."""
         return self.collate([_sample(self.dataset, i) for i in self.sampler(iteration, pipeline, micro_batch)])
 
 
 def of_loader(loader: DataLoader[Any], loading: Loading) -> tuple[Any, int, Loading]:
-    """The data set, the samples per micro-batch and the loading that a DataLoader stands for. It reads one batch after
-    the other; what is needed here is any batch at any time, so its own iterator is not used. Raises InputError."""
+    """Returns the data set, the samples per micro-batch and the loading that a DataLoader stands for. Its own iterator,
+    which reads batch after batch, is not used: here any batch may be needed at any time. Raises InputError."""
     sampler = loader.sampler
     if isinstance(loader.dataset, IterableDataset):
         raise InputError("data", "a DataLoader of an iterable data set", "one of a map-style data set")
@@ -393,14 +398,14 @@ def of_loader(loader: DataLoader[Any], loading: Loading) -> tuple[Any, int, Load
 
 
 def check_data_function(data: Callable[..., Any]) -> None:
-    """Raises InputError for what is no function of a micro-batch's place, as far as it tells."""
+    """Raises InputError if this is clearly no function of a micro-batch's place."""
     made = data if inspect.isroutine(data) else type(data).__call__
     fits = not inspect.isgeneratorfunction(made)
     try:
         inspect.signature(data).bind(0, 0, 0)
     except TypeError:
         fits = False
-    except ValueError:  # a builtin, which tells nothing
+    except ValueError:  # a builtin has no signature
         pass
     if not fits:
         expected = (
@@ -411,20 +416,20 @@ def check_data_function(data: Callable[..., Any]) -> None:
 
 
 def first_length(inputs: Tensor | tuple[Tensor, ...] | list[Tensor]) -> int:
-    """Samples in a micro-batch: the first tensor's first dimension."""
+    """Returns the number of samples in a micro-batch: the first dimension of the first tensor."""
     tensor = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
     return tensor.shape[0] if tensor.dim() else 1
 
 
 _POSITIONS = 2
-"""Of so many iterations before the one in hand it is kept where they began, beside its own."""
+"""Of so many iterations before the current one it is kept where in the stream they began, and of the current one."""
 
 
 # -- data that can only be read one after the other ---------------------------------------------
 
 
 class StreamSource(Protocol):
-    """What can be read from its beginning, or from a state on, epoch after epoch."""
+    """A stream: it can be read from its beginning, or from a state on, epoch after epoch."""
 
     @property
     def name(self) -> str: ...
@@ -433,27 +438,27 @@ class StreamSource(Protocol):
     def batch_size(self) -> int | None: ...
 
     def copied(self) -> StreamSource:
-        """One that has not been read."""
+        """Returns a copy that has not been read."""
 
     def set_epoch(self, epoch: int) -> None: ...
 
     def begin(self, state: Any) -> None:
-        """An epoch; or, with a state, the rest of one."""
+        """Begins an epoch; with a state, goes on within one."""
 
     goes_on: ClassVar[bool]
-    """Can what comes after a micro-batch that raised be read? A generator ends with what it raises, and nothing tells
-    that from the end of an epoch."""
+    """Can reading go on after a micro-batch that raised? A generator ends when it raises, and that looks like the end
+    of an epoch."""
 
     def next(self) -> Any:
         """The next micro-batch. Raises StopIteration at the end of an epoch."""
 
     def state(self) -> Any:
-        """For `begin`; None where it can't be known."""
+        """Returns the position, for `begin`; None where it can't be known."""
 
 
 @dataclass
 class IterableSource:
-    """An iterable data set, and how its samples become micro-batches. batch_size: None where each sample is one."""
+    """An iterable data set, and how its samples become micro-batches. batch_size: None if a sample is a micro-batch."""
 
     dataset: Iterable[Any]
     batch_size: int | None
@@ -504,14 +509,14 @@ class Loader:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> Loader:
-        # Whoever has such a loader has imported it.
+        # The class is taken from the loader: whoever has such a loader has imported torchdata.
         kind = next(base for base in type(loader).__mro__ if base.__module__.startswith("torchdata."))
         options: dict[str, Any] = {"collate_fn": loader.collate_fn}
         if loader.batch_size is None:
             options |= {"batch_sampler": loader.batch_sampler} if loader.batch_sampler is not None else {}
         else:
             options |= {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": True}
-        # Without its generator: the sampler has it, and what the loader itself draws from it is not in its state.
+        # The generator is left out: the sampler has it, and what the loader itself draws from it is not in its state.
         return cls(kind(loader.dataset, **options))
 
     @property
@@ -554,17 +559,17 @@ def _set_epoch(epoch: int, *parts: Any) -> None:
 
 @dataclass(frozen=True)
 class _Raised:
-    """Instead of a micro-batch: what reading it raised."""
+    """Stands in place of a micro-batch when reading it raised."""
 
     error: Exception
 
 
 class StreamEndedError(InputError):
-    """A stream is over, since an item raised: nothing that comes after it can be had, by whoever reads it anew."""
+    """A stream has ended because an item raised. Nothing that comes after it can be read, not even by starting anew."""
 
 
 class _Reading:
-    """One way through a source. item: the number of the micro-batch that comes next."""
+    """One pass through a source. item: the number of the micro-batch that comes next."""
 
     def __init__(self, source: StreamSource, seed: int, position: StageState | None = None) -> None:
         self._source, self._seed = source.copied(), seed
@@ -583,7 +588,7 @@ class _Reading:
             self._source.begin(state)
 
     def next(self) -> Any:
-        """The next micro-batch, or _Raised. Raises InputError where there is none."""
+        """Returns the next micro-batch, or _Raised. Raises InputError where there is none."""
         while True:
             try:
                 with own_numbers("stream", self._seed, self._epoch, self._read):
@@ -594,7 +599,7 @@ class _Reading:
                     error = self._failed.error
                     got = f"a stream that ended when item {self.item - 1} raised {in_a_line(error)}"
                     expected = "one that goes on: catch the error inside `__iter__`"
-                    # With the place where that was, and not where it was noticed.
+                    # The traceback shows where the item raised, and not where that was noticed.
                     raise StreamEndedError("data", got, expected).with_traceback(error.__traceback__) from error
                 self._failed = None
                 if not self._read:
@@ -610,7 +615,7 @@ class _Reading:
             return out
 
     def position(self) -> StageState | None:
-        """Where it is, as plain data. Raises StateError where that holds other things."""
+        """Returns the position as plain data; None if it can't be known. Raises StateError if it is not plain data."""
         state = None if self._failed is not None else self._source.state()
         if state is None:
             return None
@@ -631,8 +636,8 @@ def _too_short(source: StreamSource) -> InputError:
 
 @dataclass
 class StreamBatches:
-    """Micro-batches of a stream: a data function for ResilientTrainer. kept: iterations before the one of the newest
-    micro-batch asked for, of which all are kept."""
+    """Micro-batches of a stream: a data function for ResilientTrainer. All micro-batches are kept of the iteration that
+    was asked for last and of some before it. kept: how many before it. stateful: can positions be taken?"""
 
     source: StreamSource
     pipelines: int
@@ -645,7 +650,7 @@ class StreamBatches:
         self._reading: _Reading | None = None
         self._there: dict[int, Any] = {}
         self._first: Any = None
-        """The very first item: stages are tried out on it, also in the midst of the training."""
+        """The very first item. It is kept since stages are tried out on it, also during the training."""
         self._positions: dict[int, StageState] = {}
         self._news: list[StageState] = []
 
@@ -668,7 +673,7 @@ class StreamBatches:
         return self.pipelines * self.micro_batches
 
     def __call__(self, iteration: int, pipeline: int, micro_batch: int) -> Any:
-        """Raises what the stream raises, with the item's number."""
+        """Raises what the stream raises, with a note that has the number of the item."""
         item = iteration * self.per_iteration + pipeline * self.micro_batches + micro_batch
         if item not in self._there and not (item == 0 and self._first is not None):
             self._read_to(item)
@@ -678,13 +683,14 @@ class StreamBatches:
         return out
 
     def forget(self) -> None:
-        """What was read; somebody else reads from now on."""
+        """Forgets what was read: another process reads from now on."""
         self._reading, self._there, self._first = None, {}, None
 
     def _read_to(self, item: int) -> None:
         reading = self._reading
         if item == 0 and reading is not None:
-            self._first = _Reading(self.source, self.seed).next()  # not worth giving up the place where it is
+            # A separate pass, so that the one under way keeps its place.
+            self._first = _Reading(self.source, self.seed).next()
             return
         nearest = max((n for n in self._positions if n <= item), default=0)
         if reading is None or reading.item > item or nearest > reading.item:
@@ -705,14 +711,15 @@ class StreamBatches:
     # -- where it is ---------------------------------------------------------------------------
 
     def position(self, iteration: int) -> StageState | None:
-        """From where an iteration can be read: where it begins, or shortly before. None: from the stream's beginning.
-        From any thread."""
+        """Returns a position from which an iteration can be read: where it begins, or shortly before. None: it can only
+        be read from the stream's beginning. May be called in any thread."""
         positions = self._positions
         item = max((n for n in positions if n <= iteration * self.per_iteration), default=None)
         return None if item is None else positions[item]
 
     def go_on(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """A position from elsewhere, to read from. Raises KeyError, TypeError or ValueError where it is none."""
+        """Takes a position from a peer or a checkpoint, to read from. Raises KeyError, TypeError or ValueError where it
+        is none."""
         for name in ("item", "epoch", "read"):
             whole_number(document[name])
         mine = {name: tensor.cpu().clone() for name, tensor in tensors.items() if name.startswith("data.")}
@@ -720,23 +727,23 @@ class StreamBatches:
         self._add([StageState(dict(document), mine)], news=True)
 
     def take_news(self) -> list[StageState]:
-        """Positions that have come since this was asked last."""
+        """Returns the positions that are new since the last call."""
         news, self._news = self._news, []
         return news
 
     def merge(self, positions: Iterable[StageState]) -> None:
-        """What another process's `take_news` gave."""
+        """Takes in the positions that `take_news` of another process has returned."""
         self._add(positions, news=False)
 
     def _add(self, positions: Iterable[StageState], *, news: bool) -> None:
-        # A new dictionary: another thread may read the one before.
+        # A new dictionary, since another thread may be reading the old one.
         found = {position.document["item"]: position for position in positions if self.stateful}
         self._positions = {**self._positions, **found}
         if news:
             self._news.extend(found.values())
 
     def prune(self, iteration: int) -> None:
-        """Of positions that nobody will want who is at that iteration."""
+        """Drops the positions that a worker at this iteration no longer needs."""
         first = (iteration - _POSITIONS) * self.per_iteration
         self._positions = {n: position for n, position in self._positions.items() if n >= first}
         self._news = self._news[-2 * _POSITIONS :]
@@ -744,8 +751,8 @@ class StreamBatches:
     # -- at the start --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Reads the first item twice, and the second one from the position after the first. Raises InputError where
-        they are not the same; what reading raises is told of later."""
+        """Reads the first item twice, and the second one also from the position after the first. Raises InputError if
+        they differ. An item that raises is no error here: it is reported later."""
         one = _Reading(self.source, self.seed)
         first = one.next()
         if isinstance(first, _Raised):
@@ -768,7 +775,7 @@ class StreamBatches:
 
 
 def stream_of(data: Any, batch_size: int | None, loading: Loading, job: Job, seed: int) -> StreamBatches | None:
-    """Of data that is a stream; None of other data. Raises InputError."""
+    """Returns the micro-batches of data that is a stream; None for other data. Raises InputError."""
     source: StreamSource
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset):
@@ -803,7 +810,7 @@ def _only_iterates(data: Any) -> bool:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Are two readings of an item, or of a micro-batch, the same? What can't be compared is."""
+    """Are two readings of an item, or of a micro-batch, equal? What can't be compared counts as equal."""
     if isinstance(one, _Raised) or isinstance(other, _Raised):
         return isinstance(one, _Raised) and isinstance(other, _Raised)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -832,8 +839,8 @@ Place = tuple[int, int, int]
 
 
 _BROKEN = (OSError, EOFError, RuntimeError, pickle.PickleError)
-"""What the two processes meet where one of them is gone, or, by torch, where shared memory can't be had or is gone: the
-data have no part in it."""
+"""What the two processes raise when the other one is gone or, by torch, when shared memory can't be had or is gone. The
+data are not the cause."""
 
 
 # -- micro-batches that are read beside the training --------------------------------------------
@@ -856,18 +863,18 @@ class Read:
 
     @property
     def grid(self) -> tuple[int, int] | None:
-        """(pipelines, micro-batches) of the job that a data set or stream was cut for; None: a function knows none."""
+        """(pipelines, micro-batches) of the job that a data set or stream was cut for; None for a function."""
         cut = getattr(self.make_batch, "sampler", self.make_batch)
         return cut.grid if isinstance(cut, MicroBatchSampler | StreamBatches) else None
 
 
 _MOST_ASKED = 64
-"""Micro-batches at a time: so few requests always fit into the pipe, while the process waits with an answer that does
-not."""
+"""At most so many requests are under way: they always fit into the pipe, even while the other process waits to send an
+answer that does not fit."""
 
 
 class ReadAhead:
-    """A process that reads `count` micro-batches ahead. Of one thread."""
+    """A process that reads up to `count` micro-batches ahead. To be used by one thread."""
 
     def __init__(self, read: Read, count: int) -> None:
         self._read, self._count = read, count
@@ -875,7 +882,7 @@ class ReadAhead:
         self._expected: list[Place] = []
         self._asked: list[Place] = []
         self._there: dict[Place, tuple[bool, Any]] = {}
-        """Whether it could be read, and it, or what was raised."""
+        """(True, the micro-batch), or (False, what reading it raised)."""
         self._process: multiprocessing.process.BaseProcess | None
         self._process, self._pipe = _started(read)
         if read.stream is not None:
@@ -883,18 +890,18 @@ class ReadAhead:
 
     @property
     def pid(self) -> int | None:
-        """None where it is gone."""
+        """The process's id; None if it is gone."""
         return None if self._process is None else self._process.pid
 
     def expect(self, places: Sequence[Place]) -> None:
-        """These are wanted next, in this order. What was expected before is not."""
+        """Says which micro-batches are wanted next, in this order. This replaces what was said before."""
         self._wanted = set(places)
         self._there = {place: found for place, found in self._there.items() if place in self._wanted}
         self._expected = [place for place in places if place not in self._asked and place not in self._there]
         self._ask()
 
     def take(self, place: Place) -> Any:
-        """Waits for it. Raises what reading it raises."""
+        """Waits for a micro-batch and returns it. Raises what reading it raises."""
         self._wanted.add(place)
         try:
             if place not in self._there and place not in self._asked:
@@ -928,7 +935,7 @@ class ReadAhead:
             return
         stream = self._read.stream
         news = stream.take_news() if stream is not None else []
-        while news and self._asked:  # neither side must wait for the other to take what is large
+        while news and self._asked:  # news may be large: with answers under way, both sides could block in `send`
             self._receive()
         self._pipe.send((place, pickle.dumps(news)))
         self._asked.append(place)
@@ -958,13 +965,13 @@ class ReadAhead:
 
 
 def _started(read: Read) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    """Not forked from this process: a child would keep its connections open beyond its end, and peers would not see
-    it."""
-    # A worker is a daemon of its launcher's, and those may have no children; this one ends with it all the same.
+    """Starts the process, by the fork server. A child forked from this process would keep its connections open after
+    this process ends, and peers would not see the end."""
+    # multiprocessing marks workers as daemons, which may have no children. This child ends with its worker anyway.
     multiprocessing.current_process().daemon = False
     context = fork_context()
     ours, theirs = context.Pipe(duplex=True)
-    # Pickled here: a process's arguments would move the tensors among them to shared memory.
+    # Pickled here: multiprocessing would move the tensors among a process's arguments to shared memory.
     payload, threads = pickle.dumps(read), torch.get_num_threads()
     process = context.Process(target=_serve, args=(payload, threads, theirs), name="read-ahead", daemon=True)
     process.start()
@@ -993,14 +1000,14 @@ def _serve(payload: bytes, threads: int, pipe: Connection) -> None:
             try:
                 pipe.send((place, fine, found, news))
             except (OSError, RuntimeError):
-                raise  # where there is no shared memory left, the worker itself can read it all the same
+                raise  # no shared memory is left, perhaps: this process ends, and the worker reads by itself
             except Exception as error:  # a micro-batch that can't be sent
                 pipe.send((place, False, _sendable(error), news))
     os._exit(0)
 
 
 def _sendable(error: Exception) -> bytes:
-    """The exception with its notes, and the traceback as its cause."""
+    """Pickles an exception with its notes, and with the traceback as its cause."""
     where = error.__traceback__
     for sent in (error, RuntimeError(f"{type(error).__name__}: {error}")):
         sent.__notes__ = list(getattr(error, "__notes__", ()))
