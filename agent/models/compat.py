@@ -1,11 +1,11 @@
-"""The private names of torch that the agent uses, and why; known to work in the versions KNOWN.
+"""The private names of torch that the agent uses, and why. They are known to work in the versions of KNOWN.
 
-A group of our own is made for each generation, which torch's public functions can't do without a default group; so its
-options are set here. The rest is speed: what public names do the same takes longer, as is said with each.
+Each generation gets a process group of its own. torch's public functions can't make one without a default group, so
+its options are set here. The other names are used for speed: the public way takes longer, as each function here says.
 
-Named elsewhere: two modules that agent.launcher.processes, which has no torch itself, has imported early;
-`torch.cuda._is_in_bad_fork` in agent.config.devices, which stands below this file; and `_allgather_base` and
-`_reduce_scatter_base` in agent.transport.ranks, methods that a subclass of ProcessGroup must have.
+Private names elsewhere: two modules that agent.launcher.processes, which has no torch itself, has the fork server
+import early; `torch.cuda._is_in_bad_fork` in agent.config.devices, which can't import this file; and
+`_allgather_base` and `_reduce_scatter_base` in agent.transport.ranks, which a subclass of ProcessGroup must define.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from openrecycle.agent.config.devices import mesh_names
 from openrecycle.planner.jobs.errors import InputError
 
 KNOWN = ("2.13", "2.14")
-"""Versions of torch in which all of these names do what is expected of them; another one may have them, too."""
+"""Versions of torch in which all of these names are known to work. Other versions may work, too."""
 
 
 def check_version() -> None:
@@ -58,28 +58,28 @@ def check_version() -> None:
 
 
 def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """torch's own halves of a backward, which only its pipeline schedules call: for the inputs, for the weights. Takes
-    a second to load."""
+    """Returns torch's own two halves of a backward: for the inputs, and for the weights. Otherwise only torch's
+    pipeline schedules call them. Takes a second to import."""
     from torch.distributed.pipelining import _backward
 
     return _backward.stage_backward_input, _backward.stage_backward_weight
 
 
 def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The arithmetic of a layer of torch.nn, any number of dimensions, with these parameters."""
+    """Computes a convolution layer of torch.nn, of any dimension, with these parameters in place of its own."""
     y: Tensor = layer._conv_forward(x, weight, bias)
     return y
 
 
 def gloo_device(address: str) -> Any:
-    """What listens at `address` for the peers of gloo groups, with the thread that reads what they send."""
+    """Returns the device that listens at `address` for the peers of gloo groups, with a thread that reads from them."""
     gloo: Any = dist.ProcessGroupGloo
     return gloo.create_device(hostname=address)
 
 
 def gloo_group(store: Any, rank: int, size: int, *, timeout: timedelta, device: Any) -> Any:
-    """A ProcessGroupGloo that is heard at a device. Blocks until all ranks are there. Raises RuntimeError."""
-    # All addresses in one request to the store, instead of one request after the other for each rank: 12 processes on
+    """Returns a ProcessGroupGloo on a device. Blocks until all ranks have connected. Raises RuntimeError."""
+    # With this, all addresses come in one request to the store, instead of one request for each rank: 12 processes on
     # two busy cores connect in 45 ms instead of 63, and 64 in 325 instead of 652.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     gloo: Any = dist.ProcessGroupGloo
@@ -90,7 +90,7 @@ def gloo_group(store: Any, rank: int, size: int, *, timeout: timedelta, device: 
 
 
 def process_group(backend: Any, store: Any, rank: int, size: int) -> Any:
-    """A ProcessGroup over a gloo backend: it has the collectives that modules call, which a backend lacks in part."""
+    """Returns a ProcessGroup over a gloo backend. It has the collectives that modules call; a backend has only some."""
     group: Any = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
@@ -98,31 +98,32 @@ def process_group(backend: Any, store: Any, rank: int, size: int) -> Any:
 
 
 def add_nccl(group: Any, backend: Any) -> None:
-    """What is on a GPU goes over `backend` in a group of `process_group`."""
+    """Makes tensors on a GPU go over `backend` in a group of `process_group`."""
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
 
 
 def all_gather(into: Tensor, mine: Tensor, group: Any) -> None:
-    """Everybody's `mine`, one after the other. Raises RuntimeError."""
+    """Gathers `mine` of all ranks, one after the other, into `into`. Raises RuntimeError."""
     dist.all_gather_single(into, mine, group)
 
 
 def reduce_scatter(into: Tensor, parts: Tensor, group: Any) -> None:
-    """The sum of what everybody has for this rank; parts: of all ranks, one after the other. Raises RuntimeError."""
+    """Sums over all ranks what they have for this rank. parts: for each rank, one after the other. Raises
+    RuntimeError."""
     dist.reduce_scatter_single(into, parts, group=group)
 
 
 def all_reduce(tensor: Tensor, group: Any) -> None:
-    """In place. Raises RuntimeError."""
+    """Sums over all ranks, in place. Raises RuntimeError."""
     dist.all_reduce(tensor, group=group)
 
 
 @contextmanager
 def imagined_ranks(*shape: int) -> Iterator[Any]:
-    """A DeviceMesh of that shape, as the first of ranks of which there are no others: collectives do nothing. Raises
-    InputError in a process that has a default group."""
+    """Yields a DeviceMesh of that shape, in which this process is the first rank and the others do not exist;
+    collectives do nothing. Raises InputError in a process that has a default group."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.testing._internal.distributed import fake_pg  # a backend, which registers itself
+    from torch.testing._internal.distributed import fake_pg  # the import registers the backend "fake"
 
     if dist.is_initialized():
         expected = "1, or a process without a default group of torch.distributed (destroy_process_group ends it)"
@@ -136,40 +137,40 @@ def imagined_ranks(*shape: int) -> Iterator[Any]:
 
 
 def keep_random_states(mesh: Any) -> None:
-    """Has each rank go on with its own random numbers. Else torch sends those of the first of all ranks to all with the
-    first random op on a DTensor, also to those that have other samples."""
+    """Lets each rank go on with its own random numbers. Otherwise, with the first random op on a DTensor, torch sends
+    the state of the first rank to all ranks, also to those that have other samples."""
     if mesh.device_type == "cuda":  # on a CPU torch does nothing about it
         from torch.distributed.tensor import _random
 
         _random._rng_tracker = tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
-        # Torch takes the rank's number in its worker for that of its GPU, where others may train.
+        # torch takes the rank's number within its worker for that of its GPU, which may be another worker's.
         tracker._device = torch.device("cuda", torch.cuda.current_device())
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """Those of `module` without its children, by name. The dict itself: what is put in it takes a parameter's place, of
-    any type, and no `__setattr__` looks at it."""
+    """Returns the parameters of `module` without its children, by name. This is the module's own dict: what is put into
+    it, of any type, replaces the parameter, without a call of `__setattr__`."""
     return module._parameters
 
 
 def own_buffers(module: torch.nn.Module) -> dict[str, Tensor | None]:
-    """As `own_parameters`; a buffer that is put in another's place stays persistent, or not, as that was."""
+    """As `own_parameters`, for buffers. A buffer that replaces another is persistent if the other was."""
     return module._buffers
 
 
 def running_statistics(module: torch.nn.Module) -> list[Tensor]:
-    """Buffers that norms in `module`, of any kind that keeps some, change in a forward; no version shows it."""
+    """Returns the buffers that norm layers in `module` change in a forward, which does not raise their version."""
     norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase) and m.training]
     return [t for m in norms if m.track_running_stats for t in m.buffers(recurse=False)]
 
 
 def version(tensor: Tensor) -> int:
-    """Another one after each write in place. A tensor that was made in inference mode has none."""
+    """Returns a number that changes with each write in place. A tensor made in inference mode has none."""
     return tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """As autograd has it: such a one can't be detached in place."""
+    """Does autograd see a view in it? A view can't be detached in place."""
     return tensor._is_view()
 
 
@@ -179,37 +180,37 @@ def has_forward(module: torch.nn.Module) -> bool:
 
 
 def compiled_parts(module: torch.nn.Module) -> set[int]:
-    """The identities of modules that are compiled, with all that is in them."""
+    """Returns the ids of modules that are compiled, and of all modules in them."""
     tops = [m for m in module.modules() if m._compiled_call_impl is not None or "_orig_mod" in m._modules]
     return {id(part) for top in tops for part in top.modules()}
 
 
 def has_gradient_hook(parameter: Tensor) -> bool:
-    """Of `register_hook`, which torch's split calls."""
+    """Has the parameter a hook of `register_hook`? torch's split backward calls these."""
     return bool(parameter._backward_hooks)
 
 
 def has_hook_after_gradient(parameter: Tensor) -> bool:
-    """Of `register_post_accumulate_grad_hook`, which torch's split does not call."""
+    """Has the parameter a hook of `register_post_accumulate_grad_hook`? torch's split backward does not call these."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def without_children(module: Any) -> Any:
-    """A copy that shares the parameters and buffers of `module` itself."""
+    """Returns a copy of `module` without its children. The copy shares the module's own parameters and buffers."""
     copied = shallow_copy(module)
     copied._modules = {}
     return copied
 
 
 def fully_sharded_units(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """What fully_shard was called with, in `module`; one that holds others comes before them."""
-    loaded = sys.modules.get("torch.distributed.fsdp")  # takes a second to load; whoever has called it has done that
+    """Returns the modules in `module` that fully_shard was called with; outer ones come before inner ones."""
+    loaded = sys.modules.get("torch.distributed.fsdp")  # not imported: that takes a second, and its users have done it
     kind = getattr(loaded, "FSDPModule", ())
     return [part for part in module.modules() if isinstance(part, kind)]
 
 
 def other_policies(unit: Any) -> str:
-    """Which arguments of fully_shard's change how it computes, by name."""
+    """Returns the names of the arguments of fully_shard that change how the unit computes."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     state = unit._get_fsdp_state()
@@ -219,7 +220,7 @@ def other_policies(unit: Any) -> str:
 
 
 def take_off_hooks(unit: Any) -> None:
-    """Leaves of fully_shard's work the parameters alone."""
+    """Removes what fully_shard has added to a unit, except the sharded parameters."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
     state = unit._get_fsdp_state()
@@ -236,25 +237,26 @@ def take_off_hooks(unit: Any) -> None:
 
 
 def nccl_group(store: Any, rank: int, size: int, *, timeout: timedelta, most_ctas: int | None = None) -> Any:
-    """A ProcessGroupNCCL. It is given no device: it would make one communicator for all pairs of ranks, in which
-    messages of different pairs wait for each other. most_ctas: blocks of its kernels (NCCL_MAX_CTAS goes before it)."""
+    """Returns a ProcessGroupNCCL. It is given no device: with one, it would make one communicator for all pairs of
+    ranks, in which messages of different pairs wait for each other. most_ctas: the most blocks for its kernels; the
+    environment variable NCCL_MAX_CTAS takes precedence."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     if most_ctas is not None:
         options.config.max_ctas = most_ctas
-    # Streams come from two pools of 32, in turn. In that of usual ones a communicator would soon get the stream on
-    # which data are brought to the GPU: they would wait for a message that waits for them.
+    # torch takes streams in turn from two pools of 32. From the pool of normal priority, a communicator would soon get
+    # the stream that brings data to the GPU, and the data would wait for a message that waits for the data.
     options.is_high_priority_stream = True
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def failure_of(work: Any) -> BaseException | None:
-    """Why an operation of a group that has completed has brought nothing; None where it has done what it should. A
-    failed one of NCCL's counts as completed, and no wait says it."""
+    """Returns why an operation of a group has failed; None if it has succeeded. A failed operation of NCCL counts as
+    completed, and no wait raises its error. An error of the device itself is raised."""
     try:
         found: BaseException | None = work.exception()
     except torch.AcceleratorError:
-        raise  # the device has failed, and no peer
+        raise  # the device has failed, not a peer
     except RuntimeError as error:
         return error
     if isinstance(found, torch.AcceleratorError):
@@ -263,7 +265,8 @@ def failure_of(work: Any) -> BaseException | None:
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:
-    """What is in tuples, lists, dicts and what else torch can take apart; and the form for `tree_unflatten`."""
+    """Takes apart tuples, lists, dicts and what else torch knows. Returns the parts, and the form for
+    `tree_unflatten`."""
     return pytree.tree_flatten(value)
 
 
@@ -272,32 +275,33 @@ def tree_unflatten(leaves: Sequence[Any], form: Any) -> Any:
 
 
 def copied(value: Any, copy: Callable[[Tensor], Any] = Tensor.clone) -> Any:
-    """With tensors of its own: what `copy` makes of each."""
+    """Returns the value with each tensor in it replaced by what `copy` makes of it."""
     return pytree.tree_map_only(Tensor, copy, value)
 
 
 def multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """In place, all in a few kernels. tensors: at least one."""
+    """Multiplies in place, in a few kernels for all. tensors: at least one."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What is called before and after each step."""
+    """Returns the hooks that are called before and after each step."""
     hooks: Any = optimizer
     return [*hooks._optimizer_step_pre_hooks.values(), *hooks._optimizer_step_post_hooks.values()]
 
 
 def copy(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Into `mine`, all in a few kernels where they are of one type and device."""
+    """Copies `theirs` into `mine`, in a few kernels where they are of one type and device."""
     torch._foreach_copy_(list(mine), list(theirs))
 
 
 @contextmanager
 def tensors_without_data() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Of what is made inside, shapes, types and devices alone. Takes a second to load."""
+    """Tensors made inside the block have only a shape, a type and a device. Yields what converts a tensor into such a
+    one. Takes a second to import."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    # What does not go is said by whoever asks, and not in dozens of lines by torch as well.
+    # The caller reports what fails; torch's own dozens of lines about it are switched off.
     said = logging.getLogger(FakeTensorMode.__module__)
     level = said.level
     said.setLevel(logging.CRITICAL + 1)
@@ -309,15 +313,16 @@ def tensors_without_data() -> Iterator[Callable[[Tensor], Tensor]]:
 
 
 def fp32_precision() -> tuple[Callable[[str, str], str], Callable[[str, str, str], object]]:
-    """What gives and sets the precision of an op (`all`, `matmul`, `conv`, `rnn`) of a backend (`generic`, `mkldnn`,
-    `cuda`). The public properties take ten times as long, and raise where older names have been used beside them."""
+    """Returns the functions that get and set the precision of an op (`all`, `matmul`, `conv`, `rnn`) of a backend
+    (`generic`, `mkldnn`, `cuda`). The public properties take ten times as long, and raise where older names have been
+    used beside them."""
     private: Any = torch._C
     return private._get_fp32_precision_getter, private._set_fp32_precision_setter
 
 
 def legacy_precisions() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """What gives and sets what older functions keep beside those of `fp32_precision`: set_float32_matmul_precision and
-    backends.cudnn.allow_tf32. The former raise a RuntimeError where the two don't fit."""
+    """Returns pairs of get and set for what older functions (set_float32_matmul_precision, backends.cudnn.allow_tf32)
+    keep beside `fp32_precision`. To get them raises RuntimeError where the two do not fit together."""
     of: Any = torch._C
     return [
         (of._get_float32_matmul_precision, of._set_float32_matmul_precision),
@@ -326,8 +331,8 @@ def legacy_precisions() -> list[tuple[Callable[[], Any], Callable[[Any], object]
 
 
 def backend_flags(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """What gives and sets each of the flags that show in bits, by its public name, which takes 40 times as long. One
-    may be a pair of flags."""
+    """Returns get and set for each flag that affects bits, by its public name; the public way takes 40 times as long. A
+    value may be a pair of flags."""
     of: Any = torch._C
     attention, matmul = "torch.backends.cuda.enable_", "torch.backends.cuda.matmul.allow_"
     cudnn, mkldnn = "torch.backends.cudnn.", "torch.backends.mkldnn."
@@ -353,7 +358,7 @@ def backend_flags(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[A
                 of._get_cublas_allow_fp16_accumulation,
                 of._set_cublas_allow_fp16_accumulation,
             ),
-            # Beside each: may it split the sum?
+            # The second flag of each pair: may it split the sum?
             f"{matmul}fp16_reduced_precision_reduction": (
                 of._get_cublas_allow_fp16_reduced_precision_reduction,
                 lambda both: set_fp16(*both),
@@ -370,17 +375,18 @@ def backend_flags(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[A
 
 
 def _grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Of a mixture of experts: rows go to one expert each, where not all of both have a matrix per expert."""
+    """Counts the operations of a grouped product, as in a mixture of experts. Each row goes to one expert, unless both
+    operands have a matrix per expert."""
     shared = left.shape[0] if left.dim() > right.dim() else 1
     return 2 * left.numel() // shared * right.shape[-1]
 
 
-# torch's own counter passes over these.
+# torch's own counter lacks grouped products.
 _FLOPS = {**flop_registry, torch.ops.aten._grouped_mm: _grouped}
 
 
 class _EachOp(TorchDispatchMode):
-    """Is asked for each of torch's ops that runs inside it."""
+    """Base of modes that see each of torch's ops that runs inside them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -392,11 +398,11 @@ class _EachOp(TorchDispatchMode):
 
 
 class FlopCount(_EachOp):  # type: ignore[no-untyped-call]
-    """total: floating-point operations of what runs inside it: of matrix products, convolutions and attention, as torch
-    counts them.
+    """Counts the floating-point operations of what runs inside it: matrix products, convolutions and attention, as
+    torch counts them. total: the sum so far.
 
-    What torch.utils.flop_counter.FlopCounterMode counts, and grouped products, without its import of torch._dynamo,
-    which would add a second to every worker's start.
+    It counts what torch.utils.flop_counter.FlopCounterMode counts, and grouped products, but does not import
+    torch._dynamo, which would add a second to the start of every worker.
     """
 
     supports_higher_order_operators = True
@@ -419,14 +425,14 @@ _storage_of: Any = torch._C._has_storage  # type: ignore[attr-defined]
 
 
 class LiveBytes(_EachOp):  # type: ignore[no-untyped-call]
-    """now: bytes of the tensors that were made inside it and are still there. most: of those, at most at a time. Of
-    tensors without data, what they would take."""
+    """Measures the memory of the tensors that are made inside it. now: bytes of those that still exist. most: the
+    largest value of `now`. Tensors without data count with what they would take."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.most = 0
         self._known: dict[int, int] = {}
-        """By the identity of a tensor's memory; 0 where it was there before."""
+        """Bytes by the identity of a tensor's memory; 0 for memory that existed before."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -439,7 +445,7 @@ class LiveBytes(_EachOp):  # type: ignore[no-untyped-call]
     def _see(self, value: Any, *, made: bool) -> None:
         for tensor in pytree.tree_leaves(value):
             if not isinstance(tensor, Tensor) or not _storage_of(tensor):
-                continue  # sparse ones, and those of MKLDNN, are no one piece of memory
+                continue  # sparse tensors, and those of MKLDNN, are not one piece of memory
             if (key := (memory := tensor.untyped_storage())._cdata) not in self._known:
                 self._known[key] = size = memory.nbytes() if made else 0
                 self.now += size

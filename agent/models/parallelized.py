@@ -1,33 +1,32 @@
-"""Layers that are split over the ranks of a worker, as the workload's own `parallelize` says: tensor parallel, or by
-fully_shard, and then micro-batches are divided as well; or both, over a mesh of two dimensions.
+"""Layers that are split over the ranks of a worker, as the workload's `parallelize` says: by tensor parallelism; by
+fully_shard, where micro-batches are divided as well; or by both, over a mesh of two dimensions.
 
-`parallelize` uses torch's means, which make DTensors of a layer's parameters: parallelize_module and its plans (tensor
-parallel: each rank runs every sample), or fully_shard (data parallel: each runs a part of the samples). Sums, steps,
-snapshots, hand-over and checkpoints work on plain tensors: so a rank's part of each parameter is the module's
-parameter, under the same name. Where it is tensor parallel, it becomes a DTensor whenever the module reads it, as in
-torchtitan's simple FSDP, and autograd gives the part its gradient, reduced over the ranks where the parameter is
+`parallelize` uses torch's own functions, which turn the parameters of a layer into DTensors: parallelize_module and its
+plans (tensor parallel: each rank runs every sample), or fully_shard (data parallel: each rank runs a part of the
+samples). But sums, steps, snapshots, hand-over and checkpoints work on plain tensors. So the module's parameter is this
+rank's part of it, under the same name. With tensor parallelism, the part becomes a DTensor whenever the module reads
+it, as in torchtitan's simple FSDP. Autograd gives the part its gradient, summed over the ranks where the parameter is
 replicated and its gradient is not.
 
-Fully sharded (FSDP2), each rank holds a run of rows of every parameter, and runs a part of each micro-batch of its own.
-What fully_shard has said is kept: which parameters are put together at the same time (a unit), and who has which rows.
-Its hooks are not: they know one forward and the backward that follows it, while here F, I and W of several
-micro-batches are interleaved, and of W's gradients most are made without autograd. So a unit is put together here,
-before its forward and before its backward, in memory that is there only for so long; and what W gives for a whole
-parameter is summed over the ranks before it enters the iteration's sum, which holds this rank's rows. The sum over
-ranks is of floats, in an order that is always the same, so every micro-batch still gives the same bits on whichever
-worker it runs.
+Fully sharded (FSDP2): each rank holds a run of rows of every parameter, and runs its own part of each micro-batch. Two
+things are kept of what fully_shard has set up: which parameters are gathered at the same time (a unit), and which rank
+has which rows. Its hooks are removed. They know one forward and the backward that follows it, while here F, I and W of
+several micro-batches are interleaved, and most of W's gradients are made without autograd. So this file gathers a unit
+before its forward and before its backward, in memory that is released afterwards. The gradient that W gives for a whole
+parameter is summed over the ranks before it is added to the iteration's sum, which holds this rank's rows. This sum
+over ranks is of floats, but always in the same order, so a micro-batch gives the same bits on whichever worker it runs.
 
 Gradients, optimizer state, snapshots, hand-over and checkpoints are those of the rows, which are the module's
-parameters; splits of the backward (agent.stages.backward) work on the whole ones.
+parameters. The splits of the backward (agent.stages.backward) work on the whole parameters.
 
-Divided micro-batches: rank r of R gets the r-th of R equal runs of samples: of every tensor of inputs and targets, that
-part of dimension 0. Each rank reads the whole micro-batch and keeps its part. The loss is the mean over all ranks,
-which all of them know; gradients are summed over the ranks.
+Divided micro-batches: rank r of R ranks gets the r-th of R equal runs of samples, which is that part of dimension 0 of
+every tensor of inputs and targets. Each rank reads the whole micro-batch and keeps its part. The loss is the mean over
+all ranks, which all of them know. Gradients are summed over the ranks.
 
 Both, over a mesh of D x T ranks (`dp` and `tp`): micro-batches are divided into D parts, each of which T ranks run. A
-rank holds rows of its tensor-parallel part, which a unit puts together among the D ranks that have the same part, and
-which is a DTensor over the T others when the module reads it. What is not tensor parallel, T ranks hold and sum alike:
-their groups sum numbers of the same places in messages of the same sizes, so in the same order.
+rank holds rows of its tensor-parallel part. A unit gathers that part from the D ranks that have rows of it, and the
+module reads it as a DTensor over the T others. What is not tensor parallel, all T ranks hold and sum alike: their
+groups sum the same places in messages of the same sizes, and so in the same order.
 """
 
 from __future__ import annotations
@@ -66,27 +65,27 @@ from openrecycle.planner.jobs.errors import InputError, in_a_line
 
 
 class Sums(Protocol):
-    """Where gradients go, once per parameter and micro-batch (see agent.stages.gradients)."""
+    """Where gradients go, once per parameter and micro-batch. agent.stages.gradients has such sums."""
 
     def add(self, tensor: Tensor, term: Tensor) -> None:
         """term: the gradient of `tensor`, a parameter."""
 
     def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
-        """The gradient is left @ right, which need not be computed apart from the sum."""
+        """Adds the gradient left @ right, which need not be computed apart from the sum."""
 
     def add_change(self, buffer: Tensor, change: Tensor) -> None:
         """change: what a forward has added to a buffer."""
 
 
 def computed(parameter: nn.Parameter) -> nn.Parameter:
-    """What a forward computes with, of a parameter of a module."""
+    """Returns what a forward computes with in place of a module's parameter: the whole one, where it is sharded."""
     whole: nn.Parameter = getattr(parameter, "whole", parameter)
     return whole
 
 
 class Shard:
-    """A parameter of a unit. local: this rank's rows. whole: all of it, whose memory is there while the unit is
-    together. owners: (module, name) of each place that has it."""
+    """A parameter of a unit. local: this rank's rows. whole: the whole parameter, which has memory only while the unit
+    is gathered. owners: (module, name) of each place that has the parameter."""
 
     def __init__(self, local: nn.Parameter, shape: torch.Size, owners: Sequence[tuple[nn.Module, str]]) -> None:
         self.local, self.owners = local, owners
@@ -97,20 +96,21 @@ class Shard:
         self._rows = shape[0]
 
     def each(self, ranks: int) -> int:
-        """Elements that any rank holds at most."""
+        """Returns the largest number of elements that any rank holds."""
         return -(-self._rows // ranks) * self._row
 
     def runs(self, ranks: int) -> list[tuple[int, int]]:
-        """Of each rank the elements of `whole` that it holds, as torch.chunk divides rows."""
+        """Returns for each rank the start and end of the elements of `whole` that it holds. Rows are divided as by
+        torch.chunk."""
         most = -(-self._rows // ranks)
         return [(min(r * most, self._rows) * self._row, min((r + 1) * most, self._rows) * self._row)
                 for r in range(ranks)]  # fmt: skip
 
 
 class Unit:
-    """What one call of fully_shard has put together: it is gathered, and released, at the same time.
+    """The parameters of one call of fully_shard. They are gathered, and released, at the same time.
 
-    module: the one that was passed. group: of the ranks.
+    module: the one that was passed to fully_shard. group: the group of the ranks. together: are they gathered?
     """
 
     def __init__(self, module: nn.Module, shards: Sequence[Shard], group: Any) -> None:
@@ -121,7 +121,7 @@ class Unit:
         module.register_forward_hook(self._after)
 
     def gather(self) -> None:
-        """Puts the parameters together, where they are not. Raises RuntimeError where another rank has gone."""
+        """Gathers the parameters, unless they are gathered. Raises RuntimeError where another rank is gone."""
         if self.together:
             return
         self.together = True
@@ -134,14 +134,14 @@ class Unit:
             compat.all_gather(rows.view(-1), mine, self._group)
             for shard, (start, _) in zip(some, bounds, strict=True):
                 shard.whole.untyped_storage().resize_(shard.whole.nbytes)
-                # By way of `data`: what autograd has kept of it counts as unchanged, and has the same values again.
+                # Through `data`, so that autograd sees no change: what it saved gets the same values again.
                 flat = shard.whole.data.view(-1)
                 for row, (a, b) in zip(rows, shard.runs(self._ranks), strict=True):
                     flat[a:b] = row[start : start + b - a]
         self._show(whole=True)
 
     def release(self) -> None:
-        """Gives up the memory of what was gathered."""
+        """Frees the memory of the gathered parameters."""
         if self.together:
             self._show(whole=False)
             for shard in self.shards:
@@ -149,14 +149,14 @@ class Unit:
         self.together = self._in_backward = False
 
     def reduced(self, gradients: dict[int, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
-        """Of this rank's rows the sum of all ranks' gradients. gradients: by id of the whole parameter; one that no
-        rank has is not in the answer."""
+        """Returns this rank's rows of the gradients, summed over all ranks, with their parameters. gradients: by id of
+        the whole parameter. A parameter for which no rank has a gradient is left out."""
         out = []
         for some in _alike([shard for shard in self.shards if shard.local.requires_grad]):
             wide = _wide(some[0].local.dtype)
             bounds = _bounds(shard.each(self._ranks) for shard in some)
             width = bounds[-1][1]
-            # Behind each rank's rows, which parameters have a gradient here.
+            # Behind the rows come flags that say which parameters have a gradient on this rank.
             rows = torch.zeros(self._ranks, width + len(some), dtype=wide, device=some[0].local.device)
             for place, (shard, (start, _)) in enumerate(zip(some, bounds, strict=True)):
                 gradient = gradients.get(id(shard.whole))
@@ -183,7 +183,7 @@ class Unit:
         return _through(self.release, args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._in_backward:  # else it is computed again, under activation checkpointing
+        if not self._in_backward:  # within a backward, activation checkpointing runs the forward again
             self.release()
         if torch.is_grad_enabled():
             for tensor in _with_gradient(output):
@@ -196,15 +196,15 @@ class Unit:
 
 
 class Layer:
-    """What the ranks of a worker do together for one layer. units: in the order in which they are run. replicated:
-    parameters that each rank has the whole of; their gradients are summed, too."""
+    """What the ranks of a worker share for one layer. units: in the order in which they run. replicated: parameters
+    that every rank has whole; their gradients are summed over the ranks, too."""
 
     def __init__(self, units: Sequence[Unit], replicated: Sequence[nn.Parameter], group: Any) -> None:
         self.units, self.replicated, self.group = list(units), list(replicated), group
 
 
 class OverRanks:
-    """Of a stage whose micro-batches are divided over the ranks of its worker; of another one it does nothing."""
+    """Runs the ops of a stage whose micro-batches are divided over ranks. For any other stage it does nothing."""
 
     def __init__(self, layers: Iterable[Any]) -> None:
         self._layers: list[Layer] = [layer.over_ranks for layer in layers if hasattr(layer, "over_ranks")]
@@ -212,7 +212,7 @@ class OverRanks:
 
     @contextlib.contextmanager
     def op(self, *, together: bool = False) -> Iterator[None]:
-        """Around an op: nothing is left together. together: all of it is, from the beginning."""
+        """Runs an op inside the block, and releases all units after it. together: gather them all before it."""
         try:
             if together:
                 for unit in self._units:
@@ -224,8 +224,8 @@ class OverRanks:
 
     @contextlib.contextmanager
     def summed(self, sums: Sums) -> Iterator[Sums]:
-        """What is added within is added to `sums` at the end, summed over the ranks: all of it, or where an exchange
-        breaks nothing."""
+        """Yields sums to add to. At the end of the block all of it is added to `sums`, summed over the ranks; if an
+        exchange breaks, nothing is."""
         if not self._layers:
             yield sums
             return
@@ -235,14 +235,14 @@ class OverRanks:
 
 
 class _Reduction:
-    """Takes one micro-batch's gradients of whole parameters, and gives those of this rank's rows to a sum.
+    """Takes the gradients of one micro-batch for whole parameters, and gives those of this rank's rows to a sum.
 
-    Units are exchanged in the same order on all ranks, that of a backward, each as soon as it is complete, so that its
-    gradients' memory is there for as short a time as can be.
+    All ranks exchange the units in the same order, that of a backward. Each unit is exchanged as soon as it is
+    complete, so that the memory of its gradients is soon free again.
     """
 
     def __init__(self, units: Sequence[Unit], replicated: Sequence[nn.Parameter], group: Any) -> None:
-        self._waiting = list(units)  # the last is the next one
+        self._waiting = list(units)  # the last one is exchanged next
         self._group, self._ranks = group, group.size()
         self._replicated = [p for p in replicated if p.requires_grad]
         self._gradients: dict[int, Tensor] = {}
@@ -260,7 +260,7 @@ class _Reduction:
         self.add(tensor, (left.detach() @ right.detach()).to(tensor.dtype))
 
     def add_change(self, buffer: Tensor, change: Tensor) -> None:
-        """Their mean over the ranks counts."""
+        """Notes a change of a buffer; the mean over the ranks is added."""
         self._changes.append((buffer, change))
 
     def close(self, sums: Sums) -> None:
@@ -293,7 +293,7 @@ class _Reduction:
 
 
 class _Through(torch.autograd.Function):
-    """Passes tensors on; what comes back through it has passed all that was computed with them."""
+    """Passes tensors on. When its backward runs, everything that was computed with them has had its backward."""
 
     @staticmethod
     def forward(ctx: Any, passed: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -307,7 +307,7 @@ class _Through(torch.autograd.Function):
 
 
 def _through(passed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments. passed: is called when all that was computed with them has had its backward."""
+    """Returns the same arguments. `passed` is called when all that was computed with them has had its backward."""
     leaves, form = compat.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if places:
@@ -323,7 +323,7 @@ def _with_gradient(output: Any) -> list[Tensor]:
 
 
 def _alike(shards: Sequence[Shard]) -> list[list[Shard]]:
-    """By type, in order: what is exchanged at once."""
+    """Groups shards by type, in order. Each group is one exchange."""
     out: dict[torch.dtype, list[Shard]] = {}
     for shard in shards:
         out.setdefault(shard.local.dtype, []).append(shard)
@@ -335,19 +335,19 @@ def _bounds(sizes: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which gradients of that type are summed over ranks."""
+    """Returns the type in which gradients of this type are summed over ranks."""
     return torch.promote_types(dtype, torch.float32)
 
 
 # -- micro-batches that are divided over the ranks of a worker ----------------------------------
 
 Gather = Callable[[Tensor], Tensor]
-"""Everybody's numbers, of one shape: (ranks, ...)."""
+"""A function that returns the numbers of all ranks, which all have one shape: (ranks, ...)."""
 
 
 class DividedBatches:
-    """`workload`, whose micro-batches come as the part of `rank`. What it says else is unchanged. gather: among the
-    ranks; None: nothing is computed."""
+    """A workload that returns only the part of `rank` of each micro-batch. All else is passed on to `workload`. gather:
+    among the ranks; None: nothing will be computed."""
 
     def __init__(self, workload: Workload, rank: int, ranks: int, gather: Gather | None = None) -> None:
         self._workload, self._rank, self._ranks, self._gather = workload, rank, ranks, gather
@@ -380,19 +380,19 @@ class DividedBatches:
         return self.part(inputs), self.part(targets)
 
     def loss(self, output: Any, targets: Any) -> Tensor:
-        """The mean over the whole micro-batch; its gradient is that of this rank's part."""
+        """Returns the mean over the whole micro-batch; its gradient is that of this rank's part."""
         return self._mean(self._workload.loss, output, targets)
 
     def weight(self, targets: Any) -> float:
-        """Of the whole micro-batch."""
+        """Returns the weight of the whole micro-batch."""
         return float(self._gathered(self._own_weight(targets)).sum())
 
     def measured(self, metric: Metric) -> Metric:
-        """The same of the whole micro-batch."""
+        """Returns a metric of the whole micro-batch, made of one of the parts."""
         return lambda output, targets: self._mean(metric, output, targets)
 
     def part(self, data: Any) -> Any:
-        """Of the inputs or targets of a micro-batch. Raises InputError."""
+        """Returns this rank's part of the inputs or targets of a micro-batch. Raises InputError."""
         if isinstance(data, Tensor):
             if not data.dim():
                 raise InputError("data", "a tensor of no dimensions", "samples in dimension 0, to divide over ranks")
@@ -411,7 +411,8 @@ class DividedBatches:
         return float(self._workload.weight(targets)) if weighted else 1.0  # type: ignore[attr-defined]
 
     def _mean(self, measure: Callable[[Any, Any], Any], output: Any, targets: Any) -> Tensor:
-        """Over the ranks, each as it is weighted. What raises here is NaN to the others, which wait for it."""
+        """Returns the weighted mean of a measure over the ranks. If it raises here, the other ranks, which wait for
+        this one, get NaN."""
         error, weight = None, 0.0
         own = torch.full((), math.nan)
         try:
@@ -420,7 +421,7 @@ class DividedBatches:
             own = found if isinstance(found, Tensor) else torch.tensor(float(found))
         except Exception as caught:
             error, weight = caught, 1.0
-        # By way of the host, where weights are.
+        # On the CPU, where the weights are.
         told = torch.tensor([float(own.detach()), weight], dtype=torch.float64)
         values, weights = self._gathered(told).unbind(1)
         if error is not None:
@@ -435,7 +436,7 @@ class DividedBatches:
 
 
 class _DividedEvaluation:
-    """EvaluationData likewise."""
+    """EvaluationData that returns this rank's part, as DividedBatches does."""
 
     def __init__(self, batches: DividedBatches, data: Any) -> None:
         self._batches, self._data = batches, data
@@ -450,7 +451,7 @@ class _DividedEvaluation:
 
 
 class _Mean(torch.autograd.Function):
-    """A number that all ranks have, of which `share` times this one's own is a part."""
+    """The mean that all ranks have, in which this rank's own number counts `share`."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, mean: Tensor, share: float) -> Tensor:
@@ -478,18 +479,20 @@ def _samples_of_a_rank(samples: int, ranks: int) -> int:
 # -- a workload whose layers are split over the ranks of a worker -------------------------------
 
 Way = Literal["whole", "tensor", "data"]
-"""How a layer is split over ranks: not, by parallelize_module, by fully_shard (or over a mesh of two dimensions)."""
+"""How a layer is split over ranks: not; by parallelize_module; by fully_shard (or over a mesh of two dimensions)."""
 FIELD = "parallelize"
 
 
 class OtherRankError(RuntimeError):
-    """Another rank of this worker could not build a layer, and has said why."""
+    """Another rank of this worker could not build a layer. That rank has reported the reason."""
 
 
 class Parallelized:
-    """`workload`, each of whose layers comes as this rank's part of it. What it says else is unchanged. mesh: a
-    DeviceMesh of the worker's ranks. gather: among them. divided: are micro-batches divided over its first dimension,
-    too (see `parts_of_a_rank`)?"""
+    """A workload each of whose layers is built as this rank's part of it. All else is passed on to `workload`.
+
+    mesh: a DeviceMesh of the worker's ranks. gather: among these ranks. divided: are micro-batches divided over the
+    mesh's first dimension, too (see `parts_of_a_rank`)?
+    """
 
     def __init__(self, workload: Workload, mesh: Any, gather: Gather, *, divided: bool) -> None:
         self._workload, self._mesh, self.divided = workload, mesh, divided
@@ -499,12 +502,12 @@ class Parallelized:
         if divided:
 
             def of_parts(numbers: Tensor) -> Tensor:
-                # Ranks of one part say the same, but that one may say NaN.
+                # The ranks of one part say the same, except that one may say NaN, which amax then returns.
                 rows = gather(numbers)
                 return rows.view(mesh.shape[0], -1, *rows.shape[1:]).amax(1)
 
             self._workload = DividedBatches(workload, self._part, mesh.shape[0], of_parts)
-        # One of the two, as the workload has it: what it comes in shows by that.
+        # Either build_stage or build_layer, as the workload has it: others see by that what the model comes in.
         name = "build_stage" if kind_of(workload) == "stage" else "build_layer"
         setattr(self, name, self._build)
 
@@ -514,11 +517,11 @@ class Parallelized:
     def _build(self, layer: int, layers: int, seed: int) -> nn.Module:
         problem: Exception | None = None
         try:
-            # A copy: a workload that is given its modules gives the same one each time.
+            # A copy, since a workload that was given modules returns the same one each time.
             built = copy.deepcopy(build_layer(self._workload, layer, layers, seed))
         except Exception as error:
             problem = error
-        # The others would wait in `parallelize` for one that does not come to it.
+        # All ranks must know of a failure: in `parallelize` they would wait for the rank that does not come.
         failed = self._gather(torch.tensor([int(problem is not None)]))
         if problem is not None:
             raise problem
@@ -529,7 +532,7 @@ class Parallelized:
         if not self.divided:
             return _local(module, self._mesh)
         module = _divided(module, self._mesh)
-        # Each part has samples of its own, and so random numbers of its own.
+        # Each part has its own samples, and so its own random numbers.
         module.register_forward_pre_hook(self._seed)
         return module
 
@@ -540,9 +543,10 @@ class Parallelized:
 def parts_of_a_rank(
     workload: Workload, layers: int, shape: Sequence[int], seed: int
 ) -> tuple[bool, list[list[tuple[str, nn.Parameter]]]]:
-    """Are micro-batches divided over the ranks of a worker: has their mesh two dimensions, or has `parallelize` fully
-    sharded any layer? And by layer what the first rank holds of its parameters, by name, without memory. It is tried on
-    modules without memory, in an imagined group. shape: of the mesh. Raises InputError for what can't be run."""
+    """Finds out whether micro-batches are divided over the ranks of a worker, which they are if the mesh has two
+    dimensions or `parallelize` fully shards any layer. Also returns what the first rank holds: for each layer its
+    parameters, by name, without memory. For this `parallelize` is called on modules without memory, in an imagined
+    group. shape: of the mesh. Raises InputError for what can't be run."""
     ways: dict[Way, int] = {}
     parts = []
     tied = tied_of(workload, layers)
@@ -560,7 +564,7 @@ def parts_of_a_rank(
             made = made if made is not None else built
             ways.setdefault(_way(made, layer, mesh), layer)
             _check_shared(made, shared, layer)
-            # As a stage has them: a wrapper may show its parameters without the name that it puts before theirs.
+            # The names are those that a stage uses: a wrapper may hide the name that it adds in front of them.
             for full, parameter in LayerStack({layer: made}).named_parameters(remove_duplicate=False):
                 if full in members:
                     splits[full] = _split_by(parameter)
@@ -583,12 +587,12 @@ _OR_BOTH = ", or both over a mesh of two dimensions (`platform.mesh`)"
 
 
 def _way(module: nn.Module, layer: int, mesh: Any) -> Way:
-    """Raises InputError."""
+    """Returns how a layer is split. Raises InputError for a split that can't be run."""
     units = compat.fully_sharded_units(module)
     split: list[tuple[str, Any]] = [(name, p) for name, p in module.named_parameters() if hasattr(p, "placements")]
     given = _lines(mesh, named=mesh.ndim == 2)
     for name, parameter in split:
-        # A group that somebody has made is not connected anew, and which line one is, its name says.
+        # After a failure only the groups of the given mesh are connected anew, and here they are known by their names.
         if not _lines(parameter.device_mesh, named=mesh.ndim == 2) <= given:
             got = f"{layer}.{name} over another mesh, of shape {tuple(parameter.device_mesh.shape)}"
             raise InputError(FIELD, got, "a split over the mesh given, which `platform.mesh` gives two dimensions")
@@ -617,8 +621,9 @@ def _way(module: nn.Module, layer: int, mesh: Any) -> Way:
 
 
 def _check_shared(module: nn.Module, shared: Iterable[tuple[str, str]], layer: int) -> None:
-    """shared: pairs of names that had one parameter before `module` was split. parallelize_module makes a new one for
-    each module that its plan names, and they would be trained apart. Raises InputError."""
+    """Raises InputError if a parameter is no longer shared. parallelize_module makes a new parameter for each module
+    that its plan names, and these would be trained apart. shared: pairs of names that had one parameter before
+    `module` was split."""
     named = dict(module.named_parameters(remove_duplicate=False))
     for one, other in shared:
         if one in named and other in named and named[one] is not named[other]:
@@ -627,14 +632,14 @@ def _check_shared(module: nn.Module, shared: Iterable[tuple[str, str]], layer: i
 
 
 def _lines(mesh: Any, *, named: bool) -> set[tuple[str | None, str]]:
-    """The dimensions of a mesh by name, if that counts, and group."""
+    """Returns the dimensions of a mesh: the name of each, if `named`, and its group."""
     groups = [group.group_name for group in mesh.get_all_groups()]
     names = mesh.mesh_dim_names if named else None
     return set(zip(names or [None] * len(groups), groups, strict=True))
 
 
 def _split_by(parameter: Any) -> dict[str, Any]:
-    """Among which groups a parameter is split, and how."""
+    """Returns the groups that a parameter is split over, with how it is split."""
     if not hasattr(parameter, "placements"):
         return {}
     groups = (group.group_name for group in parameter.device_mesh.get_all_groups())
@@ -642,7 +647,7 @@ def _split_by(parameter: Any) -> dict[str, Any]:
 
 
 def _runs(parameter: Any, mesh: Any, *, sharded: bool) -> bool:
-    """Can a DTensor be run whose layer is divided? sharded: by fully_shard."""
+    """Can this DTensor be run in a job with divided micro-batches? sharded: has fully_shard split it?"""
     if mesh.ndim == 1:
         return all(p.is_shard(0) for p in parameter.placements)
     rows, ranks = mesh.mesh_dim_names
@@ -651,22 +656,22 @@ def _runs(parameter: Any, mesh: Any, *, sharded: bool) -> bool:
         return False
     if (tensor := over.get(ranks)) is None or tensor.is_replicate():
         return True
-    # Else what all ranks of a part hold would be summed in another order on some of them.
+    # With unequal parts, ranks would sum what all of them hold in different orders.
     return tensor.is_shard() and parameter.shape[tensor.dim] % mesh[ranks].size() == 0  # type: ignore[no-any-return]
 
 
 def _cut(placement: Any) -> int | None:
-    """The dimension of a tensor that is split in this way, if any is."""
+    """Returns the dimension of a tensor that a placement splits; None if it splits none."""
     dimension: int | None = getattr(placement, "dim", None)
     return dimension
 
 
 def _divided(module: nn.Module, mesh: Any) -> nn.Module:
-    """The same module, whose parameters are this rank's rows, and are put together when it runs; of those that are
-    tensor parallel as well, its rows of its part."""
+    """Prepares a module of a job with divided micro-batches, in place: its parameters become this rank's rows, which
+    are gathered when it runs. For parameters that are tensor parallel as well, they are rows of this rank's part."""
     group = mesh.get_group(0)
     units = []
-    for part in reversed(compat.fully_sharded_units(module)):  # those inside of others come first
+    for part in reversed(compat.fully_sharded_units(module)):  # inner units before those that contain them
         compat.take_off_hooks(part)
         owners: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
         for owner in part.modules():
@@ -692,8 +697,8 @@ def _divided(module: nn.Module, mesh: Any) -> nn.Module:
 
 
 def _part_of(parameter: Any, mesh: Any) -> nn.Parameter:
-    """This rank's part of a DTensor."""
-    # A copy: a part that is a view would keep all of it.
+    """Returns this rank's part of a DTensor."""
+    # A copy, since a view would keep all of the memory alive.
     local = parameter.to_local().detach().clone(memory_format=torch.contiguous_format)
     own = nn.Parameter(local, parameter.requires_grad)
     own.placed = placed = _SplitOf(  # type: ignore[attr-defined]
@@ -704,8 +709,8 @@ def _part_of(parameter: Any, mesh: Any) -> nn.Parameter:
 
 
 def _local(module: nn.Module, mesh: Any) -> nn.Module:
-    """The same module, whose DTensor parameters are this rank's parts of them, and DTensors when they are read."""
-    from torch.distributed.tensor import DTensor  # takes a second, of which most jobs have no need
+    """Replaces the DTensor parameters of a module, in place, by this rank's parts, which are DTensors when read."""
+    from torch.distributed.tensor import DTensor  # takes a second to import, and most jobs do not need it
 
     parts: dict[int, nn.Parameter] = {}
     for part in list(module.modules()):
@@ -726,8 +731,8 @@ def _local(module: nn.Module, mesh: Any) -> nn.Module:
 
 
 def _mark(parameter: nn.Parameter, mesh: Any, placed: _SplitOf | None = None) -> None:
-    """Says in `duplicate` whether another rank, which is the first of those with the same, counts it in the norm of the
-    gradients and writes it into checkpoints."""
+    """Sets `duplicate`: is another rank, the first of those that hold the same, responsible for this parameter? That
+    rank counts it in the norm of the gradients and writes it into checkpoints."""
     numbers, alike = mesh.get_coordinate(), [True] * mesh.ndim
     if placed is not None and mesh.ndim == 1:
         alike = [not placed.split]
@@ -746,7 +751,7 @@ class _SplitOf:
         self.mesh, self.placements, self.shape, self.stride = mesh, tuple(placements), shape, stride
 
     def of_part(self, part: Tensor) -> Any:
-        """The DTensor that has this part here."""
+        """Returns the DTensor of which this is the part on this rank."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -754,9 +759,9 @@ class _SplitOf:
         )
 
     def whole(self, part: Tensor) -> Tensor:
-        """All of it. All ranks must call it."""
+        """Returns the whole tensor. All ranks must call it."""
         if (gathered := self.gathered) is not None:
-            # One dimension after the other: at once, torch warns.
+            # One mesh dimension after the other, since torch warns about both at once.
             from torch.distributed.tensor import Shard as Split
 
             shape, over = gathered.part_shape, self.mesh[self.mesh.mesh_dim_names[0]]
@@ -767,22 +772,22 @@ class _SplitOf:
 
     @property
     def split(self) -> bool:
-        """Or does each rank have all of it?"""
+        """Is it split at all, or does each rank have all of it?"""
         return any(_cut(placement) is not None for placement in self.placements)
 
     @property
     def gathered(self) -> _SplitOf | None:
-        """Of one that is fully sharded, and tensor parallel as well: how it is split while its rows are together."""
+        """For one that is fully sharded and tensor parallel: how it is split while its rows are gathered. Else None."""
         if self.mesh.ndim == 1:
             return None
         return _SplitOf(self.mesh[self.mesh.mesh_dim_names[1]], self.placements[1:], self.shape, self.stride)
 
     @property
     def block(self) -> Block:
-        """What this rank's part is of the whole."""
+        """The block of the whole that is this rank's part."""
         block = [(0, size) for size in self.shape]
         cuts = list(zip(self.placements, self.mesh.get_coordinate(), self.mesh.shape, strict=True))
-        # What is fully sharded is rows of what is tensor parallel.
+        # Tensor parallelism first: fully_shard splits the rows of what that leaves.
         for placement, number, ranks in reversed(cuts):
             if (dimension := _cut(placement)) is not None:
                 dimension %= len(block)
@@ -793,13 +798,13 @@ class _SplitOf:
 
     @property
     def part_shape(self) -> torch.Size:
-        """Of this rank's part."""
+        """The shape of this rank's part."""
         return torch.Size(end - start for start, end in self.block)
 
 
 def split_over_ranks(module: nn.Module) -> Split:
-    """What this rank has of a stage's parameters, and is the first to have. Raises StateError where a part is no
-    block."""
+    """Returns the parts of a stage's parameters that this rank holds, and is the first to hold. Raises StateError where
+    a part is no block."""
     out: dict[str, tuple[Sequence[int], Block]] = {}
     for name, parameter in module.named_parameters():
         placed: _SplitOf | None = getattr(parameter, "placed", None)
@@ -813,8 +818,8 @@ def split_over_ranks(module: nn.Module) -> Split:
 
 
 def part_of_rank(module: nn.Module) -> Callable[[str, Tensor], Tensor]:
-    """What this rank has of the tensors of a state without ranks, by their names: its part of split parameters, and of
-    what is kept of each of their elements; all of the others."""
+    """Returns a function that cuts this rank's part out of the tensors of a state without ranks, by their names. Split
+    parameters are cut, and so is optimizer state with one value per element of these; all else stays whole."""
     split = {name: p for name, p in module.named_parameters() if hasattr(p, "placed")}
 
     def part(key: str, tensor: Tensor) -> Tensor:
@@ -830,7 +835,7 @@ def part_of_rank(module: nn.Module) -> Callable[[str, Tensor], Tensor]:
 
 
 def gathered_tensors(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of a state dict, or averages, without ranks. All ranks must call it, as `gathered`."""
+    """Returns the whole tensors of a state dict, or of averages, from those of the ranks. All ranks must call it."""
     parameters, names = dict(module.named_parameters()), state_names(module)
 
     def whole(name: str, value: Any) -> Any:
@@ -841,7 +846,7 @@ def gathered_tensors(module: nn.Module, tensors: Mapping[str, Any]) -> dict[str,
 
 
 def _reading(kind: type[nn.Module], split: Mapping[str, _SplitOf]) -> type[nn.Module]:
-    """A class like `kind` that gives DTensors for the names of `split`."""
+    """Makes a subclass of `kind` that returns DTensors for the names of `split`."""
 
     def reader(name: str) -> property:
         def read(module: nn.Module) -> Any:

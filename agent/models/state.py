@@ -1,13 +1,14 @@
 """A stage's state as plain data, and which part of it each worker copies and writes into a checkpoint.
 
-It is a JSON document and the tensors that it names; nothing is pickled, and the same form goes to a peer that re-joins
-(a header, and then one message after the other) and into a checkpoint.
+A state is a JSON document and the tensors that it names. Nothing is pickled. The same form goes to a peer that joins
+again (a header, and then one message after the other) and into a checkpoint.
 
-A share is what one of a stage's living workers writes, without a word to its peers. Where all peers hold the same, what
-belongs to layers is laid out in one line, layer by layer, and cut into as many runs of equal bytes as there are peers
-(`deal`): each knows its own. Where the optimizer's state is sharded, who steps a segment writes it, with its part of
-the parameter. Of workers of several ranks, each rank writes its own part of what is split over them, and rank 0 the
-rest. What is no layer's, and the description of it all, is in the first share. agent.checkpoints writes and reads them.
+A share is what one of a stage's living workers writes; each finds out its own share without asking its peers. Where all
+peers hold the same, the tensors of the layers are put in a row, layer by layer, and cut into as many runs of equal
+bytes as there are peers (`deal`). Where the optimizer's state is sharded, the worker that steps a segment writes it,
+with its part of the parameter. In a worker with several ranks, each rank writes its own part of what is split over the
+ranks, and rank 0 writes the rest. The first share also has what belongs to no layer, and the document that describes
+the state. agent.checkpoints writes and reads the shares.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from openrecycle.planner.plans.plan import read_json
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as `float32`."""
+    """Returns torch's name of a type, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -51,7 +52,7 @@ DTYPES = {
         *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float4_e2m1fn_x2),
     )
 }
-"""By name, those that go to a peer and into a file: the others are refused before a job starts."""
+"""By name, the types that can be sent to a peer and written to a file. A job with others is refused at its start."""
 
 
 class StateError(RuntimeError):
@@ -60,14 +61,14 @@ class StateError(RuntimeError):
 
 @dataclass(frozen=True)
 class StageState:
-    """document: JSON values only; `{"tensor": NAME}` in it stands for `tensors[NAME]`."""
+    """A stage's state. document: JSON values only; `{"tensor": NAME}` in it stands for `tensors[NAME]`."""
 
     document: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; the tensors in it go into `tensors`, under names that begin with `name`.
+    """Returns `value` as JSON. The tensors in it are put into `tensors`, under names that begin with `name`.
 
     Raises StateError for anything but numbers, text, None, tensors, and lists, tuples and
     dictionaries of those.
@@ -90,9 +91,10 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None, *, own: bool = False) -> Any:
-    """What `encode` was given, with copies of the tensors; where one has no values (on the device "meta"), zeros.
+    """Undoes `encode`. Returns copies of the tensors; zeros for a tensor without values (on the device "meta").
 
-    own: with the tensors themselves, which nobody else uses from here on, where they need not move. Raises StateError.
+    own: return the tensors themselves where they need not move to `device`; nobody else may use them afterwards. Raises
+    StateError.
     """
     if isinstance(value, list):
         return [decode(v, tensors, device, own=own) for v in value]
@@ -111,21 +113,21 @@ def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | Non
 
 
 def zeros(like: Tensor, device: torch.device | None = None) -> Tensor:
-    """Of the same shape and type, contiguous. On a CPU it takes no time: the memory comes when it is written to."""
+    """Returns contiguous zeros of this shape and type. On a CPU it takes no time: memory comes when it is written."""
     if (device is not None and device.type != "cpu") or not like.numel():
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
-    # torch.zeros writes all of it: half a second for a GiB.
+    # torch.zeros would write all of it, which takes half a second for a GiB.
     memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
 JOINED_BYTES = 1 << 20
-"""Small tensors that follow each other are one message, of so many bytes at most. A larger one is its own."""
+"""Tensors that follow each other are joined into a message of at most so many bytes. A larger one has its own."""
 
 
 def pack(state: StageState) -> tuple[bytes, list[Tensor]]:
-    """(header, messages): a JSON header with a checksum, and the tensors' bytes in order, uint8 on the CPU. Of a tensor
-    that is large, and lies there in one piece, no copy is made."""
+    """Returns (header, messages): a JSON header with a checksum, and the tensors' bytes in order, uint8 on the CPU. A
+    large tensor that is contiguous on the CPU is not copied."""
     document = json.dumps(state.document)
     specs = [[n, dtype_name(t.dtype), list(t.shape)] for n, t in state.tensors.items()]
     tensors = list(state.tensors.values())
@@ -138,7 +140,7 @@ def pack(state: StageState) -> tuple[bytes, list[Tensor]]:
 
 
 def messages_for(header: bytes) -> list[Tensor]:
-    """Memory for the messages that follow a header. Raises StateError when it is damaged."""
+    """Returns memory to receive the messages that follow a header. Raises StateError when the header is damaged."""
     try:
         sizes = [dtype.itemsize * prod(shape) for _, dtype, shape in _specs(read_json(header))]
         return [torch.empty(sum(sizes[a:b]), dtype=torch.uint8) for a, b in runs_of(sizes, JOINED_BYTES)]
@@ -147,7 +149,7 @@ def messages_for(header: bytes) -> list[Tensor]:
 
 
 def unpack(header: bytes, messages: Sequence[Tensor]) -> StageState:
-    """The tensors of messages of their own are these. Raises StateError when anything is damaged."""
+    """Undoes `pack`. A tensor with a message of its own is not copied. Raises StateError when anything is damaged."""
     try:
         doc = read_json(header)
         document, specs = doc["document"], _specs(doc)
@@ -160,7 +162,7 @@ def unpack(header: bytes, messages: Sequence[Tensor]) -> StageState:
         raise StateError("the checksum does not match")
     tensors = {}
     for (a, b), message in zip(runs, messages, strict=True):
-        # A copy starts at an aligned address, which a part of a message need not.
+        # Copies start at an aligned address, which a part of a message need not do.
         parts = [message] if b == a + 1 else [part.clone() for part in torch.split(message, sizes[a:b])]
         for (name, dtype, shape), part in zip(specs[a:b], parts, strict=True):
             tensors[name] = part.view(dtype).view(shape)
@@ -172,7 +174,8 @@ def _specs(header: Any) -> list[tuple[str, torch.dtype, list[int]]]:
 
 
 def runs_of(sizes: Sequence[int], most: int, keys: Sequence[Any] | None = None) -> list[tuple[int, int]]:
-    """Where runs begin and end, each of `most` bytes at most, or of one entry; where there are keys, of one key."""
+    """Cuts entries into runs, and returns where each begins and ends. A run has at most `most` bytes, or one entry.
+    With keys, all entries of a run have the same key."""
     out: list[tuple[int, int]] = []
     size = 0
     for i, each in enumerate(sizes):
@@ -186,7 +189,7 @@ def runs_of(sizes: Sequence[int], most: int, keys: Sequence[Any] | None = None) 
 
 
 def sha256(tensors: Iterable[Tensor]) -> str:
-    """Of the tensors' bytes, one after the other."""
+    """Returns the hash of the tensors' bytes, one after the other."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(memory(tensor.detach().cpu()))
@@ -205,7 +208,7 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The tensor's own memory, without a copy and without numpy (which the agent does not need)."""
+    """Returns a view of the tensor's own memory, without numpy, which the agent does not need."""
     raw = _raw(tensor)
     if not raw.numel():
         return memoryview(b"")
@@ -214,14 +217,14 @@ def memory(tensor: Tensor) -> memoryview:
     return memoryview(view).cast("B")
 
 
-# -- of stages, as agent.stages.optimizer writes it ------------------------------------------------
+# -- states of stages, as agent.stages.optimizer writes them ----------------------------------------
 
 AVERAGE = "average"
-"""In an optimizer's state of a parameter, its moving average (agent.stages.optimizer)."""
+"""The key of a parameter's moving average in its optimizer state (agent.stages.optimizer)."""
 
 
 def of_layers(state: StageState, span: range) -> StageState:
-    """The part of a stage's state that belongs to these of its layers."""
+    """Returns the part of a stage's state that belongs to the layers of `span`."""
 
     def kept(name: str) -> bool:
         return layer_of(name) in span
@@ -238,12 +241,13 @@ def of_layers(state: StageState, span: range) -> StageState:
 
 
 def joined(states: Sequence[StageState]) -> StageState:
-    """Of states of several stages, in order, at the same iteration, that of all their layers. Raises StateError."""
+    """Joins states of several stages, in order and of the same iteration, into one of all their layers. Raises
+    StateError."""
     first = states[0]
     document, tensors = {**first.document, "model": {}, "state": {}}, dict[str, Tensor]()
     groups = [{**group, "parameters": []} for group in first.document["groups"]]
     reads: StageState | None = None
-    """Where the data is, is the same in all that say it."""
+    """The first state that says where the data is; all that say it say the same."""
     for state in states:
         doc = state.document
         if any(doc[key] != first.document[key] for key in ("committed", "optimizer")):
@@ -262,12 +266,12 @@ def joined(states: Sequence[StageState]) -> StageState:
     return StageState(document | {"groups": groups}, tensors)
 
 
-# -- in files ------------------------------------------------------------------------------------
+# -- tensors in files ------------------------------------------------------------------------------
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """In the safetensors format; on the disk when it returns. Raises OSError."""
-    # The format has no complex128: such are written as pairs.
+    """Writes a file in the safetensors format. It is on the disk when this returns. Raises OSError."""
+    # The format has no complex128, so these are written as pairs of float64.
     pairs = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
     held = {n: t.detach().cpu().resolve_conj().resolve_neg().contiguous() for n, t in tensors.items()}
     held |= {name: torch.view_as_real(held[name]) for name in pairs}
@@ -281,14 +285,14 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         for name, tensor in held.items()
     }
     file.touch()
-    mode = file.stat().st_mode  # whose umask the library passes over
+    mode = file.stat().st_mode  # with the umask, which the library ignores
     said = {"format": "pt", **(metadata or {})} | ({_PAIRS: json.dumps(pairs)} if pairs else {})
     failed = None
     try:
         serialize_file(specs, file, said)
     except SafetensorError as error:
         failed = str(error)
-    if failed is not None:  # a full disk, as the system calls it
+    if failed is not None:  # such as a full disk: raised as the system's own error
         number = re.search(r"os error (\d+)", failed)
         raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(failed)
     file.chmod(mode)
@@ -297,16 +301,16 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What `write_tensors` was given. Nothing is allocated before the file's size is known to be that of the tensors.
-    Raises StateError; OSError.
+    """Returns the tensors and metadata that `write_tensors` was given. Memory is allocated only once the file's size is
+    known to be that of the tensors. Raises StateError and OSError.
     """
     tensors, metadata = mapped_tensors(file)
-    # Copies: a mapped file may change under who uses it.
+    # Copies, since a mapped file may change while it is used.
     return {name: tensor.clone() for name, tensor in tensors.items()}, metadata
 
 
 def mapped_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The same, where it lies in the file: it takes no memory, and is to be copied before it is used."""
+    """As `read_tensors`, but the tensors stay in the file and take no memory. They must be copied before use."""
     opened(file).close()
     try:
         with safe_open(file, framework="pt") as data:
@@ -323,7 +327,7 @@ _PAIRS = "complex128"
 
 
 def opened(file: Path) -> BufferedReader:
-    """To be read. Raises OSError for what is no regular file: a pipe or a device may say nothing, or never end."""
+    """Opens a file to read. Raises OSError unless it is a regular file: a pipe or device may block, or never end."""
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -335,14 +339,14 @@ def opened(file: Path) -> BufferedReader:
 
 
 def whole_number(value: Any) -> int:
-    """Raises ValueError for what is no whole number of at least 0."""
+    """Returns `value`. Raises ValueError unless it is a whole number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"got {value!r}, expected a whole number of at least 0")
     return value
 
 
 def layer_of(name: str) -> int:
-    """The number that a parameter's name begins with."""
+    """Returns the layer number that a parameter's name begins with."""
     return int(name.partition(".")[0])
 
 
@@ -350,7 +354,7 @@ def layer_of(name: str) -> int:
 
 
 Block = tuple[tuple[int, int], ...]
-"""Of a tensor, from where to where in each of its dimensions."""
+"""A block of a tensor: start and end in each of its dimensions."""
 
 
 def shape_of(block: Block) -> tuple[int, ...]:
@@ -358,11 +362,11 @@ def shape_of(block: Block) -> tuple[int, ...]:
 
 
 Split = Mapping[str, tuple[Sequence[int], Block]]
-"""Of parameters that are split over the ranks of a worker, by name: the shape of the whole, and this rank's part."""
+"""Parameters that are split over the ranks of a worker, by name: the shape of the whole, and this rank's block."""
 
 
 class ElementRun(NamedTuple):
-    """Elements `start` to `end` of a tensor, by its place among others."""
+    """Elements `start` to `end` of a tensor. tensor: its index among others."""
 
     tensor: int
     start: int
@@ -370,9 +374,9 @@ class ElementRun(NamedTuple):
 
 
 def deal(sizes: Sequence[tuple[int, int]], peers: int) -> list[list[ElementRun]]:
-    """sizes: of each tensor, how many elements it has, and the bytes of one. Returns what each peer gets: every element
-    is one peer's, all have equally many bytes up to less than two elements, and no more than peers - 1 tensors are
-    cut. One without elements is somebody's, too."""
+    """Deals out the elements of tensors to peers, and returns what each peer gets. sizes: for each tensor, the number
+    of its elements, and the bytes of one. Every element goes to one peer; the peers' bytes are equal up to less than
+    two elements; and at most peers - 1 tensors are cut. A tensor without elements goes to some peer, too."""
     total = sum(elements * each for elements, each in sizes)
     out: list[list[ElementRun]] = [[] for _ in range(peers)]
     peer = done = 0
@@ -393,8 +397,8 @@ def deal(sizes: Sequence[tuple[int, int]], peers: int) -> list[list[ElementRun]]
 
 @dataclass(frozen=True)
 class Writer:
-    """Who writes a share: the `peer`-th of `peers`, and of a worker with several ranks, one of them. All peers agree on
-    it. primaries: of each segment, where the optimizer's state is sharded, which peer writes it."""
+    """Says which share a process writes: that of the `peer`-th of `peers`, and of one of its ranks. All peers agree on
+    this. primaries: where the optimizer's state is sharded, which peer writes each segment."""
 
     peer: int = 0
     peers: int = 1
@@ -413,8 +417,8 @@ class Writer:
 
 @dataclass(frozen=True)
 class Piece:
-    """Of a tensor that is in several shares: the elements from `start` on, of all of it or of a block. shape: that of
-    all of it."""
+    """Describes a part of a tensor that is in several shares: the elements from `start` on, of the whole tensor, or of
+    a block of it. shape: the shape of the whole."""
 
     of: str
     shape: tuple[int, ...]
@@ -423,16 +427,16 @@ class Piece:
 
     def to_json(self) -> dict[str, Any]:
         slabs: dict[str, Any] = {}
-        if self.block is not None:  # of each dimension that is cut its number, and from where to where
+        if self.block is not None:  # for each dimension that is cut: its number, the start and the end
             cut = [(d, *run) for d, run in enumerate(self.block) if run != (0, self.shape[d])]
-            # What is cut nowhere, rows of one, say, is written as before two dimensions could be cut.
+            # If none is cut, the first is written, in the form from before two dimensions could be cut.
             cut = cut or [(0, *run) for run in self.block[:1]]
             slabs = {"slab": [number for slab in cut for number in slab]}
         return {"of": self.of, "shape": list(self.shape), "start": self.start, **slabs}
 
     @classmethod
     def from_json(cls, document: Any) -> Piece:
-        """Raises KeyError, TypeError or ValueError."""
+        """Undoes `to_json`. Raises KeyError, TypeError or ValueError."""
         shape, slabs = tuple(map(whole_number, document["shape"])), document.get("slab")
         block: Block | None = None
         if slabs is not None:
@@ -449,8 +453,9 @@ class Piece:
 
 @dataclass
 class Share:
-    """tensors: copies, by name; one that is in several shares is here as a piece, of one dimension. document: of the
-    first share, of the whole stage, but for what others' `state` has."""
+    """What one process writes. tensors: copies, by name; a part of a tensor is a flat one, which `pieces` describes.
+    document: in the first share only, that of the whole stage, but without those entries of `state` that are in other
+    shares."""
 
     number: int
     count: int
@@ -461,14 +466,14 @@ class Share:
 
     @property
     def layers(self) -> list[int]:
-        """Some of whose tensors are here."""
+        """Returns the layers that some of these tensors belong to."""
         names = {piece.of if (piece := self.pieces.get(name)) else name for name in self.tensors}
         return sorted({layer for name in names if (layer := layer_in(name)) is not None})
 
     def put(
         self, name: str, parts: Sequence[Tensor], shape: Sequence[int], start: int = 0, block: Block | None = None
     ) -> None:
-        """Takes a copy of elements that follow each other, of a tensor of that shape."""
+        """Copies `parts`, consecutive elements from `start` on of a tensor of this shape, or of a block of it."""
         size = sum(part.numel() for part in parts)
         if size == prod(shape) and (block is None or not size):
             self.tensors[name] = _copy(parts).reshape(tuple(shape))
@@ -478,7 +483,7 @@ class Share:
 
 
 def layer_in(name: str) -> int | None:
-    """The layer that a tensor of a stage's state belongs to."""
+    """Returns the layer that a tensor of a stage's state belongs to; None if it belongs to no layer."""
     kind, _, rest = name.partition(".")
     return layer_of(rest) if kind in ("model", "optimizer") else None
 
@@ -489,7 +494,7 @@ def share_of_state(
     split: Split | None = None,
     left_out: Collection[str] = (),
 ) -> Share:
-    """A copy, of what all peers hold. left_out: names of tensors that are not in it."""
+    """Copies this writer's share of a state that all peers hold. left_out: names of tensors that are not in it."""
     share, split, leave = Share(writer.number, writer.count, int(state.document["committed"])), split or {}, {*left_out}
     if writer.number == 0:
         share.document = dict(state.document)
@@ -502,7 +507,7 @@ def share_of_state(
             continue
         shape: Sequence[int] = tensor.shape
         block: Block | None = None
-        # Of each element of a parameter's part; not a count, say.
+        # Only what has one value per element of the parameter's part is split, and not a count, say.
         if (owner := parts.get(name)) is not None and tuple(tensor.shape) == shape_of(split[owner][1]):
             shape, block = split[owner]
         if writer.rank and (block is None or not tensor.numel()):
@@ -521,7 +526,7 @@ def share_of_state(
 
 
 def _tensors_in(document: Any) -> list[str]:
-    """Names of those that an encoded value has."""
+    """Returns the names of the tensors in an encoded value."""
     if isinstance(document, list):
         return [name for value in document for name in _tensors_in(value)]
     if not isinstance(document, dict):
@@ -530,7 +535,7 @@ def _tensors_in(document: Any) -> list[str]:
 
 
 def _copy(parts: Sequence[Tensor]) -> Tensor:
-    """On the CPU, one after the other."""
+    """Copies tensors to the CPU, one after the other into one."""
     if len(parts) == 1:
         return parts[0].detach().to("cpu", copy=True)
     out = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype)
@@ -543,8 +548,8 @@ def _copy(parts: Sequence[Tensor]) -> Tensor:
 
 
 def put_together(name: str, found: Sequence[tuple[Piece, Tensor]]) -> Tensor:
-    """A tensor from its pieces. Nothing is allocated before they are known to be all of it, and no more. Raises
-    StateError."""
+    """Puts a tensor together from its pieces. Memory is allocated only once these are known to be all of it, and no
+    more. Raises StateError."""
     first, values = found[0]
     shape, blocks = first.shape, dict[Block, list[tuple[int, Tensor]]]()
     everything = tuple((0, size) for size in shape)
@@ -552,7 +557,7 @@ def put_together(name: str, found: Sequence[tuple[Piece, Tensor]]) -> Tensor:
         if not shape or piece.shape != shape or tensor.dtype != values.dtype or tensor.dim() != 1:
             raise StateError(f"{name}: its pieces are not of one tensor")
         blocks.setdefault(piece.block or everything, []).append((piece.start, tensor))
-    # The empty ones first: what ends where it begins comes before what begins there.
+    # Empty pieces first, so that one which ends where it begins comes before the one that begins there.
     for block, parts in blocks.items():
         parts.sort(key=lambda entry: (entry[0], entry[1].numel()))
         _check_line(name, [(start, start + t.numel()) for start, t in parts], prod(shape_of(block)))
@@ -573,7 +578,7 @@ def put_together(name: str, found: Sequence[tuple[Piece, Tensor]]) -> Tensor:
 
 
 def _check_line(name: str, runs: Sequence[tuple[int, int]], length: int) -> None:
-    """Do they follow each other from 0 to the length?"""
+    """Raises StateError unless the runs follow each other from 0 to `length`."""
     end = 0
     for start, after in runs:
         if start != end:

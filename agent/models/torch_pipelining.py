@@ -1,12 +1,12 @@
-"""Models that come as stages of torch.distributed.pipelining: a Pipe, PipelineStages, or builders of them.
+"""Models that come as stages of torch.distributed.pipelining: a Pipe, PipelineStages, or builders of these.
 
-Taken from them are the modules alone. They run in agent.workers.executor like any others, so that schedules, transfers
-and process groups of torch's have no part here. Only what a user has imported can be given:
-torch.distributed.pipelining takes seconds to import, and is never imported here.
+Only their modules are used. They run in agent.workers.executor like any others; torch's schedules, transfers and
+process groups have no part in that. torch.distributed.pipelining takes seconds to import and is never imported here:
+whoever gives such a model has imported it.
 
-A Pipe's stages are fx graphs, made by torch.export, which torch can send to no other process (their operators can't be
-pickled, and tracing their code anew would freeze random numbers that depend on no input). TracedLayer is such a stage
-as plain data.
+The stages of a Pipe are fx graphs made by torch.export. torch can't send these to another process: their operators
+can't be pickled, and tracing their code anew would freeze random numbers that depend on no input. So each becomes a
+TracedLayer, which is plain data.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _NAME = "torch.distributed.pipelining"
 
 
 def modules_of(given: Any, argument: str) -> tuple[Any, Tied]:
-    """What an owner gave as `argument`, layers or stages: the modules where they are torch's, else the same again; and
-    the parameters that these modules share. Raises InputError."""
+    """Returns the modules in `given`, which the user passed as `argument` (layers or stages), and the parameters that
+    they share. What does not come from torch.distributed.pipelining is returned as it is. Raises InputError."""
     _check(given, argument)
     if _is(given, "Pipe"):
         return layers_of(given, argument)
@@ -58,8 +58,8 @@ def modules_of(given: Any, argument: str) -> tuple[Any, Tied]:
 
 
 def built(build: Callable[[], Any], number: int, count: int, argument: str) -> Any:
-    """What `build` makes for the place `number` of `count`; of a PipelineStage, its module. Raises InputError, and
-    whatever `build` raises."""
+    """Calls `build` for the place `number` of `count`, and returns its result; for a PipelineStage, its module. Raises
+    InputError, and whatever `build` raises."""
     known = _NAME in sys.modules
     try:
         with _group_of_one() if known else nullcontext():
@@ -67,7 +67,7 @@ def built(build: Callable[[], Any], number: int, count: int, argument: str) -> A
     except Exception:
         if known or _NAME not in sys.modules:
             raise
-        with _group_of_one():  # imported in `build`
+        with _group_of_one():  # `build` itself has imported torch.distributed.pipelining
             made = build()
     _check(made, argument)
     if _is(made, "PipelineStage"):
@@ -81,13 +81,13 @@ def built(build: Callable[[], Any], number: int, count: int, argument: str) -> A
 
 
 def _is(value: Any, name: str) -> bool:
-    """Is it of this public class?"""
+    """Is the value of this public class of torch.distributed.pipelining?"""
     kind = getattr(sys.modules.get(_NAME), name, None)
     return kind is not None and isinstance(value, kind)
 
 
 def _check(value: Any, argument: str) -> None:
-    """Raises InputError for what is torch's and stands for no module."""
+    """Raises InputError for objects of torch.distributed.pipelining that stand for no module."""
     name = type(value).__name__
     if type(value).__module__ == f"{_NAME}.schedules":
         raise InputError(argument, name, "its stages, or their modules; schedules are made by the planner")
@@ -103,7 +103,7 @@ def _check_data(module: nn.Module, number: int, argument: str) -> None:
 
 
 def _submodules(stages: Sequence[Any], argument: str) -> list[nn.Module]:
-    """Of PipelineStages, which may come in any order. Raises InputError."""
+    """Returns the modules of PipelineStages, which may come in any order. Raises InputError."""
     other = next((part for part in stages if not _is(part, "PipelineStage")), None)
     if other is not None:
         raise InputError(argument, f"{type(other).__name__} beside a PipelineStage", "PipelineStages alone, or modules")
@@ -121,7 +121,8 @@ def _submodules(stages: Sequence[Any], argument: str) -> list[nn.Module]:
 
 @contextmanager
 def _group_of_one() -> Iterator[None]:
-    """A PipelineStage asks for its process group when it is made. Here it never talks to one."""
+    """Makes a process group of one for the time of the block. A PipelineStage needs a group when it is made, though
+    here it never uses it."""
     if dist.is_initialized():
         yield
         return
@@ -136,8 +137,8 @@ def _group_of_one() -> Iterator[None]:
 
 
 def layers_of(pipe: Any, argument: str = "stages") -> tuple[list[nn.Module], Tied]:
-    """A Pipe's stages as layers that hand each one the next what it needs: a value that skips stages goes through
-    those between. Names of parameters and buffers are those of the model. Raises InputError."""
+    """Turns the stages of a Pipe into layers. Each layer passes the next one what it needs, so a value that skips
+    stages goes through those between. Parameters and buffers have the model's names. Raises InputError."""
     graph: fx.Graph = pipe.split_gm.graph
     calls = [node for node in graph.nodes if node.op == "call_module"]
     strange = [node for node in graph.nodes if node.op.startswith("call_") and node not in calls]
@@ -167,8 +168,8 @@ def layers_of(pipe: Any, argument: str = "stages") -> tuple[list[nn.Module], Tie
 
 
 def _lifetimes(graph: fx.Graph, calls: Sequence[fx.Node]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """Of each value that passes between stages: the stage that makes it (-1: it is an input), in order; and the last
-    one that uses it, where the output of the model is one stage more."""
+    """Returns, for each value that passes between stages, the stage that makes it (-1: it is an input), in order; and
+    the last stage that uses it. The output of the model counts as one stage more."""
     place = {call: number for number, call in enumerate(calls)}
     made, used = dict[fx.Node, int](), dict[fx.Node, int]()
     for node in graph.nodes:
@@ -176,7 +177,7 @@ def _lifetimes(graph: fx.Graph, calls: Sequence[fx.Node]) -> tuple[dict[fx.Node,
             made[node] = -1
         elif node.op == "call_function":
             made[node] = place[node.args[0]]
-            continue  # it takes a stage's results apart, where they are made
+            continue  # getitem takes apart what a stage returns, which happens where it is made
         elif node in place:
             made[node] = place[node]
         for source in node.all_input_nodes:
@@ -185,7 +186,7 @@ def _lifetimes(graph: fx.Graph, calls: Sequence[fx.Node]) -> tuple[dict[fx.Node,
 
 
 def _tied(pipe: Any, targets: Sequence[str], layers: Sequence[nn.Module]) -> Tied:
-    """Parameters that were one in the model: torch gives each stage that uses one a copy of its own."""
+    """Returns the parameters that were one in the model: torch gives each stage that uses one a copy of its own."""
     groups = []
     for by_stage in pipe.replicated_params:
         group: list[str] = []
@@ -193,7 +194,7 @@ def _tied(pipe: Any, targets: Sequence[str], layers: Sequence[nn.Module]) -> Tie
             number = targets.index(target)
             copy = pipe.split_gm.get_submodule(target).get_parameter(name)
             found = dict(layers[number].named_parameters(remove_duplicate=False))
-            # Of one with several names in a stage, torch may have copied another than the one that is used.
+            # If a parameter has several names in a stage, torch may have copied another one than is used.
             names = {other for other, parameter in found.items() if _same_numbers(copy, parameter)}
             group += [f"{number}.{same}" for same in sorted(names | ({name} & found.keys()))]
         if len(group) > 1:
@@ -202,14 +203,14 @@ def _tied(pipe: Any, targets: Sequence[str], layers: Sequence[nn.Module]) -> Tie
 
 
 def _same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Are they copies, for certain? Ones or zeros tell nothing."""
+    """Are the two certainly copies? If all elements are equal, such as ones or zeros, that can't be known."""
     if one.shape != other.shape or one.dtype != other.dtype or one.is_meta or not torch.equal(one, other):
         return False
     return one.numel() > 1 and not torch.equal(one, one.flatten()[0].expand_as(one))
 
 
 class _Inlined:
-    """Copies the graph of a traced stage, with those of the modules inside it, into one.
+    """Copies the graph of a traced stage, and the graphs of the modules inside it, into one graph.
 
     nested: graphs that operators take as an argument, by name.
     """
@@ -219,7 +220,7 @@ class _Inlined:
         self._out, self._stage, self._calls = out, stage, defaultdict[str, int](int)
 
     def run(self, module: nn.Module, path: str, inputs: Sequence[Any]) -> Any:
-        """What the module at `path` returns, as nodes."""
+        """Copies the graph of the module at `path`. Returns what the module returns, as nodes."""
         values, coming = dict[fx.Node, Any](), iter(inputs)
         graph: Any = module.graph
 
@@ -247,7 +248,7 @@ class _Inlined:
 
     def _call(self, name: str, args: Any, kwargs: Any) -> Any:
         module: Any = self._stage.get_submodule(name)
-        if hasattr(module, "call_modules"):  # one that is called several times, with a graph for each
+        if hasattr(module, "call_modules"):  # called several times, with a graph for each call
             several = module.call_modules()
             module = several[self._calls[name] % len(several)]
             self._calls[name] += 1
@@ -266,7 +267,7 @@ def _traced(module: fx.GraphModule) -> nn.Module:
 
 
 def _plain(name: str) -> str:
-    """Of a module that is called several times, torch calls the later ones by a number, too: `blocks.0@1`."""
+    """Removes the number that torch appends to a module's name for its later calls: `blocks.0@1`."""
     return re.sub(r"@\d+", "", name)
 
 
@@ -281,14 +282,14 @@ def _attribute(root: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Value:
-    """What an earlier step of a program gave."""
+    """Stands for the result of an earlier step."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _Operator:
-    """One of torch's, by name: `aten.linear.default`."""
+    """Stands for one of torch's operators, by name: `aten.linear.default`."""
 
     name: str
 
@@ -324,11 +325,11 @@ def _named(argument: Any) -> Any:
 
 
 class TracedLayer(nn.Module):
-    """Runs a graph; can be sent to other processes, and copied. Its parameters have the names that they have in the
+    """Runs a graph, and can be sent to other processes and copied. Its parameters have the names that they have in the
     model that was traced."""
 
     def __init__(self, steps: tuple[_Step, ...], parts: Mapping[str, Any], lasting: frozenset[str]) -> None:
-        """parts: tensors and modules of the graph, by name. lasting: the buffers that state_dict has."""
+        """parts: tensors and modules of the graph, by name. lasting: names of the persistent buffers."""
         super().__init__()
         self.steps = steps
         for name, part in parts.items():
@@ -346,14 +347,14 @@ class TracedLayer(nn.Module):
 
     @classmethod
     def of(cls, graph: fx.Graph, module: nn.Module, nested: Mapping[str, nn.Module] | None = None) -> TracedLayer:
-        """Of a graph whose attributes are found in `module`, or in `nested`."""
+        """Makes a layer of a graph whose attributes are found in `module`, or in `nested`."""
         nested = nested or {}
         found: dict[str, Any] = {_plain(name): t for name, t in _all_tensors(module)}
         used = {str(node.target): None for node in graph.nodes if node.op == "get_attr"}
         parts, copies = dict[str, Any](), dict[int, Tensor]()
         for name in [*(name for name in found if name in used), *(name for name in used if name not in found)]:
             part: Any = nested[name] if name in nested else found[name] if name in found else _attribute(module, name)
-            if _is_buffer(part):  # stages may use one; each has its own, as it would in another process
+            if _is_buffer(part):  # several stages may use it; each has its own copy, as it would in another process
                 part = copies.setdefault(id(part), part.detach().clone())
             parts[name] = part
         parts = _with_layers(graph, parts)
@@ -378,7 +379,7 @@ class TracedLayer(nn.Module):
 
 
 _CONSTANT = re.compile(r"(^|\.)(lifted_tensor_|_tensor_constant)\d+$")
-"""A tensor that is made in the model's forward, which torch.export keeps as if it were a buffer."""
+"""The names of tensors that are made in the model's forward, which torch.export keeps as if they were buffers."""
 
 
 def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -391,8 +392,8 @@ def _is_buffer(part: Any) -> bool:
 
 
 def _with_layers(graph: fx.Graph, parts: dict[str, Any]) -> dict[str, Any]:
-    """The parts, where those of matrix products and embeddings are layers of torch.nn again: their backward can be
-    split at little memory (agent.stages.backward). What they compute is the same."""
+    """Turns matrix products and embeddings back into layers of torch.nn, in the graph and in `parts`, which are
+    returned. Their backward can be split at little memory (agent.stages.backward). What they compute is the same."""
     owners: dict[str, set[str]] = defaultdict(set)
     for name in parts:
         owners[name.rpartition(".")[0]].add(name)
@@ -425,7 +426,7 @@ def _with_layers(graph: fx.Graph, parts: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Plain:
-    """A layer of torch.nn that an operator is. data: which of its arguments is the layer's input."""
+    """The layer of torch.nn that an operator stands for. data: which of the operator's arguments is its input."""
 
     kind: type[nn.Module]
     weight: str
@@ -476,7 +477,7 @@ _ARGUMENTS = {
 
 
 def _argument(node: fx.Node, name: str) -> Any:
-    """Of an operator's call; None where it is not given."""
+    """Returns an argument of an operator's call; None where it is not given."""
     names = _ARGUMENTS.get(node.target, ())  # type: ignore[call-overload]
     if name in names and names.index(name) < len(node.args):
         return node.args[names.index(name)]

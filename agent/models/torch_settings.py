@@ -1,9 +1,9 @@
-"""What torch keeps for a whole process and shows in bits: how many threads it computes with, whether it records
-gradients, in which precision it multiplies.
+"""Settings that torch keeps for a whole process and that affect bits: the number of threads it computes with, whether
+it records gradients, the precision of its products.
 
-Whichever worker runs a micro-batch, the result is the same, so these are the same on all workers, and stay as they were
-once the job's files had been imported. A layer, a data set or an optimizer may set one of them later, and so in one
-worker alone: then it is set back after the op (`TorchSettings.put_back`), which takes a few microseconds to find out.
+A micro-batch must give the same result on every worker. So these settings must be the same on all workers, and stay as
+they were after the job's files had been imported. A layer, a data set or an optimizer may change one of them later, and
+so in one worker alone. Then `TorchSettings.put_back` sets it back after the op. To find out takes a few microseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SUBNORMAL = 1e-310
 
 @dataclass(frozen=True)
 class _Setting:
-    """name: of what sets it. values: which it may have; (): any number."""
+    """One setting. name: of the function or property that sets it. values: those that it may have; (): any number."""
 
     name: str
     read: Callable[[], Any]
@@ -35,12 +35,12 @@ class _Setting:
     values: tuple[Any, ...] = _FLAG
 
     def in_bits(self, value: Any) -> Any:
-        """Alike for two values that give the same bits: a precision is none where nobody has set it, which is ieee."""
+        """Maps values that give the same bits to one: a precision that nobody has set, "none", is ieee."""
         return "ieee" if self.values is _PRECISIONS and value == "none" else value
 
 
 def _settings(device: torch.device) -> list[_Setting]:
-    """What others follow where they have no value of their own comes before those."""
+    """Returns all settings. A setting that others fall back to comes before those."""
     found = [
         _Setting("torch.set_num_threads", torch.get_num_threads, torch.set_num_threads, ()),
         _Setting("torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
@@ -49,7 +49,7 @@ def _settings(device: torch.device) -> list[_Setting]:
         _Setting(
             "torch.use_deterministic_algorithms",
             torch.are_deterministic_algorithms_enabled,
-            # Whether it only warns shows in no bit, and is kept.
+            # Whether it only warns does not affect bits, so that stays as it is.
             lambda on: torch.use_deterministic_algorithms(
                 on, warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
             ),
@@ -73,7 +73,7 @@ def _settings(device: torch.device) -> list[_Setting]:
 
 
 class Changed(NamedTuple):
-    """setting: the name of what sets it."""
+    """A setting that was changed. setting: the name of what sets it."""
 
     setting: str
     was: str
@@ -89,7 +89,7 @@ class Changed(NamedTuple):
 
 
 class TorchSettings:
-    """As they are when it is made, of the thread that makes it."""
+    """Remembers the settings as they are when it is made. Use it in the thread that made it."""
 
     def __init__(self, device: torch.device) -> None:
         self._settings = _settings(device)
@@ -103,7 +103,7 @@ class TorchSettings:
         return [read() for read in self._reads]
 
     def put_back(self) -> list[Changed]:
-        """What has been changed since; all is as it was then."""
+        """Sets everything back to the remembered values. Returns what was changed and affects bits."""
         if self._now() == self._values and all(was is None or _or_none(get) == was for get, _, was in self._legacy):
             return []
         changed = []
@@ -116,8 +116,8 @@ class TorchSettings:
         return changed
 
     def _put_back_legacy(self) -> None:
-        """Older functions keep values of their own, and raise where these don't fit the precisions. They set those of
-        both backends, too."""
+        """Sets back what older functions of torch keep beside the precisions. They raise if the two do not fit
+        together, and setting one changes the precisions of both backends, so those are set again."""
         read, write = compat.fp32_precision()
         for get, put, was in self._legacy:
             if was is not None and _or_none(get) != was:
@@ -128,7 +128,8 @@ class TorchSettings:
 
     @property
     def number(self) -> int:
-        """Equal where all but the threads are, of processes whose devices are of one kind."""
+        """A number that is equal in two processes if all settings but the threads are. Compare only processes whose
+        devices are of one kind."""
         number = 0
         for setting, found in zip(self._settings, self._values, strict=True):
             value = setting.in_bits(found)
@@ -136,7 +137,7 @@ class TorchSettings:
         return number
 
     def differing(self, one: int, other: int) -> Collection[str]:
-        """Names of those whose values differ between two processes, by their `number`s."""
+        """Returns the names of the settings that differ between two processes, from their `number`s."""
         both = one ^ other
         places = range(len(self._settings) - 1, -1, -1)
         return [s.name for s, place in zip(self._settings, places, strict=True) if both >> place * _BITS & 2**_BITS - 1]
@@ -147,7 +148,7 @@ _BITS = 2
 
 @contextmanager
 def kept_settings() -> Iterator[None]:
-    """What is changed within is set back."""
+    """Sets back, after the block, the settings that were changed in it."""
     kept = [TorchSettings(torch.device(kind)) for kind in ("cpu", "cuda")]
     try:
         yield
@@ -157,7 +158,7 @@ def kept_settings() -> Iterator[None]:
 
 
 def _or_none(read: Callable[[], Any]) -> Any:
-    """None: older and newer functions have been used beside each other, so that the older raise."""
+    """Returns None where older and newer functions have been mixed, so that the older ones raise."""
     try:
         return read()
     except RuntimeError:
