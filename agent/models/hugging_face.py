@@ -1,11 +1,13 @@
-"""Causal language models of transformers, cut into layers: the embedding, a layer per block, and the head.
+"""Causal language models of transformers, cut into layers: the embedding, one layer per block, and the head.
 
-A layer is the model itself with all that is not the layer's taken out, so its parameters keep the names that the whole
-model gives them. What the blocks are given beside the hidden states (masks, rotary positions) is not rebuilt here: the
-model's own forward runs with a gate in each block's place, which notes it. So it holds for every model whose blocks
-follow each other, with its own attention, sliding windows and scaling; others are refused.
+A layer is the model itself without everything that belongs to other layers, so its parameters keep the names that they
+have in the whole model. Blocks need more than hidden states (masks, rotary positions). This file does not compute that
+itself: it runs the model's own forward with a gate in place of each block, which notes what the block would be given.
+So this works for every model whose blocks follow each other, with its own attention, sliding windows and scaling.
+Other models are refused.
 
-A worker builds the layers of its stage alone: the skeleton has no memory, and of the files only their tensors are read.
+A worker builds only the layers of its stage: the skeleton of the model takes no memory, and of the files only the
+tensors of these layers are read.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ except ImportError as error:
     ) from None
 
 FAMILIES = "GPT-2, Llama, Mistral, Mixtral, OLMo 1 and 2, Phi 3, Pythia, Qwen 2 and 3, Gemma 1 to 3"
-"""Those that are tested."""
+"""The tested model families."""
 PASSED = ("attention_mask", "position_ids")
-"""What a batch may have that every block needs: it is passed from layer to layer."""
+"""What a batch may have that every block needs. It is passed from layer to layer."""
 
 
 # -- what a model is made from -----------------------------------------------------------------
@@ -58,9 +60,9 @@ PASSED = ("attention_mask", "position_ids")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Builds the layers; is sent to workers. folder: with the weights; None: the model initialises itself. frozen:
-    names of parameters that are not trained. passed: which of PASSED the batches have. generation: what `generate`
-    takes."""
+    """Builds the layers of a model; it is sent to workers. folder: with the weights; None: the model initialises
+    itself. frozen: names of parameters that are not trained. checkpointing: with activation checkpointing. passed:
+    which of PASSED the batches have. generation: the model's GenerationConfig, to be saved with it."""
 
     kind: type[PreTrainedModel]
     config: PreTrainedConfig
@@ -77,9 +79,9 @@ class Pretrained:
 
     @cached_property
     def cut(self) -> Cut:
-        """Made once in a process."""
-        # Whether a layer's numbers are drawn before or after that must not show in them. Who asks first may be building
-        # layers without memory; the few numbers that show how the model is cut are real.
+        """How the model is cut. Found out once in each process."""
+        # Own numbers, so that the numbers drawn for a layer do not depend on whether this came before or after. The
+        # caller may be building layers without memory; but the few numbers that show how to cut the model must be real.
         with own_numbers("cut"), torch.device("cpu"):
             with torch.device("meta"):
                 model = self.kind._from_config(  # type: ignore[no-untyped-call]
@@ -98,10 +100,10 @@ class Pretrained:
         return tuple((f"0.{source}", f"{last}.{name}") for name, source in self.cut.tied.items())
 
     def stage_io(self, shape: torch.Size) -> StageIO:
-        """What passes from layer to layer, of input_ids of this shape."""
+        """Describes what passes from layer to layer, for input_ids of this shape."""
         hidden = TensorSpec((*shape, self.cut.model.config.hidden_size), dtype_name(self.dtype))
         passed = (TensorSpec(tuple(shape), "int64", gradient=False),) * len(self.passed)
-        # Behind the first layer that is trained, gradients travel.
+        # Gradients travel from the first trained layer on.
         trained = any(p.requires_grad for p in self.cut.part(0, self.passed).parameters())
         samples, length = shape
         out, logits = [(replace(hidden, gradient=trained), *passed)], tuple[TensorSpec, ...]()
@@ -118,12 +120,12 @@ class Pretrained:
         return {name: value for name, value in self.__dict__.items() if name != "cut"}
 
     def __call__(self, layer: int, layers: int) -> nn.Module:
-        """Of its tied parameters the values come from the first layer's."""
+        """Builds a layer. Its tied parameters get their values later, from the first layer (layers.build_layers)."""
         cut = self.cut
         if torch.empty(0).device.type == "meta":
             return cut.part(layer, self.passed).train()
         given: dict[str, Any] = {"config": cut.model.config, "dtype": self.dtype, "output_loading_info": True}
-        # Of what is not in a state dict the values are drawn.
+        # An empty state dict makes transformers initialise all parameters.
         none: dict[str, Any] = {"state_dict": {}}
         given |= none if self.folder is None else {"use_safetensors": True, "local_files_only": True}
         with _quiet():
@@ -133,17 +135,17 @@ class Pretrained:
             raise InputError("model", self.folder, f"a folder with all weights; it lacks {', '.join(sorted(missing))}")
         if found["mismatched_keys"]:
             raise InputError("model", self.folder, f"weights of the config's shapes, unlike {found['mismatched_keys']}")
-        for name, parameter in part.named_parameters():  # transformers makes new ones
+        for name, parameter in part.named_parameters():  # transformers has made new ones
             parameter.requires_grad_(cut.tied.get(name, name) not in self.frozen)
         for tensor in (*part.parameters(), *part.buffers()) if self.folder is not None else ():
-            # They are the files themselves in memory, which may change or be gone, and begin at odd addresses, by
-            # which kernels choose their way and so their rounding.
+            # They are mapped files, which may change or go away, and begin at odd addresses. Kernels, and so roundings,
+            # are chosen by the address.
             tensor.data = tensor.data.clone()
         trained: nn.Module = part.train()
         return trained
 
     def save(self, weights: Callable[[int], Mapping[str, Any]], folder: str | Path) -> None:
-        """Writes what `from_pretrained` reads. weights: of each layer."""
+        """Writes a folder that `from_pretrained` reads. weights: returns the state dict of a layer."""
         model = copy.copy(self.cut.model)
         model.generation_config = self.generation or model.generation_config
         state = {name: tensor for k in range(self.layer_count) for name, tensor in weights(k).items()}
@@ -152,8 +154,8 @@ class Pretrained:
 
 
 def pretrained(model: Any, into: contextlib.ExitStack) -> Pretrained:
-    """From a config, a folder or a hub's name, or a model. into: what is written for a model lives until its end.
-    Raises InputError."""
+    """Makes a Pretrained of a config, a folder, a name on the hub, or a model. into: a model's weights are written to a
+    folder that exists until `into` is closed. Raises InputError."""
     if isinstance(model, PreTrainedModel):
         _check(model.config)
         if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
@@ -199,20 +201,21 @@ def pretrained(model: Any, into: contextlib.ExitStack) -> Pretrained:
 
 
 def _check(config: PreTrainedConfig) -> None:
-    """Raises InputError."""
+    """Raises InputError for quantized weights."""
     if getattr(config, "quantization_config", None) is not None:
         raise InputError("model", "quantized weights", "weights that can be trained")
 
 
 def _folder(name: str) -> str:
-    """Where its files are; from the hub they are taken once, and not by every worker. Raises InputError."""
+    """Returns the folder of the model's files. From the hub they are loaded here once, and not by every worker. Raises
+    InputError."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         try:
             folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
-        except Exception as error:  # the hub's own kinds, and those of whatever carries its requests
+        except Exception as error:  # errors of the hub, and of whatever library sends its requests
             raise InputError("model", name, f"a folder, or a name on the hub ({in_a_line(error)})") from None
     if not any(folder.glob("*.safetensors")):
         raise InputError("model", name, "a folder with .safetensors files, as save_pretrained writes it")
@@ -223,7 +226,7 @@ def _folder(name: str) -> str:
 
 
 class TokenError(ValueError):
-    """A sample has a token that the model has no embedding for."""
+    """A sample has a token for which the model has no embedding."""
 
     def __init__(self, token: int, below: int) -> None:
         super().__init__(f"the token {token}, and the model has embeddings for those from 0 to {below - 1}")
@@ -232,12 +235,13 @@ class TokenError(ValueError):
 
 @dataclass(frozen=True)
 class TokenBatches:
-    """Batches, dicts as transformers' collators make them, as (inputs, labels): a `collate`, or a data function.
+    """Makes (inputs, labels) of batches, which are dicts as transformers' collators make them. Serves as a `collate`,
+    or as a data function.
 
-    make: samples, or (iteration, pipeline, micro_batch), to a batch. columns: what the model's forward takes; what else
-    samples have is left out, as transformers' own Trainer does. several: is a single argument a list of samples? pads:
-    the PadCollate by which batches are padded, where that is said. below: so many tokens the model knows; None: that is
-    not looked at.
+    make: makes a batch of samples, or of (iteration, pipeline, micro_batch). columns: the arguments of the model's
+    forward; other entries of samples are dropped, as transformers' own Trainer does. several: is a single argument a
+    list of samples? pads: the PadCollate that pads the batches, if there is one. below: the number of tokens that the
+    model knows; None: tokens are not checked.
     """
 
     make: Callable[..., Any]
@@ -261,14 +265,14 @@ class TokenBatches:
         return bool(getattr(self.pads, "varies", False))
 
     def widest(self, made: tuple[tuple[Tensor, ...], Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What `__call__` has made, padded on to the largest length."""
+        """Pads what `__call__` has made further, to the largest length."""
         inputs, labels = made
         length = self.pads.lengths[-1]
         return tuple(pad_to(t, length, 0) for t in inputs), pad_to(labels, length, _IGNORED)
 
     def batch(self, *args: Any) -> dict[str, Tensor]:
-        """Raises InputError; TokenError for a token that the model does not know, of which a GPU would only be told
-        once it can be used no more."""
+        """Returns a checked batch. Raises InputError, and TokenError for a token that the model does not know: a GPU
+        would report such a token only when it can no longer be used."""
         if len(args) == 1 and self.several:
             args = ([self._sample(sample) for sample in args[0]],)
         try:
@@ -298,7 +302,7 @@ class TokenBatches:
         return found
 
     def check(self, ids: Tensor) -> None:
-        """Raises TokenError."""
+        """Raises TokenError for a token that the model does not know."""
         if self.below is not None and ids.numel():
             least, largest = (int(token) for token in ids.aminmax())
             if least < 0 or largest >= self.below:
@@ -311,7 +315,7 @@ class TokenBatches:
 
 
 _IGNORED = -100
-"""A label that counts nothing."""
+"""A label that is ignored."""
 _PADDING = {"input_ids": 0, "attention_mask": 0, "labels": _IGNORED}
 
 
@@ -320,14 +324,14 @@ def _length(tokens: Any) -> int | None:
 
 
 def predicted(labels: Tensor) -> Tensor:
-    """How many tokens of a batch are predicted: the first of each sample is not."""
+    """Returns how many tokens of a batch are predicted; the first of each sample is not."""
     return (labels[:, 1:] != _IGNORED).sum()
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The model's own loss, which shifts the labels by one: the mean over a micro-batch's tokens. balance: the weight
-    of the routers' loss, which the last layer gives beside the logits."""
+    """The model's own loss, which shifts the labels by one: the mean over the tokens of a micro-batch. balance: the
+    weight of the routers' loss, which the last layer returns beside the logits."""
 
     function: Callable[..., Tensor]
     vocabulary: int
@@ -348,8 +352,8 @@ def pretrained_job(
     *,
     skips: bool = False,
 ) -> tuple[Pretrained, dict[str, Any]]:
-    """The layers, and with them ResilientTrainer's arguments about model, loss and data. skips: are bad samples left
-    out? Raises InputError."""
+    """Returns the layers, and ResilientTrainer's arguments about model, loss and data. skips: are bad samples skipped?
+    Raises InputError."""
     source = pretrained(model, into)
     columns = frozenset(inspect.signature(source.kind.forward).parameters) | {"labels"}
     by_function = not hasattr(data, "__getitem__") and callable(data)
@@ -392,14 +396,14 @@ def pretrained_job(
     checked = replace(tokens, below=embedding.num_embeddings)
     try:
         if skips:
-            first(checked)  # there is one that is not left out
+            first(checked)  # raises unless some sample can be used
         else:
             checked.check(batch["input_ids"])
     except TokenError as error:
         expected = f"tokens below {error.below}, for which the model has embeddings"
         raise InputError("data", f"the token {error.token}", expected) from None
     loading = replace(loading, collate=checked) if loading.collate is tokens else loading
-    with _quiet():  # GPT-2's name says nothing of its loss, which it tells
+    with _quiet():  # for GPT-2, whose name does not say which loss it has, this would log a line
         balance: Any = whole.router_aux_loss_coef if source.cut.router is not None else None
         loss = TokenLoss(whole.loss_function, whole.config.vocab_size, balance)
     arguments = {"layers": source, "layer_count": source.layer_count, "tied": source.tied, "loss": loss}
@@ -410,7 +414,7 @@ def pretrained_job(
 
 
 class PassThrough(nn.Module):
-    """In the place of a module: gives back `instead`, or what it is given first. notes: and keeps what it is given."""
+    """Stands in place of a module. Returns `instead`, or its first argument. notes: keep its arguments in `given`."""
 
     def __init__(self, instead: Tensor | None = None, *, notes: bool = False) -> None:
         super().__init__()
@@ -422,16 +426,17 @@ class PassThrough(nn.Module):
             self.given = args, kwargs
         if self.instead is not None:
             return self.instead
-        # What comes before the blocks may be given indices, and is added to something.
+        # A module before the blocks may get indices, and its output is added to something: so that gets a zero.
         floating = args and isinstance(args[0], Tensor) and args[0].is_floating_point()
         return args[0] if floating else torch.zeros(())
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A model without memory. base: name of the part that has the blocks, as its child holder. before, after: the names
-    of what is run beside them, in order. tied: parameters of the head that are others, by name. router: the
-    class, and which of its outputs are its logits, where the loss is to balance what they choose."""
+    """How a model without memory is cut. base: the name of the part that has the blocks, and holder: of its child that
+    lists them. before, after: the names of the base's modules that run before and after the blocks, in order. tied:
+    maps the head's parameters that are shared to those they are shared with, by name. router: if the loss balances the
+    experts, the class of the routers, and which of their outputs are the logits."""
 
     model: PreTrainedModel
     base: str
@@ -442,7 +447,7 @@ class Cut:
     router: tuple[type[nn.Module], int] | None = None
 
     def routers(self, block: nn.Module) -> list[nn.Module]:
-        """Of which the loss wants to know."""
+        """Returns the routers in a block whose logits the loss needs."""
         kind = None if self.router is None else self.router[0]
         return [] if kind is None else [part for part in block.modules() if isinstance(part, kind)]
 
@@ -453,9 +458,9 @@ class Cut:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Cut:
-        """Raises InputError for one whose blocks do not simply follow each other."""
+        """Finds out how to cut a model. Raises InputError if its blocks do not simply follow each other."""
         for part in (*model.modules(), *model.parameters(), *model.buffers()):
-            part.__dict__.pop("_is_hf_initialized", None)  # without memory nothing is
+            part.__dict__.pop("_is_hf_initialized", None)  # nothing that has no memory is initialized
         prefix, count = model.base_model_prefix, getattr(model.config, "num_hidden_layers", None)
         base: nn.Module = getattr(model, prefix, None) or nn.Module()
         lists = [name for name, part in base.named_children() if isinstance(part, nn.ModuleList) and len(part) == count]
@@ -484,8 +489,8 @@ class Cut:
         return part
 
     def fill(self, part: PreTrainedModel, layer: int) -> tuple[nn.Module, PassThrough, nn.Module | None]:
-        """Makes `part` the layer. Returns the body whose forward is to run, the last gate in it or the block's own, and
-        the block."""
+        """Makes `part` the given layer. Returns the body whose forward is to run; the gate that stands for the layer's
+        block, or for the last block; and the block, if the layer has one."""
         part.__dict__.update(compat.without_children(self.model).__dict__)
         part.all_tied_weights_keys = {}
         whole = getattr(self.model, self.base)
@@ -498,7 +503,7 @@ class Cut:
             if name in (*self.before, *self.after) and name not in kept:
                 children[name] = PassThrough()
             elif name != self.holder:
-                # It draws random numbers.
+                # Dropout draws random numbers, which only the layer that it belongs to may do.
                 elsewhere = layer and name not in self.after and isinstance(child, nn.Dropout)
                 children[name] = nn.Identity() if elsewhere else copy.deepcopy(child)
         for name, child in children.items():
@@ -511,7 +516,7 @@ class Cut:
         if layer == 0 or head:
             base.add_module(self.holder, nn.ModuleList(gates))
             return base, gates[-1], None
-        # Beside the part's own tree, where the block has its place: it only says what the block is given.
+        # Not in the part's own tree, where the block has its place: this body only finds out what the block is given.
         notes = compat.without_children(whole)
         for name, child in children.items():
             notes.add_module(name, child)
@@ -528,8 +533,8 @@ def _uncuttable(model: PreTrainedModel, reason: str) -> InputError:
 
 
 def _order(whole: nn.Module, name: str, others: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of `others` come before the blocks, and which after them. Runs the body without its parameters, on a few
-    numbers, and raises ValueError where a block is given anything but what the one before gives."""
+    """Returns which of `others` come before the blocks, and which after. Runs the body, without its parameters, on a
+    few numbers. Raises ValueError if a block is not given what the block before it returns."""
     config: Any = whole.config
     generator = torch.Generator(device="cpu").manual_seed(0)
     hidden = [torch.randn(1, 2, config.hidden_size, generator=generator, device="cpu") for _ in getattr(whole, name)]
@@ -563,7 +568,7 @@ def _order(whole: nn.Module, name: str, others: Sequence[str]) -> tuple[tuple[st
 
 
 def _real(module: nn.Module, owner: Any) -> nn.Module:
-    """On the CPU, with its values, which are no parameters."""
+    """Gives a module that has no parameters its real values, on the CPU."""
     module.to_empty(device="cpu")
     for part in module.modules():
         owner._init_weights(part)
@@ -574,22 +579,22 @@ _PARTS: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
 
 def _part_class(kind: type[PreTrainedModel]) -> Any:
-    """The model's class, of which an instance is one layer."""
+    """Returns a subclass of the model's class whose instances are single layers."""
     if kind not in _PARTS:
-        # By its name transformers finds out how weights in files are turned into its parameters.
+        # transformers looks up by the class's name how the weights in files become its parameters.
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         _PARTS[kind] = type(kind.__name__, (_Part, kind), names)
     return _PARTS[kind]
 
 
 class _Part(nn.Module):
-    """One layer: (input_ids or hidden states, *passed, *routers' logits) to the same for the next layer; the last one
-    to logits, with the routers' loss where it counts."""
+    """One layer. It takes (input_ids or hidden states, *passed, *routers' logits), and returns the same for the next
+    layer. The last layer returns logits, and the routers' loss where that counts."""
 
     def __init__(self, config: PreTrainedConfig, cut: Cut, layer: int, passed: tuple[str, ...]) -> None:
         nn.Module.__init__(self)
         run = cut.fill(self, layer)  # type: ignore[arg-type]
-        # In a tuple, so that what belongs to another part of the tree is not a child, too.
+        # In a tuple, so that modules that have their place elsewhere in the tree do not become children, too.
         self._run = (*run, layer == 0, layer == len(cut.blocks) + 1)
         self._passed, self._router = passed, cut.router
 
@@ -618,7 +623,7 @@ class _Part(nn.Module):
 
 @contextlib.contextmanager
 def _routers_of(block: nn.Module, router: tuple[type[nn.Module], int] | None) -> Iterator[list[Tensor]]:
-    """What the block's routers say within."""
+    """Yields a list, to which the logits of the block's routers are added as they run inside the context."""
     found: list[Tensor] = []
     kind, index = router or ((), 0)
     routers = [part for part in block.modules() if isinstance(part, kind)]
@@ -632,7 +637,7 @@ def _routers_of(block: nn.Module, router: tuple[type[nn.Module], int] | None) ->
 
 @contextlib.contextmanager
 def _given_routers(base: nn.Module, logits: tuple[Tensor, ...]) -> Iterator[None]:
-    """Within, the body's output says so, though the blocks have run elsewhere."""
+    """Puts these logits into the body's output inside the context, since the blocks have run elsewhere."""
 
     def add(_: nn.Module, __: Any, out: Any) -> None:
         if logits:
@@ -646,14 +651,14 @@ def _given_routers(base: nn.Module, logits: tuple[Tensor, ...]) -> Iterator[None
 
 
 def _passed_on(name: str, value: Tensor) -> Tensor:
-    """As the model takes it. A mask travels as what is padding, so that zeros, which stages are tried with, are a mask
-    that can be."""
+    """Converts a tensor between the form that the model takes and the one that travels. They differ for a mask, which
+    travels as 1 for padding: then the zeros that stages are tried with are a valid mask."""
     return 1 - value if name == "attention_mask" else value
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the bars and reports of a whole model, which a layer is not."""
+    """Switches off transformers' progress bars and reports, which are about a whole model."""
     logging: Any = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
