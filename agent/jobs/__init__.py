@@ -1,1 +1,1 @@
-"""From what a person gave to a job that runs."""
+"""From what a person gave (a model, data, options) to a job that runs."""

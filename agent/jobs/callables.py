@@ -35,28 +35,28 @@ if TYPE_CHECKING:  # torch takes seconds to import these
 Built = Union[nn.Module, "PipelineStage"]
 LayerBuilder = Callable[[int, int], Built]
 Layers = LayerBuilder | Sequence[nn.Module | Callable[[], Built]]
-"""Of layers, or of stages that can't be cut."""
+"""Builds or lists the layers; or stages, which can't be cut."""
 GivenLayers = Union[Layers, "Pipe", Sequence["PipelineStage"]]
-"""See agent.models.torch_pipelining."""
+"""What ResilientTrainer takes as layers or stages; for Pipe and PipelineStage see agent.models.torch_pipelining."""
 Data = Callable[[int, int, int], Any]
-"""(iteration, pipeline, micro-batch) to (inputs, targets), or a dict (agent.models.data.Loading)."""
+"""A function of (iteration, pipeline, micro-batch) that returns (inputs, targets), or a dict (see Loading)."""
 Loss = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
-"""Of a stage's parameters; or, where its argument is called `named_parameters`, of their (name, parameter) pairs."""
+"""A function of a stage's parameters; of (name, parameter) pairs, if its argument is called `named_parameters`."""
 Parallelize = Callable[[nn.Module, Any], Any]
-"""(layer, DeviceMesh of the ranks of a worker) to the layer, split over them."""
+"""A function of (layer, DeviceMesh of a worker's ranks) that returns the layer split over these ranks."""
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 @dataclass
 class CallableWorkload:
-    """A Workload (see there) out of functions.
+    """A Workload (see there) made of functions.
 
-    make_layers: (layer, layers) to a module; or one module, or builder without arguments, per layer. layers: how many;
-    None: there is one per stage, and they can't be cut. tied_names: parameters that layers share, beside those that
-    given modules share. make_batch: (iteration, pipeline, micro-batch) to a micro-batch, which `loading` splits.
-    stage_io: None to be inferred. split: what `parallelize` does, if anything. input_names, usual_weight: see
-    `as_found`.
+    make_layers: a function of (layer, layers) that returns a module; or one module, or builder without arguments, per
+    layer. layers: how many; None: one per stage, and they can't be cut. tied_names: parameters that layers share,
+    beside those that the given modules share. make_batch: a function of (iteration, pipeline, micro-batch) that returns
+    a micro-batch, which `loading` splits. stage_io: None: it is inferred. split: the user's `parallelize`, if any.
+    input_names, usual_weight: set by `as_found`.
     """
 
     make_layers: Layers
@@ -77,11 +77,12 @@ class CallableWorkload:
     def __post_init__(self) -> None:
         self._batch: tuple[tuple[int, int, int], tuple[Any, Any]] | None = None
         self._ahead: ReadAhead | None = None
-        # Before any layer is taken into a stage, where it gets copies of its own.
+        # Found out before any layer becomes part of a stage, where it gets its own copies.
         self._shared = _shared(self.make_layers)
 
     def upcoming(self, places: Sequence[tuple[int, int, int]]) -> None:
-        """This worker will want these micro-batches next, in this order."""
+        """Says which micro-batches this worker will need next, in this order. The first call starts the process that
+        reads ahead, if there is to be one."""
         if self._ahead is None and self.loading.prefetch:
             self._ahead = ReadAhead(Read(self.make_batch, self.seed), self.loading.prefetch)
         if self._ahead is not None:
@@ -89,28 +90,28 @@ class CallableWorkload:
 
     @property
     def stream(self) -> StreamBatches | None:
-        """What of its data has a position."""
+        """The part of its data that has a position: a stream."""
         return Read(self.make_batch, self.seed).stream
 
     @property
     def grid(self) -> tuple[int, int] | None:
-        """Of the job that its data are cut for, if for any."""
+        """(pipelines, micro-batches) of the grid that the data are cut for; None: for none."""
         return Read(self.make_batch, self.seed).grid
 
     @property
     def parallelize(self) -> Parallelize:
-        """Where layers can be split over ranks."""
+        """The user's function. Raises AttributeError if there is none, since only some workloads have it."""
         if self.split is None:
             raise AttributeError("parallelize")
         return self.split
 
     @property
     def varies(self) -> bool:
-        """Are inputs of several shapes?"""
+        """Do inputs have several shapes?"""
         return bool(getattr(self.loading.collate, "varies", False))
 
     def largest(self, seed: int) -> tuple[Any, Any]:
-        """A micro-batch's (inputs, targets), padded to the largest length that there may be."""
+        """Returns the (inputs, targets) of a micro-batch, padded to the largest possible length."""
         made = compat.copied(first_readable(partial(self._made, seed)))
         inputs, targets = self.loading.split(self._widest(made))
         return _passed_on(inputs, self.input_names), targets
@@ -124,8 +125,8 @@ class CallableWorkload:
         return self.loading.weight(compat.copied(targets))
 
     def as_found(self) -> CallableWorkload:
-        """With what its data show: the names of its inputs, where they are keyword arguments, and, where micro-batches
-        are weighted, how much one counts. Raises InputError."""
+        """Returns a workload that also knows what the data show: the names of the inputs, where these are keyword
+        arguments; and, where micro-batches are weighted, how much one counts. Raises InputError."""
         inputs, targets = first_readable(lambda *place: self._of(self.seed, *place))
         names, evaluation, usual = self.loading.names(inputs), self.evaluation, None
         if self.loading.weight is not None:
@@ -149,7 +150,7 @@ class CallableWorkload:
         return stages if self.layers is None else self.layers
 
     def tied(self, layers: int) -> Tied:
-        """Those that are one parameter in the modules given, and those that are said to be."""
+        """Returns the parameters that are one in the given modules, and those that the user has named as tied."""
         return (*self.tied_names, *self._shared)
 
     def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
@@ -170,7 +171,7 @@ class CallableWorkload:
         return _passed_on(inputs, self.input_names)
 
     def samples(self, iteration: int, pipeline: int, micro_batch: int) -> tuple[int, ...]:
-        """Indices of the data set's samples in a micro-batch; () where data is a function."""
+        """Returns the indices of the samples in a micro-batch; () where data is no map-style data set."""
         if not isinstance(self.make_batch, DatasetBatches):
             return ()
         return tuple(map(int, self.make_batch.sampler(iteration, pipeline, micro_batch)))
@@ -189,8 +190,8 @@ class CallableWorkload:
         return make_optimizer(self.make_optimizer, named_parameters)
 
     def _of(self, seed: int, *place: int) -> tuple[Any, Any]:
-        """The micro-batch's (inputs, targets); where one worker asks for both, or once more after a failure, made once.
-        A first layer or a loss may change what it gets in place: that is a copy."""
+        """Returns a micro-batch's (inputs, targets). The last one is kept, since one worker may ask for both, or again
+        after a failure. A first layer or a loss may change its arguments in place, so callers pass on copies."""
         iteration, pipeline, micro_batch = place
         key = iteration, pipeline, micro_batch
         if self._batch is None or self._batch[0] != key:
@@ -198,7 +199,7 @@ class CallableWorkload:
         return self._batch[1]
 
     def _made(self, seed: int, *place: int) -> Any:
-        """A micro-batch as the data give it."""
+        """Returns a micro-batch as the data give it, not yet split."""
         iteration, pipeline, micro_batch = place
         key = iteration, pipeline, micro_batch
         return Read(self.make_batch, seed)(key) if self._ahead is None else self._ahead.take(key)
@@ -210,7 +211,7 @@ class CallableWorkload:
 
 @dataclass
 class EvaluationBatches:
-    """EvaluationData (see there) out of functions. make_batch: the number of a micro-batch to it."""
+    """EvaluationData (see there) made of functions. make_batch: returns the micro-batch of a number."""
 
     make_batch: Callable[[int], Any]
     micro_batches: int
@@ -228,8 +229,9 @@ class EvaluationBatches:
         return compat.copied(self._of(seed, index)[1])
 
     def _of(self, seed: int, index: int) -> tuple[Any, Any]:
-        """Made once for both, and for the next evaluation where this is the only one here. Layers and metrics may
-        change what they get in place: that is a copy."""
+        """Returns a micro-batch's (inputs, targets). The last one is kept, since both are asked for; and for the next
+        evaluation, if there is only one. Layers and metrics may change their arguments in place, so callers get
+        copies."""
         if self._batch is None or self._batch[0] != index:
             with own_numbers("evaluation data", seed, index):
                 made = self.make_batch(index)
@@ -238,7 +240,7 @@ class EvaluationBatches:
 
 
 def _passed_on(inputs: Any, names: tuple[str, ...]) -> Tensor | tuple[Tensor, ...]:
-    """Inputs as layer 0 gets them. names: of those that are keyword arguments. Raises InputError or StageIOError."""
+    """Returns inputs as layer 0 gets them. names: of the keyword arguments. Raises InputError or StageIOError."""
     if isinstance(inputs, Mapping) or names:
         if not isinstance(inputs, Mapping) or set(inputs) != set(names):
             got = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
@@ -251,7 +253,7 @@ def _passed_on(inputs: Any, names: tuple[str, ...]) -> Tensor | tuple[Tensor, ..
 
 
 def _shared(layers: Layers) -> Tied:
-    """Parameters that several of the modules given have."""
+    """Returns the parameters that several of the given modules have."""
     holders: dict[int, list[str]] = {}
     if isinstance(layers, Sequence):
         for layer, part in enumerate(layers):
@@ -272,7 +274,7 @@ _ARGUMENTS = {
 class SentWorkload:
     """A CallableWorkload as bytes, for worker processes that this process starts itself.
 
-    Never for another host: what is in there is run. path: in words, for checkpoints.
+    It must never come from another host, since unpickling runs code. path: a name for the model, for checkpoints.
     """
 
     path: str
@@ -281,7 +283,7 @@ class SentWorkload:
 
     @classmethod
     def of(cls, workload: CallableWorkload) -> SentWorkload:
-        """Of one that has passed `check_sendable`."""
+        """Pickles a workload that has passed `check_sendable`."""
         layers = workload.make_layers
         path = getattr(layers, "__qualname__", type(layers).__name__)
         return cls(path, pickle.dumps(workload), _modules_of_script())
@@ -292,7 +294,7 @@ class SentWorkload:
 
 
 def check_sendable(workload: CallableWorkload) -> None:
-    """Raises InputError naming the argument that can't be sent."""
+    """Raises InputError that names an argument which can't be sent to workers."""
     for own in fields(workload):
         argument = f"{workload.kind}s" if own.name == "make_layers" else _ARGUMENTS.get(own.name, own.name)
         value = getattr(workload, own.name)
@@ -315,7 +317,7 @@ def _check_sendable(argument: str, value: Any) -> None:
         pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         reason = in_a_line(error)[:200]
-        if "parametrized modules" in reason:  # torch.nn.utils.parametrizations makes them
+        if "parametrized modules" in reason:  # as made by torch.nn.utils.parametrizations
             expected = "a function of (layer, layers) that makes it, which workers can be sent"
             raise InputError(argument, f"{name} with a parametrized module", expected) from None
         name = _unsendable(value) or name
@@ -353,13 +355,13 @@ def _name(value: Any) -> str:
 
 
 def _has_file(module: ModuleType) -> bool:
-    """What Python reads from standard input is called <stdin>."""
+    """Does the module come from a file? Python calls the file of what it reads from standard input <stdin>."""
     file = getattr(module, "__file__", "<stdin>")
     return not file.startswith("<") or getattr(module, "__spec__", None) is not None
 
 
 def _modules_of_script() -> tuple[str, ...]:
-    """What the script that is running has imported: worker processes find it loaded already."""
+    """Returns the modules that the running script has imported. The fork server imports them once for all workers."""
     names = set()
     for value in vars(sys.modules["__main__"]).values():
         name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)

@@ -1,7 +1,6 @@
-"""From options to a launcher that is ready to run: what `openrecycle train` and
-`ResilientTrainer.fit` share.
+"""From options to a launcher that is ready to run. `openrecycle train` and `ResilientTrainer.fit` share this.
 
-torch is imported only by `make_launcher`: bad input should not have to wait for it.
+torch is imported only inside the functions that need it, so that bad options are refused before that takes seconds.
 """
 
 from __future__ import annotations
@@ -41,11 +40,12 @@ if TYPE_CHECKING:
     from openrecycle.agent.nodes.server import Succession
 
 PLANNED_FAILURES = 2
-"""Without a console, plans are made ahead for up to this many failures."""
+"""Without a console, plans are made ahead for up to so many failures."""
 
 
 def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Say) -> TrainingOptions:
-    """Its plans reckon with the step as this machine takes it; what is paced leaves it as it is."""
+    """Measures how long a step takes on this machine, and puts that into the job that plans are made from. Used where
+    ops are paced and the pace says nothing of steps, which then take as long as they take."""
     from openrecycle.agent.profiling import measure_step
 
     step = measure_step(workload, options.job, options.optimization)
@@ -60,8 +60,8 @@ def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Say) -> 
 
 
 def look_at(options: TrainingOptions, source: WorkloadSource, say: Say, role: NodeRole | None = None) -> None:
-    """All that `make_launcher` finds wrong before it makes, starts or asks anything, and what it says by then. Raises
-    InputError, or InfeasibleError."""
+    """Checks everything that `make_launcher` checks before it makes, starts or asks anything, and says the same to the
+    user. Raises InputError, or InfeasibleError."""
     options.check()
     here = _workers_on(options.job, role)
     if shared := options.platform.check(len(here) * options.platform.ranks_per_worker):
@@ -76,8 +76,8 @@ def _looked_at(
     say: Say,
     needed: JobMemory | None = None,
 ) -> tuple[TrainingOptions, Workload, Partition, JobMemory]:
-    """The options with a job of the workload's layers, the workload, which layers each stage begins with, and what
-    memory workers take."""
+    """Checks the workload against the options. Returns the options with the workload's layers in the job, the workload,
+    the number of layers of each stage at the start, and the memory that workers need."""
     from openrecycle.agent.jobs.preflight import check_workload, partition_at_start
     from openrecycle.agent.models.layers import kind_of, layer_count
 
@@ -101,14 +101,16 @@ def make_launcher(
     role: NodeRole | None = None,
     needed: JobMemory | None = None,
 ) -> Launcher:
-    """A launcher whose `run` trains. source: of the workload. listener: gets every line of the record. say: gets
-    sentences for the person who started it, also from threads. role: where this launcher leads a job of several
-    nodes. needed: what agent.jobs.preflight has said of the workload, where that has seen it already.
+    """Returns a launcher whose `run` trains.
+
+    source: of the workload. listener: gets every line of the record. say: gets sentences for the person who started the
+    job; it is also called in other threads. role: given where this launcher leads a job of several nodes. needed: what
+    agent.jobs.preflight has found out about the workload's memory, if it has done so.
 
     Raises InputError, InfeasibleError, ConsoleUnavailable or ConsoleRefused; with `role`, also LedElsewhere.
     """
     options.check()
-    # It takes as long to import torch as this process does, so both do it at the same time.
+    # The worker server imports torch, too, which takes as long as here: so both do it at the same time.
     start_worker_server(preload(source))
     here = _workers_on(options.job, role)
     if shared := options.platform.check(len(here) * options.platform.ranks_per_worker):
@@ -124,7 +126,7 @@ def make_launcher(
     from openrecycle.agent.workers.spec import RunSpec
 
     saved = options.checkpoints.folder
-    # One to go on from is there, or its name is wrong.
+    # To resume, the folder must be there already; otherwise its name is wrong.
     if saved is not None and (options.checkpoints.resume in (None, IF_ANY) or saved.is_dir()):
         _make_folder("checkpoints.directory", saved)
     _make_folder("weights", None if options.weights is None else Path(options.weights))
@@ -139,15 +141,15 @@ def make_launcher(
             seen = DividedBatches(workload, 0, options.platform.shape[0])
             probe_inputs(seen, options.seed), probe_targets(seen, options.seed)
     layer_io, autocast, on_cpu = None, options.optimization.autocast, options.platform.device == "cpu"
-    # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
+    # With autocast the types of a stage's output depend on the device; this process leaves the GPU to the workers.
     if on_cpu or autocast is None:
         layer_io = layer_io_of(seen, layers, options.seed, autocast)
     if options.console.url is not None and options.pace and "O" not in options.pace and on_cpu:
         options = _with_step(options, source, say)
-    # Before the checkpoints are looked at: they are another's while the job is led from elsewhere.
+    # Before the checkpoints are looked at: while another node leads the job, they belong to that leader.
     pool = open_pool(role, options.job, source, options.console.token, say, fits) if role else None
     with contextlib.ExitStack() as failing:
-        if pool is not None:  # or the others would wait for this node to come back
+        if pool is not None:  # after an error here, the other nodes would wait for this one to come back
             failing.callback(pool.call_off)
         claimed = claim(options.checkpoints)
         origin = _origin(options, source, layers, say)
@@ -175,14 +177,15 @@ def make_launcher(
                     **options.told(),
                 )
             created = create_job(client, spec, say)
-            # A console that does not know of them has not checked them.
+            # Checked here, too, since a console that does not know these time-outs can't have checked them.
             timeouts.check_above(created.dead_seconds)
-            # No sooner than the console; and soon enough to tell it in time of a worker that can't speak (see `pause`).
+            # Not before the console declares a worker dead. But soon enough after that to report in time a worker that
+            # can't speak for itself (see Timeouts.pause).
             dead = created.dead_seconds
             borne = min(max(timeouts.silence, dead), max(2 * dead, 4 * ALIVE_SECONDS))
             timeouts = replace(timeouts, silence=borne)
             options = replace(options, faults=replace(options.faults, timeouts=timeouts))
-            # From here on with the job's own token: what a launcher holds must open nothing else.
+            # From here on the launcher uses a token of this job only, which opens nothing else.
             token = client.issued or token
             heartbeat_seconds = created.heartbeat_seconds
             coordination = ConsoleCoordination(
@@ -202,7 +205,7 @@ def make_launcher(
 
 
 def take_over(succession: Succession, listener: Callable[[dict[str, Any]], None], say: Say) -> Launcher:
-    """A launcher that goes on where another node led, which is gone. listener, say: as of `make_launcher`."""
+    """Returns a launcher that goes on with a job whose leading node is gone. listener, say: as for `make_launcher`."""
     from openrecycle.agent.checkpoints import claim
     from openrecycle.agent.launcher import launch
     from openrecycle.agent.launcher.record import iteration_of
@@ -210,7 +213,7 @@ def take_over(succession: Succession, listener: Callable[[dict[str, Any]], None]
 
     run = succession.run
     options = run.options
-    # Plans are made when they are needed: nobody can wait for all of them now.
+    # Plans are made only when they are needed: there is no time now to make all of them ahead.
     catalog = Catalog(options.job, *options.planning.limits)
     pool, takeover = succession.take_over()
     saved, url = takeover.document["decides"], options.console.url
@@ -230,13 +233,14 @@ def take_over(succession: Succession, listener: Callable[[dict[str, Any]], None]
             recorded=lambda first, last: map(iteration_of, succession.record.iterations(first, last)),
         )
     claimed = None
-    with contextlib.suppress(InputError):  # of whoever comes later it is to be known that this job is there
+    with contextlib.suppress(InputError):  # the claim tells later jobs that this folder is in use
         claimed = claim(options.checkpoints)
     return launch.Launcher(run, coordination, listener, catalog, pool, takeover, claimed)
 
 
 def _connect(url: str, token: str | None, pool: SpreadPool | None) -> Callable[[], ConsoleClient]:
-    """pool: of a launcher that leads several nodes, which the console tells from one that led before."""
+    """Returns what makes a console client. pool: given if this launcher leads several nodes; by it the console can tell
+    this leader from an earlier one."""
     if pool is None:
         return lambda: ConsoleClient(url, token=token, known=True)
     return lambda: ConsoleClient(url, token=token, known=True, lead=pool.lead, deposed=pool.depose)
@@ -245,7 +249,7 @@ def _connect(url: str, token: str | None, pool: SpreadPool | None) -> Callable[[
 def _local(
     options: TrainingOptions, origin: Origin | None, catalog: Catalog, say: Say, room: LayerRoom | None
 ) -> LocalCoordination:
-    """Without a console."""
+    """Makes the coordination of a job without a console."""
     from openrecycle.agent.coordination.local import LocalCoordination
 
     return LocalCoordination(
@@ -260,7 +264,8 @@ def _local(
 
 
 def _make_folder(field: str, path: Path | None) -> None:
-    """And a file in it, so that a disk that is full is no surprise at the end. Raises InputError."""
+    """Makes a folder if need be, and tries to write a file into it, so that a full disk is found now and not at the
+    end of the job. Raises InputError."""
     if path is None:
         return
     probe = path / f".writable-{os.getpid()}"
@@ -275,7 +280,7 @@ def _make_folder(field: str, path: Path | None) -> None:
 
 
 def _workers_on(job: Job, role: NodeRole | None) -> list[Worker]:
-    """Those of this node."""
+    """Returns the workers that run on this node."""
     if role is None:
         return list(job.workers())
     from openrecycle.agent.nodes.pool import place
@@ -299,8 +304,9 @@ def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: 
 def _restore_point(
     options: TrainingOptions, origin: Origin | None, say: Callable[[str], None]
 ) -> Callable[[], str | None]:
-    """Asked for what `back_to` has in words, when a stage's state is lost: the newest checkpoint that is not damaged,
-    or before the first one the start. It raises OSError."""
+    """Returns a function to be called when a stage's state is lost. It returns what the job goes back to, of which
+    `back_to` has the word: the path of the newest checkpoint that is not damaged, or FROM_START before the first one;
+    None if there is nothing. It raises OSError while the folder can't be read."""
     folder, said = options.checkpoints.folder, ""
     if folder is None:
         return lambda: FROM_START
@@ -337,7 +343,7 @@ def _restore_point(
 
 
 def _plan_ahead(catalog: Catalog) -> None:
-    """Plans for what a job without a console should expect."""
+    """Makes the plans for the failures that a job without a console should expect."""
     job = catalog.job
     for patterns in catalog.patterns(PLANNED_FAILURES if job.pipelines * job.stages <= 64 else 1):
         for failed in patterns:
@@ -345,7 +351,7 @@ def _plan_ahead(catalog: Catalog) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises InputError unless the record can be written there."""
+    """Raises InputError unless the record can be written to `path`."""
     if not path.parent.is_dir():
         raise InputError("record", str(path), "a file in a folder that exists")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
