@@ -1,15 +1,15 @@
 """What can be known of a job before any worker starts: mistakes in its model, data and optimizer, and the memory that
-its workers take.
+its workers need.
 
-A mistake is said by its name. Layers are built without memory where torch can (meta tensors), one at a time otherwise.
-Optimizers are tried on a few numbers.
+Each mistake is reported as an InputError that names the argument. Layers are built without memory where torch can do
+that (meta tensors), and one at a time otherwise. Optimizers are tried on a few numbers.
 
-Memory: parameters, what the optimizer keeps, sums and what a step needs follow from the parameters' shapes. What a
-micro-batch holds between its forward and the end of its backward is counted: one runs through the stage as in training,
-and every tensor that is made and not let go counts; on tensors without data, or for real where the model is small, or
-does something that has no form without data.
+Memory: parameters, optimizer state, sums, and what a step needs follow from the shapes of the parameters. What a
+micro-batch holds between its forward and the end of its backward is measured: one runs through the stage as in
+training, and every tensor that is made and not released counts. This run uses tensors without data; or real ones, if
+the model is small or does something that works only with data.
 
-tests/benchmarks/bench_memory.py compares it with what workers take.
+tests/benchmarks/bench_memory.py compares the result with what workers really take.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ from openrecycle.planner.layers.room import LayerRoom
 
 _KEY = (0, 0)
 _SMALL = 4 << 20
-"""Bytes of parameters of a model that runs for real in less time than it takes to load what runs it without data."""
+"""Bytes of parameters up to which a model runs for real, in less time than it takes to import tensors without data."""
 _LARGE = 256 << 20
-"""Bytes of parameters above which a model never runs for real: it may take minutes, and memory that is not there."""
+"""Bytes of parameters above which a model never runs for real: that may take minutes, and too much memory."""
 
 
 @dataclass(frozen=True)
 class MicroBatchMemory:
-    """Bytes of one micro-batch on a stage. forward: held from F to I. backward: from I to W. beside: while an op runs,
-    beside the larger of them. received: what a neighbour gives, at most. given, back: what the next one gets, and the
-    one before."""
+    """Bytes of one micro-batch on a stage. forward: held from its F to its I. backward: held from its I to its W.
+    beside: needed while an op runs, in addition to the larger of these two. received: the larger of the
+    input and the gradient of the output. given: sent to the next stage. back: sent to the stage before."""
 
     forward: int = 0
     backward: int = 0
@@ -99,13 +99,18 @@ class MicroBatchMemory:
 class StageMemory:
     """Bytes that one worker of a stage takes, beside the program itself.
 
-    parameters: without buffers. optimizer: what it keeps of them, of its shards where that is sharded. sums: of
-    gradients. undo: of what a step changes, as far as it does not fit where the sums are. gradients: of what is
-    computed or stepped at a time; where they are clipped after a step, of all that is stepped beside it. activations:
-    of as many micro-batches as a plan may have in flight, with what an op needs for a moment. transfers: what
-    neighbours are sent, for as long as it is kept, and what is received ahead. checkpoint: the copy of its
-    share that is written. hand_over: pieces on their way to workers that join. resume: for what is read from a
-    checkpoint, as far as there is not room in the others: of a sharded optimizer it is the whole stage's.
+    parameters: without buffers.
+    optimizer: its state; of this worker's shards, where that is sharded.
+    sums: of gradients.
+    undo: to undo a step, as far as that does not fit into the memory of the sums.
+    gradients: those that are computed or stepped at a time; where gradients are clipped after a step, also all that are
+        stepped beside it.
+    activations: of as many micro-batches as a plan may have in flight, and what an op needs while it runs.
+    transfers: what is sent to neighbours, for as long as it is kept, and what is received ahead.
+    checkpoint: the copy of this worker's share, which is written.
+    hand_over: pieces on their way to workers that join.
+    resume: what is read from a checkpoint, as far as it does not fit into the others; of a sharded optimizer, each
+        worker reads the state of the whole stage.
     """
 
     parameters: int
@@ -121,7 +126,7 @@ class StageMemory:
 
     @property
     def copied(self) -> int:
-        """Of what a checkpoint holds."""
+        """Bytes of what a checkpoint copies."""
         return self.parameters + self.optimizer
 
     @property
@@ -135,10 +140,10 @@ class StageMemory:
 def state_memory(
     shapes: NamedParameters, kept_each: float, apart: bool, optimization: Optimization, peers: int
 ) -> StageMemory:
-    """Of a worker of a stage with these parameters, without activations.
+    """Returns the memory of a worker of a stage with these parameters, without activations.
 
-    kept_each: bytes that the optimizer keeps per element. apart: are parameters stepped one after the other? peers:
-    workers of the stage, over which the optimizer's state may be sharded.
+    kept_each: bytes that the optimizer keeps per element. apart: are parameters stepped one after the other? peers: the
+    number of workers of the stage, over which the optimizer's state may be sharded.
     """
     trained = [p for _, p in shapes if p.requires_grad]
     elements, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
@@ -149,31 +154,33 @@ def state_memory(
     share = min(1.0, 2 / peers) if sharded else 1.0
     kept, stepped = round(share * kept_each * elements), round(share * size)
     gradients = min(stepped, BUCKET_BYTES if sharded else max(BUCKET_BYTES, largest)) if apart else stepped
-    # One that is multiplied before it is summed; that of a step comes into the same memory.
+    # A gradient that is multiplied before it is added to a sum; a step uses the same memory later.
     gradients = max(gradients, largest if optimization.mode == "deterministic" else 0)
     if optimization.clip_norm is not None and not optimization.synchronous:
-        # Kept until their norm is known; where there is room, in sums that only others need.
+        # Kept until their norm is known. Sums that only other workers need are used for that, where there are any.
         gradients += max(0, stepped - max(0, sums - max(stepped + kept, round(share * sums))))
     undo = max(0, stepped + kept - sums)
     return StageMemory(frozen + size, kept, sums, undo, gradients)
 
 
 def checkpoint_memory(whole: StageMemory, peers: int, *, copies: int) -> int:
-    """Of a checkpoint each peer copies and writes as much. whole: of a worker that has all of the stage's state."""
+    """Returns the bytes that each peer copies for a checkpoint; all write equal shares. whole: the memory of a worker
+    that has all of the stage's state. copies: how many exist at a time."""
     return copies * -(-whole.copied // peers)
 
 
 def hand_over_memory(state: StageMemory, kept_each: float, peers: int) -> int:
-    """A piece for each of the others, to or from which one is on its way."""
+    """Returns the bytes of the pieces on their way: one to or from each of the other peers."""
     return min(state.copied, round((peers - 1) * PIECE_ELEMENTS * (4 + kept_each)))
 
 
 Held = Sequence[tuple[int, int]]
-"""What a worker may hold at a time: of micro-batches before the end of their I, and of others until the end of W."""
+"""How many micro-batches a worker may hold at a time, as alternatives: so many before the end of their I, and so many
+after that, before the end of their W."""
 
 
 def held_within(room: StageRoom, most: int, *, splits: bool) -> Held:
-    """Of `most` micro-batches in all. splits: may W of several be left for later?"""
+    """Returns the alternatives within `room`, of `most` micro-batches in all. splits: may several W be put off?"""
     later = most if splits else 1
     ahead = takewhile(lambda n: room.beside(n, later) >= 0, range(most + 1))
     return [(n, room.beside(n, min(later, most - n))) for n in ahead]
@@ -186,7 +193,8 @@ def activation_memory(one: MicroBatchMemory, held: Held) -> int:
 def with_activations(
     state: StageMemory, one: MicroBatchMemory, held: Held, per_iteration: int, ranks: int
 ) -> StageMemory:
-    """per_iteration: micro-batches of a worker. ranks: that hold as much as one that is alone."""
+    """Adds activations and transfers to a worker's memory. per_iteration: micro-batches of a worker. ranks: how many
+    ranks hold as much as one that is alone."""
     activations, in_flight = activation_memory(one, held), max(map(sum, held))
     # An output is kept until its gradient comes; a gradient until the end of the next iteration.
     transfers = PREFETCH * one.received + in_flight * one.given + 2 * per_iteration * one.back
@@ -197,7 +205,7 @@ def with_activations(
 
 
 class _LossRaised(Exception):
-    """Its cause is what the loss has raised for `output`."""
+    """The loss has raised an exception, which is the cause of this one, for `output`."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -212,11 +220,12 @@ def micro_batch_memory(
     *,
     as_workers: bool = False,
 ) -> list[MicroBatchMemory] | None:
-    """By stage; None where the layers can't be run here: that is said elsewhere, in better words. parameter_bytes: of
-    the whole model. as_workers: do workers run whole micro-batches on a CPU, too?
+    """Returns the memory of a micro-batch on each stage. Returns None if the layers can't be run here; a later check
+    reports that in better words. parameter_bytes: of the whole model. as_workers: do workers, too, run whole
+    micro-batches on a CPU?
 
-    Raises InputError for a loss that gives no number, or has no place for a label; and where it raises in a run for
-    real that is as in workers."""
+    Raises InputError for a loss that does not return a number, or that has no class for a label; and, if a real run is
+    as in workers, for a loss that raises there."""
     layers = sum(partition)
     try:
         read, wanted = tensors_of(probe_inputs(workload, seed), "data"), probe_targets(workload, seed)
@@ -224,7 +233,7 @@ def micro_batch_memory(
         return None
 
     form: Any = None
-    """Of what the last layer gives."""
+    """The form of what the last layer returns."""
 
     def run(take: Callable[[Tensor], Tensor]) -> list[MicroBatchMemory]:
         inputs, targets = tuple(map(take, read)), compat.copied(wanted, take)
@@ -232,7 +241,7 @@ def micro_batch_memory(
 
         def measured(output: Any) -> Tensor:
             nonlocal form
-            form = compat.copied(output, _form)  # the output itself is measured, and must not be kept
+            form = compat.copied(output, _form)  # not the output itself, whose memory is being measured
             try:
                 loss = workload.loss(output, targets)
                 if not loss.requires_grad and any(t.requires_grad for t in _tensors(output)):
@@ -269,7 +278,7 @@ def micro_batch_memory(
             continue
         else:
             error = None
-            if way is not _real:  # in which labels have no values
+            if way is not _real:  # without data, labels had no values to check
                 error = _beyond(workload, form, wanted, autocast)
             if error is None:
                 return memory
@@ -286,12 +295,12 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 _NO_PLACE = "out of bounds|out of range|must be smaller than num_classes"
-"""What torch says of an index for which there is no place."""
+"""What torch says of an index that is out of range."""
 
 
 def _beyond(workload: Workload, form: Any, targets: Any, autocast: Autocast | None) -> Exception | None:
-    """What the loss raises where a label is none of the classes: that does not depend on what a model makes of its
-    inputs, so any numbers in the form of its output will do. form: with a TensorSpec for each tensor."""
+    """Returns what the loss raises because a label is none of the classes. This does not depend on the model's numbers,
+    so zeros in the form of its output will do. form: has a TensorSpec in place of each tensor."""
     leaves, tree = compat.tree_flatten(form)
     try:
         made = compat.tree_unflatten(list(map(_any_numbers, leaves)), tree)
@@ -299,13 +308,13 @@ def _beyond(workload: Workload, form: Any, targets: Any, autocast: Autocast | No
             workload.loss(made, compat.copied(targets, torch.clone))
     except (IndexError, RuntimeError) as error:
         return error if re.search(_NO_PLACE, in_a_line(error)) else None
-    except Exception:  # may be for these numbers, not for the labels: the job itself shows what the loss makes of it
+    except Exception:  # perhaps because of the zeros, and not the labels: the job itself will show
         pass
     return None
 
 
 def _any_numbers(leaf: Any) -> Any:
-    """Of that form. Raises ValueError where that would take long, or memory that there may not be."""
+    """Returns zeros of this form. Raises ValueError if they would take too much time or memory."""
     if not isinstance(leaf, TensorSpec):
         return leaf
     made = leaf.empty(torch.device("meta"))
@@ -315,7 +324,7 @@ def _any_numbers(leaf: Any) -> Any:
 
 
 def _raised(workload: Workload, output: Any, targets: Any, autocast: Autocast | None) -> Exception | None:
-    """By the loss itself: what measures memory may be in its way."""
+    """Returns what the loss itself raises, or None. The first exception may have come from what measures memory."""
     copies = compat.copied(output, lambda t: t.detach().requires_grad_(t.is_floating_point()).clone())
     try:
         with kept_settings(), precision(autocast):
@@ -326,19 +335,20 @@ def _raised(workload: Workload, output: Any, targets: Any, autocast: Autocast | 
 
 
 def _form(tensor: Tensor) -> Any:
-    """Of one that is nested, which has none, the name of its class."""
+    """Returns a TensorSpec. A nested tensor has none: its class's name is returned."""
     return type(tensor).__name__ if tensor.is_nested else TensorSpec.of(tensor)
 
 
 def _forms(form: Any) -> str:
-    """As the loss gets them."""
+    """Lists forms in words, in the order in which the loss gets them."""
     leaves, _ = compat.tree_flatten(form)
     forms = [str(leaf) if isinstance(leaf, TensorSpec | str) else type(leaf).__name__ for leaf in leaves[:8]]
     return ", ".join([*forms, "..."] if len(leaves) > 8 else forms)
 
 
 def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
-    """Only to be measured. Where no layer is to be compiled, what compiles is not loaded for it, in 1.6 s."""
+    """Switches compilation off, since the run is only to be measured. If no layer is compiled, torch's compiler is not
+    even imported for this, which would take 1.6 s."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
@@ -355,19 +365,19 @@ def _one(
     *,
     first: bool,
 ) -> tuple[MicroBatchMemory, tuple[Tensor, ...]]:
-    """What a micro-batch takes on a stage, and the stage's output."""
+    """Runs a micro-batch through a stage. Returns the memory that it takes, and the stage's output."""
     deferred = Deferred(module)
     split: Strategy = deferred if deferred.layers.parameters else Fused(module)
     stage = Stage(module, _Dropped(), split=split, autocast=autocast)
     live = compat.LiveBytes()
     with live:
-        # As they come in a worker: nobody else holds them.
+        # Copies, which nothing else refers to, just as inputs arrive in a worker.
         x = tuple(t.detach().clone() for t in inputs)
         came = live.now
         y = stage.forward(_KEY, x if len(x) > 1 else x[0], seed=0, loss=loss)
         del x
     outputs = y if isinstance(y, tuple) else (y,)
-    # What is sent is there for longer than the micro-batch is.
+    # Not counted: what is sent lives longer than the micro-batch.
     given = 0 if loss is not None else sum(t.nbytes for t in outputs)
     after_f = live.now - given
     with live:
@@ -384,7 +394,7 @@ def _one(
 
 
 class _Dropped(GradientSum):
-    """Takes every term and keeps none."""
+    """A sum that takes every term and keeps none."""
 
     def __init__(self) -> None:
         super().__init__((), terms=1)
@@ -408,24 +418,24 @@ class _Dropped(GradientSum):
 # -- mistakes in a job's model, data and optimizer ----------------------------------------------
 
 _SIDE = 3
-"""Elements along each dimension of the parameters that an optimizer is tried on."""
+"""An optimizer is tried on parameters with so many elements along each dimension."""
 _MOST = 256
-"""So many of a stage's parameters are enough."""
+"""An optimizer is tried on at most so many of a stage's parameters."""
 _STEPS = 6
-"""Before what is tried, and after it: optimizers that do something every fifth step are not rare."""
+"""Steps before the state is handed over, and after that. Optimizers that act only on every fifth step are not rare."""
 
 
 @prints_anyway()
 def check_workload(workload: Workload, options: TrainingOptions, here: Collection[Worker] | None = None) -> JobMemory:
-    """Returns what memory workers take.
+    """Checks a job's model, data and optimizer. Returns what memory its workers need.
 
-    Raises InputError for a torch that can't be used, for data that the layers can't be given, for others to evaluate
-    on, for what two layers share without saying so, for a model with nothing to train, for sparse gradients and
-    max_norm, for an optimizer or scheduler that can't be driven, or whose state can't be handed over, and for a model
-    that this machine has no memory for. here: the workers on it; None: all.
+    Raises InputError for: a torch that can't be used; data that the layers can't take, to train or to evaluate on;
+    parameters or buffers in two layers that are not named as tied; a model with nothing to train; sparse gradients and
+    max_norm; an optimizer or scheduler that can't be used, or whose state can't be handed over; and a model that this
+    machine has no memory for. here: the workers on this machine; None: all.
     """
     compat.check_version()
-    # The caller's own random numbers, and its settings of torch, must not depend on what is tried out here.
+    # What is tried out here must not change the caller's random numbers, nor its settings of torch.
     with own_numbers("preflight", options.seed), kept_settings():
         _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
         if options.evaluate_every:
@@ -454,7 +464,7 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
 
 
 def partition_at_start(options: TrainingOptions, layers: int) -> Partition:
-    """As it is asked for, or even. Raises InputError."""
+    """Returns the partition that the job begins with: as asked for, or even. Raises InputError."""
     job = options.job
     with spelled({"partition": "planning.partition"}):
         return partition_of(job.partition or parse_partition(options.planning.partition or ""), layers, job.stages)
@@ -464,11 +474,11 @@ def partition_at_start(options: TrainingOptions, layers: int) -> Partition:
 
 
 class _Unreadable(Exception):
-    """One micro-batch raises; what is said of it."""
+    """A micro-batch could not be read. Its argument is the error to raise."""
 
 
 def _check_grid(workload: Workload, job: Job) -> None:
-    """Data that are cut for another grid would give some samples twice, and others never."""
+    """Raises InputError for data that are cut for another grid: some samples would come twice, and others never."""
     cut: tuple[int, int] | None = getattr(workload, "grid", None)
     for name, own, others in zip(
         ("pipelines", "micro_batches"), (job.pipelines, job.micro_batches), cut or (), strict=False
@@ -479,8 +489,8 @@ def _check_grid(workload: Workload, job: Job) -> None:
 
 
 def _check_data(workload: Workload, job: Job, seed: int, *, skips: bool) -> None:
-    """The first and the last micro-batch of the first iteration. skips: one that raises is passed over, as long as
-    there are others."""
+    """Reads the first and the last micro-batch of the first iteration, and compares them. skips: a micro-batch that
+    raises is skipped, as long as there are others."""
     _check_grid(workload, job)
     places = [(p, m) for p in range(job.pipelines) for m in range(job.micro_batches)]
     found = []
@@ -493,7 +503,7 @@ def _check_data(workload: Workload, job: Job, seed: int, *, skips: bool) -> None
                 if not skips or place == order[-1]:
                     raise one.args[0] from one.__cause__
     (place, first), (last, other) = found
-    # A workload may keep what it has read last. A stream has been tried.
+    # Read again after another, since a workload may keep the last one. Streams have been checked before.
     if place != last and getattr(workload, "stream", None) is None:
         with contextlib.suppress(_Unreadable):
             if not alike(first, _micro_batch(workload, seed, *place)):
@@ -505,7 +515,7 @@ def _check_data(workload: Workload, job: Job, seed: int, *, skips: bool) -> None
                     "sample's index; give what can only be read in order as an IterableDataset",
                 )
     if getattr(workload, "varies", False):
-        return  # each output is compared with the largest
+        return  # workers compare each output with the largest one
     if _parts(other) != _parts(first):
         raise InputError(
             "data",
@@ -516,7 +526,7 @@ def _check_data(workload: Workload, job: Job, seed: int, *, skips: bool) -> None
 
 
 def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int) -> tuple[tuple[Tensor, ...], Any]:
-    """Its inputs and targets."""
+    """Reads the inputs and targets of a micro-batch of the first iteration."""
     try:
         inputs = tensors_of(workload.inputs(seed, 0, pipeline, micro_batch), "inputs")
         targets = workload.targets(seed, 0, pipeline, micro_batch)
@@ -526,7 +536,7 @@ def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int)
         raise InputError("data", str(error).partition("got ")[2].partition(",")[0], _TENSORS) from None
     except Exception as error:
         text = in_a_line(error)
-        pads = "; PadCollate pads samples to one length" if "equal size" in text else ""  # as torch's collation says it
+        pads = "; PadCollate pads samples to one length" if "equal size" in text else ""  # words of torch's collation
         expected = f"{_named(workload, pipeline, micro_batch)} to be there{pads}"
         raise _Unreadable(InputError("data", text[:200], expected)) from error
     if elsewhere := {str(t.device) for t in [*inputs, *_tensors(targets)]} - {"cpu"}:
@@ -541,8 +551,8 @@ def _named(workload: Workload, pipeline: int, micro_batch: int) -> str:
 
 
 def _check_evaluation(workload: Workload, seed: int) -> None:
-    """The first micro-batch that it is evaluated on may have nothing that those lack which are trained on. One that
-    can't be read is said when it is evaluated: it ends nothing."""
+    """Raises InputError if the first micro-batch of the evaluation has more inputs than those that are trained on. One
+    that can't be read is no error here: that is reported with the evaluation, and does not end the job."""
     data: EvaluationData | None = getattr(workload, "evaluation", None)
     if data is None:
         return
@@ -554,7 +564,7 @@ def _check_evaluation(workload: Workload, seed: int) -> None:
         raise InputError("evaluate.data", error.value, error.expected) from None
     except Exception:
         return
-    if len(given) > len(trained_on):  # fewer may do, where a layer has defaults
+    if len(given) > len(trained_on):  # fewer may do, since a layer may have default arguments
         expected = f"no more than in the first micro-batch that is trained on, {len(trained_on)}"
         raise InputError("evaluate.data", f"inputs of {len(given)} tensors", expected)
 
@@ -574,8 +584,9 @@ def _specs(read: tuple[tuple[Tensor, ...], Any]) -> str:
 
 
 def _shapes(workload: Workload, layers: int, seed: int) -> tuple[list[NamedParameters], set[int]]:
-    """Per layer its parameters' names and stand-ins; of all layers that could be built. And those that have an
-    Embedding."""
+    """Builds and checks each layer. Returns, for each layer, the names of its parameters and stand-ins without memory;
+    and the numbers of the layers that have an Embedding."""
+    # Tensors that still exist after their layer is deleted: a later layer may hold the same ones.
     # Of what is still alive when its layer is gone, a later layer may hold the same.
     seen: list[tuple[weakref.ref[Tensor], int, str]] = []
     kind, shapes, looking_up = kind_of(workload), list[NamedParameters](), set[int]()
@@ -655,21 +666,21 @@ def _shapes(workload: Workload, layers: int, seed: int) -> tuple[list[NamedParam
 
 
 _OF_TYPES = "dtype|datatype|scalar type|Input type|not implemented for"
-"""What torch and its modules say where types don't go together."""
+"""Words that torch and its modules use in errors where types do not fit together."""
 _AS_INDICES = {torch.int64, torch.int32, torch.bool}
 
 
 def _check_types(
     workload: Workload, shapes: Sequence[NamedParameters], looking_up: Collection[int], options: TrainingOptions
 ) -> None:
-    """Where inputs have a type that none of the parameters has that they come to first, such as float64 from NumPy, the
-    layers up to there are tried for real: tensors without data go together whatever their types. looking_up: layers
-    that indices may come to. Raises InputError."""
+    """Raises InputError for inputs of a wrong type, such as float64 from NumPy. Tensors without data do not show this,
+    since they accept any types. So if inputs have a type that none of the parameters has that they first meet, the
+    layers up to there are run for real. looking_up: layers that may take indices."""
     first = next((i for i, layer in enumerate(shapes) if any(p.is_floating_point() for _, p in layer)), None)
     size = 0 if first is None else sum(p.nbytes for layer in shapes[: first + 1] for _, p in layer)
     if first is None or size > _LARGE:
         return
-    # Of layers that are not small a type that may be an index's is left to workers: a trial takes seconds.
+    # Types that indices may have are tried only on small layers: otherwise it takes seconds, and workers will show it.
     indices = _AS_INDICES if first in looking_up or size > _SMALL else set()
     types = {p.dtype for _, p in shapes[first] if p.is_floating_point()}
     try:
@@ -678,14 +689,14 @@ def _check_types(
             return
         module = build_layers(workload, range(first + 1), len(shapes), options.seed, torch.clone)
     except Exception:
-        return  # said elsewhere, in better words
+        return  # another check reports it in better words
     try:
         with torch.no_grad(), _nothing_compiled(), precision(options.optimization.autocast):
             module(*inputs, seed=0)
     except Exception as error:
         text = in_a_line(error)
         if not isinstance(error, (RuntimeError, ValueError)) or not re.search(_OF_TYPES, text):
-            return  # said by workers
+            return  # workers will report it
         given, wanted = ", ".join(str(TensorSpec.of(t)) for t in inputs), ", ".join(sorted(map(dtype_name, types)))
         odd, hint = {t.dtype for t in inputs} - types, ""
         if "indices" in text or "embedding" in text:
@@ -702,7 +713,7 @@ def _check_types(
 
 
 def _check_splits(workload: Workload, shapes: NamedParameters, ranks: int) -> None:
-    """Can its layers be split over ranks, and its optimizer step their parts? Raises InputError."""
+    """Raises InputError unless the layers can be split over ranks, and the optimizer can step their parts."""
     field = "platform.ranks_per_worker"
     if not hasattr(workload, "parallelize"):
         expected = "1, or `parallelize(layer, mesh)`: a method of the workload, or an argument of ResilientTrainer"
@@ -717,7 +728,7 @@ def _check_splits(workload: Workload, shapes: NamedParameters, ranks: int) -> No
 
 
 class _Kept(NamedTuple):
-    """each: how many bytes an optimizer keeps per element of a parameter, at least. apart: are parameters stepped one
+    """What an optimizer keeps. each: bytes per element of a parameter, at least. apart: are parameters stepped one
     after the other?"""
 
     each: float
@@ -725,8 +736,8 @@ class _Kept(NamedTuple):
 
 
 def _check_optimizer(workload: Workload, shapes: list[NamedParameters], optimization: Optimization) -> _Kept:
-    """Tries each stage's, where it differs from those before, on a few numbers: a state that was handed over, or
-    taken back, must lead to the same bits."""
+    """Tries the optimizer of each stage that differs from the stages before, on a few numbers: after a hand-over of its
+    state, and after a roll-back, it must lead to the same bits."""
     tried, groups, kept = set(), dict[int, int](), list[_Kept]()
     for stage, mine in enumerate(shapes):
         small = [(tuple(min(_SIDE, n) for n in p.shape), p.dtype, p.requires_grad) for _, p in mine[:_MOST]]
@@ -743,8 +754,8 @@ def _check_optimizer(workload: Workload, shapes: list[NamedParameters], optimiza
 
 
 def _make(workload: Workload, named: NamedParameters, optimization: Optimization) -> int:
-    """On the stage's own shapes, without memory; returns how many groups of parameters there are. Raises
-    InputError."""
+    """Makes the optimizer and scheduler for the stage's own shapes, without memory. Returns the number of parameter
+    groups. Raises InputError."""
     try:
         optimizer = make_optimizer(workload.optimizer, named)
         text = type(optimizer).__name__
@@ -786,7 +797,7 @@ def _try(
         mine, peer = stage(), stage()
         _steps(mine, range(_STEPS))
     except Exception:
-        return _Kept(0.0, True)  # it wants its real parameters: the comparison of peers while they train is left
+        return _Kept(0.0, True)  # perhaps it needs its real parameters; peers are still compared while they train
     name = type(mine.optimizer).__name__
     if mine.scheduler is not None:
         name += f" with {type(mine.scheduler).__name__}"
@@ -822,15 +833,15 @@ def _steps(stage: StageOptimizer, numbers: range) -> None:
 
 
 def _equal(one: StageOptimizer, other: StageOptimizer) -> bool:
-    return pack(one.state())[0] == pack(other.state())[0]  # which has a checksum of everything
+    return pack(one.state())[0] == pack(other.state())[0]  # the header has a checksum of everything
 
 
 # -- do the workers fit into memory? ------------------------------------------------------------
 
 
 class Machine(NamedTuple):
-    """The workers on it at the start, and the bytes that those may have that are on it, where that is known. host: as
-    they say where they are; no other machine's is the same."""
+    """A machine. workers: those that run on it at the start. has: the bytes that its workers may have in all, where
+    that is known. host: a name by which workers on it know it, and which no other machine has."""
 
     workers: Collection[Worker]
     has: int | None
@@ -839,11 +850,11 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True)
 class JobMemory:
-    """What the workers of each stage take, in bytes. least: that of a worker that has one micro-batch in flight, and
-    gives or writes nothing. text: all of it in a sentence. warning: is it more than there is, if all that may be needed
-    at a time is?
+    """The bytes that the workers of each stage need. least: those of a worker that has one micro-batch in flight, and
+    neither gives nor writes anything. text: all of it in a sentence. warning: may workers need more than there is, if
+    they need all of it at the same time?
 
-    partition: of the start. layers, held, resumed: as of LayerRoom. parameter_bytes: of the whole model."""
+    partition: at the start. layers, held, resumed: as in LayerRoom. parameter_bytes: of the whole model."""
 
     stages: tuple[StageMemory, ...]
     least: tuple[int, ...]
@@ -857,15 +868,16 @@ class JobMemory:
 
     @property
     def told(self) -> tuple[int, ...]:
-        """To a console, by stage: what a worker may come to take; () where activations are not known."""
+        """What a console is told: by stage, the bytes that a worker may need; () where activations are not known."""
         return tuple(s.total for s in self.stages) if all(s.activations for s in self.stages) else ()
 
     def of(self, workers: Collection[Worker]) -> int:
-        """All of them together."""
+        """Returns the bytes that these workers may need together."""
         return sum(self.stages[worker.stage].total for worker in workers)
 
     def room(self, workload: Workload, options: TrainingOptions, machines: Collection[Machine]) -> LayerRoom | None:
-        """For layers that move; None: there is enough for any, or nobody knows how much there is."""
+        """Returns the room for layers that move to another stage. Returns None if there is enough for any layers, or if
+        it is not known how much there is."""
         stages = len(self.stages)
         places = [
             (has, tuple(int(s == stage) for s in range(stages)), "")
@@ -877,11 +889,11 @@ class JobMemory:
         # A checkpoint is read before anything else.
         totals = [stage.total - stage.resume for stage in self.stages]
         everything = max(sum(totals) + sum(most - least for least, most in self.layers), sum(self.resumed))
-        # Workers go to other machines.
+        # On a machine with a name there may come to be more workers than at the start.
         most = [(has, options.job.pipelines * stages if host else sum(workers)) for has, workers, host in places]
         if all(workers * everything <= has for has, workers in most):
             return None
-        if options.planning.limits[1].text == "bytes":  # a plan for another partition holds what there is room for
+        if options.planning.limits[1].text == "bytes":  # plans themselves keep to the memory, in each partition
             each = (0,) * len(self.layers)
         else:
             with own_numbers("room", options.seed), kept_settings():
@@ -899,7 +911,8 @@ class JobMemory:
         return replace(room, beside=beside)
 
     def _activations(self, workload: Workload, options: TrainingOptions) -> tuple[int, ...]:
-        """By layer, of a micro-batch. Where the layers can't be run one by one, each has its share of its stage's."""
+        """Returns, for each layer, the bytes of activations of a micro-batch. Where the layers can't be run one by one,
+        each gets an equal share of its stage's."""
         alone, autocast = (1,) * len(self.layers), options.optimization.autocast
         found = micro_batch_memory(workload, alone, options.seed, autocast, self.parameter_bytes)
         if found is not None:
@@ -908,8 +921,8 @@ class JobMemory:
         return tuple(one for s, held, n in shares for one in [-(-s.activations // max(1, held * n))] * n)
 
     def check(self, workers: Collection[Worker], has: int | None, where: str) -> str:
-        """Returns a warning, or "". has: bytes that they may have. where: they are. Raises InputError where not even
-        the least fits."""
+        """Returns a warning, or "". has: the bytes that the workers may have. where: where they are, in words. Raises
+        InputError where not even the least fits."""
         if has is None:
             return ""
         _refuse_above(sum(self.least[worker.stage] for worker in workers), workers, has, "or more", where)
@@ -938,7 +951,7 @@ def _check_memory(
     options: TrainingOptions,
     here: Collection[Worker] | None,
 ) -> JobMemory:
-    """here: the workers on this machine. Raises InputError."""
+    """Reckons the job's memory, and checks it. here: the workers on this machine. Raises InputError."""
     job, optimization, ranks = options.job, options.optimization, options.platform.ranks_per_worker
     workers = list(job.workers()) if here is None else here
     on_cpu = options.platform.device == "cpu"
@@ -956,8 +969,9 @@ def _check_memory(
         )
 
     def resumed(whole: StageMemory, span: Iterable[int]) -> int:
-        """While a checkpoint is read. whole: as of a worker that has all of the stage's state."""
-        # A rank puts each parameter together, and keeps its part.
+        """Returns the bytes that a worker needs to read a checkpoint. whole: the memory of a worker that has all of the
+        stage's state."""
+        # Each rank puts together whole parameters, one at a time, and keeps its part.
         largest = max((p.nbytes for layer in span for _, p in shapes[layer]), default=0) if ranks > 1 else 0
         return whole.parameters + whole.sums + whole.copied + ranks * largest
 
@@ -967,13 +981,13 @@ def _check_memory(
 
     plain, alone = states(job.pipelines), states(1)
     if has is not None:
-        # Before a micro-batch is tried, which may take the memory that there is not.
+        # Checked before a micro-batch is tried, which may itself take more memory than there is.
         _refuse_above(sum(plain[w.stage].total for w in workers), workers, has, "beside activations", where)
     size = sum(p.nbytes for layer in shapes for _, p in layer)
     micro_batches = micro_batch_memory(
         workload, partition, options.seed, optimization.autocast, size, as_workers=on_cpu and ranks == 1
     )
-    # Tensor parallel ranks run every sample, and split some of what they hold of it, or nothing.
+    # Ranks of tensor parallelism run every sample; in the worst case each of them holds all of its activations.
     ranks_that_hold = ranks // options.platform.shape[0] if divided else ranks
     each, least, held = list[StageMemory](), list[int](), _held(options)
     for stage, state in enumerate(plain):
@@ -994,7 +1008,7 @@ def _check_memory(
 
     def of_layer(number: int, peers: int) -> int:
         state = layer(number, peers)
-        # What is computed or stepped at a time need not grow with the layers.
+        # The memory for what is computed or stepped at a time need not grow with the number of layers.
         once = state.gradients if kept.apart and optimization.clip_norm is None else 0
         return state.total - once + checkpoint([number])
 
@@ -1017,11 +1031,12 @@ def _check_memory(
 
 
 def _held(options: TrainingOptions) -> list[Held]:
-    """By stage, within the limit that plans keep; without one, as many micro-batches as its pipeline has."""
+    """Returns what a worker of each stage may hold, within the plans' limit. Without a limit, it may hold as many
+    micro-batches as its pipeline has."""
     job, (technique, memory) = options.job, options.planning.limits
     try:
         rooms = Problem(job, technique=technique, memory=memory).room
-    except (InputError, InfeasibleError):  # said where plans are made
+    except (InputError, InfeasibleError):  # reported where plans are made
         rooms = (StageRoom(0, 0, 0),) * job.stages
     all_of_one, most = StageRoom(job.micro_batches, 1, 1), job.pipelines * job.micro_batches
     kept = {
@@ -1055,7 +1070,7 @@ def _said(
     if options.optimization.sharding == "zero1" and peers > 2:
 
         def with_peers(count: int) -> str:
-            # What there is else stays, but for the checkpoint's copy, of which each has a larger share.
+            # Only state and the checkpoint's copy change with the number of workers: each has a larger share.
             copies = [stage.checkpoint * peers // count - stage.checkpoint for stage in memory.stages]
             fewer = zip(states(count), states(peers), memory.stages, copies, strict=True)
             return _size(max(max(m.total, f.total - s.total + m.total - m.resume + c) for f, s, m, c in fewer))
@@ -1066,7 +1081,7 @@ def _said(
 
 
 _MANY = 1 << 40
-"""Workers of a stage, each of which has next to nothing of what is sharded over them."""
+"""A number of workers so large that each has next to nothing of what is sharded over them."""
 _WORDS = {
     "sums": "sums of gradients",
     "undo": "to undo a step",
