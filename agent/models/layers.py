@@ -153,7 +153,7 @@ def tied_of(workload: Workload, layers: int) -> Tied:
 
 def _copy(source: nn.Module, name: str, target: nn.Module, its_name: str) -> None:
     """Gives `target` a parameter with the values of that of `source`, under all the names that it has in `target`."""
-        # Not get_parameter: with tensor parallelism, that gives a DTensor (agent.models.parallelized).
+    # Not get_parameter: with tensor parallelism, that gives a DTensor (agent.models.parallelized).
     values = dict(source.named_parameters(remove_duplicate=False))[name]
     own = dict(target.named_parameters(remove_duplicate=False))[its_name]
     if hasattr(own, "duplicate"):  # a rank's part of a parameter, which the layer refers to and must keep

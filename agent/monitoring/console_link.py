@@ -1,9 +1,9 @@
-"""The launcher's link to a console: reports go out, generations and commands come in, nothing blocks.
+"""The launcher's link to a console: reports go out, generations and commands come in. Nothing here blocks the launcher.
 
-Four threads, each with its own HTTP session: one delivers the launcher's reports in order, one those of its workers
-(agent.monitoring.heartbeat), one long-polls for generations, one for the operator's commands. A console that is down is
-tried again with back-off; reports wait in bounded memory, where iterations share a report. Beyond its bound steps that
-were put right would be the first to go, and then the oldest iterations.
+There are four threads, each with its own HTTP session. One delivers the launcher's reports in order (`ReportSender`),
+one those of its workers (agent.monitoring.heartbeat); one long-polls for generations, and one for operators' commands.
+A console that is down is tried again with back-off. Meanwhile reports wait in bounded memory, where iterations share a
+report. Beyond the bound, reports of validations are dropped first, and then the oldest iterations.
 """
 
 from __future__ import annotations
@@ -74,31 +74,32 @@ from openrecycle.planner.jobs.words import encodable, names
 from openrecycle.planner.plans.plan import Plan
 
 LONG_POLL_SECONDS = 20.0
-# A job that halts gets no new generation: so late may the launcher say why it stands still.
+# A job that halts gets no new generation: so much later may the launcher ask why the job stands still, and say so.
 SAY_WHY_NOT_SECONDS = 5.0
-# A larger plan would take longer to send than it is run for.
+# A plan with more ops would take longer to send than it is in use.
 INTERIM_OPS = 20_000
 MAX_REPORTS = 200
-"""Waiting at most; each may hold REPORTED_ITERATIONS, so that a console may be away for hours."""
+"""At most so many reports wait. Each may hold REPORTED_ITERATIONS, so a console may be away for hours."""
 REPORTED_ITERATIONS = 1000
 LAST_TRIES_SECONDS = 0.2
 PHASE_SECONDS = 1.0
-"""So long an acknowledgement waits for workers that have not taken that step."""
+"""How long an acknowledgement waits for workers that have not taken that step."""
 WORKERS_TIMEOUT_SECONDS = 2.0
-"""For the last words of the workers, at the end of the job."""
-# For a console that is away at the end of a job: where it was stopped, somebody waits for the launcher to end.
+"""How long the last reports of the workers may take, at the end of the job."""
+# For a console that is away when the job ends. After a stop there is a person who waits for the launcher to end.
 STOPPED_TIMEOUT_SECONDS, ENDED_TIMEOUT_SECONDS = 3.0, 60.0
 AWAY_SECONDS = 5.0
-"""So long a console does not answer before anybody is told."""
+"""A console must not answer for so long before that is said."""
 AWAY_AGAIN_SECONDS = 60.0, 3600.0
-"""Between two times that it is said that the job stands still: at first, and at most; twice as long each time."""
+"""Seconds until it is said again that the job stands still: the first time, and at most. They double each time."""
 TRY_AGAIN_SECONDS = 1.0
-"""Between two tries, at most. A console that is back knows of a death by this report before it gives up waiting for
-it (its transfer_grace) and has all connect anew, with the dead among them; and who trains waits for its decision."""
+"""The longest pause between two tries. A console that is back must get a report of a death before its transfer_grace
+ends; otherwise it has all workers connect anew, with the dead one among them. And living workers wait for its
+decision."""
 
 
 SEQ_AHEAD = 1_000_000
-"""Heartbeats that the lead before may have sent since it has said of which it was."""
+"""A leader's number of heartbeats is copied now and then. It may have sent up to so many since the last copy."""
 _REPORTS: dict[str, type[Message]] = {
     "/failures": FailureReport,
     "/interim": InterimPlan,
@@ -112,7 +113,7 @@ _PATHS = {kind: path for path, kind in _REPORTS.items()}
 
 
 class QueuedReport(NamedTuple):
-    """path: below the job's. at: when what it says happened, monotonic seconds."""
+    """A report on its way. path: below the job's path. at: when the reported thing happened, in monotonic seconds."""
 
     path: str
     message: Message
@@ -120,7 +121,7 @@ class QueuedReport(NamedTuple):
 
     @property
     def body(self) -> Message:
-        """As it is sent now."""
+        """The message as it is sent now, with its present age."""
         age = max(0.0, time.monotonic() - self.at)
         if isinstance(self.message, IterationReport):
             return self.message.model_copy(update={"age": age})
@@ -132,8 +133,8 @@ class QueuedReport(NamedTuple):
 def create_job(
     client: ConsoleClient, spec: JobSpec, say: Say, *, timeout: float = 30.0, quiet: float = 4.0
 ) -> JobCreated:
-    """Registers the job; waits up to `timeout` seconds for the console to answer, and says so after `quiet` seconds:
-    one that is started together with the job is there by then.
+    """Registers the job. Waits up to `timeout` seconds for the console to answer. Says so only after `quiet` seconds:
+    a console that is started together with the job answers by then.
 
     Raises ConsoleUnavailable or ConsoleRefused.
     """
@@ -157,8 +158,8 @@ def create_job(
 def next_deployment(
     client: ConsoleClient, job_path: str, after: int, plans: dict[str, Plan], wait: float
 ) -> tuple[Deployment, Plan] | None:
-    """The newest deployment with a generation above `after`, and its plan, as soon as there is one; None
-    when there is none in `wait` seconds. plans: the newest that are known, by fingerprint; this one is added.
+    """Returns the newest deployment with a generation above `after`, and its plan, as soon as there is one; None if
+    there is none in `wait` seconds. plans: the newest known plans, by fingerprint; the plan is added to them.
 
     Raises ConsoleUnavailable or ConsoleRefused.
     """
@@ -173,7 +174,7 @@ def next_deployment(
 
 
 def merge_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport | None:
-    """Two reports of iterations as one, where it would not be too long."""
+    """Merges two reports of iterations into one; None if they are others, or it would be too long."""
     first, second = older.message, newer.message
     if not isinstance(first, IterationReport) or not isinstance(second, IterationReport):
         return None
@@ -184,16 +185,16 @@ def merge_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport |
 
 
 def outbox() -> Outbox[QueuedReport]:
-    """Ends of processes, and of the job, are not forgotten; iterations only where nothing is left of how their steps
-    were put right, which must not keep them apart either: they come again and again."""
+    """Makes the outbox of a launcher's reports. Ends of processes, and of the job, are never dropped for others;
+    iterations only when no ValidationReport is left. These come again and again, so they have the least weight."""
 
     weights: dict[type[Message], int] = {ValidationReport: 0, IterationReport: 1}
     return Outbox(MAX_REPORTS, merge=merge_iterations, weight=lambda report: weights.get(type(report.message), 2))
 
 
 def _saved(report: QueuedReport) -> tuple[str, dict[str, Any]]:
-    """As another launcher is told it, in each copy: of iterations, of which a console that is away leaves very many,
-    which they are. The record has them."""
+    """Returns a report as it is copied to other launchers. A console that is away leaves very many iterations: so only
+    their numbers are copied, and the record has the rest."""
     if isinstance(report.message, IterationReport):
         iterations = report.message.iterations
         return report.path, {"first": iterations[0].iteration, "last": iterations[-1].iteration}
@@ -214,12 +215,12 @@ def _restored(
 
 
 class ReportSender(threading.Thread):
-    """Delivers what it is given to the console, oldest first, until `stop`. `put` may be called from any thread, and
-    returns at once.
+    """Delivers reports to the console, oldest first, until `stop`. `put` may be called in any thread, and returns at
+    once: this thread sends.
 
-    path: the job's. ready: is it time to deliver? `wake` when it has become so. pause: seconds after each that the
-    console has taken: what comes meanwhile goes together. refused: called with what the console says against one, which
-    is not sent again.
+    path: returns the job's path. ready: is it time to deliver? Call `wake` when that has become true. pause: seconds to
+    wait after each delivery, so that what comes meanwhile can be sent together. refused: called when the console
+    refuses a report, which is not sent again.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class ReportSender(threading.Thread):
         self._ready, self._pause, self._refused = ready, pause, refused
         self._there, self._stopping, self._last_tries = threading.Event(), threading.Event(), True
         self.refusing: tuple[float, str] | None = None
-        """Since when the console has taken none, and what it said; None: it takes them, or there are none."""
+        """Since when the console has taken no report, and its error; None: it takes them, or there are none."""
         self.start()
 
     @property
@@ -252,7 +253,8 @@ class ReportSender(threading.Thread):
         self._there.set()
 
     def stop(self, *, tries: bool = True) -> None:
-        """Ends the thread once all is delivered. tries: of a console that is away; otherwise that ends it, too."""
+        """Ends the thread when all is delivered. tries: keep trying if the console is away; otherwise the thread ends
+        then, too."""
         self._last_tries = tries
         self._stopping.set()
         self.wake()
@@ -279,7 +281,7 @@ class ReportSender(threading.Thread):
                     return
                 continue
             except ConsoleRefused as refusal:
-                self._refused(refusal)  # the console knows better (fenced, finished): the same again would be refused
+                self._refused(refusal)  # it would be refused again: its worker is fenced, or the job is over
             self.refusing = None
             backoff.reset()
             self._reports.sent()
@@ -287,9 +289,10 @@ class ReportSender(threading.Thread):
 
 
 class Phases:
-    """Makes one acknowledgement of a generation's step out of those of all workers. No clock.
+    """Gathers the acknowledgements of all workers for the same step of a generation, to post them together. It has no
+    clock of its own.
 
-    timeout: seconds after which those that have taken a step are acknowledged without the others.
+    timeout: seconds after which the acknowledgements that have come are posted without the others.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -300,7 +303,8 @@ class Phases:
         self._waiting: dict[tuple[int, str], tuple[float, list[Acknowledgement]]] = {}
 
     def expect(self, generation: int, incarnations: Iterable[str]) -> None:
-        """`generation` is the newest, and those are to take each step of it at about the same time."""
+        """Says that `generation` is the newest, and that these processes will take each of its steps at about the same
+        time."""
         self._generation, self._expected = generation, frozenset(incarnations)
         self._known = {}
 
@@ -310,7 +314,8 @@ class Phases:
         self._waiting.setdefault(key, (now, []))[1].append(acknowledgement)
 
     def due(self, now: float) -> list[list[Acknowledgement]]:
-        """Those to be posted now, the oldest first: complete, of an older generation, or waiting for too long."""
+        """Returns the groups to be posted now, oldest first: complete ones, those of older generations, and those that
+        have waited for too long."""
         out = []
         for key, (since, waiting) in list(self._waiting.items()):
             complete = key[0] != self._generation or self._expected <= self._known.get(key, set())
@@ -321,22 +326,23 @@ class Phases:
 
 
 class Absence:
-    """When it is to be said that the console is away, and that the job stands still for it. No clock.
+    """Decides when the launcher says that the console is away, and that the job stands still for that reason. It has no
+    clock of its own.
 
-    Workers train on without a console. Where one of them is lost all others stop, until the console has decided who
-    goes on. begun: has it decided that ever?
+    Workers train on without a console. But if one of them is lost, all others stop until the console has decided who
+    goes on. begun: has the console ever decided that?
     """
 
     def __init__(self, *, begun: bool) -> None:
         self._lost = dict[str, str]()
-        """By worker, how it ended."""
+        """How each lost worker ended."""
         self._broken_at: float | None = None
-        """Since when workers, none of which is known to be lost, can't go on with each other."""
+        """Since when workers can't go on with each other, although none of them is known to be lost."""
         self._broken, self._begun = False, begun
         self._told: str | None = None
-        """For what it was last said to stand still; "": it was said that the console is away, no more."""
+        """Why the job stood still, when this was last said; "": it was only said that the console is away."""
         self._answered = False
-        """Did it answer, when that was said?"""
+        """Did the console answer, when that was said?"""
         self._due = self._wait = 0.0
 
     def lost(self, worker: str, how: str) -> None:
@@ -346,19 +352,20 @@ class Absence:
         self._broken = True
 
     def trains(self) -> None:
-        """The generation in force does: what was said to be broken was not, as where all were only to form anew."""
+        """Workers train in the generation in force, so nothing is broken, or they only had to connect anew."""
         self._broken = False
 
     def decided(self, members: Collection[str]) -> None:
-        """There is a new generation; those of `members` whose process is lost were lost after that."""
+        """There is a new generation. A lost worker that is a member of it was lost after the decision."""
         self._lost = {worker: how for worker, how in self._lost.items() if worker in members}
         self._broken, self._begun = False, True
 
     def turn(
         self, now: float, away: tuple[float, str] | None, clock: float, refusing: tuple[float, str] | None = None
     ) -> str:
-        """What is to be said now; "": nothing. away: since when the console is, and how that shows; None: it is not.
-        clock: the time of day. refusing: since when it answers, and takes no reports: its disk is full, say."""
+        """Returns what is to be said now; "": nothing. away: since when the console has not answered, and its error;
+        None: it answers. clock: the time of day. refusing: since when it answers, but takes no reports, as when its
+        disk is full."""
         why, since_and_how = self._why(now), away or refusing
         if since_and_how is None:
             back, self._told = self._told is not None, None
@@ -386,8 +393,8 @@ class Absence:
         )
 
     def _why(self, now: float) -> str:
-        """The job can't go on without the console; "": it can."""
-        # Whose loss it was that broke a connection is known a moment later.
+        """Returns why the job can't go on without the console; "": it can."""
+        # When connections break, it becomes known a moment later which worker was lost.
         self._broken_at = None if not self._broken else now if self._broken_at is None else self._broken_at
         if len(self._lost) > 1:
             return f"{names(sorted(self._lost), last=' and ')} are gone"
@@ -405,14 +412,13 @@ def _ago(seconds: float) -> str:
 
 
 class ConsoleCoordination(Coordination):
-    """One whose decisions are the console's.
+    """The coordination of a launcher for which a console decides.
 
-    say: called, from a thread, with the console's sentence when the job does not train and nothing is announced.
-    checkpoint: asked for the checkpoint to go back to when the console says so, for `patience` seconds where it raises
-    OSError. interval: seconds between two posts of the workers' heartbeats. decide: given
-    what is to be done once this launcher may (agent.launcher.processes): on several nodes another may lead by then.
-    saved: what another launcher has `saved`, which this one goes on from; recorded: of that job, the iterations from
-    one to another.
+    say: called in another thread with the console's sentence when the job does not train. checkpoint: returns the
+    checkpoint to go back to when the console says so; it is asked again for `patience` seconds while it raises OSError.
+    interval: seconds between two posts of the workers' heartbeats. decide: given an action, does it as soon as this
+    launcher may (agent.launcher.processes); of several nodes another one may lead by then. saved: what another launcher
+    has `saved`, to go on from; recorded: returns that job's iterations from one number to another.
     """
 
     judges_silence = True
@@ -433,32 +439,33 @@ class ConsoleCoordination(Coordination):
         self._connect, self._path, self._say = connect, f"/jobs/{job_id}", say
         self._job_id, self._decide = job_id, decide
         self._decided: deque[QueuedReport] = deque()
-        """Reports that `decide` has."""
+        """Reports that are with `decide`."""
         newest: tuple[int, int] = (0, 0) if saved is None else (saved["generation"], saved["command"])
         self._generation, self._command = newest
-        """That the launcher was told."""
+        """The newest generation and command that the launcher was told."""
         self._checkpoint, self._patience = checkpoint, patience
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._closing = threading.Event()
-        # Sockets, not a pipe: threads that outlive `close` write to one that is closed, not to a file of somebody else.
+        # Sockets, not a pipe: a thread that outlives `close` then writes to a closed socket, and not to a file that has
+        # got its number since.
         self._woken, self._waking = socket.socketpair()
-        self._using = threading.Lock()  # of the end that other threads write to: it is not closed meanwhile
+        self._using = threading.Lock()  # held while another thread writes, so that its end is not closed meanwhile
         self._woken.setblocking(False)
         self._waking.setblocking(False)
         self.wake_fd = self._woken.fileno()
         self._sender = ReportSender(connect, lambda: self._path, outbox())
         self._absence = Absence(begun=newest[0] > 0)
         self._away: tuple[float, str] | None = None
-        """Since when the console has not answered, and how; as the thread sees it that asks for generations."""
+        """Since when the console has not answered, and its error. Set by the thread that asks for generations."""
         self._there = False
-        """Does one that is away answer, and say that it can do nothing?"""
+        """While it is away: does it answer that it can do nothing?"""
         self._living: frozenset[str] | None = None
-        """Members of the newest generation; None: nobody knows, of one that another launcher was told."""
+        """Members of the newest generation; None: not known, since another launcher was told of it."""
         self._refusal = ""
-        """Why the console took no registration at all, as it was said."""
+        """The console's reason to take no registration at all, which has been said."""
         self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
         self._beats: dict[str, Mapping[str, Any]] = {}
-        """By incarnation, the newest."""
+        """The newest heartbeat of each incarnation."""
         self._phases = Phases(min(interval, PHASE_SECONDS))
         client = connect()
         self._token = client.token
@@ -497,7 +504,7 @@ class ConsoleCoordination(Coordination):
         self._workers.add(registration)
 
     def lives(self, worker: Worker, incarnation: str) -> None:
-        # Its newest heartbeat once more: the console judges by those alone, and would fence it.
+        # Sends its newest heartbeat again: the console judges by heartbeats alone, and would fence it otherwise.
         if incarnation in self._beats:
             self._said.setdefault(incarnation, (str(worker), self._beats[incarnation]))
 
@@ -518,7 +525,7 @@ class ConsoleCoordination(Coordination):
     def failed(self, failure: Failure) -> None:
         cause, worker, incarnation, generation, detail, peer, spare, _ = failure
         if cause != "exit":
-            if generation >= self._generation:  # of an earlier one it is over, and all go on
+            if generation >= self._generation:  # an earlier generation is over, and nothing waits for it
                 self._absence.broken()
         elif self._living is None or str(worker) in self._living:
             self._absence.lost(str(worker), detail)
@@ -600,7 +607,7 @@ class ConsoleCoordination(Coordination):
 
     def poll(self, now: float) -> list[Event]:
         self._tell(now)
-        # First: an event that comes meanwhile is either taken now, or wakes again.
+        # First of all: an event that comes from here on is either taken below, or wakes the launcher again.
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
         out = []
@@ -620,9 +627,9 @@ class ConsoleCoordination(Coordination):
         return out
 
     def close(self, hurried: Callable[[], bool]) -> None:
-        """Delivers what is queued, and says so where that takes long and where it is in vain.
+        """Delivers what is queued. Says so if this takes long, and if it fails.
 
-        hurried: while it holds, STOPPED_TIMEOUT_SECONDS are enough, otherwise it is ENDED_TIMEOUT_SECONDS.
+        hurried: while it returns True, STOPPED_TIMEOUT_SECONDS are enough; otherwise it is ENDED_TIMEOUT_SECONDS.
         """
         begin = time.monotonic()
         self._closing.set()
@@ -642,8 +649,8 @@ class ConsoleCoordination(Coordination):
             self._waking.close()
 
     def _tell(self, now: float) -> None:
-        """What all workers have said in a turn of the launcher is passed on together: a launcher that stood still has
-        heard all of them when it tells the console of any."""
+        """Passes on, together, all that workers have said in one turn of the launcher. So a launcher that stood still
+        has heard all its workers before it tells the console of any of them."""
         said, self._said = self._said, {}
         if said:
             self._workers.heard(said)
@@ -661,7 +668,7 @@ class ConsoleCoordination(Coordination):
 
     def _put(self, event: Event) -> None:
         self._events.put(event)
-        with self._using, contextlib.suppress(OSError):  # full, so readable already; or closed
+        with self._using, contextlib.suppress(OSError):  # full, and so readable already; or closed
             self._waking.send(b"!")
 
     def _follow_generations(self) -> None:
@@ -670,7 +677,7 @@ class ConsoleCoordination(Coordination):
         said = ""
         while not self._closing.is_set():
             try:
-                # One that was away is asked without a wait: that it answers again is to be known at once.
+                # A console that was away is asked without a wait, to find out at once that it answers again.
                 away = self._away is not None
                 found = next_deployment(client, self._path, generation, plans, 0.0 if away else SAY_WHY_NOT_SECONDS)
                 backoff.reset()
@@ -687,7 +694,7 @@ class ConsoleCoordination(Coordination):
             except ConsoleRefused as refusal:
                 self._put(Halt(f"the console refused: {refusal}"))
                 return
-            except Exception as error:  # nobody would ever hear of a generation again
+            except Exception as error:  # with this thread gone, the launcher would never hear of a generation again
                 traceback.print_exc()
                 self._put(Halt(f"generations can't be followed any more: {type(error).__name__}: {error}"))
                 return
@@ -701,21 +708,21 @@ class ConsoleCoordination(Coordination):
         return Deploy(deployment, plan, restore)
 
     def _say_who_is_refused(self, answer: BatchReply | ConsoleRefused) -> None:
-        """A console of another version takes no worker, and nothing would ever begin. What it has against one of them
-        alone is the launcher's to know, not people's."""
+        """Says that the console refuses all workers, as one of another version does: the job would never begin. A
+        refusal of a single worker is not said: the launcher handles it."""
         if isinstance(answer, ConsoleRefused) and str(answer) != self._refusal:
             self._refusal = str(answer)
             self._say(f"warning: the console takes no new workers: {self._refusal}")
 
     def _say_why_not(self, client: ConsoleClient, generation: int, said: str) -> str:
-        """Passes on, once, why the job stands still; returns what was said. generation: the newest that is known."""
+        """Says once why the job stands still, and returns what was said. generation: the newest that is known."""
         try:
             status = client.get(self._path, JobStatus)
-        except ConsoleRefused:  # it is for people to read: no reason to end the job
+        except ConsoleRefused:  # the sentence is only for people, so this is no reason to end the job
             return said
         if status is None or status.state in (JobState.RUNNING, JobState.FINISHED, JobState.STOPPED):
             return ""
-        if status.generation > generation:  # it has opened since, and nobody can have taken it up
+        if status.generation > generation:  # a newer generation has opened meanwhile, which nobody has taken up yet
             return said
         if status.sentence != said:
             self._say(f"{'warning: ' if status.state is JobState.HALTED else ''}{status.sentence}")
