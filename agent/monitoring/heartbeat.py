@@ -1,8 +1,8 @@
 """What a console is told of worker processes: registrations, heartbeats, acknowledgements, logs, measured ops.
 
-One thread for all workers of a launcher, or for the one of a Reporter. It never holds up training: whoever reports only
-leaves a message, in bounded memory. A console that is down costs nothing; what was not delivered is sent when it is
-back, oldest first.
+One thread, `WorkerReports`, reports all workers of a launcher, or the one worker of a Reporter. It never delays the
+training: whoever reports only leaves a message, in bounded memory. What could not be delivered while the console was
+down is sent when it is back, oldest first.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ M = TypeVar("M", bound=Message)
 
 QUEUE = 1000
 STALE_SECONDS = 2.0
-"""What a worker has said of itself is no sign of life after so long, or after two heartbeats."""
+"""After so long, or after two intervals if these are longer, what a worker has said is no longer a sign of life."""
 ENDED = 100
-"""Processes that have ended whose last lines are kept for a console that is away."""
+"""How many ended processes have their last lines kept for a console that is away."""
 LAST = "draining"
-"""The phase of a worker that is through: said once more at the end, so that what follows is not taken for a death."""
+"""The phase of a worker that has finished. It is sent again at the end, so that silence is not taken for a death."""
 
 
 @dataclass
 class Status:
-    """What a heartbeat says; written by the training thread, read by the reporting one.
+    """The contents of heartbeats. The training thread writes them, and the reporting thread reads them.
 
-    times: of the ops that run here; timeline: of one iteration's, where somebody records them. progress: what the
-    training thread is at."""
+    times: of the ops that run here. timeline: of one iteration's ops, if somebody records them. progress: what the
+    training thread is doing."""
 
     generation: int = 0
     iteration: int = 0
@@ -73,7 +73,7 @@ class Status:
     progress: OpProgress = field(default_factory=OpProgress)
 
     def take(self) -> dict[str, Any]:
-        """Fields of the next Heartbeat, as JSON has them; op times start anew."""
+        """Returns the fields of the next Heartbeat, in JSON form. The op times start anew."""
         doing = self.progress.current()
         return {
             "generation": self.generation,
@@ -87,7 +87,8 @@ class Status:
 
 @dataclass
 class _ReportedProcess:
-    """One worker process. said: fields of its newest Heartbeat, None once that is posted; said_at: when it said so."""
+    """A process that is reported. said: the fields of its next Heartbeat, None once that is posted. said_at: when the
+    process said this. worker: its present place, which may differ from the registration's."""
 
     registration: Registration
     log: LogTail = field(default_factory=LogTail)
@@ -99,12 +100,12 @@ class _ReportedProcess:
 
 
 class WorkerReports(threading.Thread):
-    """Reports worker processes to the console until `stop`. Everything but `run` may be called from any thread, and
-    returns at once.
+    """Reports worker processes to the console until `stop`. All methods but `run` may be called in any thread, and
+    return at once: this thread sends.
 
-    fenced: called with an incarnation when the console says that it no longer counts. measure: called with an
-    iteration whose ops are to be recorded, again until they are. gather: called before each batch of heartbeats.
-    registered: called with what the console answers to registrations; those that it refuses are tried again.
+    fenced: called with an incarnation when the console says that it no longer counts. measure: called with an iteration
+    whose ops are to be recorded, again and again until they are. gather: called before each batch of heartbeats.
+    registered: called with the console's answer to registrations. Refused registrations are tried again.
     """
 
     def __init__(
@@ -123,9 +124,9 @@ class WorkerReports(threading.Thread):
         self._fenced, self._measure, self._gather, self._registered = fenced, measure, gather, registered
         self._processes: dict[str, _ReportedProcess] = {}
         self._ended: deque[_ReportedProcess] = deque(maxlen=ENDED)
-        """Those whose last lines wait to be posted."""
+        """Ended processes whose last lines wait to be posted."""
         self._logs_from = ""
-        """The process whose lines are posted next."""
+        """The incarnation of the process whose lines are posted next."""
         self._lock = threading.Lock()
         self._outbox: Outbox[Acknowledgements | FailureReport] = Outbox(QUEUE)
         self._measured: Outbox[tuple[dict[str, Any], Offset]] = Outbox(QUEUE)
@@ -134,14 +135,15 @@ class WorkerReports(threading.Thread):
     # -- what is reported -----------------------------------------------------------------------
 
     def add(self, registration: Registration, *, seq: int = 0, worker: str = "") -> None:
-        """Of a process, from now on. seq: of its newest heartbeat. worker: its place, if it has another by now."""
+        """Reports a process from now on. seq: the number of its newest heartbeat. worker: its place, if that has
+        changed since the registration."""
         with self._lock:
             place = worker or registration.worker
             self._processes[registration.incarnation] = _ReportedProcess(registration, worker=place, seq=seq)
         self._wake.set()
 
     def saved(self) -> list[dict[str, Any]]:
-        """What `add` is given where another launcher goes on."""
+        """Returns what another launcher that takes over must call `add` with."""
         with self._lock:
             return [
                 {"registration": p.registration.model_dump(mode="json"), "seq": p.seq, "worker": p.worker}
@@ -149,14 +151,14 @@ class WorkerReports(threading.Thread):
             ]
 
     def remove(self, incarnation: str) -> None:
-        """It has ended. What it wrote last often says why, and is still posted."""
+        """Ends the reports of a process that has ended. Its last lines, which often say why, are still posted."""
         with self._lock:
             if (process := self._processes.pop(incarnation, None)) is not None:
                 self._ended.append(process)
 
     def heard(self, said: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
-        """What processes have said of themselves since the last call: by incarnation, their place and the fields of a
-        Heartbeat. What is given together is posted together."""
+        """Takes what processes have said since the last call: for each incarnation, its place and the fields of a
+        Heartbeat. What comes in one call is posted together."""
         now = time.monotonic()
         with self._lock:
             for incarnation, (worker, fields) in said.items():
@@ -166,12 +168,12 @@ class WorkerReports(threading.Thread):
                     process.seq += 1
 
     def acknowledge(self, acknowledgements: Sequence[Acknowledgement]) -> None:
-        """All of the same step."""
+        """Queues acknowledgements, all of the same step."""
         for at in range(0, len(acknowledgements), BATCH):
             self._put(Acknowledgements(acknowledgements=tuple(acknowledgements[at : at + BATCH])))
 
     def broken(self, worker: str, incarnation: str, generation: int, detail: str, peer: str = "") -> None:
-        """A transfer of `worker` with `peer` ("": not known) broke in `generation`."""
+        """Queues a report that a transfer of `worker` with `peer` ("": not known) broke in `generation`."""
         self._put(
             FailureReport(
                 worker=peer or worker,
@@ -184,31 +186,32 @@ class WorkerReports(threading.Thread):
         )
 
     def wrote(self, incarnation: str, lines: Iterable[tuple[float, str]], skipped: int) -> None:
-        """Lines with their POSIX seconds, and how many were dropped before them."""
+        """Takes lines that a process has written, each with its POSIX time in seconds. skipped: how many lines before
+        them were dropped."""
         with self._lock:
             process = self._processes.get(incarnation)
         if process is not None:
             process.log.extend(lines, skipped)
 
     def measured(self, fields: dict[str, Any], clock: Offset) -> None:
-        """Of a MeasuredOps. clock: from its process's to this one's."""
+        """Takes the fields of a MeasuredOps. clock: the offset from its process's clock to this one's."""
         self._measured.put((fields, clock))
 
     def stop(self) -> None:
-        """Ends the thread after what is queued has been tried once."""
+        """Ends the thread after it has tried once to send what is queued."""
         self._stop_asked.set()
         self._wake.set()
 
     # -- the thread -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        # Never longer than between heartbeats: to a console that is back, silence would look like a death.
+        # No longer than the heartbeat interval: to a console that is back, silence would look like a death.
         backoff = Backoff(min(0.2, self._interval), min(5.0, self._interval))
         due = 0.0
         while True:
             try:
                 self._register()
-                # Before what may take the console long: a report that hangs in its database is no silence.
+                # Heartbeats come first. Other posts may hang in the console's database, and would look like silence.
                 beats = (now := time.monotonic()) >= due and not self._stop_asked.is_set()
                 if beats:
                     self._gather()
@@ -232,12 +235,12 @@ class WorkerReports(threading.Thread):
             except ConsoleRefused:
                 if self._stop_asked.is_set():
                     return
-                # The whole of it (an unknown job, say): the same again would be, too.
+                # All of it was refused, as for an unknown job, and would be again at once.
                 wait = backoff.seconds()
             self.pause(wait)
 
     def pause(self, seconds: float) -> None:
-        """Between two turns of `run`: until there is something to say, or so long."""
+        """Waits between two turns of `run`, until there is something to send, or for so many seconds."""
         self._wake.wait(seconds)
         self._wake.clear()
 
@@ -256,7 +259,7 @@ class WorkerReports(threading.Thread):
             message = Registrations(registrations=tuple(process.registration for process in part))
             try:
                 reply = self._client.post(f"{self._path}/workers", message, BatchReply)
-            except ConsoleRefused as refusal:  # the heartbeats of others wait for none of it
+            except ConsoleRefused as refusal:  # not raised: the heartbeats of other workers must not wait for this
                 self._registered(refusal)
                 return
             assert reply is not None
@@ -267,11 +270,11 @@ class WorkerReports(threading.Thread):
             self._registered(reply)
 
     def _of_one(self, incarnation: str, route: str, message: Any) -> None:
-        """Posts what one process has to say. Raises ConsoleUnavailable."""
+        """Posts a message of one process. Raises ConsoleUnavailable."""
         try:
             self._client.post(f"{self._path}/{route}", message)
         except ConsoleRefused as refusal:
-            self._refused(incarnation, refusal)  # out of date by now; the next message may not be
+            self._refused(incarnation, refusal)  # this message is out of date; the next one may not be
 
     def _refused(self, incarnation: str, refusal: ConsoleRefused) -> None:
         if refusal.problem.code == "fenced":
@@ -294,7 +297,7 @@ class WorkerReports(threading.Thread):
         made = [(process, said, _read(Heartbeat, {**said, **own})) for process, said, own in heard]
         for process, said, beat in made:
             if beat is None and process.said is said:
-                process.said = None  # it must not spoil the next one
+                process.said = None  # it is invalid, and must not be merged into the next one
         speak = [(process, said) for process, said, beat in made if beat is not None]
         beats = [beat for _, _, beat in made if beat is not None]
         for at in range(0, len(beats), BATCH):
@@ -314,7 +317,7 @@ class WorkerReports(threading.Thread):
                 self._fence(incarnations[refused.index])
 
     def _deliver(self, due: float) -> None:
-        """Reports that wait, oldest first; of many no more than there is time for until the next heartbeats."""
+        """Sends queued reports, oldest first, for as long as there is time until the next heartbeats."""
         while (message := self._outbox.take()) is not None:
             if isinstance(message, FailureReport):
                 self._of_one(message.incarnation, "failures", message)
@@ -323,17 +326,17 @@ class WorkerReports(threading.Thread):
                     reply = self._client.post(f"{self._path}/acknowledgements", message, BatchReply)
                     self._look_at(reply, [a.incarnation for a in message.acknowledgements])
                 except ConsoleRefused:
-                    pass  # out of date by now
+                    pass  # they are out of date
             self._outbox.sent()
             if self._is_late(due):
                 return
 
     def _is_late(self, due: float) -> bool:
-        """Is it time for heartbeats? What is left waits for the next turn."""
+        """Is it time for heartbeats? Then the rest waits for the next turn."""
         return time.monotonic() >= due and not self._stop_asked.is_set()
 
     def _post_measured(self, due: float) -> None:
-        """What the console has asked to be measured, if it is there; as `_deliver`."""
+        """Posts the ops that the console has asked for, for as long as there is time, as `_deliver` does."""
         offset: Offset | None = None
         while (taken := self._measured.take()) is not None:
             fields, clock = taken
@@ -348,8 +351,8 @@ class WorkerReports(threading.Thread):
                 return
 
     def _post_logs(self, due: float) -> None:
-        """A post for each process that has written something; as `_deliver`, and from there on where the last turn
-        stopped."""
+        """Posts the lines of each process that has written some, for as long as there is time. It begins where the last
+        turn stopped."""
         with self._lock:
             living = list(self._processes.values())
             first = next((at for at, p in enumerate(living) if p.registration.incarnation == self._logs_from), 0)
@@ -381,16 +384,16 @@ class WorkerReports(threading.Thread):
 
 
 def with_op_times(older: Mapping[str, Any], newer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a process says of itself, with the op times of what it said before, which is not posted: they start anew
-    each time that it says something."""
+    """Adds to a heartbeat the op times of the one before, which was not posted: each heartbeat has only the op times
+    since the one before."""
     before, since = older.get("op_milliseconds"), newer.get("op_milliseconds")
     if not isinstance(before, dict) or not isinstance(since, dict):
-        return newer  # no console takes it
+        return newer  # invalid, and refused later
     return {**newer, "op_milliseconds": {**before, **since}}
 
 
 def _read(kind: type[M], fields: Mapping[str, Any]) -> M | None:
-    """None: no console takes that. What one process says wrongly must not silence the others of its launcher."""
+    """Returns a message; None if it is invalid. A wrong message of one process must not silence the others."""
     try:
         return kind.model_validate(fields)
     except ValidationError:
@@ -398,12 +401,13 @@ def _read(kind: type[M], fields: Mapping[str, Any]) -> M | None:
 
 
 def measured_ops(recorded: IterationTimeline, worker: str, incarnation: str) -> MeasuredOps | None:
-    """What is posted of a recorded iteration, with no offset yet; None: it is too long, in ops or in days."""
+    """Returns the message about a recorded iteration, without a clock offset; None if it has too many ops, or lasted
+    too long."""
     if len(recorded.ops) > MEASURED_OPS:
         return None
     begin = [end - seconds for end, seconds in zip(recorded.ends, recorded.seconds, strict=True)]
     first = min(begin)
-    # Rounded apart from its start, a duration may reach a microsecond into the op that follows at once.
+    # Start and end are rounded, not the duration: else an op could end a microsecond after the next one begins.
     starts, ends = ([round((at - first) * 1e6) for at in times] for times in (begin, recorded.ends))
     fields = {
         "worker": worker,
@@ -424,7 +428,7 @@ def measured_ops(recorded: IterationTimeline, worker: str, incarnation: str) -> 
 
 
 def resident_bytes() -> int:
-    """Memory this process holds, in bytes; 0 where the system does not say."""
+    """Returns the bytes of memory that this process holds; 0 where the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

@@ -1,12 +1,12 @@
-"""What a worker is at: evidence of life, and when each op ran.
+"""What a worker is doing: evidence of life, and when each op ran.
 
-Evidence of life tells a worker that is slow, at work or suspended from one that hangs or is gone. No torch, no threads,
-and no clock but those that are given. A silence means something only to one who could have heard, and of one who could
-have spoken: time in which either did not get to run (a suspended process group, a frozen cgroup, a callback that takes
-half a minute, a machine that sleeps) is held against nobody.
+Evidence of life tells a worker that is slow, busy or suspended from one that hangs or is gone. This file has no torch,
+no threads, and no clocks but those that are given. A silence counts only if the listener could have heard, and the
+other one could have spoken. So time in which either did not get to run counts against nobody: a suspended process
+group, a frozen cgroup, a callback that takes half a minute, a machine that sleeps.
 
-An iteration's ops are recorded when the console has asked for it by its number, ahead of time, so that all workers
-record the same one; any other costs a comparison per op.
+The ops of an iteration are recorded if the console has asked for it by number, before it begins, so that all workers
+record the same iteration. In any other iteration this costs a comparison per op.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class IterationTimeline:
-    """One whole iteration. ops: in the order they ran. ends, seconds: of each, on this process's
-    monotonic clock; seconds is what it took on the device, waiting for inputs not counted."""
+    """The ops of one whole iteration, in the order they ran. ends: of each, on this process's monotonic clock. seconds:
+    what each took on the device, without waiting for inputs."""
 
     generation: int
     iteration: int
@@ -47,9 +47,9 @@ class IterationTimeline:
 
 
 class Timeline:
-    """Filled by the training thread; `want` and `take` are for the reporting one.
+    """Records the ops of an iteration. The training thread fills it; the reporting thread calls `want` and `take`.
 
-    generation: the one that the iterations to come belong to. recording: is this iteration wanted?
+    generation: the generation of the iterations to come. recording: is this iteration wanted?
     """
 
     def __init__(self) -> None:
@@ -63,17 +63,17 @@ class Timeline:
         self._done: deque[IterationTimeline] = deque(maxlen=1)
 
     def want(self, iteration: int) -> None:
-        """Asks for an iteration that has not begun; said again, or too late, it changes nothing."""
+        """Asks for an iteration that has not begun. To ask again, or too late, has no effect."""
         self._wanted = iteration
 
     def take(self) -> IterationTimeline | None:
-        """What was asked for, once it is there; once."""
+        """Returns the iteration that was asked for, once, when it is complete; else None."""
         return self._done.pop() if self._done else None
 
     # -- the training thread --------------------------------------------------------------------
 
     def begin(self, iteration: int, ops: int) -> None:
-        """Iteration `iteration` begins, of so many ops, all of which run here; 0: not all of them will."""
+        """An iteration begins. ops: how many it has, all of which will run here; 0: not all of them will."""
         self.recording = iteration == self._wanted and ops > 0
         if self.recording:
             self._iteration, self._count = iteration, 0
@@ -81,13 +81,13 @@ class Timeline:
                 self._ends, self._seconds = array("d", bytes(8 * ops)), array("d", bytes(8 * ops))
 
     def add(self, end: float, seconds: float) -> None:
-        """The next op has ended. Only while `recording`."""
+        """The next op has ended. Call it only while `recording`."""
         self._ends[self._count] = end
         self._seconds[self._count] = seconds
         self._count += 1
 
     def finish(self, ops: Sequence[Op]) -> None:
-        """The iteration that `begin` spoke of is done, with these ops."""
+        """The iteration of `begin` is done. ops: those that have run."""
         if self.recording:
             self.recording, self._wanted = False, _NONE
             if self._count == len(ops):
@@ -98,13 +98,13 @@ class Timeline:
                 )
 
     def drop(self) -> None:
-        """The iteration in flight is abandoned, or its numbers count no more."""
+        """The iteration under way is given up, or its times do not count."""
         self.recording = False
 
 
 @dataclass
 class OpSeconds:
-    """Seconds spent per op kind since the last `take`; waiting for inputs does not count."""
+    """Seconds spent per op kind since the last `take`, without waiting for inputs."""
 
     total: dict[str, float] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class OpSeconds:
         self.count[kind] = self.count.get(kind, 0) + 1
 
     def take(self) -> dict[str, float]:
-        """Mean milliseconds per kind; starts anew."""
+        """Returns the mean milliseconds per kind, and starts anew."""
         total, count = self.total, self.count
         self.total, self.count = {}, {}
         return {kind: 1000 * total[kind] / count[kind] for kind in total if kind in count}
@@ -125,58 +125,58 @@ class OpSeconds:
 Clock = Callable[[], float]
 
 AT_REST, WAITING, DATA, VALIDATION, LEAVING = "", "waiting", "data", "validation", "leaving"
-"""What a training thread is at, beside its ops: nothing in hand; waiting for a peer; loading a micro-batch; settling
-the step before; dropping an iteration."""
+"""What a training thread may be doing, beside ops: nothing; waiting for a peer; loading a micro-batch; validating the
+step before; giving up an iteration."""
 LIMITED = frozenset({"F", "I", "W", "B", "O", DATA, VALIDATION, LEAVING})
-"""What has a limit. Waiting for a peer, forming groups, state that is handed over and checkpoints have none here: they
-have time-outs of their own, or end with their peer."""
+"""What has a time limit here. Waiting for a peer, forming groups, hand-over of state and checkpoints do not: they have
+time-outs of their own, or end with their peer."""
 STALLS = 64
-"""So many of a process's own are remembered, the newest."""
+"""How many stalls of a process are remembered, the newest ones."""
 
 
 def boot_clock() -> float:
-    """Monotonic seconds that go on while the machine is suspended, where the system has such a clock."""
+    """Returns monotonic seconds. They go on while the machine is suspended, where the system has such a clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 MOST_OF_A_TURN = 2.0
-"""Seconds that a turn of a launcher's loop may take: one that takes longer stood still."""
+"""Seconds that one turn of a launcher's loop may take. If it takes longer, the launcher stood still."""
 
 
 class LoopLag:
-    """Of a loop that asks to run every so often: how much later than that it did."""
+    """Measures how much later than it meant to a loop runs."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._at = clock()
 
     def late(self, asked: float) -> float:
-        """Seconds since the call before, beyond the `asked` ones; 0 or more."""
+        """Returns the seconds since the last call beyond the `asked` ones; at least 0."""
         now = self._clock()
         before, self._at = self._at, now
         return max(0.0, now - before - asked)
 
 
 class Silences:
-    """What a judge that listens to several others holds for a silence. Times are seconds of one monotonic clock.
+    """Measures silences, for a judge that listens to several others. Times are seconds of one monotonic clock.
 
-    pause: after so many seconds without hearing anybody it is the judge, or all of them, that did not get to run.
-    All silences begin anew then: when the judge runs again, and when somebody is heard again. Who is woken
-    later than the others has all of its time.
+    pause: if the judge has heard nobody for so many seconds, it was the judge, or all the others, that did not get to
+    run. Then all silences begin anew: when the judge runs again, and when somebody is heard again. So one that gets to
+    run later than the others still has all of its time.
     """
 
     def __init__(self, pause: float, now: float) -> None:
         self.pause = pause
         self.since = now
-        """No silence began before."""
+        """No silence counts from before this time."""
         self.nobody_heard = 0.0
-        """For how many seconds there has been no word from anybody; 0: somebody was heard lately."""
+        """Seconds without a word from anybody; 0: somebody was heard lately."""
 
     def turn(self, now: float, late: float, heard: Iterable[float]) -> bool:
-        """One look at all of them, after everything that waited has been heard; does it mean anything?
+        """Looks at all of them, after all that has arrived was heard. Returns whether silences mean anything now.
 
-        late: seconds by which the judge was later to look than it meant to. heard: when each of those who should
-        speak did so last.
+        late: by how many seconds the judge looks later than it meant to. heard: for each that should speak, when it was
+        heard last.
         """
         if late > self.pause:
             self.since = now
@@ -193,15 +193,15 @@ class Silences:
         return True
 
     def of(self, heard: float, now: float) -> float:
-        """Seconds that count, of one who was heard last at `heard`."""
+        """Returns the seconds of silence that count, for one that was last heard at `heard`."""
         return max(0.0, now - max(heard, self.since))
 
 
 class OpProgress:
-    """What one worker's training thread is at, and what its ops have taken at most. No locks: `at` and `waiting` are
-    the training thread's, `beat` that of one other thread, and `current` anybody's.
+    """What one worker's training thread is doing, and the longest time of each kind of op. There are no locks: the
+    training thread calls `at` and `waiting`, one other thread calls `beat`, and any thread calls `current`.
 
-    Ops of the first iteration are not counted, in which they may be compiled.
+    Ops of the first iteration do not count, since they may be compiled in it.
     """
 
     def __init__(self, timeouts: Timeouts | None = None, clock: Clock = time.monotonic) -> None:
@@ -217,7 +217,7 @@ class OpProgress:
     # -- the training thread --------------------------------------------------------------------
 
     def at(self, kind: str, index: tuple[int, int] | None = None) -> None:
-        """What it was at has ended; it begins with this."""
+        """The thread begins with `kind`, and what it did before has ended. index: of an op's micro-batch."""
         now = self._clock()
         before, _, since = self._now
         self._now = kind, index, now
@@ -228,7 +228,7 @@ class OpProgress:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """For a peer, in the middle of what it is at."""
+        """Marks the block as waiting for a peer, in the middle of what the thread is doing."""
         kind, index, _ = self._now
         self.at(WAITING)
         try:
@@ -237,18 +237,19 @@ class OpProgress:
             self.at(kind, index)
 
     def warmed_up(self) -> None:
-        """A whole iteration has been run: the ops of those to come are counted."""
+        """A whole iteration has been run. From now on ops are counted."""
         self._warm = True
 
     def forget(self) -> None:
-        """What was measured is of another place."""
+        """Forgets what was measured, which belongs to another place."""
         self._warm = False
         self._longest, self._candidates = {}, {}
 
     # -- the thread that beats ------------------------------------------------------------------
 
     def beat(self, late: float) -> Doing:
-        """late: seconds, up to now, in which this process did not get to run."""
+        """Takes over new longest times, and returns what the thread is doing. late: seconds, up to now, in which this
+        process did not get to run."""
         now = self._beaten = self._clock()
         if late > ALIVE_SECONDS:
             self._stalls.append((now - late, now))
@@ -266,23 +267,23 @@ class OpProgress:
         return Doing(kind=kind, pipeline=pipeline, micro_batch=micro_batch, seconds=seconds, limit=self.limit(kind))
 
     def limit(self, kind: str) -> float | None:
-        """Seconds that it may be at `kind`; None: that has no limit."""
+        """Returns the seconds that the thread may spend on `kind`; None: there is no limit."""
         if kind not in LIMITED:
             return None
         longest = self._longest.get(kind)
         limit = self._first if longest is None else max(self._least, TIMES_LONGEST * longest)
-        # Now and then a step is undone and taken anew, which is no glance at it any more.
+        # Now and then a validation undoes a step and takes it anew, which may take as long as a step.
         return max(limit, self.limit("O") or 0.0) if kind == VALIDATION else limit
 
     @property
     def longest_limit(self) -> float:
-        """Of any op that has been measured: who is not heard may be at any."""
+        """The longest limit of any measured op. It holds for a worker that is not heard: it may be running any op."""
         return max((self.limit(kind) or 0.0 for kind in list(self._longest)), default=self._first)
 
     def stood_still(self, seconds: float) -> float:
-        """Of the last so many, those in which this process did not get to run."""
+        """Returns for how many of the last `seconds` this process did not get to run."""
         now = self._clock()
-        # Whoever is woken before the thread that beats sees the gap first.
+        # A thread that is woken before the one that beats sees the gap first.
         unseen = max(0.0, now - self._beaten - 2 * ALIVE_SECONDS)
         return self._stalled(now - seconds, now) + min(unseen, seconds)
 
@@ -292,7 +293,7 @@ class OpProgress:
 
 @dataclass(frozen=True)
 class Activity:
-    """What the system says of a process. state: R, S, D, T, ... of its main thread. ticks: processor time so far."""
+    """What the system says of a process. state: of its main thread (R, S, D, T, ...). ticks: processor time so far."""
 
     state: str
     ticks: int
@@ -302,12 +303,12 @@ class Activity:
         return self.state in ("T", "t")
 
     def lives_since(self, before: Activity | None) -> bool:
-        """Does it run, wait for a disk, or has it computed since then?"""
+        """Does it run or wait for a disk, or has it computed since `before`?"""
         return self.state in ("R", "D") or (before is not None and self.ticks > before.ticks)
 
 
 def activity(pid: int) -> Activity | None:
-    """Of a process of this machine; None where that can't be known."""
+    """Returns the activity of a process on this machine; None where that can't be known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return Activity(fields[0], int(fields[11]) + int(fields[12]))
@@ -317,16 +318,16 @@ def activity(pid: int) -> Activity | None:
 
 # -- where the threads of this process stand ---------------------------------------------------------
 
-# For who has to find out why this process does not do what it was told.
+# For people who have to find out why this process does not do what it was told.
 
 FRAMES = 4
-"""Innermost first, of each thread."""
+"""How many frames of each thread are shown, the innermost first."""
 
 
 def thread_stacks() -> str:
-    """One sentence: `MainThread at group.py:62 wait < transfers.py:96 receive < ...; launcher-pipe at ...`.
+    """Returns a sentence: `MainThread at group.py:62 wait < transfers.py:96 receive < ...; launcher-pipe at ...`.
 
-    Of this process's Python threads but the one that asks; what a library does inside is not seen.
+    It has all Python threads of this process except the calling one. What a library does inside is not seen.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     mine = threading.get_ident()
@@ -338,11 +339,11 @@ def thread_stacks() -> str:
 
 
 LONGEST_SAID = 700
-"""Characters of what an exception says: it may have a whole tensor in it."""
+"""At most so many characters of an exception's text: it may have a whole tensor in it."""
 
 
 def describe_exception(error: BaseException) -> str:
-    """An exception in a line, and where in the user's own code it came about: `, at model.py:12 in forward`."""
+    """Returns an exception in a line, and where in the user's own code it arose: `, at model.py:12 in forward`."""
     own = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if in_user_code(frame)]
     place = "".join(f", at {code.co_filename}:{line} in {code.co_name}" for code, line in own[-1:])
     try:
