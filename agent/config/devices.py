@@ -1,7 +1,7 @@
-"""What workers compute on and how: devices, the precision by its name, and the seed of every random number.
+"""What workers compute on: devices, precision by name, the seed of every random number, and the memory there is.
 
-Randomness belongs to the micro-batch, never to the worker that happens to run it (`seed_for`). torch is imported only
-where a function needs it.
+Random numbers belong to the micro-batch, never to the worker that happens to run it (`seed_for`). torch is imported
+only in the functions that need it.
 
 The CUDA path has been run on one GPU, by several workers: see agent.transport.group. `python -m tests.gpu` runs it.
 """
@@ -35,22 +35,22 @@ Autocast = Literal["bf16", "fp16"]
 
 
 def seed_for(*parts: int | str) -> int:
-    """A 63-bit seed that depends on every part and on nothing else.
+    """Returns a 63-bit seed that depends on every part and on nothing else.
 
-    Typical parts: purpose, job seed, iteration, pipeline, micro-batch, stage. Equal parts give the
-    equal seed in every process, on every machine.
+    Typical parts: purpose, job seed, iteration, pipeline, micro-batch, stage. Equal parts give equal seeds in every
+    process, on every machine.
     """
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def mesh_names(dimensions: int) -> tuple[str, ...]:
-    """Of the dimensions of the mesh of a worker's ranks. dp: over which micro-batches are divided."""
+    """Returns the names of the dimensions of a mesh of a worker's ranks. Micro-batches are divided over `dp`."""
     return ("ranks",) if dimensions == 1 else ("dp", "tp")
 
 
 def _rows_of(mesh: str) -> tuple[int, int]:
-    """Raises InputError."""
+    """Returns the sizes in a text such as 2x4. Raises InputError."""
     found = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", mesh)
     if found is None:
         raise InputError("mesh", mesh, "rows x ranks in each, such as 2x4")
@@ -66,39 +66,39 @@ Kind = Literal["cpu", "cuda"]
 Transport = Literal["tagged", "ordered"]
 
 CUDA_ENVIRONMENT = {
-    # Failures are found by the launcher and the console; torch's own handling would end the process.
+    # The launcher and the console find failures. torch's own handling would end the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    # Its monitor ends a process whose watchdog stands still, as it may while a group is aborted.
+    # torch's monitor ends a process whose watchdog stands still, which can happen while a group is aborted.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # Nor is anything to be written when an operation is ended, as at every death.
+    # No dump when an operation is aborted, which happens at every death.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # An error of the device is told by the op that meets it; torch's would end the process before that is said.
+    # The op that meets an error of the device reports it. torch would end the process before that.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # All of a communicator is connected when it is made, and nothing with the first sum that is large: to connect is
-    # to wait for the others, in an op that they may wait for.
+    # Connect everything when a communicator is made, and not with the first large sum: to connect is to wait for the
+    # other ranks, in an op that they may be waiting for.
     "NCCL_RUNTIME_CONNECT": "0",
-    # Each stream has a queue of its own, so that a kernel that waits for a peer holds up no other's.
+    # Each stream has its own queue, so that a kernel which waits for a peer holds up no other stream.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # cuBLAS gives the same bits again only with a workspace of fixed size.
+    # cuBLAS gives the same bits again only if its workspace has a fixed size.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # From NCCL 2.30 on, several ranks may be on one GPU; those before refuse that, and don't know this.
+    # From NCCL 2.30 on, several ranks may share a GPU. Earlier versions refuse that, and ignore this variable.
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
 }
 OVER_NCCL_ENVIRONMENT = {
-    # No launch may wait until all that the GPU was given is done: a receive may be among it whose message depends on
-    # what is launched after. So a library's kernels are loaded when it is first used, and not each with its own first
-    # use, which takes a start 6 s, and 1 GiB of the GPU's memory (H100);
+    # No launch of a kernel may wait for all earlier work of the GPU: that may include a receive whose message depends
+    # on what is launched next. So all kernels of a library are loaded when it is first used, not each at its own first
+    # use. This makes a start 6 s longer, and takes 1 GiB of the GPU's memory (H100).
     "CUDA_MODULE_LOADING": "EAGER",
-    # and no launch waits for its own end, as somebody may have it to find a fault.
+    # For the same reason no launch may wait for its own end. Somebody may have set this to find a fault.
     "CUDA_LAUNCH_BLOCKING": "0",
 }
 SHARED_GPU_ENVIRONMENT = {
-    # Kernels of all ranks of a GPU wait for each other, so none may take much of it; NVLS can't be shared.
+    # Kernels of all ranks of a GPU wait for each other, so none may use much of the GPU. NVLS can't be shared.
     "NCCL_MAX_CTAS": "1",
     "NCCL_NVLS_ENABLE": "0",
 }
-"""Of all workers where some are not alone on their GPU, since NCCL wants the same of all; what is set already stays."""
+"""Set in all workers if some share a GPU, since NCCL needs the same in all. A variable that is set already stays."""
 SHARING_NCCL = (2, 30)
 
 
@@ -140,17 +140,18 @@ class Platform(OptionGroup):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the mesh of a worker's ranks."""
+        """The shape of the mesh of a worker's ranks."""
         return (self.ranks_per_worker,) if self.mesh is None else _rows_of(self.mesh)
 
     @property
     def carrier(self) -> Transport:
-        """The transport: `tagged`, by a tag, in any order; `ordered`, by their order alone, which is all NCCL has."""
+        """The transport: `tagged` finds messages by tags, in any order; `ordered` by order alone, as NCCL must."""
         return self.transport or ("tagged" if self.device == "cpu" else "ordered")
 
     def check(self, workers: int) -> str:
-        """Returns a sentence where ranks share GPUs. Imports torch for any device but the CPU. Raises InputError
-        unless this node can run so many. workers: the ranks on it, so the workers where each has one."""
+        """Raises InputError unless this node can run so many ranks. Returns a sentence if they share GPUs, else "".
+        workers: the number of ranks on this node, which is that of workers where each has one rank. Imports torch for
+        any device but the CPU."""
         if self.device == "cpu":
             return ""
         import torch
@@ -180,16 +181,16 @@ class Platform(OptionGroup):
         )
 
     def take(self, slot: int, *, deterministic: bool, shared: bool = False) -> torch.device:
-        """Prepares this process, before it has touched a GPU; returns where it computes.
+        """Prepares this process, before it has touched a GPU. Returns the device that it computes on.
 
-        slot: this worker's number among those of its node. deterministic: torch refuses what can't be
-        done again to the same bits. shared: do workers of the job share GPUs? Raises InputError.
+        slot: this rank's number on its node. deterministic: make torch refuse what does not give the same bits again.
+        shared: do workers of the job share GPUs? Raises InputError.
         """
         import torch
 
         if self.device == "cpu":
             return torch.device("cpu")
-        # First: the driver reads some of it when it is asked anything.
+        # First of all, since the driver reads some of these variables the first time that it is used.
         os.environ.update(CUDA_ENVIRONMENT | (OVER_NCCL_ENVIRONMENT if self.carrier == "ordered" else {}))
         cuda: Any = torch.cuda
         if cuda._is_in_bad_fork():
@@ -207,13 +208,15 @@ class Platform(OptionGroup):
         if deterministic:
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
-            # By default it fills each new tensor, a kernel for every receive; what is read was written before.
+            # By default torch fills each new tensor, with a kernel for every receive. Here all memory is written before
+            # it is read.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         return torch.device("cuda", slot)
 
 
 def kind_number(device: torch.device) -> int:
-    """Equal for devices that compute the same bits; 0 for the CPU, of which all nodes' are compared when they join."""
+    """Returns a number that is equal for devices that compute the same bits. It is 0 for CPUs, which nodes compare when
+    they join."""
     if device.type == "cpu":
         return 0
     import torch
@@ -225,8 +228,8 @@ def kind_number(device: torch.device) -> int:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the one that is loaded: torch says which one it was built with, also where another was installed since.
-    Nothing where there is none."""
+    """Returns the version of the NCCL that is loaded; () if there is none. torch itself reports the one that it was
+    built with, even if another one was installed later."""
     import torch
     import torch.distributed
 
@@ -235,19 +238,19 @@ def nccl_version() -> tuple[int, ...]:
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW).ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):  # it is a part of torch's own library
+    except (OSError, AttributeError):  # NCCL is linked into torch's own library
         cuda: Any = torch.cuda
         return tuple(cuda.nccl.version())
     return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor in it on `device`; through tuples, lists and dictionaries."""
+    """Returns `value` with every tensor in it moved to `device`, also in tuples, lists and dictionaries."""
     import torch
 
     if isinstance(value, torch.Tensor):
         if device.type == "cuda" and value.device.type == "cpu":
-            # From other memory a copy would hold up this thread until everything before it is done.
+            # From memory that is not pinned, a copy would make this thread wait for all earlier work of the GPU.
             value = value.pin_memory()
         return value.to(device, non_blocking=True)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -260,7 +263,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 class Upload:
-    """Brings what was read to `device`, in a stream of its own: beside what that computes already."""
+    """Moves data to a GPU in a stream of its own, beside what the GPU computes. On a CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -269,7 +272,7 @@ class Upload:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, value: Any) -> Any:
-        """As `on_device`; ready for this thread's stream, and nobody waits for it on the host."""
+        """As `on_device`. The result can be used in this thread's stream; the host does not wait for the copy."""
         if self._stream is None:
             return value if self._device.type == "cpu" else on_device(value, self._device)
         import torch
@@ -279,7 +282,7 @@ class Upload:
             moved = on_device(value, self._device)
         here.wait_stream(self._stream)
         for tensor in _tensors_in(moved):
-            tensor.record_stream(here)  # its memory is given to nobody else before that stream is done with it
+            tensor.record_stream(here)  # so that its memory is not reused before that stream is done with it
         return moved
 
 
@@ -294,16 +297,17 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 CPU_CHUNK = 1 << 17
-"""Elements of a gradient that a CPU adds at a time, all or none of them: they stay in a core's cache."""
+"""A CPU adds a gradient in blocks of so many elements, which stay in a core's cache; all of a block, or nothing."""
 _PINNED_AT_A_TIME = 2
-"""One is filled while another is copied, for the one before that an op has ended (agent.workers.executor)."""
+"""Blocks per size: one is filled while another is copied for the op before, which has not ended
+(agent.workers.executor)."""
 _SMALL_PINNED, _SMALL_AT_A_TIME = 1 << 12, 8
-"""Bytes: weights, shapes and single numbers, of which more are under way."""
+"""Up to so many bytes, which weights, shapes and single numbers have, more blocks per size are kept."""
 
 
 def pinned_sizes(value: Any, *, varies: bool = False) -> list[int]:
-    """Bytes of the blocks of pinned memory by way of which micro-batches like this one go to a GPU, each a power of two
-    as torch has them. varies: are others smaller?"""
+    """Returns the sizes in bytes of the pinned memory that micro-batches like this one need on their way to a GPU. Each
+    is a power of two, as torch allocates them. varies: are other micro-batches smaller?"""
     sizes = [1 << k for k in range(3, _SMALL_PINNED.bit_length())] * _SMALL_AT_A_TIME
     for tensor in _tensors_in(value):
         size = 1 << max(0, tensor.nbytes - 1).bit_length()
@@ -314,8 +318,8 @@ def pinned_sizes(value: Any, *, varies: bool = False) -> list[int]:
 
 
 def keep_pinned(value: Any, device: torch.device, *, varies: bool = False) -> None:
-    """Before training: has torch keep that memory. To take it from the system later may be to wait for all that the GPU
-    was given, a receive among it."""
+    """Makes torch allocate that pinned memory before training, and keep it. To take memory from the system later may
+    mean to wait for all earlier work of the GPU, which may include a receive."""
     if device.type == "cuda":
         import torch
 
@@ -324,20 +328,21 @@ def keep_pinned(value: Any, device: torch.device, *, varies: bool = False) -> No
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that the processes of this one's group may have: the memory and swap of the machine, or less, where a
-    container, Slurm or systemd gives less (cgroup v2, or v1). None where the system does not say. root: its files'."""
+    """Returns the bytes that the processes of this process's group may use: the machine's memory and swap, or less
+    where a container, Slurm or systemd sets a limit (cgroup v2 or v1). None if the system does not say. root: the
+    folder that holds the system's files."""
     limit = _memory_limit(root)
     return None if limit is None else limit[0]
 
 
 def memory_group(root: Path = Path("/")) -> int | None:
-    """A number of the group of processes that may have that, the same for all in it; 0: all of the machine."""
+    """Returns a number for the group of processes that share this limit, equal for all in it; 0: the whole machine."""
     limit = _memory_limit(root)
     return None if limit is None else limit[1]
 
 
 def _memory_limit(root: Path) -> tuple[int, int] | None:
-    """The limit, and whose it is."""
+    """Returns the smallest limit in bytes, and the number of the group that it is for."""
     limits = list[tuple[int, int]]()
     try:
         lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
@@ -351,10 +356,10 @@ def _memory_limit(root: Path) -> tuple[int, int] | None:
             continue
         home = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         own = home / path.lstrip("/")
-        # In a container the path may be one that is not there; its own group is mounted at the top then.
+        # In a container the path may not exist; then its own group is mounted at the top.
         for folder in {own, *(parent for parent in own.parents if parent.is_relative_to(home)), home}:
             for name in names:
                 with contextlib.suppress(OSError, ValueError):  # "max": no limit
-                    # The number of its folder is the same whatever a container calls it.
+                    # The inode number of the folder is the same, whatever name a container has for it.
                     limits.append((int((folder / name).read_text()), folder.stat().st_ino))
     return min(limits, default=None)

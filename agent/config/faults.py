@@ -1,7 +1,7 @@
-"""What is done to workers on purpose: one kills itself just before a given op of a given iteration, comes back after
-another, is slow, or takes as long for its ops as a given accelerator would.
+"""Faults on purpose: a worker kills itself just before a given op, comes back after a given iteration, is slow, or
+takes as long for its ops as a given accelerator would.
 
-A paced op is stretched to its time; the computation is inside (`PacedDevice`).
+A paced op is stretched to its time, with its computation inside that time (`PacedDevice`).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from openrecycle.planner.layers.migration import SECONDS
 
 # -- ops stretched to given times, as an accelerator of that speed would take -------------------
 
-# Seconds. An op that starts so soon after this process woke up from the one before had its inputs by then.
+# Seconds. If an op starts within this time after the process woke from the op before, its inputs were there by then.
 PROMPT = 0.00025
-# By how much a late wake-up may be made up for where an op received something; see PacedDevice.
+# Seconds by which a late wake-up is made up for, if an op has received something; see PacedDevice.
 GRACE = 0.001
 
 
 class PacedDevice:
-    """The clock of a device that runs what is queued back to back.
+    """The clock of an imagined device that runs queued ops back to back.
 
-    An op whose inputs are there starts when the op before it ends, not when this process is next
-    given a processor: what a busy machine adds to a wake-up is not added to every op. An op that had
-    to wait starts when it has what it waited for. No op ends before its own computation.
+    An op whose inputs are there starts when the op before it ends, and not when this process next gets a processor.
+    So the delay of a wake-up on a busy machine is not added to every op. An op that had to wait for its inputs starts
+    when it has them. No op ends before its own computation.
 
-    When a received input came in is not known exactly: it may have come while this process was late
-    to wake up. So there a wake-up is made up for by GRACE at most; no op is too short by more.
+    It is not known exactly when a received input came: perhaps while this process was late to wake up. So then a
+    wake-up is made up for by at most GRACE, and no op is too short by more than that.
 
-    pace: seconds by op kind; a kind that is missing takes as long as it takes. ended: when the last
-    op did, on the device.
+    pace: seconds by op kind; a kind that is missing takes as long as it takes. ended: the time at which the last op
+    ended on the device.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PacedDevice:
         self._received = False
 
     def set_pace(self, pace: Mapping[str, float]) -> None:
-        """From the next op on."""
+        """Sets the times that hold from the next op on."""
         self._pace = dict(pace)
         if "I" in pace and "W" in pace:
             self._pace["B"] = pace["I"] + pace["W"]
@@ -64,17 +64,17 @@ class PacedDevice:
         return kind in self._pace
 
     def waited(self) -> None:
-        """The next op had to wait for peers and starts when its computation does."""
+        """The next op had to wait for peers, and starts when its computation does."""
         self._free = None
 
     def received(self) -> None:
-        """The next op has just been given something by another worker, for which it may have waited."""
+        """The next op has just received something from another worker, and may have waited for it."""
         self._received = True
 
     def finish(self, kind: str, started: float) -> float:
-        """Returns when the op has ended, with the seconds that it took on the device.
+        """Returns when the op has ended on the device, with the seconds that it took there.
 
-        started: when its computation began, on the clock `now`.
+        kind: of the op. started: when its computation began, by the clock `now`.
         """
         pace = self._pace.get(kind)
         if pace is None:
@@ -98,10 +98,10 @@ class PacedDevice:
 
 
 def profile_pace(job: Job, me: Worker, living: Iterable[Worker]) -> dict[str, float]:
-    """Seconds by op kind that the job's profile says `me` takes, at its own speed, with these workers.
+    """Returns the seconds by op kind that the job's profile gives for worker `me` while these workers live.
 
-    O has the reduction in it, and is left out where the profile says nothing of either.
-    Raises InputError for a time unit that is no time.
+    O includes the reduction. It is left out if the profile has neither. Raises InputError if the profile's time unit is
+    no time.
     """
     second = SECONDS.get(job.time_unit)
     if second is None:
@@ -129,8 +129,8 @@ MOST_SLOW = 100.0
 
 @dataclass(frozen=True)
 class Kill:
-    """kind: F, I, W, R (the reduction), O (the step) or V (after the step, which may not be validated
-    yet). pipeline, micro_batch: -1 for R, O and V. rank: of the worker's."""
+    """A worker kills itself before an op. kind: of the op: F, I, W, R (the reduction), O (the step) or V (after the
+    step, which may not be validated yet). pipeline, micro_batch: -1 for R, O and V. rank: which rank of the worker."""
 
     worker: Worker
     iteration: int
@@ -141,10 +141,10 @@ class Kill:
 
     @classmethod
     def parse(cls, text: str, job: Job, *, ranks: int = 1) -> Kill:
-        """`W1_2@10:F3`; `F3` is the worker's own pipeline's micro-batch 3, `F1.3` that of pipeline 1.
-        `W1_2.1@10:F3`: its rank 1, of `ranks`.
+        """Reads `W1_2@10:F3`. There `F3` is micro-batch 3 of the worker's own pipeline; `F1.3` is that of pipeline 1.
+        `W1_2.1@10:F3` names rank 1 of the worker's `ranks`.
 
-        Raises InputError naming what is wrong.
+        Raises InputError that names what is wrong.
         """
         field = "faults.kill"
         match = _KILL.fullmatch(text.strip())
@@ -169,7 +169,7 @@ class Kill:
         return cls(worker, iteration, op[0], pipeline, micro_batch, rank)
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """Returns the form that `parse` reads."""
         rank = f".{self.rank}" if self.rank else ""
         pipeline = "" if self.pipeline in (-1, self.worker.pipeline) else f"{self.pipeline}."
         micro_batch = "" if self.micro_batch < 0 else self.micro_batch
@@ -178,7 +178,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """Start a new process for `worker` once `iteration` is committed."""
+    """A new process is started for `worker` once `iteration` is committed."""
 
     worker: Worker
     iteration: int
@@ -198,7 +198,7 @@ class Rejoin:
 
 @dataclass(frozen=True)
 class Slow:
-    """From `iteration` on the paced ops of `worker` take `factor` times as long; 1: as long as before."""
+    """From `iteration` on, the paced ops of `worker` take `factor` times their pace; 1 is the pace itself."""
 
     worker: Worker
     iteration: int
@@ -216,8 +216,8 @@ class Slow:
 
 
 def not_done(wish: Kill | Rejoin, first: int, iterations: int, *, known: bool = True) -> str:
-    """Why a wish has not been fulfilled, as far as is known, in a job that ran these iterations, from `first` on.
-    known: is it how the worker has ended, if it has?"""
+    """Returns, in words, why a fault was not carried out, as far as is known. The job ran iterations from `first` up to
+    `iterations`. known: is it known how the worker ended, if it did?"""
     if first >= iterations:
         return f"{wish} did not happen: no iteration was left to run"
     if not first <= wish.iteration < iterations:
@@ -231,16 +231,16 @@ def not_done(wish: Kill | Rejoin, first: int, iterations: int, *, known: bool = 
 
 
 def slowness(worker: Worker, iteration: int, wishes: Iterable[Slow]) -> float:
-    """How many times longer its ops take in that iteration: by the newest wish that has come into force."""
+    """Returns the factor on a worker's op times in an iteration: that of the latest Slow which has begun."""
     due = [slow for slow in wishes if slow.worker == worker and slow.iteration <= iteration]
     return max(due, key=lambda slow: slow.iteration).factor if due else 1.0
 
 
 class FaultInjector:
-    """Holds one worker's kills; `before` is called by the executor ahead of every op."""
+    """Holds the kills of one worker. The executor calls `before` ahead of every op."""
 
     def __init__(self, worker: Worker, kills: list[Kill], last_words: Callable[[Kill], None], rank: int = 0) -> None:
-        """last_words: run just before the SIGKILL, to say when which one happened."""
+        """last_words: called just before the SIGKILL, so that it can be reported which kill happened, and when."""
         self._points = {
             (k.iteration, k.kind, k.pipeline, k.micro_batch): k for k in kills if (k.worker, k.rank) == (worker, rank)
         }

@@ -1,18 +1,16 @@
 """The options of a training job, and all limits of the agents with their defaults and reasons.
 
-Each is defined here (devices in agent.config.devices) and nowhere else: `openrecycle train` makes its flags of these
-fields, `ResilientTrainer` takes the groups as arguments, and every worker process is sent the whole. See
-agent.config.settings.
+Each option is defined here (devices in agent.config.devices) and nowhere else. `openrecycle train` makes its flags from
+these fields, `ResilientTrainer` takes the groups as arguments, and every worker process is sent all of them. How a
+field becomes an option is in agent.config.settings.
 
-Time-outs: how long a worker waits for a peer, how long it may be silent, how long it may be at one op.
+`Timeouts` has how long a worker waits for a peer, how long it may be silent, and how long one op may take. They must be
+in this order: heartbeat < suspect < dead < transfer < group. The first three are the console's (FailureTimeouts in
+agent.coordination.membership). A worker that waits for a dead peer is freed by the next generation that the console
+opens, long before its own time-outs. With a shorter time-out it would break a transfer with a peer that is only slow to
+be declared dead, and would be blamed for that.
 
-heartbeat < suspect < dead < transfer < group: the lower time-outs are the console's (FailureTimeouts in
-agent.coordination.membership). Whoever waits for a dead peer is freed by the generation that the console opens, long
-before its own time-outs. A shorter one would break a transfer whose peer is only slow to be declared dead, and take
-the blame for it.
-
-None of them counts time in which the one who judges, or the one who is judged, did not get to run: see
-agent.monitoring.liveness.
+Time in which the judge, or the one who is judged, did not get to run does not count: see agent.monitoring.liveness.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ LONGEST_SECONDS = 86400.0
 ALIVE_SECONDS = 1.0
 """A worker process says so often that it lives."""
 TIMES_LONGEST = 20.0
-"""An op may take so many times as long as the longest of its kind has taken on this worker."""
+"""An op may take so many times as long as the longest op of its kind so far on this worker."""
 
 
 def _seconds(default: float, flag: str, help: str, **more: Any) -> Any:
@@ -61,7 +59,7 @@ def _seconds(default: float, flag: str, help: str, **more: Any) -> Any:
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Timeouts(OptionGroup):
-    """How long workers, and what watches them, wait."""
+    """How long workers, and those that watch them, wait."""
 
     PATH: ClassVar[str] = "faults.timeouts"
 
@@ -78,18 +76,18 @@ class Timeouts(OptionGroup):
         "to wait for a sum over a stage's workers; longer than for a transfer.",
         told="group_timeout",
     )
-    # A worker says something every ALIVE_SECONDS; its launcher waits longer where its console does.
+    # A worker says something every ALIVE_SECONDS. With a console whose time-out is longer, its launcher waits longer.
     silence: float = _seconds(
         20.0, "--silence-timeout", "of silence after which a worker process that does not compute is ended."
     )
     start: float = _seconds(120.0, "--start-timeout", "in which a new worker process must have said something.")
-    # However quick ops have been: TIMES_LONGEST times 40 ms would be less than a busy machine may cost.
+    # The minimum counts where ops are quick: TIMES_LONGEST times 40 ms is less than a busy machine may take away.
     op: float = _seconds(
         10.0,
         "--op-timeout",
         "that an op may take, or 20 times its longest so far, whichever is more; then it hangs.",
     )
-    # Also, what the last worker of a stage may take.
+    # Also the limit where all living workers of a stage take long at once: without them nobody would be left.
     first_op: float = _seconds(
         600.0, "--first-op-timeout", "for an op that was not measured yet: it may be compiled first."
     )
@@ -105,11 +103,13 @@ class Timeouts(OptionGroup):
 
     @property
     def pause(self) -> float:
-        """Seconds after which a silence may be that of the listener, or of all: well below one that is a death."""
+        """Seconds after which a silence may be the listener's fault, or everybody's. Well below a silence that counts
+        as a death."""
         return max(2.5 * ALIVE_SECONDS, self.silence / 4)
 
     def check_above(self, dead: float) -> None:
-        """dead: seconds of silence after which a worker is out. Raises InputError."""
+        """Raises InputError unless the transfer time-out is above `dead`, the seconds of silence after which a worker
+        is out of the job."""
         if self.transfer <= dead:
             raise self.refuse("transfer", f"more than the {dead:g} s after which a silent worker is out of the job")
 
@@ -124,17 +124,17 @@ Sharding = Literal["none", "zero1"]
 OnBadSample = Literal["halt", "skip"]
 
 BY_PROFILE = "profile"
-"""A pace: ops take as long as the job's profile has it."""
+"""The value of `Planning.pace` with which ops take as long as in the job's profile."""
 
 GRID = {f"job.{name}": f"--{name.replace('_', '-')}" for name in ("pipelines", "stages", "micro_batches")}
-"""What the command line calls the sizes of the job."""
+"""The flags of the command line for the sizes of the job, by path."""
 
 _BYTES = {"": 1, **{f"{prefix}iB": 1 << 10 * n for n, prefix in enumerate("KMGT", start=1)}}
 _BYTES |= {f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", start=1)}
 
 
 def parse_bytes(text: str) -> int:
-    """`80GiB`, `24GB` or a plain number of bytes. Raises InputError for the field `bytes`."""
+    """Returns the bytes of `80GiB`, `24GB` or a plain number. Raises InputError for the field `bytes`."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([KMGT]i?B)?", text.strip())
     size = int(float(match[1]) * _BYTES[match[2] or ""]) if match else 0
     if not 1 <= size <= MAX_BYTES:
@@ -143,8 +143,8 @@ def parse_bytes(text: str) -> int:
 
 
 def check_url(url: str) -> str:
-    """`url` without trailing slashes and spaces; raises InputError unless it is http(s)://host[:port], or
-    several of them with commas between."""
+    """Returns `url` without trailing slashes and spaces. Raises InputError unless it is http(s)://host[:port], or
+    several of these with commas between."""
     parts = [part.strip() for part in url.split(",")]
     for part in parts:
         if not part.startswith(("http://", "https://")) or len(part.split("/")) < 3 or not part.split("/")[2]:
@@ -154,10 +154,10 @@ def check_url(url: str) -> str:
 
 
 def parse_pace(text: str) -> dict[str, float]:
-    """`F=40ms,I=40ms,W=40ms` to milliseconds by op kind; `profile` to {}. Raises InputError for the field `pace`.
+    """Returns milliseconds by op kind: {"F": 40.0, ...} for `F=40ms,I=40ms,W=40ms`; {} for `profile`. Raises InputError
+    for the field `pace`.
 
-    `transfer` is what the plan takes a transfer between stages for; transfers themselves take as long
-    as they take.
+    `transfer` is how long plans assume that a transfer between stages takes; transfers themselves are not slowed.
     """
     if text == BY_PROFILE:
         return {}
@@ -223,8 +223,8 @@ class Planning(OptionGroup):
         return Technique(self.technique), MemoryLimit.parse(str(self.memory))
 
     def layered(self, job: Job, layers: int | None) -> Job:
-        """`job` with the model's layers, so that its stages can be cut anew. layers: how many; None: its stages can't
-        be cut. Where plans reckon with times of whole stages, they stay as they are. Raises InputError."""
+        """Returns `job` with the model's layers, so that its stages can be cut anew. layers: how many the model has;
+        None: its stages can't be cut. A `job` with times of whole stages is returned as it is. Raises InputError."""
         per_layer = self.pace_per == "layer"
         if layers is None and (per_layer or self.partition is not None):
             name = "pace_per" if per_layer else "partition"
@@ -260,12 +260,12 @@ class Planning(OptionGroup):
 
     @property
     def milliseconds(self) -> dict[str, float]:
-        """By op kind, that ops are stretched to; {} for as fast as they go, and for what the profile says."""
+        """Milliseconds by op kind that ops are stretched to; {} if ops are not paced, or paced by the profile."""
         return {} if self.pace is None else parse_pace(self.pace)
 
     def job(self, grid: Job, profile: str | Path | Profile | JobDoc | None = None) -> Job:
-        """`grid` with the op times that plans reckon with: of the profile (a measured one or the document of a job; a
-        file with either, or a shipped one's name), of the pace, or its own. Raises InputError."""
+        """Returns `grid` with the op times that plans reckon with: those of `profile` (a measured profile or a job's
+        document; a file with either, or the name of a shipped one), those of `pace`, or its own. Raises InputError."""
         job = with_profile(grid, profile)
         if paced := self.milliseconds:
             if profile is not None:
@@ -277,7 +277,7 @@ class Planning(OptionGroup):
 
 
 def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job:
-    """The op times of `profile` on the grid of `job`; with None, `job` itself. Raises InputError."""
+    """Returns the grid of `job` with the op times of `profile`; `job` itself if that is None. Raises InputError."""
     if profile is None:
         return job
     if job != Job(job.pipelines, job.stages, job.micro_batches):
@@ -287,13 +287,13 @@ def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job
     except PlanError as error:
         raise InputError("profile", str(profile), f"a profile, or the document of a job ({error})") from None
     with spelled({flag: path for path, flag in GRID.items()}):
-        # Of a model whose own layers were measured, they may move.
+        # If the profile has measured each layer of the model, layers may move from stage to stage.
         each = isinstance(document, Profile) and document.cut == "each"
         return job_on(document, job.pipelines, job.stages, job.micro_batches, by_layers=each)
 
 
 def profile_unlike(profile: str | Path | Profile | JobDoc | None, options: TrainingOptions) -> str:
-    """What is said where ops or steps were measured of another kind than the job's; "": nothing."""
+    """Returns a warning where the profile has measured other ops or steps than the job's; "": there is none."""
     document = load(profile) if isinstance(profile, str | Path) else profile
     if not isinstance(document, Profile):
         return ""
@@ -311,7 +311,7 @@ def profile_unlike(profile: str | Path | Profile | JobDoc | None, options: Train
         how, other = ("without", "a job that clips") if clips else ("with", "a job that does not")
         said.append(f"the profile was measured {how} --clip-norm: {other} takes another time for a step than plans say")
     on, device = "cuda" if document.hardware.accelerator else "cpu", options.platform.device
-    # Ops that are quicker are stretched, where they are paced by it.
+    # Paced ops are stretched to the profile's times, so quicker ones on a GPU do not matter.
     if on != device and not (on == "cpu" and options.planning.by_profile):
         said.append(f"the profile was measured with --device {on}: ops by {device} take other times than plans say")
     return "; ".join(said)
@@ -327,9 +327,10 @@ class Optimization(OptionGroup):
     mode: Mode = option("deterministic", "deterministic (same bits after any failure) or fast.")
     autocast: Autocast | None = option(None, "bf16 or fp16 (with the loss scaled): run forwards under torch.autocast.")
     clip_norm: float | None = option(None, "Largest global L2 norm of the gradients over all stages.", above=0)
-    # The job ends, too, when updates are left out too often in a row.
+    # Besides, the job ends when updates are left out too often in a row.
     non_finite: NonFinite = option("skip", "On a NaN or infinite gradient: skip (the step) or stop.")
-    # Otherwise a stage steps as soon as its own gradients are reduced, and is validated later. The bits are the same.
+    # Otherwise a stage steps as soon as its own gradients are reduced, and the step is validated later. The bits are
+    # the same either way.
     synchronous: bool = option(False, "No stage steps before the global checks are known.")
     bucket_cap_mb: float = option(
         25.0, "MiB of gradient sums that are reduced at a time, beside the last backward of an iteration.", above=0
@@ -343,7 +344,7 @@ class Optimization(OptionGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.autocast == "fp16" and self.non_finite == "stop":
-            # The scale of the loss is found by overflows.
+            # fp16 finds the scale of the loss by overflows, so these are no reason to stop.
             raise self.refuse("non_finite", "skip with fp16, where gradients overflow now and then")
 
     @property
@@ -440,7 +441,7 @@ class Faults(OptionGroup):
         "(the micro-batch).",
     )
     bad_sample_limit: int = option(100, "Micro-batches that may be skipped so; one more halts.", least=0)
-    # It costs the interrupted iteration one small reduction more, and saves nothing once some stage has taken its step.
+    # This costs the interrupted iteration one small reduction more, and saves nothing if a stage has taken its step.
     keep_finished: bool = option(False, "After a death, don't run again what survivors have finished.")
     compare_every: int = option(
         100,
@@ -475,8 +476,8 @@ class Console(OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(OptionGroup):
-    """A job as its owner describes it, the same for all its processes. job: the grid, with the op times that plans
-    reckon with (see Planning.job)."""
+    """All options of a job, the same for all its processes. job: the grid, with the op times that plans reckon with
+    (see Planning.job)."""
 
     job: Job
     iterations: int = option(30, "Iterations to commit.", least=1, told="iterations")
@@ -514,7 +515,7 @@ class TrainingOptions(OptionGroup):
 
     @cached_property
     def pace(self) -> Mapping[str, float]:
-        """Seconds by op kind; {} where ops go as fast as they go, or as the profile says."""
+        """Seconds by op kind that ops are stretched to; {} if ops are not paced, or paced by the profile."""
         return {kind: ms / 1000 for kind, ms in self.planning.milliseconds.items()}
 
     @property
@@ -522,13 +523,14 @@ class TrainingOptions(OptionGroup):
         return self.planning.pace is not None
 
     def may_migrate(self, *, by_default: bool) -> bool:
-        """May workers change their stage for a shorter plan? One that does gives up at once what it holds of a sharded
-        optimizer, which may be more than anybody else has."""
+        """May workers move to another stage for a shorter plan? Not with a sharded optimizer: a worker that moves gives
+        up at once its part of the state, and it may be the last to have it. by_default: the answer where the option is
+        not given."""
         asked = self.planning.migrate
         return self.optimization.sharding == "none" and (by_default if asked is None else asked)
 
     def anchored(self) -> TrainingOptions:
-        """The same, with folders and files that stay where they are when a user's code goes to another folder."""
+        """Returns the options with absolute paths, since a user's code may change the working directory."""
         weights, record, saved = (
             None if path is None else str(Path(path).absolute())
             for path in (self.weights, self.record, self.checkpoints.directory)
@@ -536,8 +538,8 @@ class TrainingOptions(OptionGroup):
         return replace(self, weights=weights, record=record, checkpoints=replace(self.checkpoints, directory=saved))
 
     def told(self) -> dict[str, Any]:
-        """What a console is told of the options, by the field of agent.messages.protocol.JobSpec: what was given, but
-        of some only what it comes to."""
+        """Returns what a console is told of the options, by field of agent.messages.protocol.JobSpec: as given, or for
+        some, what follows from them."""
         comes_to = {
             "memory": self.planning.limits[1].text,
             "paced": self.paced,
@@ -548,8 +550,8 @@ class TrainingOptions(OptionGroup):
         return {field: attrgetter(path)(self) for field, path in TOLD.items()} | comes_to
 
     def check(self, *, to_the_end: bool = True) -> None:
-        """What can be known before anything starts, on the host that it starts on. to_the_end: is it known by now how
-        many iterations there are? Raises InputError, or InfeasibleError when no plan can survive what is asked for."""
+        """Checks all that can be known on this host before anything starts. to_the_end: is the number of iterations
+        known by now? Raises InputError, or InfeasibleError when no plan can survive the faults that are asked for."""
         technique, memory = self.planning.limits
         Problem(self.job, technique=technique, memory=memory)
         for group, name in ((self, "weights"), (self.checkpoints, "directory")):
@@ -559,7 +561,7 @@ class TrainingOptions(OptionGroup):
             path = Path(folder)
             try:
                 fits = path.absolute().parent.is_dir() and (path.is_dir() or not path.exists())
-            except OSError:  # too long for a name, or in a folder that is shut
+            except OSError:  # the name is too long, or in a folder without access
                 fits = False
             if not fits:
                 raise group.refuse(name, "a folder, or a name for one in a folder that exists")
@@ -582,7 +584,7 @@ class TrainingOptions(OptionGroup):
             raise self.planning.refuse("technique", "adaptive, decoupled or staggered with `console.url`")
 
     def _check_faults(self, technique: Technique, memory: MemoryLimit, to_the_end: bool) -> None:
-        """Refuses wishes that no plan can survive."""
+        """Raises InputError or InfeasibleError for faults on purpose that no plan can survive."""
         kills, rejoins = self.kills, self.rejoins
         wishes: dict[str, Sequence[Kill | Rejoin | Slow]] = {"kill": kills, "rejoin": rejoins, "slow": self.slowdowns}
         for name, these in wishes.items():
@@ -608,9 +610,9 @@ class TrainingOptions(OptionGroup):
 
 
 FLAGS: Mapping[str, str] = {leaf.path: leaf.flag for leaf in leaves(TrainingOptions) if leaf.flag is not None}
-"""What the command line calls each option, by its path."""
+"""The flag of each option on the command line, by its path."""
 
 TOLD: Mapping[str, str] = {
     field: leaf.path for leaf in leaves(TrainingOptions) if (field := leaf.field.metadata["told"]) is not None
 }
-"""The path of the option that each field of JobSpec tells a console of."""
+"""For each field of JobSpec that tells a console of an option, the path of that option."""

@@ -1,8 +1,8 @@
-"""How options are defined: once, as a field of a dataclass, with its help, default and bounds.
+"""How options are defined: each once, as a field of a dataclass, with its help, default and bounds.
 
 From that one field come the argument in Python, the option of the command line, what is sent to the workers, and the
-error for a wrong value. An error names the option by its path, as Python writes it (`faults.timeouts.transfer`); the
-command line puts its own spelling in that place (`spelled`), also where another option is named in `backticks`.
+error for a wrong value. An error names the option by its path, as Python writes it (`faults.timeouts.transfer`). The
+command line replaces paths by its own spelling (`spelled`), also where another option is named in `backticks`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from openrecycle.planner.jobs.errors import InputError
 
 G = TypeVar("G", bound=type)
 
-# Beyond, a whole number is not the same in JSON (agent.messages.protocol.Count).
+# Larger whole numbers are not exact in JSON (agent.messages.protocol.Count).
 LARGEST = 2**53
 
 
@@ -39,11 +39,12 @@ def option(
     secret: bool = False,
     told: str | None = None,
 ) -> Any:
-    """A field of a Group. flag: on the command line, if not the field's name with dashes; None: it has none there.
-    env: the environment variable that stands in for the flag. least, above, most: bounds of a number. expected: what
-    an error says instead of them. parse: raises InputError for a
-    text that means nothing. secret: `repr` leaves it out. told: the field of agent.messages.protocol.JobSpec in which
-    a console is told of it."""
+    """Returns a field of an OptionGroup.
+
+    flag: on the command line; "": the field's name with dashes; None: no flag. env: the environment variable that may
+    stand in for the flag. least, above, most: bounds of a number. expected: what an error says instead of the bounds.
+    parse: a function that raises InputError for a text that means nothing. secret: leave the value out of `repr`. told:
+    the field of agent.messages.protocol.JobSpec that tells a console of it."""
     metadata: dict[str, Any] = {"help": help, "flag": flag, "env": env, "least": least, "above": above, "most": most}
     metadata |= {"expected": expected, "parse": parse, "told": told}
     if isinstance(default, type):
@@ -52,9 +53,9 @@ def option(
 
 
 class OptionGroup:
-    """Base of the dataclasses that hold options. PATH: where it stands in agent.config.options.TrainingOptions.
+    """Base of the dataclasses that hold options. PATH: the group's path in agent.config.options.TrainingOptions.
 
-    Making one raises InputError that names the option by its path.
+    The constructor checks all options, and raises InputError that names a wrong one by its path.
     """
 
     PATH: ClassVar[str] = ""
@@ -69,13 +70,13 @@ class OptionGroup:
         return f"{cls.PATH}.{name}" if cls.PATH else name
 
     def refuse(self, name: str, expected: str) -> InputError:
-        """The error for the present value of that field."""
+        """Returns the error for the present value of a field."""
         return InputError(self.path(name), getattr(self, name), expected)
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One option. path: of its field. default: where nothing is given."""
+    """One option. path: of its field, from the outermost group. default: its value where none is given."""
 
     path: str
     field: Field[Any]
@@ -97,7 +98,7 @@ def _hints(group: Any) -> dict[str, Any]:
 
 
 def leaves(group: type, prefix: str = "") -> Iterator[Leaf]:
-    """All options in a group and in those within it, in order."""
+    """Yields all options of a group and of the groups in it, in order."""
     for own in fields(group):
         annotation, path = _hints(group)[own.name], f"{prefix}{own.name}"
         if isinstance(annotation, type) and issubclass(annotation, OptionGroup):
@@ -107,7 +108,7 @@ def leaves(group: type, prefix: str = "") -> Iterator[Leaf]:
 
 
 def build(group: type, given: Mapping[str, Any], prefix: str = "", **others: Any) -> Any:
-    """The group, out of the values of its options by their paths. others: its fields that are no options."""
+    """Makes a group from the values of its options, by path. others: values of its fields that are no options."""
     arguments = dict(others)
     for own in fields(group):
         annotation, path = _hints(group)[own.name], f"{prefix}{own.name}"
@@ -119,7 +120,7 @@ def build(group: type, given: Mapping[str, Any], prefix: str = "", **others: Any
 
 
 def documented(group: G) -> G:
-    """Adds what each option means to the docstring."""
+    """Adds a line for each option to the docstring of a group."""
     lines = []
     for own in fields(group):
         if own.metadata:
@@ -130,13 +131,13 @@ def documented(group: G) -> G:
 
 
 def without_none(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union but None; of any other annotation, that one."""
+    """Returns the members of a union without None; for any other annotation, that one alone."""
     union = get_origin(annotation) in (Union, types.UnionType)
     return tuple(a for a in get_args(annotation) if a is not type(None)) if union else (annotation,)
 
 
 def _checked(group: Any, own: Field[Any], value: Any) -> Any:
-    """The value as it is kept. Raises InputError."""
+    """Returns a field's value as it is kept. Raises InputError for a wrong one."""
     annotation, path, about = _hints(group)[own.name], group.path(own.name), own.metadata
     kinds = without_none(annotation)
     if value is None and kinds != (annotation,):
@@ -177,7 +178,7 @@ def _checked(group: Any, own: Field[Any], value: Any) -> Any:
 
 
 def _within(value: float, about: Mapping[str, Any]) -> bool:
-    """Written so that NaN is not, nor a whole number that fits into no float or message."""
+    """Is a number within its bounds? NaN never is, nor a whole number that is too large for a float or a message."""
     least, above, most = about["least"], about["above"], about["most"]
     return (
         (abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value))
@@ -201,7 +202,7 @@ def _expected(about: Mapping[str, Any], *, whole: bool) -> str:
 
 @contextmanager
 def spelled(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name an option by what `names` has for its path."""
+    """Replaces the path of an option, in an InputError from inside the block, by what `names` has for it."""
     try:
         yield
     except InputError as error:
