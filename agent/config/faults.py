@@ -98,7 +98,7 @@ class PacedDevice:
 
 
 def profile_pace(job: Job, me: Worker, living: Iterable[Worker]) -> dict[str, float]:
-    """Returns the seconds by op kind that the job's profile gives for worker `me` while these workers live.
+    """Returns the seconds by op kind that the job's profile gives for `me`, at its own speed, while these workers live.
 
     O includes the reduction. It is left out if the profile has neither. Raises InputError if the profile's time unit is
     no time.

@@ -1,5 +1,5 @@
-"""Who forms a process group in a job that keeps its own loop (Reporter.schedule), and the state that is handed over in
-it. Without torch until something is handed over: a Reporter needs none."""
+"""Which workers form a process group in a job that keeps its own loop (Reporter.schedule), and how state is handed over
+in it. torch is imported only when something is handed over, since a Reporter needs no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MEETING_SECONDS = 0.05
 
 
 class GroupLost(RuntimeError):
-    """The process group is of no more use: a worker is gone, or the job has other workers. peer: with whom a transfer
-    broke, where it is known. What helps is a new group, of the workers of `Reporter.membership`."""
+    """The process group can no longer be used: a worker is gone, or the job has other workers. Form a new group of the
+    workers that `Reporter.membership` names. peer: the other end of the transfer that broke, where that is known."""
 
     def __init__(self, text: str, peer: Worker | None = None) -> None:
         super().__init__(text)
@@ -26,10 +26,12 @@ class GroupLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Membership:
-    """Who forms the next process group. workers: names, by rank. rank: this worker's. joining: those of them that are
-    new, and take parameters, optimizer state and iteration from a worker of their stage. newest: the job's generation
-    by now. sums: of this worker's schedule, what goes with its state (see OwnLoop.kept); with sums, they become this
-    worker's."""
+    """The workers that form the next process group.
+
+    workers: their names, by rank. rank: this worker's. joining: the workers that are new, and take parameters,
+    optimizer state and iteration from a worker of their stage. newest: returns the job's newest generation. sums: given
+    None, returns the sums that go with this worker's state (see OwnLoop.kept); given sums, makes them this worker's.
+    """
 
     generation: int
     workers: tuple[str, ...]
@@ -39,9 +41,11 @@ class Membership:
     sums: Callable[[Any], Any] = field(default=lambda sums: None, compare=False, repr=False)
 
     def meet(self, store: Any, timeout: float = 600.0) -> None:
-        """Waits until all these workers are at `store`, torch's FileStore or TCPStore, a new one for each generation:
-        `init_process_group(store=store, ...)` waits for nobody then. Raises GroupLost as soon as the job goes on with
-        other workers, for whom a process that waits in torch would have to wait until its time-out."""
+        """Waits until all these workers have come to `store`, a FileStore or TCPStore of torch, which must be a new one
+        for each generation. After that `init_process_group(store=store, ...)` waits for nobody.
+
+        Raises GroupLost as soon as the job goes on with other workers. In torch itself a process would wait for them
+        until its time-out."""
         until = time.monotonic() + timeout
         here = store.add(_MET, 1)
         while here < len(self.workers):
@@ -53,9 +57,11 @@ class Membership:
             here = store.add(_MET, 0)
 
     def hand_over(self, state: Any) -> Any:
-        """In the process group of these workers, on all of them: `state`, or on one that is joining that of a worker of
-        its stage. Of tensors, numbers, texts, lists and dictionaries, such as a `state_dict`: it is sent as torch.save
-        writes it, and reading it runs nothing. Raises GroupLost, and RuntimeError where nobody of the stage has it."""
+        """Hands state over to the workers that are joining. All workers call it, in the process group of these workers.
+
+        Returns `state`; on a worker that is joining, the state of a worker of its stage. state: tensors, numbers,
+        texts, lists and dictionaries of these, such as a `state_dict`. It is sent in the format of torch.save, and
+        reading it runs no code. Raises GroupLost, and RuntimeError where no worker of the stage has the state."""
         import torch
         import torch.distributed as dist
 
@@ -83,7 +89,7 @@ class Membership:
 
     @property
     def takes_from(self) -> int | None:
-        """The rank from which this worker takes its state; None: it has it, or nobody has."""
+        """The rank that this worker takes its state from; None: it has the state, or nobody has it."""
         return self._giver(self.worker) if self.worker in self.joining else None
 
     @property

@@ -1,15 +1,15 @@
-"""What a training loop of somebody's own does next (Reporter.schedule): the ops of the plan in force, their transfers,
-and what becomes of an iteration in which somebody died. Over the process group that the loop has made.
+"""Runs the plan in a training loop of the user's own (Reporter.schedule): the ops of the plan in force, their
+transfers, and what becomes of an iteration in which a worker died. It uses the process group that the loop has made.
 
-What each worker does and exchanges is Script's, and how it is exchanged agent.transport's, as for the executor. Three
-things differ from a job of our own (agent.workers.loop), where workers can roll back a step and declare their shapes:
+What each worker does and exchanges is in a Script, and agent.transport exchanges it, as for the executor. Three things
+differ from a job of the launcher's (agent.workers.loop), whose workers can roll back a step and declare their shapes:
 
-- Plans change between iterations. In the reduction that ends an iteration all workers say which generation they know;
-  where all say the same, it counts from the next iteration on. So all have the same plan, and wait for no console.
-- Shapes are learned: before its first message in a lane, a sender says of what shape and type those will be.
-- Nobody steps before all workers have reduced (`ScheduledOp.reduce`). So when one has, all the others have what
-  their step needs, and who was kept from it by a death takes it late, alone, from what it has kept. When none has,
-  all run the iteration again from its start. A loop of somebody's own need not undo anything.
+- Plans change between iterations. In the reduction that ends an iteration, all workers say which generation they know.
+  If all say the same, its plan holds from the next iteration on. So all have the same plan without asking the console.
+- Shapes are learned: before the first message in a lane, its sender says of which shapes and types the messages are.
+- Nobody takes the step before all workers have reduced (`ScheduledOp.reduce`). So if any worker has stepped, all others
+  have what their step needs. A worker that a death kept from its step takes it later, alone, from what it has kept. If
+  no worker has stepped, all run the iteration again from its start. So the user's loop need not undo anything.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import MicroBatch, Op
 
-# torch ships no types for what is used here.
+# torch ships no types for the functions that are used here.
 dist: Any = torch.distributed
 T = TypeVar("T")
 
 MOST_TENSORS, MOST_DIMENSIONS = 8, 8
-"""Of one transfer, and of each of its tensors."""
+"""At most so many tensors in a transfer, and so many dimensions in each tensor."""
 AGREE_SECONDS = 60.0
-"""So long a new process group waits for a plan of its workers. The console may take most of it to notice a death."""
+"""How long a new process group waits for a plan of exactly its workers. The console may need most of this to notice a
+death."""
 ASK_SECONDS = 0.2
 _HEADER_TAG = 2**30
 _NONE = -1
@@ -59,19 +60,19 @@ _DTYPES = (
 
 
 class Peer(NamedTuple):
-    """worker: its name. rank: in the process group."""
+    """The other end of a transfer. worker: its name. rank: its rank in the process group."""
 
     worker: str
     rank: int
 
 
 class ScheduledOp:
-    """One op of this worker's; see the glossary of planner.plans.schedule.Op for its kinds.
+    """One op of this worker; the glossary of planner.plans.schedule.Op has the kinds.
 
-    kind: F, I, W, B (I and W in one) or O. pipeline, micro_batch: the micro-batch's home, and its index there; for O
-    this worker's pipeline and -1. stage: this worker's. source: whose output or gradient it takes; destination: who
-    takes its own; None where there is nobody. peers: for O, the workers of the stage, this one too, with how many
-    micro-batches each has run.
+    kind: F, I, W, B (I and W in one) or O. pipeline, micro_batch: the pipeline that the micro-batch belongs to, and its
+    index there; for O, this worker's pipeline and -1. stage: this worker's. source: the worker whose output or gradient
+    the op takes; destination: the worker that takes the op's own; None where there is none. peers: for O, all workers
+    of the stage, with how many micro-batches each has run.
     """
 
     def __init__(
@@ -81,11 +82,11 @@ class ScheduledOp:
         self.source, self.destination, self.peers = source, destination, peers
         self._loop = loop
         self.waited = 0.0
-        """Seconds spent waiting for others in this op's transfers; they do not count as its own."""
+        """Seconds spent waiting for other workers in this op's transfers. They do not count as the op's own."""
         self.received = self.sent = self.reduced = False
 
     def receive(self) -> Any:
-        """What `source` has sent for this op: a tensor on the CPU, or a tuple of them where more than one was sent."""
+        """Waits for what `source` sends for this op. Returns a tensor on the CPU, or a tuple of several."""
         if self.source is None or self.received:
             raise InputError("receive", self, "an op with a source, and once for each")
         arrived = self._exchange(lambda transfers: transfers.receive(self._direction, self._key))
@@ -93,8 +94,8 @@ class ScheduledOp:
         return arrived[0] if len(arrived) == 1 else tuple(arrived.values())
 
     def send(self, *tensors: Tensor) -> None:
-        """Starts to send them to `destination`. They must not be changed in place before the iteration is over. In each
-        iteration they must be of the same shapes and types."""
+        """Starts to send tensors to `destination`. They must not be changed in place before the iteration is over, and
+        must have the same shapes and types in each iteration."""
         if self.destination is None or self.sent:
             raise InputError("send", self, "an op with a destination, and once for each")
         if not 0 < len(tensors) <= MOST_TENSORS:
@@ -104,11 +105,12 @@ class ScheduledOp:
         self.sent = True
 
     def reduce(self, *tensors: Tensor, measure: Callable[[], float] = float) -> float:
-        """Sums each over `peers`, in place, and returns when all workers of the job have done so. The step must follow,
-        with nothing before it that can fail, or that others take part in. Of O only; needed without tensors, too.
+        """Sums each tensor over `peers`, in place. Returns when all workers of the job have done so. Only for O, and
+        needed even without tensors. The optimizer's step must follow directly: between the two nothing may fail, or
+        need other workers.
 
-        measure: called when they are summed. The sum of what it gives over the stages, one worker each, is returned:
-        of squared norms, say, for gradients that are clipped.
+        measure: called when the tensors are summed. The sum of what it returns over the stages, with one worker each,
+        is returned: the sum of squared norms, say, to clip gradients.
         """
         if self.kind != "O" or self.reduced:
             raise InputError("reduce", self, "an op O, and once for each")
@@ -119,7 +121,7 @@ class ScheduledOp:
 
     @property
     def lacks(self) -> str:
-        """Which call was left out; "": none."""
+        """The call that was left out; "": none."""
         if self.source is not None and not self.received:
             return "receive"
         return "send" if self.destination is not None and not self.sent else ""
@@ -145,10 +147,11 @@ class ScheduledOp:
 
 
 class LearnedTransfers(TaggedTransfers):
-    """Of shapes that nobody has declared: the first message in a lane is of a fixed size, and says what the others are.
+    """Transfers of shapes that nobody has declared. The first message in a lane has a fixed size, and describes the
+    others.
 
-    It has a tag of its own, and is sent right before the lane's first data. So whoever waits for it waits for nothing
-    that comes later than the data it wants.
+    It has its own tag, and is sent right before the first data of the lane. So a worker that waits for it waits for
+    nothing that comes later than the data it needs.
     """
 
     def __init__(self, lines: Lines, job: Job) -> None:
@@ -157,7 +160,7 @@ class LearnedTransfers(TaggedTransfers):
         self._said: dict[Lane, StageOutput] = {}
 
     def send(self, kind: str, key: MicroBatch, tensors: Mapping[int, Tensor]) -> None:
-        """Raises InputError for other shapes than before."""
+        """Raises InputError for other shapes than before in the same lane."""
         lane = kind, (self._script.after if kind == "F" else self._script.before)[key]
         specs = tuple(TensorSpec.of(tensor) for tensor in tensors.values())
         if lane not in self._said:
@@ -182,7 +185,7 @@ class LearnedTransfers(TaggedTransfers):
         return super().receive(kind, key)
 
     def _specs(self, kind: str, key: MicroBatch) -> dict[int, TensorSpec]:
-        """Nothing, and nothing is waited for, before the lane's shapes are known."""
+        """Returns no specs, so that nothing is received yet, before the shapes of the lane are known."""
         return dict(enumerate(self._learned.get(self._lane(kind, key), ())))
 
     def _lane(self, kind: str, key: MicroBatch) -> Lane:
@@ -190,7 +193,7 @@ class LearnedTransfers(TaggedTransfers):
 
 
 class _Joined(NamedTuple):
-    """The groups made in one process group of the loop's. world: that one; no reference, which would keep it alive."""
+    """What was made for one process group. world: that group, as a weak reference, which does not keep it alive."""
 
     world: Any
     lines: Lines
@@ -199,10 +202,10 @@ class _Joined(NamedTuple):
 
 
 class OwnLoop:
-    """The schedule of one worker's loop, through all its process groups.
+    """The schedule of one worker, through all the process groups of its loop.
 
-    newest: what the console deployed last. wait: for a newer generation than that, or so many seconds. done: called
-    when an iteration is.
+    newest: returns what the console has deployed last. wait: waits for a newer generation than the given one, for at
+    most so many seconds. done: called when an iteration is done.
     """
 
     def __init__(
@@ -219,33 +222,35 @@ class OwnLoop:
         self._timeouts = Timeouts()
         self._joined: _Joined | None = None
         self._world: Any = None
-        """A weak reference to the process group that was used last, lost or not."""
+        """A weak reference to the process group that was used last, whether it is lost or not."""
         self._lock = threading.Lock()
         self.generation = 0
-        """Whose plan is run."""
+        """The generation whose plan is run."""
         self._agreed: tuple[Deployment, Plan] | None = None
-        """What all have agreed to change to, and have not yet."""
+        """What all workers have agreed to change to with the next iteration."""
         self._script: Script
         self._peers: dict[str, int] = {}
         self._iteration = 0
         self._released: int | None = None
-        """The last iteration whose step this worker has taken, or is about to."""
+        """The last iteration whose step this worker has taken, or is about to take."""
         self.kept: tuple[int, list[Tensor]] | None = None
-        """Of an iteration that this worker has reduced, and does not know whether all have: its number, and the sums.
-        Whoever takes over this worker's state takes them, too: the step may be all that is left of that iteration."""
+        """The number and the sums of an iteration that this worker has reduced, while it does not know whether all
+        workers have. They are handed over with this worker's state: the step may be all that is left of the
+        iteration."""
         self._late = False
         self._total = 0.0
-        """Of the last iteration released."""
+        """What the last iteration's `reduce` has returned."""
         self._lost: tuple[str, str] = "", ""
         self._used, self._incomplete = False, ""
-        """Has the iteration had a transfer? What was left out of it?"""
+        """Has this iteration had a transfer? And the first call that was left out, in words."""
         self._open: ScheduledOp | str = ""
-        """What the iterator in use has reached."""
+        """The op that the current iterator has reached; "": it is at its end."""
 
     # -- for the reporter -------------------------------------------------------------------------
 
     def begin(self, iteration: int) -> Iterator[ScheduledOp]:
-        """The ops of an iteration. Returns when they are agreed on. Raises GroupLost, InputError or RuntimeError."""
+        """Returns the ops of an iteration, after all workers have agreed on them. Raises GroupLost, InputError or
+        RuntimeError."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if world is None:
             raise RuntimeError("schedule: there is no process group: call torch.distributed.init_process_group first")
@@ -278,11 +283,11 @@ class OwnLoop:
         return self._ops(iteration)
 
     def why_lost(self) -> tuple[str, str]:
-        """Of the group that was lost last: why, and with whom a transfer broke, where that is known."""
+        """Returns why the last group was lost, and the other end of the transfer that broke, where that is known."""
         return self._lost
 
     def lost_without(self, deployment: Deployment) -> None:
-        """Wakes the loop where it waits for a worker that the console has given up. From any thread."""
+        """Wakes the loop if it waits for a worker that the console has given up. May be called in any thread."""
         with self._lock:
             joined = self._joined
         staying = {*deployment.living, *deployment.leaving}
@@ -292,7 +297,7 @@ class OwnLoop:
     # -- for the ops ------------------------------------------------------------------------------
 
     def exchange(self, act: Callable[[LearnedTransfers], T]) -> T:
-        """Raises GroupLost."""
+        """Makes a transfer. Raises GroupLost."""
         self._used = True
         self._check_complete()
         try:
@@ -302,9 +307,9 @@ class OwnLoop:
             raise self._lose(error) from error
 
     def reduce(self, tensors: tuple[Tensor, ...], measure: Callable[[], float]) -> float:
-        """Raises GroupLost."""
+        """See ScheduledOp.reduce. Raises GroupLost."""
         iteration = self._iteration
-        if self._late:  # the others have agreed on all of this already
+        if self._late:  # the others have stepped, so all have agreed on these sums
             kept = self.kept[1] if self.kept is not None else []
             if [t.shape for t in tensors] != [t.shape for t in kept]:
                 raise InputError("reduce", len(tensors), "the tensors that this iteration was reduced with")
@@ -359,7 +364,8 @@ class OwnLoop:
         self._done(iteration)
 
     def _check_complete(self) -> None:
-        """A loop that leaves all transfers to something else may; one that leaves out some has its peers wait."""
+        """Raises RuntimeError where some transfers are left out, since peers wait for them. A loop may leave out all of
+        them, and move its data by other means."""
         if self._used and self._incomplete:
             raise RuntimeError(self._incomplete)
 
@@ -375,12 +381,12 @@ class OwnLoop:
         return None if worker is None else Peer(str(worker), self._need().lines.rank[worker])
 
     def _enter(self, world: Any, iteration: int) -> None:
-        """Into a new process group: who is in it, which plan they run, from which iteration on."""
+        """Enters a new process group. Its workers agree who is in it, on a plan, and on the iteration to go on from."""
         self._world, self._joined, self._agreed, self._open, self._late = weakref.ref(world), None, None, "", False
         rank, ranks, form = dist.get_rank(), range(dist.get_world_size()), timedelta(seconds=self._timeouts.form)
         all_ranks = dist.new_group(timeout=form, backend="gloo")
         names = (Worker(0, 0),) * len(ranks)
-        # All ask at the same pace, so that nobody has to wait longer than for a group.
+        # All workers ask at the same pace, so these waits need not be longer than to form a group.
         asking = replace(self._timeouts, transfer=self._timeouts.form / 2, group=self._timeouts.form)
         control = GivenGlooGroup(all_ranks, rank, names, asking)
         deadline = time.monotonic() + AGREE_SECONDS
@@ -428,7 +434,7 @@ class OwnLoop:
         self._change_to(*newest)
 
     def _change_to(self, deployment: Deployment, plan: Plan) -> None:
-        """Of all workers at once, between two iterations."""
+        """Changes to another plan. All workers do this at once, between two iterations."""
         joined, self._agreed = self._need(), None
         grid = self._job.pipelines, self._job.stages, self._job.micro_batches
         if (plan.job.pipelines, plan.job.stages, plan.job.micro_batches) != grid:
@@ -442,7 +448,7 @@ class OwnLoop:
         self._peers = {str(w): sum(op.kind == "F" for op in schedule.ops.get(w, ())) for w in stage}
 
     def _gather(self, lines: Lines, values: list[int]) -> dict[Worker, list[int]]:
-        """Everybody's `values`, on everybody."""
+        """Returns the `values` of all workers."""
         table = torch.zeros((len(lines.rank), len(values)), dtype=torch.int64)
         table[lines.rank[self._me]] = torch.tensor(values)
         lines.forward.sum(table)
@@ -454,7 +460,7 @@ class OwnLoop:
         return self._joined
 
     def _lose(self, error: RuntimeError) -> RuntimeError:
-        """What is raised for it. Whoever waits for this worker is woken, and what was made in the group is let go."""
+        """Lets go of what was made in the group, which wakes whatever waits in it, and returns the error to raise."""
         with self._lock:
             joined, self._joined = self._joined, None
         if joined is not None:
@@ -468,14 +474,14 @@ class OwnLoop:
 
 
 class _Unmendable(RuntimeError):
-    """A process group that no other one of the same processes can mend."""
+    """The workers of a process group do not fit together, and a new group of the same processes would not help."""
 
 
 def _cancel(joined: _Joined) -> None:
     for group in (joined.lines.forward, joined.lines.peers):
         if group is not None:
             group.cancel()
-            group.close()  # which wakes those, too, for whom nobody waits here
+            group.close()  # this also wakes peers that no wait here is for
 
 
 def _names(members: tuple[Worker, ...]) -> str:
@@ -483,7 +489,7 @@ def _names(members: tuple[Worker, ...]) -> str:
 
 
 def _header(specs: StageOutput) -> Tensor:
-    """Their number, and of each its type, its number of dimensions and those."""
+    """Describes tensors: how many there are; and of each its type, its number of dimensions, and their sizes."""
     numbers = [len(specs)]
     for i, spec in enumerate(specs):
         if spec.dtype not in _DTYPES or len(spec.shape) > MOST_DIMENSIONS:
