@@ -1,7 +1,7 @@
 """The pipe between a worker and the launcher of its node: one JSON document per message, no pickle.
 
-The launcher sends generations and the end; the worker says what happened to it, each message with its
-monotonic time, so that the launcher can put the times of all its workers on one clock.
+The launcher sends generations, and the end of the job. The worker reports what happens to it. Each message has the
+sender's monotonic time, so that the launcher can put the times of all its workers on one clock.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from openrecycle.planner.plans.schedule import Schedule
 Message = dict[str, Any]
 
 LONGEST_TEXT = 10_000
-"""Characters of what a worker says in words: an exception may have a whole tensor in it."""
+"""At most so many characters of text in a worker's message: an exception may have a whole tensor in its text."""
 _WORDS = ("text", "detail", "problem", "error")
-"""Fields that hold such."""
+"""The fields that hold such text."""
 LONGEST_MESSAGE = 1 << 23
-"""Bytes of a message of a worker. From another node it comes in one that may have eight times as many
-(agent.nodes.frames), and what becomes a line of the record goes there twice as long."""
+"""The most bytes of a worker's message. Another node passes messages on in frames that may have eight times as many
+(agent.nodes.frames), and a message that becomes a line of the record is twice as long there."""
 
 
 def send(pipe: Connection, kind: str, **fields: Any) -> None:
-    """Raises OSError (BrokenPipeError) when the other end is gone."""
+    """Sends a message. Raises OSError (BrokenPipeError) when the other end is gone."""
     pipe.send_bytes(json.dumps({"kind": kind, "at": time.monotonic_ns(), **fields}).encode())
 
 
 def receive(pipe: Connection) -> Message:
-    """Raises EOFError or OSError when the other end is gone."""
+    """Receives a message. Raises EOFError or OSError when the other end is gone."""
     encoded = pipe.recv_bytes()
     message: Message = json.loads(encoded)
-    # An exception's text may hold what no console, and no other worker, could read.
+    # The text of an exception may hold lone surrogates, which no console and no other worker could read.
     return _encodable(message) if b"\\ud" in encoded else message
 
 
@@ -61,7 +61,7 @@ _Hex = Annotated[str, AfterValidator(_hexadecimal)]
 
 
 class _Said(BaseModel):
-    """Fields of what workers say, where its kind has them."""
+    """The fields that a worker's message may have. Which of them it has depends on its kind."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -101,8 +101,8 @@ class _Said(BaseModel):
 
 
 def misformed(message: Message, iterations: int) -> str:
-    """Of what comes from another node: odd values would be kept, and be told to the next lead. Which error it is; "":
-    none. iterations: of the job."""
+    """Checks a message from another node, since odd values would be kept and passed on to the next leader. Returns the
+    error, in words; "": none. iterations: how many the job has."""
     try:
         _Said.model_validate(message)
         newest = max(message.get("iteration", 0), message.get("at_iteration", 0))
@@ -122,11 +122,11 @@ def _encodable(value: Any) -> Any:
 M = TypeVar("M")
 
 KEPT_PLANS = 8
-"""The newest ones stay in memory: a generation runs two at most."""
+"""How many plans stay in memory, the newest ones. A generation runs at most two."""
 
 
 def keep_newest(plans: dict[str, M], name: str, plan: M) -> None:
-    """`plan` is in use, by its fingerprint; of many, those go that have not been for the longest time."""
+    """Notes that `plan`, whose fingerprint is `name`, is in use. Of too many plans, those unused for longest go."""
     plans.pop(name, None)
     plans[name] = plan
     while len(plans) > KEPT_PLANS:
@@ -141,9 +141,9 @@ def follow(
     name: str,
     gone: tuple[type[Exception], ...] = (EOFError, OSError, ValueError),
 ) -> None:
-    """In a thread of its own, called `name`: on_message gets what `receive` returns, in order, until that is None or
-    either of them raises; then on_end is called. gone: what is raised where the other end is gone, or says nothing that
-    can be understood; anything else is printed."""
+    """Starts a thread called `name`. It gives on_message what `receive` returns, in order, until that is None or either
+    of them raises; then it calls on_end. gone: the exceptions raised where the other end is gone, or sends what can't
+    be understood. Any other exception is printed."""
 
     def run() -> None:
         try:
@@ -159,7 +159,7 @@ def follow(
 
 
 class ToldPlan:
-    """As a worker is told of it. schedule: what it needs of it, read when that is first asked for, by one thread."""
+    """A plan in the form in which workers get it. It is parsed when its schedule is first asked for, by one thread."""
 
     def __init__(self, text: str) -> None:
         self._text, self._reading = text, threading.Lock()
@@ -176,17 +176,19 @@ class ToldPlan:
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """One generation as this worker is told of it.
+    """One generation, as this worker is told of it.
 
-    plan: schedule is all that a worker needs of it.
-    cell: the place of the grid that it holds from this generation on. restore: as of
-    agent.coordination.launcher.Deploy. store: host and port of the store
-    through which the generation's groups are formed. after: the iteration through which the members of
-    the generation before go on first, when this one does nothing but add workers; None: they leave at once.
+    plan: a worker needs only its schedule.
+    cell: the place in the grid that this worker has from this generation on.
+    restore: as in agent.coordination.launcher.Deploy.
+    store: host and port of the store through which the generation's groups are formed.
+    after: if this generation only adds workers, the iteration up to which the earlier members go on first; None: they
+        leave their iteration at once.
     meanwhile: the plan that is run while members still take their state from a peer; None: all wait for them.
-    partition: layers per stage, for which the plan is; workers that have other layers take what they lack from peers,
-    and run `meanwhile` until then. (): as they are. held: layers per stage until then. left_out: (iteration,
-    micro-batch, numbered over the pipelines) of those that nobody runs; runs: see agent.transport.transfers.
+    partition: the layers per stage that the plan is for; (): they stay as they are. Workers with other layers take
+        what they lack from peers, and run `meanwhile` until then. held: the layers per stage until then.
+    left_out: (iteration, micro-batch, numbered over the pipelines) of micro-batches that nobody runs.
+    runs: see agent.transport.transfers.
     """
 
     deployment: Deployment
@@ -215,7 +217,7 @@ class GenerationSpec:
 
 
 class Relay(Protocol):
-    """Between the launcher and the other ranks of a worker: agent.workers.worker."""
+    """Connects rank 0 of a worker with its other ranks; see agent.workers.worker."""
 
     def hand_on(self, message: bytes) -> None: ...
 
@@ -223,22 +225,23 @@ class Relay(Protocol):
 
 
 FENCED = 3
-"""Exit code of a process that was told that it does not count any more."""
+"""The exit code of a process that was told that it does not count any more."""
 ORPHANED = 4
-"""Exit code of a process whose launcher, or whose sibling of the same worker, is gone."""
+"""The exit code of a process whose launcher, or another rank of whose worker, is gone."""
 GAVE_UP = 5
-"""Exit code of a process that has waited for a sibling in vain."""
+"""The exit code of a process that has waited in vain for another rank of its worker."""
 
 
 class WorkerChannel:
-    """The worker's end. A thread reads the pipe; when the launcher dies, so does the worker.
+    """The worker's end of the pipe. A thread, `launcher-pipe`, reads it, and calls all the functions below. When the
+    launcher dies, the worker ends.
 
-    announced: called in that thread with the generation of each new deployment that this worker must
-    leave its iteration for (and with a number above all generations when the job is over). fenced:
-    called in that thread when this process no longer counts: it must end. measure: called in that thread with an
-    iteration whose ops are to be recorded. relay: of rank 0 of several, to its siblings. last_words: called in that
-    thread with what this process ends by, if it can't understand a message. gave_up: has this process waited for a
-    sibling in vain? Then it ends as one that has, though another one's end should end it.
+    announced: called with the number of each new generation for which this worker must leave its iteration, and with a
+    number above all generations when the job is over. fenced: called when this process no longer counts, and must end.
+    measure: called with an iteration whose ops are to be recorded. relay: given in rank 0 of several, to pass messages
+    on to the other ranks. last_words: called with the error by which this process ends, if it can't understand a
+    message. gave_up: has this process waited in vain for another rank? Then its exit code says so, even if it ends
+    because that other process has ended.
     """
 
     OVER = 2**53
@@ -257,19 +260,19 @@ class WorkerChannel:
         self._news = threading.Condition()
         self._orders: GenerationSpec | None = None
         self._plans: dict[str, ToldPlan] = {}
-        """By their fingerprints."""
+        """Plans by their fingerprints."""
         self._over = False
         self._iteration = -1
         self._hold: int | None = None
-        """Paused: no iteration after this one is begun."""
+        """Not None while the job is paused: no iteration after this one is begun."""
         self.last: int | None = None
-        """How many iterations there are, where the job ends early."""
+        """The number of iterations, if the job ends early."""
         self._sending = threading.Lock()
         self._taken_up = 0
         self.gave_up = False
         self._told_at: float | None = None
-        """Since when this worker has not taken up a generation that it must leave its iteration for."""
-        # Nobody would ever end this process: it ends with its launcher.
+        """Since when a generation waits to be taken up, for which this worker must leave its iteration."""
+        # Without its launcher nobody would end this process, so it ends itself.
         follow(pipe.recv_bytes, self._hear_or_end, self.orphaned, name="launcher-pipe")
 
     @property
@@ -277,8 +280,8 @@ class WorkerChannel:
         return self._over
 
     def say(self, kind: str, **fields: Any) -> None:
-        """What is said in words is cut where it is too long; ValueError for what else makes the message too long: this
-        process ends by that, and not its node's connection."""
+        """Sends a message to the launcher. Texts that are too long are cut. Raises ValueError if the message is still
+        too long: then this process ends, and not the connection of its node."""
         message = {"kind": kind, "at": time.monotonic_ns(), **fields}
         for name in _WORDS:
             if isinstance(text := fields.get(name), str) and len(text) > LONGEST_TEXT:
@@ -289,21 +292,21 @@ class WorkerChannel:
             self._relay.take(0, message)
 
     def send(self, message: Message) -> None:
-        """To the launcher."""
+        """Sends a message to the launcher directly, without the relay."""
         encoded = json.dumps(message).encode()
         if len(encoded) > LONGEST_MESSAGE:
             said = f"what is to be said ({message['kind']}) takes {len(encoded):,} bytes"
             raise ValueError(f"{said}, at most {LONGEST_MESSAGE:,} can be said at once")
-        # One that is gone ends this process through the listening thread.
+        # If the launcher is gone, the thread that reads ends this process.
         with self._sending, contextlib.suppress(OSError):
             self._pipe.send_bytes(encoded)
 
     def orphaned(self) -> None:
-        """The launcher, or a sibling, is gone: ends this process."""
+        """Ends this process, since its launcher or another rank is gone."""
         os._exit(GAVE_UP if self.gave_up else ORPHANED)
 
     def take_up(self, generation: int, iteration: int) -> None:
-        """The training thread has left what it was at, for `generation`, with so many iterations committed."""
+        """The training thread has left its iteration for `generation`. iteration: how many are committed."""
         with self._news:
             self._taken_up = generation
             if self._told_at is not None:
@@ -312,21 +315,21 @@ class WorkerChannel:
 
     @property
     def pending(self) -> float:
-        """For how many seconds the training thread has not taken up a generation that it must leave its iteration
-        for; 0: there is none."""
+        """For how many seconds a generation has waited for the training thread to leave its iteration; 0: none
+        waits."""
         told = self._told_at
         return 0.0 if told is None else time.monotonic() - told
 
     def wait_for_generation(self, after: int) -> GenerationSpec | None:
-        """The newest generation, when it is above `after`; None when the job is over."""
+        """Waits for a generation above `after`, and returns the newest; None when the job is over."""
         with self._news:
             self._iteration = -1
             self._news.wait_for(lambda: self._over or self._newer(after) is not None)
             return None if self._over else self._newer(after)
 
     def may_begin(self, generation: int, iteration: int, paused: Callable[[], None] = lambda: None) -> bool:
-        """Is `iteration` still to be run in `generation`? False: another generation waits for this worker. Waits while
-        the job is paused, and calls `paused` first."""
+        """Returns whether `iteration` is still to be run in `generation`; False if another generation waits. While the
+        job is paused, it calls `paused` and then waits."""
 
         def go() -> bool:
             return self._over or self._newer(generation) is not None or self._hold is None or iteration <= self._hold
@@ -339,7 +342,7 @@ class WorkerChannel:
             return not self.superseded(generation)
 
     def superseded(self, generation: int) -> bool:
-        """Must this worker leave `generation` now, in the middle of the iteration that it has begun?"""
+        """Must this worker leave `generation` now, in the middle of its iteration?"""
         newer = self._newer(generation)
         return self._over or (newer is not None and (newer.after is None or self._iteration > newer.after))
 
@@ -348,7 +351,8 @@ class WorkerChannel:
         return orders if orders is not None and orders.generation > generation else None
 
     def _hear_or_end(self, encoded: bytes) -> None:
-        """A worker that hears nothing any more would hold up all others for good: better that it is gone."""
+        """Handles a message. If that fails, this process ends: a worker that hears nothing more would hold up all
+        others for good."""
         try:
             self._hear(encoded)
         except BaseException as error:
@@ -388,7 +392,7 @@ class WorkerChannel:
         if interrupts:
             self._announced(self.OVER if self._over else newest)
         if message["kind"] == "deployment":
-            # Once whoever waits in a group has been woken: the training thread has to leave that before it asks.
+            # Parsed only after `announced` has woken the training thread, which must first leave its group's waits.
             for name in message["plans"]:
                 _ = self._plans[name].schedule
 

@@ -1,10 +1,11 @@
-"""HTTP session with the console: token, time-outs, back-off, and errors that say what happened.
+"""The HTTP session with the console: token, time-outs, back-off, and errors that say what happened. No torch here.
 
-A console may have a standby, which takes over when it is gone. Then there are two addresses: `url` is
-both, with a comma between them, and a request that one does not take goes to the other.
+A console may have a standby, which takes over when the console is gone. Then `url` holds both addresses, with a comma
+between, and a request that one of them does not take goes to the other.
 
-And what waits until it can be handed on: messages and lines for a console, and a run's record for what may be slow or
-broken, as a callback, a terminal or a disk. No torch here.
+This file also has the queues of what waits to be passed on: messages (`Outbox`) and log lines (`LogTail`) for a
+console, and the lines of a run's record (`Delivery`, `Record`) for targets that may be slow or broken: a callback, a
+terminal, a disk.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import read_model
 
 Say = Callable[[str], None]
-"""A line for whoever has started this program."""
+"""Takes a line for the person who has started this program."""
 
 # -- messages that wait for a console, oldest first, in bounded memory -------------------------------
 
@@ -56,11 +57,13 @@ T = TypeVar("T")
 
 
 class Outbox(Generic[T]):
-    """`put` never blocks and may be called from any thread; `take` and `sent` belong to one that sends.
+    """A queue of messages, oldest first. Any thread may call `put`, which never blocks. Only the sending thread calls
+    `take` and `sent`.
 
-    limit: messages that wait at most; beyond it the oldest of the least `weight` goes. merge: makes one message of one
-    that waits and a new one, or None where they stay two. It is asked about the newest that waits, and about the one
-    before as long as that weighs less than the new one. The message that is being sent is never dropped or merged.
+    limit: how many messages may wait; beyond it, the oldest message of the least `weight` is dropped. merge: joins a
+    waiting message and a new one into one, or returns None. It is tried on the newest waiting message, and on earlier
+    ones as long as each that was tried weighs less than the new one. The message that is being sent is never dropped or
+    merged.
     """
 
     def __init__(
@@ -75,14 +78,14 @@ class Outbox(Generic[T]):
         self._in_hand: T | None = None
         self._lock = threading.Lock()
         self.dropped = 0
-        """Messages that went because there were too many."""
+        """How many messages were dropped because there were too many."""
 
     def __len__(self) -> int:
         return len(self._waiting) + (self._in_hand is not None)
 
     @property
     def all(self) -> list[T]:
-        """The oldest first, with the one that is being sent."""
+        """All messages, oldest first, with the one that is being sent."""
         with self._lock:
             return [*([] if self._in_hand is None else [self._in_hand]), *self._waiting]
 
@@ -106,7 +109,7 @@ class Outbox(Generic[T]):
         return False
 
     def _lightest(self) -> int:
-        """The first of those that weigh least; nothing weighs less than 0."""
+        """Returns the index of the oldest message of the least weight. No weight is below 0."""
         found, least = 0, math.inf
         for index, waiting in enumerate(self._waiting):
             if (weight := self._weight(waiting)) < least:
@@ -116,14 +119,14 @@ class Outbox(Generic[T]):
         return found
 
     def take(self) -> T | None:
-        """The oldest; the same again until `sent`. None when there is none."""
+        """Returns the oldest message, and the same again until `sent` is called; None if there is none."""
         with self._lock:
             if self._in_hand is None and self._waiting:
                 self._in_hand = self._waiting.popleft()
             return self._in_hand
 
     def sent(self) -> None:
-        """The message that was taken is done with."""
+        """The message of `take` was delivered, or is given up."""
         self._in_hand = None
 
 
@@ -131,7 +134,7 @@ class Outbox(Generic[T]):
 
 
 class LogTail:
-    """Holds what has not been taken yet, up to a bound; the oldest lines give way. Thread-safe."""
+    """Holds lines that were not taken yet, up to a bound; beyond it the oldest are dropped. Thread-safe."""
 
     def __init__(self) -> None:
         self._lines: deque[LogLine] = deque(maxlen=LOG_LINES)
@@ -139,7 +142,7 @@ class LogTail:
         self._lock = threading.Lock()
 
     def add(self, text: str) -> None:
-        """Whole lines; those that are too long are cut."""
+        """Adds whole lines. Lines that are too long are cut."""
         at = min(max(time.time(), 0.0), LATEST)  # a clock may be set to anything
         for line in text.splitlines():
             if line := line.rstrip():
@@ -149,22 +152,22 @@ class LogTail:
                     self._added += 1
 
     def extend(self, lines: Iterable[tuple[float, str]], skipped: int) -> None:
-        """Lines that another tail had taken, with their POSIX seconds, and how many it had dropped before them."""
+        """Adds lines that another tail had taken, with their POSIX seconds. skipped: how many it had dropped before."""
         with self._lock:
             for at, text in lines:
                 self._added += 1
-                with suppress(ValidationError):  # no console takes it
+                with suppress(ValidationError):  # a console would refuse it
                     self._lines.append(LogLine(at=at, text=text))
             self._added += skipped
 
     def put_back(self, lines: Sequence[LogLine], skipped: int) -> None:
-        """What was taken last, and did not arrive."""
+        """Puts back lines that were taken, but did not arrive."""
         with self._lock:
             self._lines = deque([*lines, *self._lines][-LOG_LINES:], LOG_LINES)
             self._added += len(lines) + skipped
 
     def take(self) -> tuple[tuple[LogLine, ...], int]:
-        """The lines since the last call, and how many before them were dropped."""
+        """Returns the lines since the last call, and how many before them were dropped."""
         with self._lock:
             lines, skipped = tuple(self._lines), self._added - len(self._lines)
             self._lines.clear()
@@ -173,10 +176,10 @@ class LogTail:
 
 
 class Followed:
-    """A text stream, such as sys.stdout, whose lines go into a LogTail as well. Nothing that is written raises OSError:
-    a disk that is full, or a reader that has gone, is no fault of whoever prints.
+    """A text stream, such as sys.stdout, that also copies its lines into a LogTail. Writing to it never raises OSError:
+    whoever prints is not to blame for a full disk, or for a reader that is gone.
 
-    tail: None: nobody asks for the lines. lost: called with the error, once.
+    tail: None: no lines are copied. lost: called with the first error.
     """
 
     def __init__(
@@ -221,10 +224,10 @@ class Followed:
 
 @contextlib.contextmanager
 def prints_anyway() -> Iterator[None]:
-    """While code of others runs in this process, which may print."""
+    """Makes printing raise no OSError inside the block, in which code of others may print."""
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before, strict=True):
-        if stream is not None:  # it was closed when Python began: nothing is printed
+        if stream is not None:  # None: it was closed when Python began, and nothing is printed
             setattr(sys, name, Followed(stream, None))
     try:
         yield
@@ -234,27 +237,27 @@ def prints_anyway() -> Iterator[None]:
 
 # -- a run's record on its way -----------------------------------------------------------------------
 
-# The launcher's loop judges its workers by when it hears them, so nothing that may take long runs in it: each target
-# has a thread and a bounded queue of its own. Beyond the queue's limit the oldest waiting iterations are left out, and
-# their number is said; failures, checkpoints, warnings and the final line are not.
+# The launcher's loop judges its workers by when it hears them, so nothing slow may run in it. So each target has its
+# own thread and bounded queue. Beyond the bound the oldest waiting iterations are left out, and the target is told how
+# many; failures, checkpoints, warnings and the final line are always kept.
 
 log = logging.getLogger("openrecycle")
 
 Line = dict[str, Any]
 LIMIT = 10_000
-"""Lines that wait for one target."""
+"""How many lines may wait for one target."""
 SLOW = 1_000
-"""So many waiting lines are worth a word."""
+"""From so many waiting lines on, there is a warning."""
 RETRY_SECONDS = 2.0
 HURRIED_SECONDS = 2.0
-"""How long a target is waited for that hangs while somebody wants the program to end."""
+"""How long a hanging target is waited for while somebody wants the program to end."""
 
 
 class Delivery:
-    """Calls `target` with each line, in order, in a thread of its own; a call of this never blocks and never raises.
+    """Calls `target` with each line, in order, in a thread of its own. A call of this object never blocks or raises.
 
-    what: the target, in words. warn: called, from a thread, with a sentence when the target is far behind. Where
-    lines had to be left out, `target` gets a `warning` line in their place. begin: called first, in that thread.
+    what: names the target, in words. warn: called in another thread, with a sentence, when the target is far behind.
+    Where lines had to be left out, the target gets a `warning` line in their place. begin: called first in the thread.
     """
 
     def __init__(
@@ -275,7 +278,7 @@ class Delivery:
 
     @property
     def left_out(self) -> int:
-        """Lines that `target` did not get."""
+        """How many lines `target` did not get."""
         return self._lines.dropped
 
     def __call__(self, line: Line) -> None:
@@ -287,11 +290,12 @@ class Delivery:
                 f"{self._what} is {len(self._lines)} lines behind; training goes on, "
                 f"and beyond {self._limit} the oldest iterations are left out"
             )
-            # What takes the warning may be as slow.
+            # In a thread of its own, since `warn` may be just as slow.
             threading.Thread(target=self._warn, args=(text,), daemon=True).start()
 
     def close(self, hurried: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until `target` has had every line, or somebody is in a hurry; returns whether it has."""
+        """Waits until `target` has had every line. Gives up after HURRIED_SECONDS during which `hurried` returns True.
+        Returns whether it has had every line."""
         self._closing.set()
         self._there.set()
         left = HURRIED_SECONDS
@@ -319,39 +323,39 @@ class Delivery:
     def _guarded(self, call: Callable[..., None], *arguments: Line) -> None:
         try:
             call(*arguments)
-        except Exception:  # it must go on, whatever the target is
+        except Exception:  # whatever the target raises, the next lines are delivered
             log.exception("%s failed", self._what)
 
 
 class RecordFile:
-    """Writes lines to a JSON-lines file, each at once; runs in a Delivery's thread.
+    """Writes lines to a JSON-lines file, each at once. It runs in the thread of a Delivery.
 
-    A disk that is full loses nothing: what can't be written is said through `say` at once, waits in memory, and is
-    tried again until it can be written or the job is over. Raises OSError where the file can't be opened.
+    A full disk loses nothing: a problem is reported through `say` at once, and the lines wait in memory, and are tried
+    again until they can be written or the job is over. Raises OSError where the file can't be opened.
 
-    It is a new file where that is possible, and one that was there is kept beside it, with a number: a launcher that
-    led before, and doesn't know yet that it leads no more, goes on with the one that it opened.
+    The file is a new one where that is possible, and an earlier one is kept beside it, with a number in its name. The
+    earlier one may still be written to: by a former leading launcher that does not yet know that it no longer leads.
     """
 
     def __init__(self, path: Path, say: Say) -> None:
         self._path, self._say = path, say
         if path.is_file() and not path.is_symlink():
-            with contextlib.suppress(OSError):  # a folder that nothing may be renamed in
+            with contextlib.suppress(OSError):  # in this folder nothing may be renamed
                 number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
                 path.rename(path.with_name(f"{path.name}.{number}"))
                 say(f"note: the record that was at {path} is now called {path.name}.{number}")
         self._file = path.open("wb", buffering=0)
         self._over = threading.Event()
         self.lost = 0
-        """Lines that could not be written before the job was over."""
+        """How many lines could not be written before the job was over."""
 
     def __call__(self, line: Line) -> None:
         self.write((json.dumps(line) + "\n").encode())
 
     def write(self, lines: bytes) -> None:
-        """As they are to stand there."""
+        """Writes lines in the form of the file."""
         if self.lost:
-            self.lost += lines.count(b"\n")  # it ends where it ends, with no gap
+            self.lost += lines.count(b"\n")  # once lines were lost, no more are written, so the file has no gap
             return
         rest, failing = lines, False
         while rest:
@@ -371,14 +375,14 @@ class RecordFile:
             self._say(f"the record {self._path} is being written again, and lacks nothing")
 
     def end(self) -> None:
-        """The job is over: what can't be written now is given up."""
+        """The job is over. What can't be written now is given up."""
         self._over.set()
 
 
 class Record:
-    """A run's record in a file, which is written beside the training. say: called, from any thread, with what is wrong
-    with it. earlier: lines of a launcher that led before, as they are to stand there; read in the thread that writes,
-    so that nobody waits for it. Raises InputError where the file can't be opened."""
+    """The file of a run's record, which is written beside the training. say: called in any thread, with problems of the
+    file. earlier: lines in the form of the file, of a launcher that led before; they are read in the thread that
+    writes, so that nobody waits for them. Raises InputError where the file can't be opened."""
 
     def __init__(self, path: Path, say: Say, earlier: Iterable[bytes] = ()) -> None:
         try:
@@ -397,7 +401,7 @@ class Record:
         self._delivery(line)
 
     def close(self, hurried: Callable[[], bool] = lambda: False) -> bool:
-        """Returns whether the file has every line; says so where it lacks some. hurried: see Delivery."""
+        """Ends the writing. Returns whether the file has every line; if not, says so. hurried: see Delivery.close."""
         self._file.end()
         whole = self._delivery.close(hurried)
         if missing := self._file.lost + self._delivery.left_out + (not whole):
@@ -410,13 +414,13 @@ class Record:
 M = TypeVar("M", bound=BaseModel)
 
 CONNECT_SECONDS = 5.0
-# Where there are several addresses: an answer takes so long at first, and a long-poll at most.
+# With several addresses: the first time-out of an answer, and the longest long-poll.
 FIRST_TIMEOUT_SECONDS = 3.0
 SHORT_POLL_SECONDS = 5.0
 
 
 class ConsoleUnavailable(Exception):
-    """No answer, a 5xx, or too many requests: worth another try later. silent: is there an address where nobody is?"""
+    """No answer, a 5xx, or too many requests: to try later may help. silent: did some address not answer at all?"""
 
     def __init__(self, detail: str = "", *, silent: bool = False) -> None:
         super().__init__(detail)
@@ -424,18 +428,17 @@ class ConsoleUnavailable(Exception):
 
 
 class JobUnknown(ConsoleUnavailable):
-    """The console has not got the job, whose launcher it has talked with before: it has another database, or can't read
-    the job's rows, or somebody has deleted a job that no worker was heard of. None of that is a reason to end a
-    training; it is for people to know."""
+    """The console does not have the job, though it has talked with its launcher before: it has another database, or
+    can't read the job's rows, or somebody has deleted a job of which no worker was heard. None of this is a reason to
+    end a training, but people should know of it."""
 
 
 class ConsoleWaits(ConsoleUnavailable):
-    """The console is there, and says that it can do nothing now: its database is away, say. To start it again would not
-    help."""
+    """The console answers that it can do nothing now, as when its database is away. A restart would not help."""
 
 
 class ConsoleRefused(Exception):
-    """A 4xx: the same request will be refused again. `problem.code` is for programs."""
+    """A 4xx: the same request would be refused again. `problem.code` is for programs."""
 
     def __init__(self, problem: ProblemDetails) -> None:
         self.problem = problem
@@ -446,14 +449,14 @@ class ConsoleRefused(Exception):
 
 
 class ConsoleClient:
-    """Not for sharing between threads: make one per thread.
+    """A session with the console. Threads must not share one: make one per thread.
 
-    url: one address or several; the one that answered last is asked first. token: sent as a bearer token,
-    never logged, never in the address. timeout: seconds to wait for an answer. known: the console has taken the token
-    and the name by which it is asked, and known the job, before. issued: the token that it has given out for the job
-    that was created here; None where it has none. lead: of a launcher that leads several nodes, its term and node
-    (agent.coordination.membership); deposed: called, with a sentence, whenever the console says that another leads
-    since.
+    url: one address or several; the one that answered last is asked first. token: sent as a bearer token, never logged
+    or put into an address. timeout: seconds to wait for an answer. known: the console has accepted the token and its
+    own name in the address, and known the job, before. issued: the token that the console has given out for the job
+    created here; None: none. lead: of a launcher that leads several nodes, its term and node
+    (agent.coordination.membership). deposed: called with a sentence whenever the console says that another node leads
+    now.
     """
 
     def __init__(
@@ -471,9 +474,9 @@ class ConsoleClient:
         self._timeout, self._known = timeout, known
         self._current_timeout = self._first_timeout()
         self._session = requests.Session()
-        # A console on this machine must not be looked for behind a proxy.
+        # No proxies from the environment, for a console on this machine.
         self._session.trust_env = False
-        # That ignores this variable, too: the authority of a certificate may be one's own.
+        # That switches this variable off, too, which is needed for a certificate authority of one's own.
         self._session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
         self.issued: str | None = None
         self.token = token
@@ -489,7 +492,7 @@ class ConsoleClient:
         return self._urls[self._at]
 
     def post(self, path: str, message: Message, reply: type[M] | None = None, *, key: str | None = None) -> M | None:
-        """POSTs `message`; returns the answer as `reply`. key: an idempotency key.
+        """POSTs `message`. Returns the answer as a `reply`, or None. key: an idempotency key.
 
         Raises ConsoleUnavailable or ConsoleRefused.
         """
@@ -497,7 +500,8 @@ class ConsoleClient:
         return self._call("POST", path, reply, data=message.model_dump_json().encode(), headers=headers)
 
     def get(self, path: str, reply: type[M], *, wait: float = 0.0, **params: int | str) -> M | None:
-        """GETs `path`; None on 204. wait: seconds the console may hold the answer back (long-poll)."""
+        """GETs `path`. Returns None on 204. wait: seconds that the console may hold back the answer (long-poll). Raises
+        as `post`."""
         if len(self._urls) > 1:
             wait = min(wait, SHORT_POLL_SECONDS)
         query: dict[str, str | float] = {**params} | ({"wait": wait} if wait else {})
@@ -531,7 +535,7 @@ class ConsoleClient:
             raise ConsoleUnavailable(f"{self.url}{API}{path} answered something else than {reply.__name__}") from None
 
     def _ask(self, method: str, path: str, extra_time: float, body: dict[str, Any]) -> requests.Response:
-        """Of the first address that takes the request. Raises ConsoleUnavailable where none does."""
+        """Returns the answer of the first address that takes the request. Raises ConsoleUnavailable if none does."""
         reasons, first, silent = [], self._at, False
         kind: type[ConsoleUnavailable] = ConsoleUnavailable
         for turn in range(len(self._urls)):
@@ -545,15 +549,15 @@ class ConsoleClient:
                 silent = silent or not trouble
                 reasons.append(f"{url} {trouble or f'does not answer ({type(error).__name__})'}")
                 continue
-            except OSError as error:  # what REQUESTS_CA_BUNDLE names can't be read
+            except OSError as error:  # the file that REQUESTS_CA_BUNDLE names can't be read
                 reasons.append(f"{url} can't be asked ({error})")
                 continue
-            self._at = at  # also one that is a standby: the other may hang, and would be waited for again
-            # Of a 4xx the console says why. One without that is a proxy's, while there is no console behind it.
+            self._at = at  # even for a standby that refuses: the other one may hang, and would be waited for again
+            # A console gives a code with each 4xx. One without a code is from a proxy that has no console behind it.
             code = _problem(answer).code if answer.status_code >= 400 else "unknown"
             refused = code != "unknown" and answer.status_code < 500
-            # Too slow (this process was suspended), too many. And a token, or a name for the console, that was good is
-            # no reason to end a job: the console was started again, and with other settings than it should have been.
+            # 408: this process was too slow, as when it was suspended. 429: too many requests. A token, or a name of the
+            # console, that was accepted before is no reason to end a job: the console was started with other settings.
             later = answer.status_code in (408, 429) or (answer.status_code in (401, 403, 421) and self._known)
             if code == "unknown_job" and self._known:
                 later, kind = True, JobUnknown
@@ -563,12 +567,12 @@ class ConsoleClient:
                 self._current_timeout = self._first_timeout()
                 return answer
             reasons.append(f"{url} answered {answer.status_code}{_detail(answer)}")
-        # One that is only slow is given more time.
+        # A console that is only slow gets more time.
         self._current_timeout = min(2 * self._current_timeout, self._timeout)
         raise kind("; ".join(reasons), silent=silent)
 
     def _no_authorities(self, error: requests.RequestException) -> str:
-        """Why nobody can be trusted here; "": it is something else."""
+        """Returns the reason if no certificate authority can be read here; "": the error has another cause."""
         named = self._session.verify
         if isinstance(error, requests.exceptions.SSLError) and isinstance(named, str) and Path(named).is_file():
             try:
@@ -578,12 +582,12 @@ class ConsoleClient:
         return ""
 
     def _first_timeout(self) -> float:
-        """A console that hangs must not keep this one from its standby."""
+        """Returns a short time-out if there is a standby, which should not wait for a console that hangs."""
         return self._timeout if len(self._urls) == 1 else min(FIRST_TIMEOUT_SECONDS, self._timeout)
 
 
 def _not_trusted(error: BaseException | None) -> str:
-    """Of a console that answers, with a certificate that nobody here knows; "": it is something else."""
+    """Returns the reason if the console's certificate is not trusted here; "": the error has another cause."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     if error is None:
@@ -593,14 +597,15 @@ def _not_trusted(error: BaseException | None) -> str:
 
 
 class Backoff:
-    """Seconds to wait before the next try: doubling with jitter up to `longest`; `reset` after success."""
+    """Gives the seconds to wait before the next try. They double, with jitter, up to `longest`. Call `reset` after a
+    success."""
 
     def __init__(self, first: float = 0.2, longest: float = 5.0) -> None:
         self._first, self._longest, self._next = first, longest, first
 
     def seconds(self) -> float:
         wait, self._next = self._next, min(2 * self._next, self._longest)
-        # Not Python's own generator, which a job's layers and data are seeded by: threads share it.
+        # Not Python's own generator, which threads share, and which is seeded for a job's layers and data.
         return wait * random.SystemRandom().uniform(0.5, 1.0)
 
     def reset(self) -> None:
@@ -622,23 +627,23 @@ def _detail(answer: requests.Response) -> str:
 
 # -- one time axis for processes of several hosts ----------------------------------------------------
 
-# Processes of a host share its monotonic clock, so their times compare as they are. Clocks of
-# different hosts are compared with the console's: half of the shortest of a few round trips bounds the
-# error, whatever the network did in between.
+# Processes of a host share its monotonic clock, so their times can be compared as they are. The clocks of other hosts
+# are compared with the console's: the error is at most half of the shortest of a few round trips, whatever the network
+# did in between.
 
 ROUND_TRIPS = 8
 
 
 @dataclass(frozen=True)
 class Offset:
-    """microseconds: to be added to this clock's times to get the console's; within ± uncertainty."""
+    """Add `microseconds` to times of this clock to get the console's, within ± `uncertainty` microseconds."""
 
     microseconds: int
     uncertainty: int
 
 
 def offset_to_console(client: ConsoleClient) -> Offset:
-    """Raises ConsoleUnavailable or ConsoleRefused."""
+    """Measures the offset of this process's clock. Raises ConsoleUnavailable or ConsoleRefused."""
 
     def ask() -> ClockReading:
         reading = client.get("/clock", ClockReading)
@@ -649,7 +654,7 @@ def offset_to_console(client: ConsoleClient) -> Offset:
 
 
 def measure_offset(ask: Callable[[], ClockReading], now: Callable[[], int] = time.monotonic_ns) -> Offset:
-    """ask: reads the console's clock; now: this one, in nanoseconds."""
+    """Measures the offset between two clocks. ask: reads the console's clock. now: reads this one, in nanoseconds."""
     best: Offset | None = None
     for _ in range(ROUND_TRIPS):
         sent = now()
@@ -657,7 +662,7 @@ def measure_offset(ask: Callable[[], ClockReading], now: Callable[[], int] = tim
         received = now()
         if reading.name == clock_name():
             return Offset(0, 0)
-        # Rounded up: the reading itself is cut to whole microseconds.
+        # Rounded up, since the reading is cut to whole microseconds.
         uncertainty = (received - sent) // 2000 + 2
         if best is None or uncertainty < best.uncertainty:
             best = Offset(reading.microseconds - (sent + received) // 2000, uncertainty)
