@@ -1,9 +1,9 @@
 """Messages between agents and the console. No torch here: the console imports this module.
 
-Every message is strict: unknown fields are refused, strings and numbers are bounded, and of a list
-with wrong entries the first is said (there may be a million). Paths are
-below `/api/v1`. A worker is named `W<pipeline>_<stage>`; its `incarnation` is new at every process
-start, so that a report of a dead process can't be taken for one of its successor.
+Every message is strict. Unknown fields are refused, strings and numbers are bounded, and of a list with wrong entries
+only the first error is reported, since there may be a million. Paths are below `/api/v1`. A worker is named
+`W<pipeline>_<stage>`. Its `incarnation` is new at every start of a process, so that a report of a dead process can't be
+taken for one of its successor.
 """
 
 from __future__ import annotations
@@ -37,30 +37,31 @@ from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, job_doc
 
 API = "/api/v1"
-# With the answer to POST /jobs: a token that is good for this job alone, for its launcher's workers.
+# A header in the answer to POST /jobs: a token for this job alone, which its launcher and workers use.
 AGENT_TOKEN = "OpenRecycle-Agent-Token"
-# With whatever a lead of several nodes asks of its console: its term and its node (agent.coordination.membership).
+# A header in all requests of a launcher that leads several nodes: its term and its node
+# (agent.coordination.membership).
 LEAD = "OpenRecycle-Lead"
 DEPOSED = "deposed"
 """The code of the problem (409) when another node has taken the lead."""
-# Where programs find the token that they were given.
+# The environment variable in which programs find their token.
 TOKEN_VARIABLE = "OPENRECYCLE_TOKEN"
-# Of one worker and iteration, at most.
+# The most ops of one worker and iteration.
 MEASURED_OPS = 100_000
-# Of one post of a worker's log: lines, and characters in each.
+# The most lines in one post of a worker's log, and characters in each.
 LOG_LINES, LOG_LINE = 100, 500
-# POSIX seconds that a message may say.
+# The largest POSIX seconds in a message.
 LATEST = 1e11
-# Of one post of registrations, heartbeats or acknowledgements.
+# The most registrations, heartbeats or acknowledgements in one post.
 BATCH = 8_192
-# Of one worker, at most.
+# The most ranks of one worker.
 RANKS = 64
-# Characters of an interim plan that is sent to the console.
+# The most characters of an interim plan that is sent to the console.
 INTERIM_DOCUMENT = 6_000_000
 
 
 def _hexadecimal(text: str) -> str:
-    """As float.hex writes it, which is how a history reads it."""
+    """Checks a float as float.hex writes it, which is how a history reads it."""
     try:
         float.fromhex(text)
     except OverflowError:
@@ -68,8 +69,8 @@ def _hexadecimal(text: str) -> str:
     return text
 
 
-# The characters of names are written out: readers of a pattern differ in what they take for a letter. Beyond ASCII all
-# that can be seen is in it: no space, no mark of direction, no surrogate, nothing of private use.
+# The characters of names are written out, since regular expressions differ in what they take for a letter. Beyond ASCII
+# this has all visible characters: no spaces, marks of direction, surrogates or characters of private use.
 _BEYOND_ASCII = (
     "\xa1-\xac\xae-\u061b\u061d-\u167f\u1681-\u180d\u180f-\u1fff\u200c\u200d\u2010-\u2027\u2030-\u205e\u2070-\u2fff"
     "\u3001-\ud7ff\uf900-\ufefe\uff00-\uffef\U00010000-\U000dffff\U000e0100-\U000e01ef"
@@ -101,12 +102,12 @@ class Message(BaseModel):
 
 
 class WorkerState(StrEnum):
-    """What the console holds a worker for.
+    """The state that the console has a worker in.
 
     STARTING: known, not yet registered. RUNNING: in the generation, heard lately. SUSPECT: in the
     generation, heartbeats overdue. FAILED: out of the generation. REJOINING: registered again, not yet in
     a generation or still taking weights. FINISHED: left after the last iteration.
-    Whether a running worker takes re-routed work is read off the plan, not stored.
+    Whether a running worker takes re-routed work is not stored: the plan shows it.
     """
 
     STARTING = "starting"
@@ -127,21 +128,20 @@ class JobState(StrEnum):
 
 
 class JobSpec(Message):
-    """POST /jobs -> JobCreated. What a launcher asks the console to look after.
+    """POST /jobs -> JobCreated. A job that a launcher asks the console to look after.
 
-    What plans are made from is said once: by profile, which has op times and bytes by stage, or, where
-    all stages are alike, by durations: F, I, W, O, transfer in milliseconds. With neither, each op
-    takes one slot. paced: each op is stretched to its duration (a demo on a machine without
-    accelerators). demo: its processes may be killed from the console. checkpoints: the job writes
-    some, so that a stage whose last worker is gone can be staffed anew. migrate: its workers may be
-    told to change their stage, in their processes (Deployment.moves). relayout: may layers change theirs, where the
-    profile has layers? When it pays, never, or whenever another partition is better. transfer_timeout, group_timeout:
-    seconds that a worker waits for a peer's data, and for a sum over a stage; the console has its say on
-    them (agent.config.options). None: not said. max_restarts: so often in a row its launcher starts a worker again by
-    itself. ranks_per_worker: processes of each worker. stage_bytes: by stage,
-    what a worker may come to take where it computes, beside the program itself, as it was reckoned before the start.
-    own_loop: it has no launcher, and nobody who pauses it or starts its processes. room: that workers have for layers
-    that move; None: there is enough.
+    The op times that plans are made from are given once: by profile, which has op times and bytes by stage; or, where
+    all stages are alike, by durations: F, I, W, O, transfer in milliseconds. With neither, each op takes one slot.
+    paced: each op is stretched to its duration (a demo on a machine without accelerators). demo: the console may kill
+    the job's processes. checkpoints: the job writes checkpoints, so a stage whose last worker is gone can be staffed
+    anew. migrate: workers may be told to move to another stage, in their processes (Deployment.moves). relayout: may
+    layers move to another stage, where the profile has layers? When it pays, never, or whenever another partition is
+    better. transfer_timeout, group_timeout: seconds that a worker waits for a peer's data, and for a sum over a stage;
+    the console checks them against its own time-outs (agent.config.options); None: not given. max_restarts: how often
+    in a row the launcher starts a worker again by itself. ranks_per_worker: processes of each worker. stage_bytes: by
+    stage, what a worker may need on its device, beside the program itself, as reckoned before the start. own_loop:
+    the job has no launcher, and nobody who can pause it or start its processes. room: the memory that workers have for
+    layers that move; None: there is enough.
     """
 
     name: Name
@@ -170,8 +170,8 @@ class JobSpec(Message):
 
     @classmethod
     def of(cls, job: Job, **about: Any) -> Self:
-        """What `job()` makes that job of. about: the fields that don't say what is planned for. Raises InputError
-        naming the field that a console would not take."""
+        """Makes the spec whose `job()` is that job. about: the fields that do not describe what is planned for. Raises
+        InputError that names the first field which a console would refuse."""
         durations = _durations(job)
         profile = job_doc(job) if durations is None else None
         grid = {name: getattr(job, name) for name in ("pipelines", "stages", "micro_batches")}
@@ -183,11 +183,11 @@ class JobSpec(Message):
 
     @property
     def samples(self) -> int:
-        """Of one iteration in which no micro-batch is left out."""
+        """The samples of one iteration in which no micro-batch is left out."""
         return self.pipelines * self.micro_batches * self.samples_per_micro_batch
 
     def job(self) -> Job:
-        """What is planned for. Durations are milliseconds, whole microseconds.
+        """Returns the job that plans are made for. Durations are milliseconds, in whole microseconds.
 
         Raises InputError, or InfeasibleError where memory does not hold a single micro-batch.
         """
@@ -214,9 +214,9 @@ class JobSpec(Message):
 
 
 def _durations(job: Job) -> dict[str, float] | None:
-    """Milliseconds by op kind, where they say all that there is to say of the job; {} for one slot per op.
+    """Returns milliseconds by op kind, if these describe the job completely; {} if each op takes one slot.
 
-    None: the console has to be given the job's whole profile.
+    None: the console needs the job's whole profile.
     """
     if job.time_unit not in ("slot", "ms") or job.layers:
         return None
@@ -230,7 +230,7 @@ def _durations(job: Job) -> dict[str, float] | None:
             "transfer": max(job.transfers, default=0.0),
         }
         if any(ms != round(ms, 3) for ms in times.values()):
-            return None  # finer than a console takes them
+            return None  # the console's durations are whole microseconds
     alike = Job.uniform(job.pipelines, job.stages, job.micro_batches, durations=times, time_unit=job.time_unit)
     return times if job == alike else None
 
@@ -243,8 +243,8 @@ class JobCreated(Message):
 
 
 class JobStatus(BaseModel):
-    """GET /jobs/{job_id}, as far as a launcher reads it. sentence: what the console does or waits
-    for, and why. generation: the newest."""
+    """GET /jobs/{job_id}, as far as a launcher reads it. sentence: what the console does or waits for, and why.
+    generation: the newest."""
 
     state: JobState
     sentence: Text
@@ -252,9 +252,9 @@ class JobStatus(BaseModel):
 
 
 class Registration(Message):
-    """Of a new worker process. ranks: the process ids of all its ranks, in order, where it has several; pid is that of
-    rank 0. made_of: of other workers the ranks, as (incarnation, rank), that were spare and in whose place its own are.
-    own_loop: it has no launcher, and follows generations itself."""
+    """A new worker process. ranks: the process ids of all ranks of the worker, in order, if it has several; pid is that
+    of rank 0. made_of: spare ranks of other workers that this worker's ranks replace, as (incarnation, rank). own_loop:
+    the worker has no launcher, and follows generations itself."""
 
     worker: WorkerName
     incarnation: Identifier
@@ -266,16 +266,16 @@ class Registration(Message):
 
 
 class Registrations(Message):
-    """POST /jobs/{job_id}/workers -> BatchReply. From a launcher, before it says anything else of them: the worker
-    processes that have come up since it last registered any. Each is taken or refused by itself."""
+    """POST /jobs/{job_id}/workers -> BatchReply. From a launcher, before any other report of them: the worker processes
+    that have started since its last registration. Each is taken or refused by itself."""
 
     registrations: Annotated[tuple[Registration, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
 
 
 class Doing(Message):
-    """What a worker's training thread is at. kind: an op's, `data`, `validation`, `leaving`, or `waiting` for a peer;
-    "" for none of them. pipeline, micro_batch: of an op on one. seconds: for how long, of time in which its process
-    could run. limit: after which it counts as hung; None: never."""
+    """What a worker's training thread is doing. kind: of an op; or `data`, `validation`, `leaving`, or `waiting` for a
+    peer; "": none of these. pipeline, micro_batch: those of the op. seconds: for how long, without time in which the
+    process could not run. limit: seconds after which it counts as hung; None: never."""
 
     kind: Annotated[str, StringConstraints(max_length=20)]
     pipeline: Annotated[int | None, Field(ge=0, le=10**6)] = None
@@ -289,7 +289,7 @@ class Doing(Message):
 
     @property
     def lags(self) -> bool:
-        """Is it well on its way to be overdue? Who began at about the same time as one that is, is so, too."""
+        """Is it half-way to being overdue? A worker that began at about the same time as an overdue one is."""
         return self.limit is not None and self.seconds > self.limit / 2
 
     def __str__(self) -> str:
@@ -303,10 +303,10 @@ class Doing(Message):
 
 
 class Heartbeat(Message):
-    """Of one worker. `seq` rises by one per incarnation.
+    """A heartbeat of one worker. `seq` rises by one per incarnation.
 
-    generation: the worker's own. iteration: the one it works on. op_milliseconds: mean duration of
-    each kind (F, I, W, B, O) since the last heartbeat. doing: at the moment.
+    generation: the worker's own. iteration: the one it works on. op_milliseconds: the mean duration of each op kind
+    (F, I, W, B, O) since the last heartbeat. doing: what it is doing now.
     """
 
     worker: WorkerName
@@ -321,15 +321,15 @@ class Heartbeat(Message):
 
 
 class Heartbeats(Message):
-    """POST /jobs/{job_id}/heartbeats -> BatchReply. From a launcher: what it has heard of its workers since the last
-    one. A worker without a launcher posts its own. Each is taken or refused by itself."""
+    """POST /jobs/{job_id}/heartbeats -> BatchReply. From a launcher: what it has heard of its workers since its last
+    post. A worker without a launcher posts its own. Each is taken or refused by itself."""
 
     heartbeats: Annotated[tuple[Heartbeat, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
 
 
 class RefusedReport(Message):
-    """index: in the request, from 0. code, detail: as a Problem has them; `fenced`: that process no longer counts,
-    and must end."""
+    """One refused entry of a batch. index: in the request, from 0. code, detail: as in a Problem. `fenced`: that
+    process no longer counts, and must end."""
 
     index: Count
     worker: WorkerName
@@ -338,10 +338,10 @@ class RefusedReport(Message):
 
 
 class BatchReply(Message):
-    """generation: the newest generation of the job (0: none yet). measure: an iteration, not begun yet, whose ops all
-    workers record and post as a MeasuredOps. taken: how many reports counted; the others are in refused. before: of
-    each process that has registered and follows generations itself, the newest generation that it is not in; the
-    process before it in its place may have been in that one."""
+    """The answer to a batch of reports. generation: the newest generation of the job (0: none yet). measure: an
+    iteration that has not begun, whose ops all workers are to record and post as MeasuredOps. taken: how many reports
+    were taken; the others are in refused. before: for each process that has registered and follows generations itself,
+    the newest generation that it is not in; the process that had its place before may have been in that one."""
 
     generation: Count
     measure: Count | None = None
@@ -359,8 +359,8 @@ class ClockReading(Message):
 
 @cache
 def boot_id() -> str:
-    """Of the system that this process runs on: the same in all its containers, and another one on each other machine,
-    whatever these are called; "": it does not say."""
+    """Returns an id of the running system: the same in all its containers, and different on every other machine,
+    whatever its name. "": the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -369,7 +369,7 @@ def boot_id() -> str:
 
 @cache
 def clock_name() -> str:
-    """Equal for two processes if and only if their monotonic clocks are one."""
+    """Returns a name that is equal for two processes if and only if they have the same monotonic clock."""
     with contextlib.suppress(OSError):
         # A container may have a time namespace of its own, whose clock is shifted.
         namespace = Path("/proc/self/ns/time").stat().st_ino
@@ -381,10 +381,10 @@ def clock_name() -> str:
 class MeasuredOps(Message):
     """POST /jobs/{job_id}/measured. When each op of one iteration ran on one worker, in order.
 
-    One entry per op in kinds, pipelines and micro_batches (the home of the micro-batch; the worker's
-    own pipeline and -1 for O), starts_us (microseconds since started_us) and durations_us.
-    started_us: on the worker's monotonic clock, whose `clock_name` is clock; offset_us, added to it, gives
-    the console's, within ± uncertainty_us.
+    kinds, pipelines, micro_batches, starts_us and durations_us have one entry per op. pipelines, micro_batches: the
+    pipeline that the micro-batch belongs to, and its index there; for O, the worker's own pipeline and -1. starts_us:
+    microseconds since started_us. started_us: on the worker's monotonic clock, whose `clock_name` is clock. Add
+    offset_us to get the console's clock, within ± uncertainty_us.
     """
 
     worker: WorkerName
@@ -417,11 +417,11 @@ class Deployment(Message):
     """GET /jobs/{job_id}/deployment?after=E&wait=S -> the newest deployment with generation > E, or 204
     after S seconds.
 
-    One generation: who is in it, and the plan they run. joining: living workers that must take state
-    from a peer of their stage first. moves: (from, to) of workers that give up their stage and take
-    an empty place on another one, in their processes. restore: all go back to the newest checkpoint, or to the start.
-    leaving: of those that were living, who is to go when the iteration in hand is done. As a launcher tells its
-    workers, one may be among `living` too: it goes with a later generation, when others have what it holds.
+    One generation: its workers, and the plan they run. joining: living workers that must first take state from a peer
+    of their stage. moves: (from, to) of workers that give up their stage and take an empty place on another stage, in
+    their processes. restore: all go back to the newest checkpoint, or to the start. leaving: of the workers that were
+    living, those that are to end when the current iteration is done. Where a launcher passes this on to its workers,
+    one may be in `living`, too: it ends with a later generation, when others have the state that it holds.
     """
 
     generation: Annotated[int, Field(ge=1), INTEGER]
@@ -436,9 +436,9 @@ class Deployment(Message):
 
 
 class InterimPlan(Message):
-    """POST /jobs/{job_id}/interim. From the launcher: what a generation runs until those who take their state from a
-    peer have it, and acknowledge `formed`; then it runs the deployment's plan. failed: whom it goes without.
-    document: the Plan, as JSON; "": too large to be sent."""
+    """POST /jobs/{job_id}/interim. From the launcher: what a generation runs until the workers that take their state
+    from a peer have it, and acknowledge `formed`; then it runs the deployment's plan. failed: the workers that the
+    interim plan does without. document: the Plan, as JSON; "": it is too large to be sent."""
 
     generation: Annotated[int, Field(ge=1), INTEGER]
     plan_fingerprint: Identifier
@@ -449,9 +449,9 @@ class InterimPlan(Message):
 class Acknowledgement(Message):
     """A worker's progress in taking up a generation.
 
-    adopted: has the plan. formed: is in the generation's process groups, and has all of its stage's state; a Reporter
-    says so together with the next. resumed: committed its first iteration in it. iteration: the one agreed on (formed)
-    or committed (resumed).
+    adopted: the worker has the plan. formed: it is in the generation's process groups, and has all of its stage's
+    state; a Reporter says so together with the next. resumed: it has committed its first iteration in the generation.
+    iteration: the one that workers have agreed on (formed), or have committed (resumed).
     """
 
     worker: WorkerName
@@ -462,16 +462,16 @@ class Acknowledgement(Message):
 
 
 class Acknowledgements(Message):
-    """POST /jobs/{job_id}/acknowledgements -> BatchReply. From a launcher: one for each step, of all its workers that
+    """POST /jobs/{job_id}/acknowledgements -> BatchReply. From a launcher: for each step, those of all its workers that
     have taken it. Each is taken or refused by itself."""
 
     acknowledgements: Annotated[tuple[Acknowledgement, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
 
 
 class Restart(Message):
-    """What a launcher does by itself about a process that is gone: it starts another one after `seconds`, which is the
-    `number`th in a row, of at most `most`; beyond, it starts none. node: where it ran, and which has to be back first;
-    None: it is there."""
+    """What a launcher does by itself about a process that is gone: it starts another one after `seconds`. This is the
+    `number`th restart in a row, of at most `most`; if it exceeds that, none is started. node: where the process ran,
+    and which must be back first; None: it is there."""
 
     number: Annotated[int, Field(ge=1, le=2**53), INTEGER]
     most: Annotated[int, Field(ge=1, le=2**53), INTEGER]
@@ -480,7 +480,7 @@ class Restart(Message):
 
     @property
     def words(self) -> str:
-        """Behind a worker's name, and `is`."""
+        """The words that follow a worker's name and `is`."""
         if self.number > self.most:
             return f"not started again by itself, after {self.most:,} {'try' if self.most == 1 else 'tries'} in a row"
         which = f"({self.number:,} of {self.most:,})"
@@ -488,7 +488,7 @@ class Restart(Message):
             return f"started again as soon as node {self.node} is back {which}"
         if not self.seconds:
             return f"about to be started again {which}"
-        # In steps: on a page it is read out whenever it changes.
+        # In coarse steps, since a page reads it out whenever it changes.
         if self.seconds > 120:
             return f"started again in {math.ceil(self.seconds / 60)} min {which}"
         step = 10 if self.seconds > 10 else 1
@@ -499,13 +499,13 @@ class FailureReport(Message):
     """POST /jobs/{job_id}/failures. Something broke.
 
     cause `exit`: the launcher saw the process of `worker` end. `exception`: an op of a micro-batch raised in it, and
-    all must form anew, with what the launcher makes of it. `state-lost`: the state of its stage is not there any more,
-    though workers of it live. `transfer`: `reporter` could not exchange data (then
-    `worker` is the reporter's best guess, or itself). incarnation: of `worker` for an exit or exception, of
-    `reporter` for a transfer. detail: for an exit, what the process did (`was killed by SIGKILL`).
-    age_milliseconds: how long ago it was seen. generation: the reporter's own when the transfer broke or the op raised,
-    so that a late report can't disturb the next one (0: not said). spare: of an exit, which ranks of the worker had to
-    end since another one of them had; nothing runs in their place. restart: of an exit, also of one that is known.
+    all must connect anew with what the launcher decides about that micro-batch. `state-lost`: the state of its stage
+    is lost, though workers of the stage live. `transfer`: `reporter` could not exchange data; then `worker` is the
+    reporter's best guess, or itself. incarnation: of `worker` for an exit or exception, of `reporter` for a transfer.
+    detail: for an exit, what the process did (`was killed by SIGKILL`). age_milliseconds: how long ago it was seen.
+    generation: the reporter's own when the transfer broke or the op raised, so that a late report can't disturb the
+    next one (0: not given). spare: for an exit, which ranks of the worker had to end because another one had; nothing
+    runs in their place. restart: for an exit, also for one that is known already.
     """
 
     worker: WorkerName
@@ -520,9 +520,9 @@ class FailureReport(Message):
 
 
 class Iteration(Message):
-    """One committed iteration; they count from 0. loss_hex: the loss as a hexadecimal float, exact. skipped:
-    micro-batches, numbered over the pipelines, that are not in it. learning_rate: of its step, of the optimizer's first
-    group; None: not known. data_seconds: the longest that a worker waited for its micro-batches to be read."""
+    """One committed iteration; they are counted from 0. loss_hex: the loss as a hexadecimal float, exact. skipped:
+    micro-batches that were left out, numbered over the pipelines. learning_rate: that of the optimizer's first group in
+    this step; None: not known. data_seconds: the longest that a worker waited for its micro-batches to be read."""
 
     iteration: Count
     loss: Number
@@ -537,17 +537,17 @@ class Iteration(Message):
 
 class IterationReport(Message):
     """POST /jobs/{job_id}/iterations. From the launcher, in batches; repeated ones are ignored. age: seconds since the
-    newest was committed: a console may have been away."""
+    newest was committed, since the console may have been away."""
 
     iterations: Annotated[tuple[Iteration, ...], Field(max_length=1000, fail_fast=True)]
     age: Seconds = 0.0
 
 
 class Recovery(Message):
-    """POST /jobs/{job_id}/recoveries. Milliseconds after the death of `worker` until: its death was
-    seen; the last survivor had left the iteration; the last had re-formed; the redone iteration
-    was committed. death_known: False when only the moment it was seen is known (then the times
-    count from there)."""
+    """POST /jobs/{job_id}/recoveries. Milliseconds from the death of `worker` until: detected, its death was seen;
+    unblocked, the last survivor had left the iteration; reformed, the last one had re-formed; resumed, the redone
+    iteration was committed. death_known: False if only the moment is known at which the death was seen; then the
+    times count from there."""
 
     worker: WorkerName
     generation: Count
@@ -559,10 +559,10 @@ class Recovery(Message):
 
 
 class Relayout(Message):
-    """POST /jobs/{job_id}/relayouts. All workers have so many layers per stage (`partition`) from `iteration` on.
+    """POST /jobs/{job_id}/relayouts. From `iteration` on, all workers have `partition`, the layers per stage.
 
-    moved_layers: that have changed their stage. problem: why none have, which were to; `partition` is the one before
-    then.
+    moved_layers: how many have changed their stage. problem: why the move that was due has failed; then `partition` is
+    the one from before.
     """
 
     generation: Count
@@ -573,7 +573,7 @@ class Relayout(Message):
 
 
 class LogLine(Message):
-    """at: POSIX seconds, of the worker's wall clock."""
+    """A line of a worker's log. at: POSIX seconds, of the worker's wall clock."""
 
     at: PosixSeconds
     text: Annotated[str, StringConstraints(max_length=LOG_LINE)]
@@ -591,10 +591,10 @@ class LogLines(Message):
 
 
 class ValidationReport(Message):
-    """POST /jobs/{job_id}/validations. From the launcher: what came of checking an iteration's gradients.
+    """POST /jobs/{job_id}/validations. From the launcher: the outcome of checking an iteration's gradients.
 
-    coefficient: what they were scaled by (1: nothing); None: the update was left out, since one was
-    NaN, infinite or out of range. redone: the step had been taken otherwise and was put right.
+    coefficient: what they were scaled by (1: not at all); None: the update was left out, since a gradient was NaN,
+    infinite or out of range. redone: the step had been taken without this, and was corrected.
     """
 
     iteration: Count
@@ -603,8 +603,8 @@ class ValidationReport(Message):
 
 
 class Command(Message):
-    """kill: SIGKILL the worker's process. restart: start a new process for a failed worker. pause: all
-    workers stop before the same iteration, until resume."""
+    """What an operator asks of the launcher. kill: SIGKILL the worker's process. restart: start a new process for a
+    failed worker. pause: all workers stop before the same iteration, until resume."""
 
     seq: Count
     kind: Literal["kill", "restart", "pause", "resume"]
@@ -618,8 +618,8 @@ class Commands(Message):
 
 
 class LeadClaim(Message):
-    """POST /jobs/{job_id}/lead -> LeadAnswer. A node that too few of the others follow wants to lead in `term`. after:
-    the newest term that it knows of. ask: it only asks whether it might."""
+    """POST /jobs/{job_id}/lead -> LeadAnswer. A node that too few of the other nodes follow wants to lead in `term`.
+    after: the newest term that it knows of. ask: it only asks whether it could."""
 
     term: Term
     node: NodeNumber
@@ -628,7 +628,7 @@ class LeadClaim(Message):
 
 
 class LeadAnswer(Message):
-    """granted: from now on the console takes nothing from a lead of an earlier term. reason: for people."""
+    """granted: from now on the console takes nothing from a leader of an earlier term. reason: for people."""
 
     granted: StrictBool
     reason: Text
