@@ -1,34 +1,34 @@
-"""Checkpoints of a job and the weights it ends with: what is on disk, how it is written beside the training, and read.
+"""Checkpoints of a job, and the weights that it ends with: their form on disk, writing beside the training, reading.
 
-A directory per checkpoint, a directory per stage in it, and in that one per share; read bit by bit.
+A checkpoint is a directory. It has a directory for each stage, and in that one for each share:
 
     DIRECTORY/iteration-0000000010/manifest.json
                                    stage-0/share-0/share.json state.json model.safetensors optimizer.safetensors
                                            share-1/...
                                    stage-1/...
 
-Each living worker of a stage (of one with several ranks: each rank) writes a share of the stage's state:
-agent.models.state says which. model.safetensors has parameters and buffers, each as LAYER.NAME;
-optimizer.safetensors what optimizer and scheduler keep of tensors. A tensor that is in several shares is in pieces, as
-NAME@FIRST-ELEMENT, and state.json says how these are put together. That of share 0 also has what is no tensor. Nothing
-in a checkpoint is pickled, so reading one runs nothing, whoever wrote it. Older versions (pickled descriptions, no
-layers, tensors in a form of our own, one writer) are refused.
+Each living worker of a stage (with several ranks, each rank) writes a share of the stage's state; agent.models.state
+says which. model.safetensors has parameters and buffers, each as LAYER.NAME; optimizer.safetensors has the tensors of
+the optimizer and scheduler. A tensor that is in several shares is in pieces, named NAME@FIRST-ELEMENT, and state.json
+says how to put them together. The state.json of share 0 also has what is no tensor. Nothing in a checkpoint is pickled,
+so reading one runs no code, whoever wrote it. Older versions (pickled descriptions, no layers, tensors in a form of our
+own, one writer) are refused.
 
-A checkpoint exists wholly or not at all. Each writes its share into a hidden directory, with its checksums last
-(share.json); whoever sees that all shares of all stages are there writes the manifest, which has the checksum of every
-file and the layers of every share, and renames the directory. Everything is on the disk before the rename. The share of
-a worker that dies before is missing, and that checkpoint is given up.
+A checkpoint is either complete or does not exist. Each writer puts its share into a hidden directory, with the
+checksums last (share.json). A writer that then sees all shares of all stages writes the manifest, which has the
+checksum of every file and the layers of every share, and renames the directory. Everything is on the disk before the
+rename. If a worker dies before its share is written, that checkpoint is given up.
 
-State is per layer, and knows no pipelines: it can be taken up with other workers failed, with another number of
-pipelines, and by stages that are cut elsewhere, whoever has written which share. Shares without any of the layers that
-are asked for are not read. The number of layers, the model, the optimizer's and scheduler's class and the seed must be
-the same; a job whose iterations hold other micro-batches goes on training, but not to the same bits.
+State is kept per layer, and does not depend on pipelines. So it can be loaded with other workers failed, with another
+number of pipelines, and with other cuts into stages, whichever worker wrote which share. Shares without any of the
+requested layers are not read. The number of layers, the model, the classes of optimizer and scheduler, and the seed
+must be the same. A job whose iterations hold other micro-batches goes on training, but not to the same bits.
 
-To read the state of some layers, on any machine and without a running job:
-`load_layers(directory, range(first, after)) -> StageState`, where directory is a checkpoint or a folder of them.
+`load_layers(directory, range(first, after)) -> StageState` reads the state of some layers, on any machine and without
+a running job; directory is a checkpoint, or a folder of checkpoints.
 
-Beside the training: a copy is taken at an iteration's boundary, and a thread writes it (`Checkpointer`). The trained
-weights are one safetensors file per layer (`save_weights`).
+`Checkpointer` takes a copy at the boundary of an iteration, and writes it in a thread beside the training.
+`save_weights` writes the trained weights, one safetensors file per layer.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ if TYPE_CHECKING:
     from openrecycle.agent.stages.optimizer import StageOptimizer
 
 FORMAT, VERSION = "openrecycle-checkpoint", 5
-# Asked for before a file is read. A state of 100,000 tensors has a description of 20 MB, a job of 16,384
-# stages with 8 shares each a manifest of 50 MB; nothing that is larger is one.
+# The size is checked before a file is read. The state of 100,000 tensors has a description of 20 MB; a job of 16,384
+# stages with 8 shares each has a manifest of 50 MB. A larger file is not one of these.
 MAX_MANIFEST_BYTES, MAX_STATE_BYTES = 2**26, 2**28
 
 # -- checkpoints --------------------------------------------------------------------------------
@@ -99,26 +99,26 @@ _NAME = re.compile(r"iteration-([0-9]{10,18})")
 
 
 Part = Callable[[str, Tensor], Tensor]
-"""Of a tensor of a state, and its name, what somebody wants of it: a view."""
+"""A function of a tensor's name in a state and the tensor, which returns the part that the caller needs: a view."""
 
 
 def whole_tensor(name: str, tensor: Tensor) -> Tensor:
-    """A Part."""
+    """A Part that needs all of each tensor."""
     return tensor
 
 
 class CheckpointError(StateError):
-    """A checkpoint is missing, damaged or of another job; the sentence says which and how."""
+    """A checkpoint is missing, damaged or of another job. The text says which one, and what is wrong."""
 
 
 class OldCheckpointError(CheckpointError):
-    """A checkpoint of an older form. It is whole, and must not be taken for missing or written over."""
+    """A checkpoint of an older form. It is complete, and must not be taken for missing, nor be overwritten."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint says about the job that wrote it. layers: of the whole model. recipe: how it trains, by the
-    options' names."""
+    """What a checkpoint says about the job that wrote it. layers: of the whole model. recipe: the options that decide
+    how it trains, by name."""
 
     workload: str
     layers: int
@@ -131,7 +131,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class WrittenShare:
-    """files: the sha256 of each. layers: some of whose tensors are in them."""
+    """A share on disk. files: the sha256 of each. layers: those that have tensors in these files."""
 
     files: Mapping[str, str]
     layers: frozenset[int]
@@ -139,9 +139,9 @@ class WrittenShare:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint. iteration: how many iterations are in it, so also the next one.
+    """A complete checkpoint. iteration: how many iterations are in it, and so also the number of the next one.
 
-    shares: of each stage. partition: layers per stage.
+    shares: those of each stage. partition: layers per stage.
     """
 
     path: Path
@@ -152,7 +152,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Reads the manifest. Raises CheckpointError; and OSError, where it can't be read now, whatever is in it."""
+        """Reads the manifest. Raises CheckpointError; and OSError if it can't be read now, which says nothing of it."""
         try:
             doc = _read(path / "manifest.json", MAX_MANIFEST_BYTES)
             if doc["format"] == FORMAT and doc["version"] in range(1, VERSION):
@@ -174,13 +174,14 @@ class Checkpoint:
             raise CheckpointError(f"{path}: no whole checkpoint: {type(error).__name__}: {error}") from None
 
     def verify(self) -> None:
-        """Reads every file. Raises CheckpointError naming the first that is not what was written; and OSError."""
+        """Reads every file. Raises CheckpointError that names the first damaged file; and OSError."""
         for stage, shares in enumerate(self.shares):
             for number in range(len(shares)):
                 self._verify(stage, number)
 
     def load(self, span: Span, part: Part = whole_tensor) -> StageState:
-        """The state of some layers, verified. Raises CheckpointError; and OSError."""
+        """Returns the verified state of the layers in `span`. part: the part of each tensor that is needed. Raises
+        CheckpointError; and OSError."""
         if not span or not 0 <= span[0] <= span[-1] < sum(self.partition):
             raise CheckpointError(f"{self.path}: has layers 0 to {sum(self.partition) - 1}, not {span}")
         of_stages = [
@@ -194,7 +195,7 @@ class Checkpoint:
             return joined([of_layers(state, span) for state in of_stages])
 
     def _load(self, stage: int, span: Span, part: Part) -> StageState:
-        """What a stage has of these layers, and what is no layer's."""
+        """Returns what a stage has of these layers, and what belongs to no layer."""
         found: dict[str, Tensor] = {}
         pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
         document: dict[str, Any] = {}
@@ -230,9 +231,9 @@ class Checkpoint:
                     raise StateError(f"{whole}: there twice")
                 tensor = put_together(whole, of_it)
                 mine = part(whole, tensor)
-                found[whole] = tensor if mine is tensor else mine.clone()  # which would keep all of it
+                found[whole] = tensor if mine is tensor else mine.clone()  # a view would keep the whole tensor
             if len(self.shares[stage]) > 1:
-                # In the order in which one optimizer would keep them.
+                # In the order of a single optimizer.
                 names = [name for group in document["groups"] for name in group["parameters"]]
                 document["state"] = {n: document["state"][n] for n in names if n in document["state"]}
         return StageState(document, found)
@@ -251,10 +252,11 @@ class Checkpoint:
 
 
 def whole_checkpoints(directory: Path) -> list[Checkpoint]:
-    """Newest first. One whose manifest is gone or damaged counts as missing; shares are not read.
+    """Returns the complete checkpoints in a folder, newest first. One whose manifest is gone or damaged counts as
+    missing. Shares are not read.
 
-    Raises OldCheckpointError; and OSError, where a manifest can't be read now: an older checkpoint must not pass for
-    the newest.
+    Raises OldCheckpointError; and OSError if a manifest can't be read now, since an older checkpoint must not be taken
+    for the newest.
     """
     return _by_state(directory)[0]
 
@@ -275,7 +277,7 @@ def _by_state(directory: Path, tries: int = 5) -> tuple[list[Checkpoint], dict[i
             except OldCheckpointError:
                 raise
             except CheckpointError as error:
-                if (path / "manifest.json").exists():  # else it was begun, and never finished
+                if (path / "manifest.json").exists():  # otherwise it was never finished
                     others[iteration] = str(error)
                 gone = gone or not os.path.lexists(path)
     if gone and tries > 1:  # it has made room for a newer one, which may not have been there yet
@@ -284,8 +286,8 @@ def _by_state(directory: Path, tries: int = 5) -> tuple[list[Checkpoint], dict[i
 
 
 def is_there(directory: Path | None, iteration: int) -> bool:
-    """Is there a checkpoint of so many iterations? Without a look into it."""
-    with contextlib.suppress(OSError):  # it can't be said now
+    """Is there a checkpoint of so many iterations? It is not opened."""
+    with contextlib.suppress(OSError):  # it is not known now
         return directory is not None and _path(directory, iteration).is_dir()
     return False
 
@@ -294,8 +296,8 @@ _WHICH = ("newest", "newest-intact")
 
 
 def find(directory: Path, which: str = "newest") -> Checkpoint:
-    """which: `newest`; `newest-intact`, which passes over damaged ones; or a checkpoint's name or
-    iteration. The one found has been read and verified.
+    """Finds a checkpoint, reads all of it and verifies it. which: `newest`; `newest-intact`, which skips damaged ones;
+    or a checkpoint's name or iteration.
 
     Raises CheckpointError; and OSError.
     """
@@ -320,8 +322,8 @@ def find(directory: Path, which: str = "newest") -> Checkpoint:
             if which == "newest":
                 raise CheckpointError(f"{error}; resume=newest-intact takes the newest that is not damaged") from None
             last = error
-    # Reading takes long. Of a job that goes back, workers that live may have finished one meanwhile, for which older
-    # ones make room.
+    # Reading takes long. When a job goes back, living workers may have finished a newer one meanwhile, for which older
+    # ones are removed.
     if which == "newest-intact" and any(c.iteration > candidates[0].iteration for c in whole_checkpoints(directory)):
         return find(directory, which)
     if found is None:
@@ -330,7 +332,7 @@ def find(directory: Path, which: str = "newest") -> Checkpoint:
 
 
 def set_aside_later(directory: Path, iteration: int) -> list[str]:
-    """Renames checkpoints of a future that a resumed run will not have; returns their new names."""
+    """Renames checkpoints that are later than `iteration`, where a run resumes. Returns their new names."""
     names = []
     for later in whole_checkpoints(directory):
         if later.iteration > iteration:
@@ -341,10 +343,10 @@ def set_aside_later(directory: Path, iteration: int) -> list[str]:
 
 
 def load_layers(directory: Path, span: Span, part: Part = whole_tensor) -> StageState:
-    """The state of some layers from a checkpoint, or from the newest one in a folder of checkpoints. part: what is
-    kept of each tensor, a view of it.
+    """Reads the state of some layers from a checkpoint, or from the newest one in a folder of checkpoints. part: the
+    part of each tensor that is needed.
 
-    `StageOptimizer.load_state` takes it up; its `document["committed"]` is the next iteration.
+    `StageOptimizer.load_state` takes the result; its `document["committed"]` is the next iteration.
     Raises CheckpointError; and OSError.
     """
     if (directory / "manifest.json").exists():
@@ -361,11 +363,11 @@ def load_layers(directory: Path, span: Span, part: Part = whole_tensor) -> Stage
 def write_share(
     directory: Path, share: Share, stage: int, layers: int, identity: Identity, attempt: int, keep: int
 ) -> bool:
-    """Writes a share of a stage, which has so many layers, and makes the checkpoint whole when all shares of all stages
-    are there; returns whether.
+    """Writes a share of a stage. When all shares of all stages are there, it also completes the checkpoint. Returns
+    whether it did.
 
-    attempt: tells apart writers of one iteration that did not know of each other (a generation's number).
-    keep: how many whole checkpoints stay. Raises CheckpointError, or OSError.
+    layers: how many the stage has. attempt: tells apart writers of one iteration that do not know of each other (the
+    number of a generation). keep: how many complete checkpoints stay. Raises CheckpointError, or OSError.
     """
     iteration = share.iteration
     partial = directory / f".partial-{iteration:010d}-{attempt}"
@@ -384,22 +386,22 @@ def write_share(
         files = {name: _sha256(folder / name) for name in FILES if (folder / name).exists()}
         _sync(folder.parent)
         _sync(partial)
-        # From here on another writer may make the checkpoint whole, and this directory be renamed.
+        # From here on another writer may complete the checkpoint, which renames this directory.
         said = {"files": files, "holds": share.layers, "shares": share.count, "layers": layers}
         _write(folder / _WRITTEN, said)
     except (OSError, ValueError, RuntimeError) as error:
-        # A full disk gets its space back.
+        # Removed, so that a full disk gets its space back.
         shutil.rmtree(folder, ignore_errors=True)
         raise CheckpointError(f"{folder}: can't be written: {reason_of(error)}") from None
     return _make_whole(directory, partial, iteration, identity, keep)
 
 
 def _said(partial: Path, stage: int) -> list[Any] | None:
-    """By the writers of a stage's shares; None: not by all yet."""
+    """Returns what the writers of a stage's shares have written into share.json; None if some are missing."""
     out: list[Any] = []
     while not out or len(out) < out[0]["shares"]:
         folder = _share(partial, stage, len(out))
-        # A file that was looked for in vain may stay unseen on a file system of the network; not in a listing.
+        # On a network file system, a file that was once looked for in vain may stay unseen, but a listing shows it.
         if not folder.is_dir() or folder / _WRITTEN not in folder.iterdir():
             return None
         out.append(json.loads((folder / _WRITTEN).read_text()))
@@ -411,10 +413,10 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
     try:
         for stage in range(identity.stages):
             if (said := _said(partial, stage)) is None:
-                return False  # whoever writes the last share sees them all
+                return False  # the writer of the last share will see all of them
             stages.append(said)
     except FileNotFoundError:
-        return False  # another writer has made it whole just now
+        return False  # another writer has just completed it
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -428,15 +430,15 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
     try:
         (partial / ".claimed").touch(exist_ok=False)
     except (FileExistsError, FileNotFoundError):
-        return False  # another writer saw all shares at the same moment, and was quicker
+        return False  # another writer saw all shares at the same moment, and was faster
     try:
         _write(partial / "manifest.json", manifest)
         if target.exists():
-            # Written before a death that undid the step after it: the same bits again.
+            # It was written before a death that undid the next step, and has the same bits.
             target.rename(directory / f".replaced-{iteration:010d}-{os.getpid()}")
         partial.rename(target)
     except OSError:
-        (partial / ".claimed").unlink(missing_ok=True)  # another writer of this share may be luckier
+        (partial / ".claimed").unlink(missing_ok=True)  # another writer may succeed
         raise
     _sync(directory)
     _tidy(directory, iteration, keep)
@@ -444,7 +446,7 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
 
 
 def put_back_replaced(directory: Path) -> None:
-    """A run that was killed between the two renames of `_make_whole` has left a whole checkpoint without its name."""
+    """Gives complete checkpoints their name back, if a run was killed between the two renames of `_make_whole`."""
     for path in directory.glob(".replaced-*"):
         match = re.match(r"\.replaced-(\d{10,})-", path.name)
         target = directory / f"iteration-{match[1]}" if match else None
@@ -454,15 +456,15 @@ def put_back_replaced(directory: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """What a run that has ended began, and nobody will finish: the shares are of its seed and data, and a new run's
-    must not be put together with them."""
+    """Removes unfinished checkpoints of a run that has ended. Their shares are of its seed and data, and must not be
+    put together with those of a new run."""
     for path in directory.glob(".partial-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _give_up_older(directory: Path, iteration: int) -> None:
-    """Removes checkpoints that some worker has left out, as when its disk was full: they take the room of the next. Not
-    those that somebody still writes, and not the newest: a stage may be a checkpoint behind."""
+    """Removes unfinished checkpoints that lack a worker's share, as when its disk was full: they take the space of the
+    next one. It leaves those that are still being written, and the newest, since a stage may be a checkpoint behind."""
     unfinished: dict[int, list[Path]] = {}
     for path in directory.glob(".partial-*"):
         match = re.match(r"\.partial-(\d{10,})-", path.name)
@@ -472,17 +474,17 @@ def _give_up_older(directory: Path, iteration: int) -> None:
         for path in unfinished[number]:
             with contextlib.suppress(OSError):  # another writer may remove it at this moment
                 if all((share / _WRITTEN).exists() for share in path.glob("stage-*/share-*")):
-                    (path / ".claimed").touch(exist_ok=False)  # else somebody makes it whole at this moment
+                    (path / ".claimed").touch(exist_ok=False)  # raises if a writer is completing it now
                     shutil.rmtree(path, ignore_errors=True)
 
 
 def _tidy(directory: Path, iteration: int, keep: int) -> None:
-    """Removes what is older than the `keep` newest, and what others began and never finished."""
+    """Removes checkpoints beyond the `keep` newest, and older unfinished ones."""
     old = list[Path]()
-    with contextlib.suppress(OSError):  # of a manifest that can't be read now: next time
+    with contextlib.suppress(OSError):  # a manifest can't be read now: they are removed next time
         old = [c.path for c in whole_checkpoints(directory) if c.iteration <= iteration][keep:]
     for path in old:
-        # First out of sight: one that is being removed must not be taken for whole.
+        # Renamed first: a checkpoint that is partly removed must not be taken for a complete one.
         hidden = directory / f".removed-{path.name}"
         try:
             path.rename(hidden)
@@ -504,7 +506,7 @@ def _share(path: Path, stage: int, number: int) -> Path:
 
 
 def _write(file: Path, document: Any) -> None:
-    """Wholly or not at all, and on the disk."""
+    """Writes a JSON file, completely or not at all. It is on the disk when this returns."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with temporary.open("w") as out:
         json.dump(document, out)
@@ -522,7 +524,7 @@ def _sync(directory: Path) -> None:
 
 @contextmanager
 def _open(directory: Path) -> Iterator[int]:
-    """A handle, which stays good when the directory gets another name."""
+    """Yields a handle to a directory, which stays valid if the directory is renamed."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         yield handle
@@ -540,8 +542,8 @@ def _sha256(file: Path) -> str:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Around what reads: CheckpointError for whatever is not as it was written; OSError passes where it says nothing of
-    that."""
+    """Turns errors in the block into CheckpointError if they show that something is not as it was written. Any OSError
+    that does not show this is raised as it is."""
     try:
         yield
     except CheckpointError:
@@ -556,14 +558,14 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _says_nothing(error: BaseException) -> bool:
-    """Does it say nothing of what is on the disk, as an I/O error, a stale handle or too many open files? What is gone,
-    or no regular file (`opened`), is damage; this may pass."""
+    """Does an error say nothing about the contents of the disk? I/O errors, stale handles or too many open files may
+    pass. A missing file, or one that is no regular file (`opened`), is damage."""
     gone = isinstance(error, FileNotFoundError | NotADirectoryError)
     return isinstance(error, OSError) and not gone and error.errno not in (errno.EINVAL, errno.ELOOP, errno.ENXIO)
 
 
 def _written_share(document: Any) -> WrittenShare:
-    """Raises KeyError, TypeError, ValueError or AttributeError."""
+    """Reads a share's entry of a manifest. Raises KeyError, TypeError, ValueError or AttributeError."""
     files = {str(name): str(digest) for name, digest in document["files"].items()}
     if _STATE not in files or not files.keys() <= {*FILES}:
         raise ValueError(f"a share of the files {sorted(files)}")
@@ -571,7 +573,7 @@ def _written_share(document: Any) -> WrittenShare:
 
 
 def _read(file: Path, most: int) -> Any:
-    """A JSON document of at most so many bytes, whatever the file has grown to meanwhile."""
+    """Reads a JSON document. Raises ValueError if it has more than `most` bytes, even if it grows during the call."""
     with opened(file) as data:
         text = data.read(most + 1)
     if len(text) > most:
@@ -580,15 +582,16 @@ def _read(file: Path, most: int) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """In a line."""
-    # What failed first: a full disk shows again when the half-written file is closed.
+    """Returns the reason of an error in a line."""
+    # The first error of a chain: a full disk raises again when the half-written file is closed.
     while error.__context__ is not None:
         error = error.__context__
     return in_a_line(error)
 
 
 def _identity(document: Any, stages: int) -> Identity:
-    """Raises ValueError, KeyError or TypeError where it is none, or of another number of stages."""
+    """Reads the job of a manifest. Raises ValueError, KeyError or TypeError if it is wrong, or has another number of
+    stages."""
     values = {field.name: document[field.name] for field in fields(Identity)}
     for name in ("layers", "stages", "pipelines", "micro_batches"):
         whole_number(values[name])
@@ -602,14 +605,14 @@ def _identity(document: Any, stages: int) -> Identity:
 # -- checkpoints beside the training ------------------------------------------------------------
 
 TIMEOUT_SECONDS = 30.0
-"""How long training waits for the checkpoint before to be written, when the next is to begin."""
+"""How long training waits, when a checkpoint is to be written, for the one before to be finished."""
 
 
 class Claim:
-    """Of a folder of checkpoints, for the launcher of the one job that writes there, until `close`, or its end. Shares
-    of two jobs would be put together, and each job would take the other's for its own.
+    """The right of one launcher to write to a folder of checkpoints, until `close` or the end of its process. Two jobs
+    that write there would mix their shares, and take each other's checkpoints for their own.
 
-    Raises BlockingIOError, which names who has it. Where the file system knows no locks, everybody gets one.
+    Raises BlockingIOError, which names the holder. On a file system without locks everybody gets the claim.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -634,13 +637,13 @@ class Claim:
     def close(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # whoever was forked meanwhile has it, too
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # processes forked meanwhile hold the lock, too
             os.close(self._file)
             self._file = None
 
 
 def claim(options: Checkpoints) -> Claim | None:
-    """Raises InputError where another job writes checkpoints there."""
+    """Claims the job's folder of checkpoints, if it has one. Raises InputError where another job writes there."""
     if options.folder is None:
         return None
     try:
@@ -650,13 +653,13 @@ def claim(options: Checkpoints) -> Claim | None:
 
 
 IF_ANY = "if-any"
-"""What to resume from where the same command begins a job and goes on with it, as schedulers of clusters repeat it."""
+"""Resume if there is a checkpoint. For cluster schedulers, which repeat the same command to begin and to go on."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Of a job that writes checkpoints. identity: of the job. resumed: the checkpoint it begins with, if any,
-    and how many iterations are in it."""
+    """What a job that writes checkpoints begins with. identity: the job's. resumed: the path of the checkpoint that it
+    resumes, if any. resumed_at: how many iterations are in that."""
 
     identity: Identity
     resumed: str | None = None
@@ -664,10 +667,9 @@ class Origin:
 
 
 def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Callable[[str], None]) -> Origin:
-    """Finds and verifies what the job begins with. say: gets what the person should know of it.
+    """Finds and verifies the checkpoint that a job begins with. say: gets what the user should know about it.
 
-    Raises InputError, also for a folder with checkpoints that nobody asked to resume from: they
-    would be mixed with those of another run.
+    Raises InputError, also if the folder has checkpoints and `resume` is not given: those of two runs would be mixed.
     """
     directory = options.folder
     assert directory is not None
@@ -678,7 +680,7 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
             there, others = _by_state(directory)
         except CheckpointError as error:
             raise options.refuse("directory", f"a folder without old checkpoints ({error})") from None
-        except OSError as error:  # not taken for empty: the job would begin anew
+        except OSError as error:  # not the same as empty: the job would begin anew
             raise options.refuse("directory", f"a folder that can be read ({in_a_line(error)})") from None
         if there and resume is None:
             raise options.refuse(
@@ -710,7 +712,7 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
     for field, mine, theirs in ((layers, identity.layers, was.layers), ("seed", identity.seed, was.seed)):
         if mine != theirs:
             raise InputError(field, mine, f"{theirs}, as in the checkpoint {found.path}")
-    # The same command once more: its weights may be what is missing.
+    # The same command was repeated after the end of the job, perhaps because its weights are missing.
     done = found.iteration == iterations and options.resume == IF_ANY
     if found.iteration >= iterations and not done:
         raise InputError("iterations", iterations, f"more than the {found.iteration} that {found.path} holds")
@@ -733,14 +735,14 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
 
 
 def learning_rates(groups: Iterable[Mapping[str, Any]]) -> tuple[float | None, ...]:
-    """Of an optimizer's parameter groups, as its script has them: without what a scheduler has made of them since.
-    None: one has none."""
+    """Returns the learning rates of an optimizer's parameter groups as the script gives them, without a scheduler's
+    changes. None: the group has none."""
     found = (group.get("initial_lr", group.get("lr")) for group in groups)
     return tuple(float(rate) if isinstance(rate, float | int | Tensor) else None for rate in found)
 
 
 def kept_rate(script: Sequence[float | None], kept: Sequence[float | None]) -> str:
-    """What is said where a checkpoint has another learning rate than the script that goes on from it; "": nothing."""
+    """Returns a note if the checkpoint has another learning rate than the script that resumes it; "": it has not."""
     for mine, theirs in zip(script, kept, strict=True):
         if mine != theirs and mine is not None and theirs is not None:
             return (
@@ -758,12 +760,12 @@ class _Copy:
 
 
 class Checkpointer:
-    """One process's share. Nothing that goes wrong with the disk ends the training; one that is slower
-    than checkpoints are wanted holds it up, for TIMEOUT_SECONDS at most.
+    """Writes the checkpoint shares of one process, in a thread beside the training. A problem of the disk never ends
+    the training; a disk that is too slow delays it, by TIMEOUT_SECONDS at most each time.
 
-    said: called, also from the writing thread, with (iteration, None) when a checkpoint has become
-    whole by this worker's share, and with (iteration, sentence) when it has not been written.
-    interrupted: asked while waiting; training has something more urgent to do then.
+    said: called, also in the writing thread, with (iteration, None) when this process has completed a checkpoint, and
+    with (iteration, text) when its share has not been written. interrupted: asked while this waits: has the training
+    something more urgent to do?
     """
 
     def __init__(
@@ -783,14 +785,14 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
 
     def boundary(self, optimizer: StageOptimizer, attempt: int, writer: Writer | None, *, last: bool = False) -> None:
-        """Between two iterations. writer: as which this process writes; None: it does not. attempt: the generation.
-        last: will there be no other?
+        """To be called between two iterations. writer: as which this process writes; None: it does not. attempt: the
+        generation. last: is there no further iteration?
 
-        The copy taken here is written only once the next step has been taken: until then the last
-        one may be overturned, or undone by a death elsewhere.
+        A copy that is taken here is written only after the next step was taken: until then the last step may be
+        rejected by validation, or undone by a death elsewhere.
         """
         committed = optimizer.committed
-        # Once of the same values: it may be due, and turn out to be the last.
+        # The same values are copied only once: this boundary may come again, as the last one.
         values = (*optimizer.version, attempt)
         if values == self._taken:
             return
@@ -801,16 +803,16 @@ class Checkpointer:
             self._copy = _Copy(attempt, self._layers, optimizer.share(writer))
 
     def rearranged(self, layers: int) -> None:
-        """The stage has so many from here on."""
+        """From now on the stage has so many layers."""
         self._layers = layers
 
     def due(self, committed: int) -> bool:
-        """Is there to be a checkpoint of so many iterations?"""
+        """Should there be a checkpoint after so many iterations?"""
         return committed % self._options.every == 0
 
     def finish(self) -> None:
-        """Of a job without further iterations, its last step settled: writes what there is, and waits."""
-        self._wait(float("inf"))  # nobody trains who could be held up
+        """To be called when no iterations are left and the last step is final. Writes what is left, and waits."""
+        self._wait(float("inf"))  # without limit, since no training is delayed
         self._write_if_final(math.inf)
         self._wait(float("inf"))
 
@@ -818,8 +820,8 @@ class Checkpointer:
         ready, self._copy = self._copy, None
         if ready is None or ready.share.iteration >= committed:
             return
-        # All workers wait alike: were one to leave out this checkpoint and the next worker the next
-        # one, none would ever be whole.
+        # All workers wait in the same way. If one of them left out this checkpoint, and another the next one,
+        # none would ever be complete.
         if not self._wait(TIMEOUT_SECONDS):
             if not self._interrupted():
                 self._said(
@@ -831,7 +833,7 @@ class Checkpointer:
         self._thread.start()
 
     def _wait(self, seconds: float) -> bool:
-        """For the writing thread; returns whether it is done."""
+        """Waits for the writing thread. Returns whether it is done."""
         until = time.monotonic() + seconds
         while self._thread is not None and self._thread.is_alive():
             if self._interrupted() or time.monotonic() > until:
@@ -855,16 +857,16 @@ class Checkpointer:
 # -- the trained weights, one file per layer, in the safetensors format -------------------------
 
 _OTHERS = "openrecycle"
-"""What a state dict has beside tensors, which files of the format have no place for."""
+"""The metadata entry for what a state dict has beside tensors, which safetensors files have no place for."""
 
 
 WEIGHTS_SECONDS = 3600.0
-"""For a disk that the trained weights find full: somebody may make room, and nothing else may have them."""
+"""How long writing the trained weights is tried on a full disk: somebody may make room, and there may be no copy."""
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 
 class WeightsError(RuntimeError):
-    """The weights could not be written; the sentence says where and why. passes: may that be otherwise later?"""
+    """The weights could not be written. The text says where, and why. passes: may a later try succeed?"""
 
     def __init__(self, text: str, *, passes: bool = False) -> None:
         super().__init__(text)
@@ -877,8 +879,8 @@ def until_written(
     say: Callable[[str], None],
     patience: float = WEIGHTS_SECONDS,
 ) -> None:
-    """Calls `write`, and again as long as it raises a WeightsError that may pass, with `pause` in between for
-    `patience` seconds in all. say: gets a sentence at the first time. Raises WeightsError."""
+    """Calls `write`, again and again while it raises a WeightsError that may pass, for `patience` seconds in all. pause:
+    waits for so many seconds between two tries. say: gets a sentence after the first failure. Raises WeightsError."""
     wait, waited = 0.5, 0.0
     while True:
         try:
@@ -894,13 +896,13 @@ def until_written(
 
 
 def save_weights(folder: str, layer: int, state: Mapping[str, Any], *, averaged: bool = False) -> None:
-    """Writes a layer's state dict, by its names, wholly or not at all. averaged: with moving averages in place of the
-    parameters, to a file of its own. Raises WeightsError."""
+    """Writes a layer's state dict, completely or not at all. averaged: it has moving averages in place of the
+    parameters, and gets a file of its own. Raises WeightsError."""
     file = weights_file(folder, layer, averaged=averaged)
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # On the CPU, so that they can be read where there is no such device.
+        # On the CPU, so that the file can be read where there is no such device.
         tensors = {name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)}
         others = {n: encode(value, n, tensors) for n, value in state.items() if not isinstance(value, Tensor)}
         write_tensors(partial, tensors, {_OTHERS: json.dumps(others)} if others else None)
@@ -913,7 +915,7 @@ def save_weights(folder: str, layer: int, state: Mapping[str, Any], *, averaged:
 
 
 def read_weights(folder: str, layer: int, *, averaged: bool = False) -> dict[str, Any]:
-    """The state dict of a layer. Raises OSError where there is none; StateError where it is damaged."""
+    """Returns the state dict of a layer. Raises OSError where there is none; StateError where it is damaged."""
     tensors, metadata = read_tensors(weights_file(folder, layer, averaged=averaged))
     try:
         others = {name: decode(value, tensors) for name, value in json.loads(metadata.get(_OTHERS, "{}")).items()}
@@ -924,10 +926,10 @@ def read_weights(folder: str, layer: int, *, averaged: bool = False) -> dict[str
 
 
 class KeptWeights:
-    """What a folder holds, in memory: `read_weights` of it, also when it is gone."""
+    """Keeps the weights of a folder in memory. Returns them as `read_weights` does, even if the folder is gone."""
 
     def __init__(self, folder: str, layers: int) -> None:
-        """Raises as `read_weights`."""
+        """Reads all weights. Raises as `read_weights`."""
         self._plain = [read_weights(folder, layer) for layer in range(layers)]
         self._averaged: dict[int, dict[str, Any]] = {}
         for layer in range(layers):
@@ -937,13 +939,15 @@ class KeptWeights:
     def __call__(self, layer: int, *, averaged: bool = False) -> dict[str, Any]:
         if averaged and not self._averaged:
             raise FileNotFoundError("there are no averages")
-        # A layer without parameters that are trained has none.
+        # A layer without trained parameters has no averages.
         return self._averaged.get(layer, self._plain[layer]) if averaged else self._plain[layer]
 
 
 class CheckpointWeights:
-    """What a checkpoint holds of the weights: `read_weights` of it. Read at each call. It is of the job of that
-    workload, which is asked for then, and of that seed, with so many layers."""
+    """Returns the weights of a checkpoint, as `read_weights` does. They are read at each call.
+
+    workload: returns the job's workload. layers: how many the job has. seed: the job's.
+    """
 
     def __init__(
         self, directory: Path, iteration: int, workload: Callable[[], Workload], layers: int, seed: int
@@ -952,8 +956,8 @@ class CheckpointWeights:
         self._workload, self._layers, self._seed = workload, layers, seed
 
     def __call__(self, layer: int, *, averaged: bool = False) -> dict[str, Any]:
-        """Raises CheckpointError, also where it has given way to newer ones; FileNotFoundError where there are no
-        averages."""
+        """Returns a layer's weights. Raises CheckpointError, also if the checkpoint was removed in favour of newer
+        ones; FileNotFoundError where there are no averages."""
         if not 0 <= layer < self._layers:
             raise InputError("layer", layer, f"0 to {self._layers - 1}")
         checkpoint = next((c for c in whole_checkpoints(self._directory) if c.iteration == self._iteration), None)
@@ -967,7 +971,7 @@ class CheckpointWeights:
             if kept and not averages:
                 raise FileNotFoundError("there are no averages")
             values |= averages
-        built = build_layer(self._workload(), layer, self._layers, self._seed)  # says what is in its state dict
+        built = build_layer(self._workload(), layer, self._layers, self._seed)  # shows what its state dict has
         names = state_names(built)
         return {n: values.get(f"{layer}.{names.get(n, n)}", value) for n, value in built.state_dict().items()}
 
@@ -976,11 +980,12 @@ Loaded = TypeVar("Loaded", bound=nn.Module | Sequence[nn.Module])
 
 
 def load_weights(model: Loaded, folder: str | Path, *, averaged: bool = False) -> Loaded:
-    """The model with the weights of a job, from the folder of `--weights` (or ResilientTrainer's `weights=`).
+    """Loads the weights of a job into a model, and returns the model.
 
-    model: one of transformers, for a job of `ResilientTrainer.from_transformers`, which can then `save_pretrained`; or
-    the job's layers in order, an nn.Sequential or another sequence (of a job given as stages, these). averaged: with
-    the moving averages. Raises InputError where they are not this model's.
+    folder: of `--weights`, or ResilientTrainer's `weights=`. model: for a job of `ResilientTrainer.from_transformers`,
+    a model of transformers, which can then `save_pretrained`; otherwise the job's layers (or stages, if it was given
+    stages) in order, as an nn.Sequential or another sequence. averaged: load the moving averages. Raises InputError if
+    the weights are not of this model.
     """
     folder = str(folder)
     layers = sum(1 for _ in itertools.takewhile(Path.is_file, map(partial(weights_file, folder), itertools.count())))
@@ -1000,7 +1005,7 @@ def load_weights(model: Loaded, folder: str | Path, *, averaged: bool = False) -
         if len(parts) != layers:
             raise InputError("model", f"{len(parts)} layers", f"the {layers} whose weights are in {folder}")
         given = list(zip(parts, states, strict=True))
-    else:  # whose layers have its names; what they share is in several, alike
+    else:  # one module that has the layers' names; what layers share is in several states, with equal values
         given = [(parts, dict(item for state in states for item in state.items()))]
     for part, state in given:
         try:

@@ -1,16 +1,16 @@
-"""Measures what plans are made from: op times, step and bytes kept, part by part; op times of whole stages; transfers
-and reductions between real processes; and a whole profile of these.
+"""Measures what plans are made from: for each part of a model, op times, step and bytes that stay; op times of whole
+stages; transfers and reductions between real processes; and a whole profile made of these.
 
-A part runs through the same `Stage`, sums and optimizer as in training, one micro-batch after the other, alone in this
-process. Bytes are counted exactly, from the allocations and releases that torch's own profiler sees, on a GPU by what
-torch has given out of its memory, in a round that is not timed.
+Parts: a part runs through the same `Stage`, sums and optimizer as in training, one micro-batch after the other, alone
+in this process. Bytes are counted exactly, in a round that is not timed: from the allocations and releases that torch's
+own profiler sees; on a GPU from the memory that torch has given out.
 
-Stages: each stage runs through the executor that trains, in a process of its own, with neighbours that answer at once:
-an op's time is all that passes from its beginning to the next one's, data loading, seeding and what Python does between
-ops included. As many stages run at the same time as workers will on this machine, since they share its memory and
-caches then, too; or as there are GPUs. A GPU says itself when it came from one op to the next.
+Stages: each stage runs through the executor of the training, in a process of its own, with neighbours that answer at
+once. The time of an op is all time from its beginning to that of the next op. So it includes data loading, seeding, and
+what Python does between ops. As many stages run at the same time as there will be workers on this machine, since they
+share its memory and caches then, too; or as many as there are GPUs. A GPU itself records the times between its ops.
 
-Transfers and reductions go over the groups that training uses.
+Transfers and reductions use the same groups as training.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ _KEY = (0, 0)
 
 @dataclass(frozen=True)
 class ProfilingEffort:
-    """repeats: timed rounds, after `warm_up` others. clock: `cpu` is processor time of this process,
-    for a machine that has other things to do."""
+    """How long to measure. repeats: timed rounds, after `warm_up` others. clock: `cpu` is the processor time of this
+    process, for a machine that has other things to do."""
 
     repeats: int = 10
     warm_up: int = 2
@@ -92,7 +92,7 @@ class ProfilingEffort:
 
 @dataclass
 class Stopwatch:
-    """Seconds by op, one entry per timed round. clock: looked at when what was begun has ended."""
+    """Seconds by op, one entry per timed round. clock: read before the op, and after it has ended."""
 
     clock: Callable[[], float]
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Stopwatch:
 
 
 def timing_of(seconds: list[float]) -> Timing:
-    """Median and deciles in milliseconds, to the microsecond."""
+    """Returns median and deciles in milliseconds, to the microsecond."""
     ms = sorted(1000 * s for s in seconds)
     deciles = statistics.quantiles(ms, n=10, method="inclusive") if len(ms) > 1 else [ms[0]] * 9
     return Timing(
@@ -117,7 +117,7 @@ def timing_of(seconds: list[float]) -> Timing:
 
 
 def _clock_of(effort: ProfilingEffort, device: torch.device) -> Callable[[], float]:
-    """For what is timed alone."""
+    """Returns the clock for ops that are timed one by one. On a GPU it waits for the end of what the GPU was given."""
     clock = CLOCKS[effort.clock]
     if device.type == "cpu":
         return clock
@@ -131,8 +131,8 @@ def _clock_of(effort: ProfilingEffort, device: torch.device) -> Callable[[], flo
 
 @dataclass(frozen=True)
 class PartSpec:
-    """build: makes what trains. x: what enters it. loss: of its output, scaled, where it is the last. All on one
-    device."""
+    """A part to be measured. build: makes the stage and its optimizer. x: the inputs. loss: of the output, scaled, for
+    the last part. All are on one device."""
 
     name: str
     build: Callable[[], tuple[Stage, StageOptimizer]]
@@ -141,7 +141,7 @@ class PartSpec:
 
 
 def measure_part(spec: PartSpec, effort: ProfilingEffort) -> tuple[Part, Tensors]:
-    """The part, and its output (its scaled loss, where it is the last)."""
+    """Measures a part. Returns the result, and the part's output (for the last part, its scaled loss)."""
     device = (spec.x[0] if isinstance(spec.x, tuple) else spec.x).device
     kept = partial(kept_bytes, device=device)
     (stage, optimizer), weight_bytes = kept(spec.build)
@@ -149,7 +149,8 @@ def measure_part(spec: PartSpec, effort: ProfilingEffort) -> tuple[Part, Tensors
     dy: Gradients = None
 
     def forward() -> Tensors:
-        # A copy that nobody else holds, as one that was received; and the output, sent and forgotten.
+        # Copies, which nothing else refers to: of the input, as one that was received; of the output, which is sent and
+        # forgotten.
         return _each(Tensor.clone, stage.forward(_KEY, _each(Tensor.clone, spec.x), seed=0, loss=spec.loss))
 
     def input_backward() -> None:
@@ -190,7 +191,8 @@ def measure_part(spec: PartSpec, effort: ProfilingEffort) -> tuple[Part, Tensors
 
 
 def kept_bytes(work: Callable[[], T], device: torch.device = CPU) -> tuple[T, int]:
-    """What `work` returns, and the bytes of `device` that it took and did not give back (negative: gave back more)."""
+    """Returns what `work` returns, and the bytes that it took on `device` and did not give back (negative: it gave back
+    more)."""
     gc.collect()
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -202,7 +204,8 @@ def kept_bytes(work: Callable[[], T], device: torch.device = CPU) -> tuple[T, in
 
 
 def _take_workspaces(device: torch.device, optimization: Optimization) -> None:
-    """What a GPU's library for products of matrices keeps for itself is no layer's. It has some for each thread."""
+    """Makes a GPU's library for matrix products allocate its own memory, which must not be counted as a layer's. It
+    allocates some for each thread."""
     if device.type == "cuda":
         lower = None if optimization.autocast is None else LOWER[optimization.autocast]
         layer, x = nn.Linear(64, 64, device=device), torch.ones(64, 64, device=device, requires_grad=True)
@@ -212,7 +215,7 @@ def _take_workspaces(device: torch.device, optimization: Optimization) -> None:
 
 
 def size_of(tensors: Tensors) -> int:
-    """Bytes."""
+    """Returns the bytes of tensors."""
     return sum(t.nbytes for t in (tensors if isinstance(tensors, tuple) else (tensors,)))
 
 
@@ -221,13 +224,13 @@ def _each(change: Callable[[Tensor], Tensor], tensors: Tensors) -> Tensors:
 
 
 def _gradient(y: Tensor) -> Tensor:
-    """Small, as a mean over the batch makes it; of integers it is not looked at."""
+    """Returns a gradient for an output, as small as with a mean over the batch. For integers it is not used."""
     return torch.randn_like(y) / y.numel() if y.is_floating_point() else y
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's profiler announces itself on the error stream, past Python."""
+    """Switches off the error stream of the process, to which torch's profiler writes without Python."""
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -243,19 +246,19 @@ def _quiet() -> Iterator[None]:
 dist: Any = torch.distributed
 
 MAX_REDUCED_BYTES = 1 << 26
-"""Larger sums are measured with this much, and take longer in proportion."""
+"""Larger sums are measured with so many bytes; plans take them to last longer in proportion."""
 _TRAFFIC_SECONDS = 300.0
 _QUICKEST = 4
 
 
 class MeasuringError(RuntimeError):
-    """A process that was to be measured ended early, took too long, or could not run what it was given."""
+    """A process that measures ended early, took too long, or could not run its task."""
 
 
 def hear(entry: WorkerProcess, kind: str, seconds: float, beside: Iterable[WorkerProcess] = ()) -> channel.Message:
-    """What a process that measures says next, which is to be of that kind. beside: others, of which none says anything
-    before, unless it has failed. Raises MeasuringError."""
-    pipes = [*(other.pipe for other in beside), entry.pipe]  # who waits for another fails after it
+    """Returns the next message of a process that measures, which must be of that kind. beside: other processes, which
+    say nothing before that unless they fail. Raises MeasuringError."""
+    pipes = [*(other.pipe for other in beside), entry.pipe]  # `entry` last: if it waits for another, it fails later
     ready = connection.wait(pipes, seconds)
     if not ready:
         raise MeasuringError(f"measuring did not end within {seconds:.0f} s")
@@ -270,8 +273,9 @@ def hear(entry: WorkerProcess, kind: str, seconds: float, beside: Iterable[Worke
 
 @dataclass(frozen=True)
 class _PeerSpec:
-    """sizes: bytes of the tensors to pass on between peers 0 and 1. reduced: bytes to sum among the
-    first 2, 3, ... peers; 0 for none. optimization: None: all get all sums. shared: do peers share GPUs?"""
+    """What a process that measures traffic is told. sizes: bytes of the tensors to pass between peers 0 and 1. reduced:
+    bytes to sum among the first 2, 3, ... peers; 0: none. optimization: given if the optimizer's state is sharded;
+    None: all peers get all sums. shared: do peers share GPUs?"""
 
     number: int
     peers: int
@@ -297,12 +301,14 @@ def measure_traffic(
     computes_on: Platform | None = None,
     say: Say = lambda _: None,
 ) -> tuple[tuple[Timing, ...], Reductions | None]:
-    """One-way transfers of `sizes` bytes, and reductions of `reduced_bytes` among 2 to `peers` peers: for all of them,
-    or where `optimization` shards its state, with the parameters that come of it, as peers exchange them then.
+    """Measures one-way transfers of `sizes` bytes, and reductions of `reduced_bytes` among 2 to `peers` peers. In a
+    reduction all peers get the whole sum. If `optimization` shards the optimizer's state, they exchange sums and then
+    parameters in the way of such a job.
 
-    Every peer is a process of this machine, with a GPU of its own while there are. Waiting for each other is no
-    processor's time, so with `cpu` the quickest quarter of four times as many rounds stands for a machine that nobody
-    else uses. say: is told if they share GPUs. Raises MeasuringError; InputError if they can't.
+    Every peer is a process of this machine, with its own GPU as long as there are enough. Processor time would not
+    include waiting for each other. So with the clock `cpu`, four times as many rounds are run, and the fastest quarter
+    of them stands for a machine that nobody else uses. say: is told if peers share GPUs. Raises MeasuringError;
+    InputError if they can't share them.
     """
     if clock == "cpu":
         repeats *= _QUICKEST
@@ -337,7 +343,7 @@ def measure_traffic(
 
 
 def _peer(spec: _PeerSpec, pipe: Connection) -> None:
-    """The process. Peer 0 measures and says what it found."""
+    """Runs in a process. Peer 0 measures, and sends what it found."""
     try:
         _measure_as_peer(spec, pipe)
     except Exception as error:
@@ -350,7 +356,7 @@ def _measure_as_peer(spec: _PeerSpec, pipe: Connection) -> None:
     device = spec.computes_on.take(spec.number, deterministic=False, shared=spec.shared)
     store = dist.TCPStore(LOOPBACK, spec.port, is_master=False, timeout=timedelta(seconds=_TRAFFIC_SECONDS))
     rounds = range(spec.warm_up + spec.repeats)
-    # Over NCCL all groups stay until the process ends: to end one is to wait for the others.
+    # Over NCCL all groups stay until the process ends, since to end one means to wait for the other peers.
     stays = device.type == "cuda" and spec.computes_on.carrier == "ordered"
     kept, transfers, reductions = list[Groups](), list[list[float]](), list[list[float]]()
 
@@ -380,14 +386,14 @@ def _measure_as_peer(spec: _PeerSpec, pipe: Connection) -> None:
         channel.send(
             pipe, "measured", transfers=[t[drop:] for t in transfers], reductions=[t[drop:] for t in reductions]
         )
-    # Until it is ended from outside: a group that closes breaks what others still receive.
+    # Waits to be ended from outside: a group that closes would break what others still receive.
     pipe.poll(_TRAFFIC_SECONDS)
 
 
 def pass_on(lines: Lines, me: int, size: int, rounds: Sequence[int], device: torch.device) -> list[float]:
-    """Seconds there and back between 0 and 1, by round. me: one of these."""
+    """Returns the seconds there and back between peers 0 and 1, for each round. me: one of these two."""
     tensor, taken = torch.zeros(size, dtype=torch.uint8, device=device), []
-    there, back, tag = lines.forward, lines.backward, 0  # one is under way at a time, and NCCL has no other tag
+    there, back, tag = lines.forward, lines.backward, 0  # one tag will do: one message is under way at a time
     for _ in rounds:
         started = time.perf_counter()
         if me == 0:
@@ -401,7 +407,7 @@ def pass_on(lines: Lines, me: int, size: int, rounds: Sequence[int], device: tor
 
 
 def _timed_together(groups: Groups, exchange: Callable[[], object], rounds: range, device: torch.device) -> list[float]:
-    """Seconds, by round."""
+    """Returns the seconds of an exchange, for each round. All peers begin it at the same time."""
     together, taken = torch.zeros(1, dtype=torch.int64, device=device), []
     clock = _clock_of(ProfilingEffort(), device)
     for _ in rounds:
@@ -419,7 +425,7 @@ def _all_reduced(groups: Groups, size: int, device: torch.device) -> Callable[[]
 def _shared(
     groups: Groups, me: Worker, size: int, optimization: Optimization, device: torch.device
 ) -> Callable[[], object]:
-    """What peers that share an optimizer's state exchange in a step, of one parameter."""
+    """Returns what the peers of a sharded optimizer exchange in a step, for one parameter."""
     kind = SUM_OF[optimization.mode]
     elements = max(1, size // (8 if optimization.mode == "deterministic" else 4))
     parameter = nn.Parameter(torch.zeros(elements, device=device))
@@ -440,7 +446,7 @@ def _shared(
 
 
 def _sharded(me: Worker, groups: Any, optimizer: StageOptimizer) -> ShardedStage | None:
-    """One of the peers of `groups`, of whom each has its share; None where the state is not sharded."""
+    """Makes one of the peers of `groups`, each of which has its share; None where the state is not sharded."""
     shards = optimizer.shards
     if shards is None:
         return None
@@ -455,14 +461,14 @@ _STAGES_SECONDS = 600.0
 # -- op times of a workload's stages, as its workers take them ----------------------------------
 
 _FAILED = 1
-# Of `measure_step`.
+# The rounds of `measure_step`.
 STEP_ROUNDS, STEP_WARM_UP = 5, 2
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """What a process that measures is told; plain data. layers: of the model; None: as the workload says. slot: which
-    GPU it takes, on GPUs."""
+    """What a process that measures a stage is told; plain data. layers: of the model; None: as the workload says. slot:
+    the number of the GPU it takes, if it runs on one."""
 
     cell: Worker
     job: Job
@@ -476,7 +482,7 @@ class StageRun:
 
 
 Rounds = dict[str, list[float]]
-"""By op kind, seconds of one op: the mean of each round (iteration)."""
+"""By op kind, the seconds of one op: for each round (iteration), the mean."""
 
 
 def measure_stages(
@@ -490,8 +496,8 @@ def measure_stages(
     layers: int | None = None,
     computes_on: Platform | None = None,
 ) -> list[Rounds]:
-    """By stage. what: it is called. layers: of the model; None: as the workload says for so many stages. Raises
-    MeasuringError."""
+    """Measures the op times of each stage. what: the word for a stage. layers: of the model; None: as the workload says
+    for so many stages. Raises MeasuringError."""
     threads = torch.get_num_threads()
     found: list[Rounds] = [{} for _ in range(job.stages)]
     computes_on = computes_on or Platform()
@@ -519,9 +525,9 @@ def measure_stages(
 
 
 def measure_step(workload: WorkloadSource, job: Job, optimization: Optimization) -> float:
-    """Milliseconds of a stage's reduction and step, on the CPU, in about a second: what a plan is to reckon with
-    whose other ops are paced. The steps are taken in this process, those of all stages, and their median stands for
-    each; the reduction is measured among as many processes as a stage has workers.
+    """Returns the milliseconds of a stage's reduction and step on the CPU, for a plan whose other ops are paced. It
+    takes about a second. The steps of all stages are taken in this process, and their median stands for each. The
+    reduction is measured among as many processes as a stage has workers.
     """
     one, threads = replace(job, micro_batches=1), torch.get_num_threads()
     rounds: list[float] = []
@@ -545,8 +551,8 @@ def measure_step(workload: WorkloadSource, job: Job, optimization: Optimization)
 
 
 def batches(job: Job, width: int) -> list[list[Worker]]:
-    """Cells of the grid that are measured at the same time: every stage, `width` at once, or fewer where
-    the job has fewer workers. Of the last batch some may have been measured before."""
+    """Returns which cells of the grid are measured at the same time. Every stage is in some batch; a batch has `width`
+    cells, or fewer if the job has fewer workers. The last batch may repeat cells, to be as large as the others."""
     width = min(width, job.pipelines * job.stages)
     cells = [Worker(p, s) for p in range(max(1, min(job.pipelines, width // job.stages))) for s in range(job.stages)]
     out = [cells[i : i + width] for i in range(0, len(cells), width)]
@@ -569,7 +575,7 @@ def _process(run: StageRun, pipe: Connection) -> None:
         rounds = [bench.round() for _ in range(run.effort.repeats)]
         seconds = {kind: [one[kind] for one in rounds] for kind in rounds[0]}
         channel.send(pipe, "measured", seconds=seconds)
-        # The others must not have the machine to themselves before they are done, too.
+        # Goes on until it is ended: the other processes must not have the machine to themselves while they measure.
         while True:
             bench.round()
     except Exception as error:
@@ -578,8 +584,8 @@ def _process(run: StageRun, pipe: Connection) -> None:
 
 
 class StageBenchmark:
-    """One stage with its executor, and a script of F, I and W in 1F1B's order. clock: the effort's, unless given.
-    device: where it computes."""
+    """One stage with its executor, and a script of F, I and W in the order of 1F1B. clock: that of the effort, unless
+    given. device: where the stage computes."""
 
     def __init__(self, run: StageRun, clock: Callable[[], float] | None = None, device: torch.device = CPU) -> None:
         workload, me, job = run.workload.load(), run.cell, run.job
@@ -599,7 +605,7 @@ class StageBenchmark:
         )
         self._script = script_of(me, job)
         peers = [Worker(pipeline, me.stage) for pipeline in range(job.pipelines)]
-        groups: Any = NullGroup(me, between, device, peers)  # as far as the executor asks
+        groups: Any = NullGroup(me, between, device, peers)  # it has as much of Groups as the executor uses
         if (sharded := _sharded(me, groups, optimizer)) is not None:
             self._executor.share(sharded)
         steps.begin(groups, [me], 0, {})
@@ -608,11 +614,12 @@ class StageBenchmark:
 
     @property
     def reduced_bytes(self) -> int:
-        """Of the sum over the stage's workers."""
+        """Bytes of the sum over the stage's workers."""
         return size_of(self._gradients)
 
     def round(self) -> dict[str, float]:
-        """Mean of one op of each kind, over one iteration; in seconds, unless the clock has another unit."""
+        """Runs an iteration. Returns the mean time of one op of each kind, in seconds, unless the clock has another
+        unit."""
         self._marks.clear()
         started = self._clock()
         self._executor.run(self._iteration, self._script, self._groups)
@@ -624,20 +631,20 @@ class StageBenchmark:
         return {kind: statistics.fmean(seconds) for kind, seconds in times.items()}
 
     def _mark(self) -> bool:
-        """The executor asks this before every op."""
+        """Notes the time. The executor calls this before every op."""
         self._marks.append(self._clock())
         return False
 
 
 def _recorded(device: torch.device) -> Any:
-    """What the GPU notes the time of, when it has done all that it was given."""
+    """Makes the GPU record the time at which it has done all that it was given so far."""
     event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 def seconds_of(marks: Sequence[Any]) -> list[float]:
-    """When they were; on a GPU, since the first one."""
+    """Returns the times of marks, in seconds; on a GPU, since the first mark."""
     if isinstance(marks[0], (int, float)):
         return list(marks)
     marks[-1].synchronize()
@@ -645,7 +652,7 @@ def seconds_of(marks: Sequence[Any]) -> list[float]:
 
 
 def script_of(me: Worker, job: Job) -> Script:
-    """1F1B with each backward as I and W, of one pipeline's micro-batches."""
+    """Returns the script of 1F1B for the micro-batches of one pipeline, with each backward as I and W."""
     keys: list[MicroBatch] = [(me.pipeline, m) for m in range(job.micro_batches)]
     ahead = min(job.stages - me.stage, job.micro_batches)
     order = [("F", key) for key in keys[:ahead]]
@@ -660,8 +667,8 @@ def script_of(me: Worker, job: Job) -> Script:
 
 
 class NullGroup:
-    """Groups of one worker whose neighbours have everything ready, and forget what they are sent. peers: of its stage;
-    with them nothing is exchanged."""
+    """Stands for the groups of one worker. Its neighbours have everything ready, and forget what they are sent. peers:
+    those of its stage; nothing is exchanged with them."""
 
     ranks, peer_group = Ranks(), None
 
@@ -671,7 +678,7 @@ class NullGroup:
         incoming = between[me.stage - 1] if me.stage else ()
         self._incoming = on_device(_numbers(incoming, generator, 1.0), device)
         outgoing = between[me.stage] if me.stage < len(between) else ()
-        # Gradients of a mean over the boundary are as small.
+        # As small as gradients of a mean over the boundary.
         scale = 1.0 / max(1, sum(t.empty().numel() for t in outgoing))
         self._gradients = on_device(_numbers(outgoing, generator, scale), device)
 
@@ -683,7 +690,7 @@ def _numbers(boundary: StageOutput, generator: torch.Generator, scale: float) ->
     out = {}
     for i, spec in enumerate(boundary):
         tensor = spec.empty()
-        # Integers may be indices: 0 is always one.
+        # Zeros for integers, which may be indices: 0 is always a valid one.
         floating = tensor.is_floating_point()
         out[i] = tensor.normal_(generator=generator).mul_(scale) if floating else tensor.zero_()
     return out
@@ -724,7 +731,7 @@ class _Instant(Transfers):
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only transformer. note: where its numbers come from."""
+    """The sizes of a decoder-only transformer. note: where they come from."""
 
     layers: int
     width: int
@@ -735,14 +742,14 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Of all layers (weights, biases, norms), both embeddings and the head, which is its own."""
+        """The number of parameters: of all layers (weights, biases, norms), both embeddings, and a head of its own."""
         layer = 12 * self.width**2 + 13 * self.width
         ends = (2 * self.vocabulary + self.sequence + 2) * self.width + self.vocabulary
         return self.layers * layer + ends
 
 
 TERMS = 64
-"""Micro-batches per iteration that the sums are made for; the times do not depend on it."""
+"""The sums are made for so many micro-batches per iteration. The measured times do not depend on it."""
 _PUBLISHED = "the GPT-3 paper's table of sizes"
 SHAPES = {
     "gpt-3-medium": Shape(24, 1024, 16, _PUBLISHED),
@@ -752,7 +759,7 @@ SHAPES = {
 
 
 def shape_of(name: str) -> Shape:
-    """Raises InputError for a name that is not known."""
+    """Returns a shape by its name. Raises InputError for an unknown name."""
     try:
         return SHAPES[name]
     except KeyError:
@@ -760,7 +767,7 @@ def shape_of(name: str) -> Shape:
 
 
 class TokenEmbedding(nn.Module):
-    """Tokens and their positions to vectors."""
+    """Maps tokens and their positions to vectors."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -774,7 +781,7 @@ class TokenEmbedding(nn.Module):
 
 
 def parts_of(shape: Shape, batch: int, optimization: Optimization, device: torch.device = CPU) -> list[PartSpec]:
-    """Embedding, one layer, head with its loss; `batch` samples of full length each. AdamW."""
+    """Returns embedding, one layer, and head with its loss, for `batch` samples of full length each, and AdamW."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(shape.vocabulary, (batch, shape.sequence), generator=generator).to(device)
     x = torch.randn(batch, shape.sequence, shape.width, generator=generator).to(device)
@@ -818,10 +825,9 @@ def measure_model(
     say: Say,
     computes_on: Platform | None = None,
 ) -> Measurements:
-    """Of a built-in shape: embedding, one layer and head, split as the deferred Linear does it.
+    """Measures a built-in shape: embedding, one layer and head, split in the way of the deferred Linear.
 
-    grid: pipelines, stages, micro-batches. say: gets sentences about the progress. Raises InputError
-    or MeasuringError.
+    batch: samples per micro-batch. say: gets sentences about the progress. Raises InputError or MeasuringError.
     """
     computes_on = computes_on or Platform()
     name, (pipelines, stages, _) = shape_name(name), grid
@@ -866,13 +872,13 @@ def measure_workload(
     say: Say,
     computes_on: Platform | None = None,
 ) -> Measurements:
-    """Of any workload: each of its layers as a worker puts it together and runs it, were it a stage; of one that comes
-    in stages, each of these. Bytes are those of one micro-batch, fed with what the one before puts out.
+    """Measures any workload. Each layer is assembled and run as if it were a stage of a worker; of a workload that
+    comes in stages, each stage. Bytes are those of one micro-batch, whose input is the output of the part before.
 
-    What an op costs beside its layers would count once for each of them; so the stages of an even cut are measured,
-    too, and a layer's time is its part of its stage's.
+    The overhead of an op, beside its layers, would count once for each layer. So the stages of an even cut are
+    measured, too, and a layer gets its share of the time of its stage.
 
-    grid: pipelines, stages, micro-batches. Raises InputError or MeasuringError.
+    path, options: of the workload. Raises InputError or MeasuringError.
     """
     pipelines, stages, micro_batches = grid
     source, job = NamedWorkload(path, options), Job.uniform(*grid)
@@ -907,7 +913,7 @@ def measure_workload(
         if not last:
             sizes.append(size_of(x))
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # others need it now
+        torch.cuda.empty_cache()  # the processes that measure stages need the memory now
     measured = partial(measure_stages, source, layers=cuts.layers, computes_on=computes_on)
     rounds = measured(alone, optimization, effort, say, what=what)
     if alone.stages > stages:
@@ -938,7 +944,7 @@ def measure_workload(
 
 
 def _taken(computes_on: Platform, optimization: Optimization, grid: Grid) -> torch.device:
-    """What this process computes on. Raises InputError, also where transfers could not be measured at the end."""
+    """Returns the device of this process. Raises InputError, also where transfers could not be measured at the end."""
     if grid[:2] != (1, 1):
         computes_on.check(2)
     device = computes_on.take(0, deterministic=optimization.mode == "deterministic")
@@ -951,13 +957,13 @@ def _sharded_over(optimization: Optimization, pipelines: int) -> int:
 
 
 def _part_of(step: Timing, optimization: Optimization, pipelines: int) -> Timing:
-    """Of the time of a whole stage's step, what each of its workers takes: an element's does not depend on others."""
+    """Returns the time that one worker takes for its part of a whole stage's step; the time is the same per element."""
     share = min(1.0, 2 / max(1, _sharded_over(optimization, pipelines)))
     return step.model_copy(update={name: round(getattr(step, name) * share, 3) for name in ("median", "p10", "p90")})
 
 
 def shared_out(stage: Rounds, layers: list[Rounds]) -> list[Rounds]:
-    """Of the stage's seconds, to each of its layers its part, by what each takes alone."""
+    """Divides the seconds of a stage among its layers, in proportion to what each takes alone."""
     made: list[Rounds] = [{} for _ in layers]
     for kind, seconds in stage.items():
         alone = [statistics.median(layer[kind]) for layer in layers]
@@ -981,10 +987,10 @@ def _traffic(
     say: Say,
     computes_on: Platform,
 ) -> tuple[tuple[Timing, ...], Reductions | None]:
-    """One transfer per boundary. reduced: bytes of the largest sum."""
+    """Measures one transfer per boundary, and reductions. reduced: bytes of the largest sum."""
     say("measuring transfers and reductions")
     repeats, unlike = max(5, effort.repeats), tuple(sorted(set(sizes)))
-    # On GPUs among as many as there are: for more, a plan reckons from these.
+    # On GPUs, among as many peers as there are GPUs: from these, plans extrapolate to more.
     peers = pipelines if computes_on.device == "cpu" else min(pipelines, max(2, torch.cuda.device_count()))
     found, reductions = measure_traffic(
         *(unlike, reduced, peers),
@@ -1015,7 +1021,7 @@ def _hardware(effort: ProfilingEffort, optimization: Optimization, device: torch
 
 
 def _processor() -> str:
-    """Its name, where the system says it."""
+    """Returns the processor's name, where the system has it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -336,7 +336,7 @@ def _check_sendable(argument: str, value: Any) -> None:
 
 
 def _unsendable(value: Any) -> str | None:
-    """Of what is put together of what the user gave, the part that is to blame."""
+    """Returns the name of the part that can't be pickled, where a value is made of several that the user gave."""
     parts: list[tuple[str, Any]] = []
     if isinstance(value, DatasetBatches):
         parts = [(_name(part), part) for part in (value.dataset, value.sampler, value.collate)]

@@ -290,7 +290,7 @@ def micro_batch_memory(
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Those in what a layer or a loss is given, a dict too."""
+    """Returns the tensors in what a layer or a loss takes, which may be a dict."""
     return [leaf for leaf in compat.tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 

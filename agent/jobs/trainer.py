@@ -118,7 +118,7 @@ def _in_short(method: Callable[P, T]) -> Callable[P, T]:
             if not _has_said_all(error):
                 raise
             log.debug("refused", exc_info=error)
-            raise in_short(error)  # noqa: B904 -- the cause that it has is all that is to be shown
+            raise in_short(error)  # noqa: B904 -- in_short has set the cause that is to be shown
 
     return short
 
