@@ -879,8 +879,9 @@ def until_written(
     say: Callable[[str], None],
     patience: float = WEIGHTS_SECONDS,
 ) -> None:
-    """Calls `write`, again and again while it raises a WeightsError that may pass, for `patience` seconds in all. pause:
-    waits for so many seconds between two tries. say: gets a sentence after the first failure. Raises WeightsError."""
+    """Calls `write`, again and again while it raises a WeightsError that may pass, for `patience` seconds in all.
+    pause: waits for so many seconds between two tries. say: gets a sentence after the first failure. Raises
+    WeightsError."""
     wait, waited = 0.5, 0.0
     while True:
         try:

@@ -556,8 +556,8 @@ class ConsoleClient:
             # A console gives a code with each 4xx. One without a code is from a proxy that has no console behind it.
             code = _problem(answer).code if answer.status_code >= 400 else "unknown"
             refused = code != "unknown" and answer.status_code < 500
-            # 408: this process was too slow, as when it was suspended. 429: too many requests. A token, or a name of the
-            # console, that was accepted before is no reason to end a job: the console was started with other settings.
+            # 408: this process was too slow, as when it was suspended. 429: too many requests. 401, 403 and 421 are no
+            # reason to end a job whose token and address were accepted before: the console has other settings now.
             later = answer.status_code in (408, 429) or (answer.status_code in (401, 403, 421) and self._known)
             if code == "unknown_job" and self._known:
                 later, kind = True, JobUnknown
