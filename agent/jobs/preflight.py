@@ -587,7 +587,6 @@ def _shapes(workload: Workload, layers: int, seed: int) -> tuple[list[NamedParam
     """Builds and checks each layer. Returns, for each layer, the names of its parameters and stand-ins without memory;
     and the numbers of the layers that have an Embedding."""
     # Tensors that still exist after their layer is deleted: a later layer may hold the same ones.
-    # Of what is still alive when its layer is gone, a later layer may hold the same.
     seen: list[tuple[weakref.ref[Tensor], int, str]] = []
     kind, shapes, looking_up = kind_of(workload), list[NamedParameters](), set[int]()
     tied = tied_of(workload, layers)

@@ -422,7 +422,7 @@ def first_length(inputs: Tensor | tuple[Tensor, ...] | list[Tensor]) -> int:
 
 
 _POSITIONS = 2
-"""Of so many iterations before the current one it is kept where in the stream they began, and of the current one."""
+"""Positions in the stream are kept of the current iteration and of so many before it: where each of them began."""
 
 
 # -- data that can only be read one after the other ---------------------------------------------

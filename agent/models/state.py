@@ -454,8 +454,8 @@ class Piece:
 @dataclass
 class Share:
     """What one process writes. tensors: copies, by name; a part of a tensor is a flat one, which `pieces` describes.
-    document: in the first share only, that of the whole stage, but without those entries of `state` that are in other
-    shares."""
+    document: in the first share, that of the whole stage, but without the entries of `state` that are in other shares;
+    in these, such entries alone."""
 
     number: int
     count: int

@@ -1,1 +1,1 @@
-"""Who is alive, what each worker is at, and how a console hears of it."""
+"""Who is alive, what each worker is doing, and how a console hears of it."""
