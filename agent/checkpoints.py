@@ -262,8 +262,9 @@ def whole_checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def _by_state(directory: Path, tries: int = 5) -> tuple[list[Checkpoint], dict[int, str]]:
-    """Those of `whole_checkpoints`, and by iteration why others that were finished are none; the newest first. tries:
-    how often the folder is read while checkpoints go from it (a shared file system may list what has gone long ago)."""
+    """Returns the complete checkpoints, and by iteration why other finished ones are damaged; both newest first. tries:
+    how often the folder is read while checkpoints are removed from it. A shared file system may list what has long been
+    removed."""
     whole, others, gone = list[Checkpoint](), dict[int, str](), False
     for path in directory.iterdir() if directory.is_dir() else ():
         if named := _NAME.fullmatch(path.name):
@@ -280,7 +281,7 @@ def _by_state(directory: Path, tries: int = 5) -> tuple[list[Checkpoint], dict[i
                 if (path / "manifest.json").exists():  # otherwise it was never finished
                     others[iteration] = str(error)
                 gone = gone or not os.path.lexists(path)
-    if gone and tries > 1:  # it has made room for a newer one, which may not have been there yet
+    if gone and tries > 1:  # one was removed for a newer one, which this listing may not have
         return _by_state(directory, tries - 1)
     return sorted(whole, key=lambda c: c.iteration, reverse=True), dict(sorted(others.items(), reverse=True))
 
