@@ -400,13 +400,14 @@ class WorkerProcess:
         if code == channel.GAVE_UP:
             who = f"its rank {rank}" if self.siblings else "one of its ranks"
             return f"ended: {who} has waited in vain for another one" + (f" ({self.error})" if self.error else "")
-        return f"ended with exit code {code}{whose}" + (f" ({self.error})" if self.error else "")
+        unknown = " (or unknown: the fork server is gone)" if code == UNKNOWN else ""
+        return f"ended with exit code {code}{unknown}{whose}" + (f" ({self.error})" if self.error else "")
 
     @property
     def not_as_wished(self) -> bool:
         """Of one that has ended: is it known that no wish to kill it was done (agent.config.faults)? By that a rank
         ends by SIGKILL, and others may follow it."""
-        return _one_died(self._ends) and -signal.SIGKILL not in self._ends
+        return _one_died(self._ends) and not {-signal.SIGKILL, UNKNOWN} & {*self._ends}
 
     @property
     def spare_ranks(self) -> tuple[int, ...]:
@@ -423,6 +424,9 @@ class WorkerProcess:
         return self._codes or tuple(process.exitcode for process in (self.process, *self.siblings))
 
 
+UNKNOWN = 255
+"""What multiprocessing has as exit code of a process whose fork server has ended: nobody knows how the process did, or
+whether. A user's code may end with this one, too."""
 _FOLLOW = (channel.ORPHANED, channel.FENCED, channel.GAVE_UP)
 """Exit codes of ranks that ended because they were told to, or because of another one."""
 _TOLD = ("member", "since", "whole", "spoke", "waits", "op_limit")

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from openrecycle.agent.launcher import processes
-from openrecycle.agent.launcher.processes import LOOK_SECONDS, WorkerProcess
+from openrecycle.agent.launcher.processes import LOOK_SECONDS, UNKNOWN, WorkerProcess
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.channel import KEPT_PLANS, WorkerChannel
 from openrecycle.agent.messages.protocol import Deployment
@@ -30,6 +30,7 @@ from openrecycle.planner.plans.packed import to_text
 from openrecycle.planner.plans.plan import Plan
 from tests.agent.consoles import until
 from tests.agent.local_jobs import LocalJob
+from tests.golden import golden
 
 CELL = Worker(0, 0)
 
@@ -144,6 +145,13 @@ def test_a_worker_has_ended_as_the_rank_did_that_ended_by_itself() -> None:
         entry = WorkerProcess(CELL, "a", Exits(others), pipe, 0.0, siblings=(Exits(-signal.SIGKILL),))
         assert entry.first_end == (1, -signal.SIGKILL)
         assert entry.spare_ranks == (0,)
+
+
+def test_how_a_worker_ended_is_not_known_once_its_fork_server_is_gone() -> None:
+    pipe: Any = None
+    ended, unknown = (WorkerProcess(CELL, "a", Exits(code), pipe, 0.0) for code in (1, UNKNOWN))
+    assert ended.not_as_wished and not unknown.not_as_wished
+    assert unknown.ending == golden("or-unknown-the-fork-server")
 
 
 class Late(Exits):
