@@ -29,7 +29,7 @@ class InputError(PlannerError):
         super().__init__(f"{field}: got {shown(value)}, expected {expected}")
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str]]:
-        # It crosses from a planning process to the one that reports it.
+        # A planning process sends the error to the process that reports it.
         return type(self), (self.field, self.value, self.expected)
 
 
@@ -49,23 +49,23 @@ class InfeasibleError(PlannerError):
 
 
 def shown(value: object) -> str:
-    """`repr`, cut where it is long: what is refused may be of any size."""
+    """`repr`, shortened where it is long: a refused value may be of any size."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes out no whole number of more than 4,300 digits
+    except ValueError:  # Python does not convert whole numbers of more than 4,300 digits to text
         return f"a {type(value).__name__} that is too large to be shown"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"
 
 
 def check_whole(field: str, value: object, least: int, expected: str = "") -> int:
-    """Raises InputError unless it is a whole number of at least that. expected: where there is more to say."""
+    """Raises InputError unless `value` is a whole number of at least `least`. expected: other words for the error."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(field, value, expected or f"a whole number of at least {least}")
     return value
 
 
 def in_a_line(error: BaseException) -> str:
-    """An exception as a sentence has it."""
+    """The first line of an exception, with its type, for use in a sentence."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -1,8 +1,8 @@
-"""Failed workers: reading their names, counting them, and the pattern they make.
+"""Failed workers: parsing their names, counting them by stage, and finding the pattern that they form.
 
 Pipelines are interchangeable: they run the same stages on different data. Two failure sets that
 differ only in which pipeline is called which are therefore one pattern, and one plan serves both.
-Where workers have speeds of their own, no pipeline stands for another: each set is its own pattern.
+Where workers have speeds of their own, pipelines are not interchangeable: each set is its own pattern.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from openrecycle.planner.jobs.job import Job, Worker
 
 
 def parse_workers(names: Iterable[str], *, field: str = "failed") -> frozenset[Worker]:
-    """By name. Raises InputError."""
+    """Parse workers' names. Raises InputError."""
     return frozenset(Worker.parse(name, field=field) for name in names)
 
 
 def parse_failed(names: Iterable[str], job: Job) -> frozenset[Worker]:
-    """Workers of `job` by name, W<pipeline>_<stage>. Raises InputError for any other text."""
+    """Parse names, W<pipeline>_<stage>, of workers of `job`. Raises InputError for any other text."""
     return frozenset(job.check_worker(worker, field="--fail") for worker in parse_workers(names, field="--fail"))
 
 
@@ -29,7 +29,7 @@ def failures_per_stage(failed: Iterable[Worker], job: Job) -> tuple[int, ...]:
 
 
 def by_stage(failed: Iterable[Worker], job: Job) -> tuple[tuple[int, ...], ...]:
-    """By stage, the pipelines whose worker has failed, ascending."""
+    """Return by stage the pipelines whose worker has failed, ascending."""
     rows: list[list[int]] = [[] for _ in range(job.stages)]
     for worker in sorted(failed):
         rows[worker.stage].append(worker.pipeline)
@@ -37,17 +37,17 @@ def by_stage(failed: Iterable[Worker], job: Job) -> tuple[tuple[int, ...], ...]:
 
 
 def workers_in(rows: Sequence[Iterable[int]]) -> frozenset[Worker]:
-    """The other way round: rows as `by_stage` gives them."""
+    """The inverse of `by_stage`: the workers that such rows name."""
     return frozenset(Worker(p, s) for s, row in enumerate(rows) for p in row)
 
 
 def inverse(permutation: Sequence[int]) -> list[int]:
-    """Of which the place in `permutation` it is."""
+    """Return the inverse permutation."""
     return sorted(range(len(permutation)), key=permutation.__getitem__)
 
 
 def canonical_pattern(failed: Iterable[Worker], job: Job) -> tuple[frozenset[Worker], tuple[int, ...]]:
-    """The one failure set that stands for all that are equal to `failed` up to pipeline names.
+    """Return the one failure set that stands for all that equal `failed` up to the names of pipelines.
 
     Returns (pattern, permutation): pipeline p of `failed` is pipeline permutation[p] of the
     pattern. In a pattern the pipelines with most failures come first.
@@ -67,10 +67,11 @@ def canonical_pattern(failed: Iterable[Worker], job: Job) -> tuple[frozenset[Wor
 
 
 def levelled(failed: Iterable[Worker], job: Job) -> frozenset[Worker]:
-    """`failed` and as many more as give every stage as many failures as the stage that has most, where they can
-    be in the pipelines that have failures already.
+    """Add failures to `failed` until every stage has as many as the stage with most, preferably in pipelines that have
+    failures already.
 
-    A plan for them is one for `failed`, and often as short: what sets its period is the stage that has most.
+    A plan for the larger set also serves for `failed`. It is often as short, since the stage with most failures sets
+    the period.
     """
     dead = set(failed)
     counts = failures_per_stage(dead, job)
@@ -85,7 +86,7 @@ def levelled(failed: Iterable[Worker], job: Job) -> frozenset[Worker]:
 
 
 def with_one_more(failed: Iterable[Worker], job: Job) -> Iterator[frozenset[Worker]]:
-    """`failed` and one worker more, once for each pattern that leaves every stage a living peer."""
+    """Yield `failed` with one more worker, once for each pattern that leaves every stage a living peer."""
     dead = frozenset(failed)
     counts = failures_per_stage(dead, job)
     seen: set[frozenset[Worker]] = set()
@@ -99,17 +100,17 @@ def with_one_more(failed: Iterable[Worker], job: Job) -> Iterator[frozenset[Work
 
 
 def patterns(job: Job, count: int) -> Iterator[frozenset[Worker]]:
-    """Every canonical pattern of `count` failures that leaves each stage a living peer.
+    """Yield every canonical pattern of `count` failures that leaves each stage a living peer.
 
-    Their number grows quickly with `count`; it is an iterator so that a caller can stop. Never looks for long:
-    whatever it begins can be completed, so what each pattern costs is in proportion to the grid.
+    Their number grows quickly with `count`, so this is an iterator that a caller can stop. The search never runs into a
+    dead end: whatever it begins can be completed, so the time for each pattern is proportional to the grid.
     """
     if count > job.stages * (job.pipelines - 1):
         return
     if job.speeds:
         yield from _unlike(job, count)
         return
-    if job.stages == 1:  # row by row the only one would take milliseconds
+    if job.stages == 1:  # there is only one pattern, and finding it row by row takes milliseconds
         yield frozenset(Worker(p, 0) for p in range(count))
         return
     for sizes in _partitions(count, job.pipelines, job.stages):
@@ -117,16 +118,16 @@ def patterns(job: Job, count: int) -> Iterator[frozenset[Worker]]:
 
 
 def _unlike(job: Job, count: int) -> Iterator[frozenset[Worker]]:
-    """Every set of `count` workers that leaves each stage one, in the order of itertools.combinations."""
+    """Yield every set of `count` workers that leaves each stage one, in the order of itertools.combinations."""
     workers = list(job.workers())
-    last = (job.pipelines - 1) * job.stages  # from here on a choice may take a stage's last peer
+    last = (job.pipelines - 1) * job.stages  # only from this index on can a choice take a stage's last peer
     chosen: list[int] = []
     held = [0] * job.stages
     at = 0
     while True:
         room = len(chosen) + len(workers) - at
         if count > room - job.stages and count >= job.pipelines:
-            # Of what is left, the last pipeline's workers of stages that have lost all others can't be chosen.
+            # In the last pipeline, workers of stages that have lost all others can't be chosen.
             room -= sum(held[workers[i].stage] == job.pipelines - 1 for i in range(max(at, last), len(workers)))
         if len(chosen) < count <= room:
             while held[workers[at].stage] == job.pipelines - 1:
@@ -145,11 +146,11 @@ def _unlike(job: Job, count: int) -> Iterator[frozenset[Worker]]:
 
 
 def _partitions(total: int, parts: int, largest: int) -> Iterator[tuple[int, ...]]:
-    """`total` as a falling sequence of at most `parts` numbers, none above `largest`."""
+    """Yield `total` as falling sequences of at most `parts` numbers, none above `largest`."""
     chosen: list[int] = []
     left, bound = total, largest
     while True:
-        # As large as can be, as long as what is left fits into the parts that are left.
+        # Takes the largest number possible, as long as the rest fits into the parts that are left.
         while left and bound and len(chosen) < parts and left <= (parts - len(chosen)) * bound:
             chosen.append(min(left, bound))
             left -= chosen[-1]
@@ -163,10 +164,10 @@ def _partitions(total: int, parts: int, largest: int) -> Iterator[tuple[int, ...
 
 
 def _fill(job: Job, sizes: Sequence[int]) -> Iterator[frozenset[Worker]]:
-    """Gives rows of equal size in every non-falling order of their stages.
+    """Yield the failures for given numbers per pipeline (`sizes`); pipelines of equal size are in non-falling order.
 
-    A stage dies where each pipeline's row has it, so of the stages that all rows so far have only so many may
-    be in the next one as those after it can leave out.
+    A stage has no living worker if every pipeline's row contains it. So a row may contain only so many of the stages
+    that all rows before it contain, as the rows after it can still leave out.
     """
     if not sizes:
         yield frozenset()
@@ -197,19 +198,19 @@ def _fill(job: Job, sizes: Sequence[int]) -> Iterator[frozenset[Worker]]:
 
 
 def _rows(stages: int, first: tuple[int, ...], scarce: frozenset[int], most: int) -> Iterator[tuple[int, ...]]:
-    """Every choice of len(first) stages, in order from `first` on, with at most `most` of the `scarce` ones."""
+    """Yield every choice of len(first) stages, in order from `first` on, with at most `most` of the `scarce` ones."""
     size = len(first)
-    free = [0] * (stages + 1)  # stages from here on that are not scarce
+    free = [0] * (stages + 1)  # how many stages from this one on are not scarce
     for s in reversed(range(stages)):
         free[s] = free[s + 1] + (s not in scarce)
     row: list[int] = []
-    used = 0  # scarce ones in `row`
+    used = 0  # how many of `row` are scarce
 
     def completes(at: int) -> bool:
         """Can `row` be completed with stages from `at` on?"""
         return len(row) + free[at] + min(stages - at - free[at], most - used) >= size
 
-    # As much of `first` as can be had, then on from where it breaks off.
+    # Begins with as much of `first` as is allowed, and goes on from there.
     for s in first:
         if used + (s in scarce) > most:
             break

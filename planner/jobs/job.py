@@ -1,8 +1,8 @@
-"""What is to be planned: the grid, the micro-batches, the op times, the failures, the limits.
+"""The planning question: the grid, the micro-batches, the op times, the failures and the limits.
 
-A profile is what the ops of a stage or a layer take: durations and bytes. Durations are floats of the user's unit
-outside; inside they are integers of a *tick*, the largest decimal fraction of that unit in which every duration is
-whole (`Job.ticks_per_unit`). All schedule arithmetic is therefore exact.
+A profile says how long the ops of a stage or a layer take, and how many bytes it needs. Callers give durations as
+floats of their own unit. The planner computes with integers of a *tick*: the largest decimal fraction of that unit in
+which every duration is a whole number (`Job.ticks_per_unit`). So all schedule arithmetic is exact.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from openrecycle.planner.jobs.words import names, number_of
 # -- what the ops of a stage or a layer take ----------------------------------------------------
 
 MAX_DECIMALS = 6
-# For the best partition of the layers, where numbers could be given.
+# Stands for the best partition of the layers, where a caller could give layers per stage instead.
 AUTO = "auto"
 MAX_BYTES = 1 << 60
-# Of stages that are a little unlike: their times are a plain one's times one of these.
+# Factors on the op times, stage by stage, for an example job whose stages are slightly unequal.
 UNEVEN_SCALES = (0.9, 1.0, 1.1, 1.2)
-# Of the fields of a StageProfile those that are times, beside its reductions, and those that are bytes.
+# The fields of a StageProfile that are times (but for `reductions`), and those that are bytes.
 TIMES = ("forward", "input_backward", "weight_backward", "optimizer")
 SIZES = ("activation_bytes", "weight_backward_bytes", "weight_bytes", "optimizer_bytes")
 
 
 @dataclass(frozen=True)
 class StageProfile:
-    """Op times of one stage, in the job's time unit, and what it keeps in memory, in bytes.
+    """Op times of one stage, in the job's time unit, and the memory that it needs, in bytes.
 
-    forward F, input_backward I, weight_backward W, optimizer O (reduction and step).
-    reductions: what the gradients' reduction adds to O, by the number of living peers: of 1 peer
-    first, of the whole stage last. Empty: nothing.
-    activation_bytes: of one micro-batch, from F's start to I's (or B's) end. weight_backward_bytes:
-    what W needs of it, from I's end to W's end. weight_bytes, optimizer_bytes: kept throughout.
+    forward is F, input_backward I, weight_backward W, optimizer O (the all-reduce of the gradients and the step).
+    reductions: what the all-reduce adds to O, by the number of living peers: the first entry is for 1 peer, the last
+    for all peers of the stage. Empty: the all-reduce adds nothing.
+    activation_bytes: memory of one micro-batch from F's start to I's (or B's) end. weight_backward_bytes: what W needs
+    of it, from I's end to W's end. weight_bytes, optimizer_bytes: held all the time.
     """
 
     forward: float = 1.0
@@ -57,20 +57,20 @@ class StageProfile:
 
     @property
     def counts_bytes(self) -> bool:
-        """Is anything known of what it keeps in memory?"""
+        """Does the profile say anything about memory?"""
         return bool(self.fixed_bytes or self.activation_bytes or self.weight_backward_bytes)
 
     @property
     def fixed_bytes(self) -> int:
-        """What a worker holds throughout: weights and optimizer state."""
+        """Bytes that a worker holds all the time: weights and optimizer state."""
         return self.weight_bytes + self.optimizer_bytes
 
     def micro_batch_bytes(self, *, splits: bool) -> int:
-        """The larger part of a micro-batch: what I needs, or, where B is split, what W needs."""
+        """Most bytes that a micro-batch holds at any time: what I or, where B is split, W needs."""
         return max(self.activation_bytes, self.weight_backward_bytes if splits else 0)
 
     def least_bytes(self, *, splits: bool) -> int:
-        """What a micro-batch takes at any time, from its F's start to its W's (or B's) end."""
+        """Bytes that a micro-batch holds at the very least, at any time from its F's start to its W's (or B's) end."""
         return min(self.activation_bytes, self.weight_backward_bytes) if splits else self.activation_bytes
 
     def check(self, where: str) -> None:
@@ -88,10 +88,10 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class LayerProfile(StageProfile):
-    """The same of one layer; a stage takes what its layers take together.
+    """Op times and memory of one layer; a stage's profile is the sum over its layers (`joined`).
 
-    transfer: of what is sent if a stage ends behind this layer, activations forward; backward_transfer: of the
-    gradients back, as long unless given.
+    transfer: time to send the activations forward if a stage ends behind this layer. backward_transfer: time to send
+    the gradients back across the same boundary; the same unless given.
     """
 
     transfer: float = 0.0
@@ -103,7 +103,7 @@ class LayerProfile(StageProfile):
 
     @property
     def back(self) -> float:
-        """The transfer of gradients."""
+        """Transfer time of the gradients."""
         return self.transfer if self.backward_transfer is None else self.backward_transfer
 
     def check(self, where: str) -> None:
@@ -113,9 +113,9 @@ class LayerProfile(StageProfile):
 
 
 def joined(layers: Sequence[StageProfile]) -> StageProfile:
-    """The stage that these layers make, to the planner's decimals."""
+    """Add up the profiles of the layers of one stage, rounded to the decimals that the planner takes."""
     most = max(len(layer.reductions) for layer in layers)
-    # Counted from the end, where all peers live.
+    # Counted from the end, the entry for all peers alive: profiles may have lists of different length.
     reductions = tuple(
         _sum(layer.reductions[-n] for layer in layers if n <= len(layer.reductions)) for n in range(most, 0, -1)
     )
@@ -129,10 +129,10 @@ def _sum(values: Iterable[float]) -> float:
 
 
 def balanced(work: Sequence[float], stages: int) -> tuple[int, ...] | None:
-    """Layers per stage, contiguous, so that the largest sum of a stage's `work` is the least.
+    """Cut the layers into contiguous stages so that the largest sum of `work` of a stage is as small as possible.
 
-    None where there are fewer layers than stages. That sum is found by bisection over those that occur, as a
-    greedy fill says at once whether one suffices.
+    Returns layers per stage, or None where there are fewer layers than stages. The smallest sum is found by bisection
+    over all sums that occur: a greedy fill decides at once whether a given limit suffices.
     """
     if not 1 <= stages <= len(work):
         return None
@@ -152,7 +152,7 @@ def balanced(work: Sequence[float], stages: int) -> tuple[int, ...] | None:
 
 
 def _fill(work: Sequence[float], limit: float, stages: int) -> tuple[int, ...] | None:
-    """Stages filled one after the other up to `limit`, each leaving a layer for those that follow."""
+    """Fill the stages one after the other up to `limit`, each leaving at least a layer for every stage behind it."""
     counts: list[int] = []
     at = 0
     for stage in range(stages):
@@ -187,7 +187,7 @@ class StageTicks(NamedTuple):
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Of each kind of op."""
+        """Ticks by kind of op."""
         forward, backward, weight, optimizer = self
         return {"F": forward, "I": backward, "W": weight, "B": backward + weight, "O": optimizer}
 
@@ -198,7 +198,7 @@ class StageTicks(NamedTuple):
 
 
 def parse_partition(text: str, *, field: str = "partition") -> tuple[int, ...]:
-    """Layers per stage, `11,11,12`, to numbers; () for an empty text. Raises InputError."""
+    """Parse layers per stage, such as `11,11,12`; () for an empty text. Raises InputError."""
     if not re.fullmatch(r"([0-9]{1,5}(,[0-9]{1,5})*)?", text.replace(" ", "")):
         raise InputError(field, text, "numbers of layers, one per stage, with commas between: 11,11,11,11")
     return tuple(map(int, filter(None, text.replace(" ", "").split(","))))
@@ -223,7 +223,7 @@ def parse_durations(text: str) -> dict[str, float]:
 
 
 def check_duration(field: str, value: float) -> None:
-    # Of an int, however large, only the range matters: it may not fit into a float.
+    # An int may be too large for a float, so only its range is checked.
     finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     if isinstance(value, bool) or not finite:
         raise InputError(field, value, "a finite number")
@@ -245,18 +245,20 @@ def decimals(value: float) -> int:
 
 # -- what is to be planned ----------------------------------------------------------------------
 
-# Refused before memory is taken: 3 ops per micro-batch and stage. An op takes up to BYTES_PER_OP while it is
-# planned, made a document and printed, measured as the growth of the process's peak; so no plan takes more than 8 GB.
+# Jobs with more ops than MAX_OPS are refused before memory is taken. A job has 3 ops per micro-batch and stage. An op
+# takes up to BYTES_PER_OP while it is planned, made a document and printed, measured as the growth of the process's
+# peak; so no plan takes more than 8 GB.
 BYTES_PER_OP = 2_000
 MAX_OPS = 4_000_000
 SLOWEST, FASTEST = 0.01, 100.0
-# Of an iteration, were one op to wait for the other: a document's floats say exactly which tick is meant, and what is
-# added up stays within 64 bits.
+# The most ticks of an iteration in which all ops run one after the other: below this, a document's floats tell
+# neighbouring ticks apart, and sums stay within 64 bits.
 MAX_TICKS = 1 << 51
 MAX_LAYERS = 512
 
-# What a plan was chosen from, and its lower bound is over: all schedules of its problem; those of every partition of
-# the layers; those of every partition and of every number of workers per stage that the living can staff.
+# The set that a plan was chosen from, and that its lower bound covers: all schedules of its problem; those of every
+# partition of the layers; or those of every partition and of every number of workers per stage that the living can
+# staff.
 Over = Literal["schedules", "partitions", "layouts"]
 # May layers change their stage while the job runs: when it pays, never, or whenever another partition is better?
 MayMove = Literal["auto", "never", "always"]
@@ -283,7 +285,7 @@ class Worker(NamedTuple):
 
 
 class WorkerRank(NamedTuple):
-    """One process of a job: a rank of a worker. stage: alike of those that hold the same."""
+    """One process of a job: a rank of a worker. `stage` is equal for ranks that hold the same state."""
 
     worker: Worker
     rank: int = 0
@@ -297,7 +299,7 @@ class WorkerRank(NamedTuple):
 
 
 class Technique(StrEnum):
-    """The most that a plan may use; each includes the ones before it."""
+    """The set of means that a plan may use; each technique includes the ones before it."""
 
     FAULT_FREE = "fault-free"
     ADAPTIVE = "adaptive"
@@ -330,18 +332,17 @@ class Technique(StrEnum):
 class Job:
     """A grid of `pipelines` x `stages` workers; `micro_batches` enter each pipeline per iteration.
 
-    profiles: one StageProfile per stage. transfers: one time per stage boundary (stages - 1 of
-    them), for activations forward; backward_transfers: for gradients backward, the same unless
-    given. Transfers overlap with compute.
-    time_unit: what one unit of the durations is called ("slot", "ms"); it is a label only.
+    profiles: one StageProfile per stage. transfers: one time per stage boundary (stages - 1 of them), for activations
+    forward; backward_transfers: for gradients backward, the same unless given. Transfers overlap with compute.
+    time_unit: the name of the unit of the durations ("slot", "ms"); it is a label only.
     capacity_bytes: memory of one worker, by stage; empty when not known.
-    speeds: of the workers that aren't nominal: 0.5 takes twice as long for F, I, W and the step
-    (not the reduction, which all peers end together). Workers outside the grid are left out, so
-    that a job of fewer pipelines is made by `replace(job, pipelines=...)`.
-    layers: where stages can be cut anew; profiles and transfers then follow from them and the partition, and
-    are never set apart. partition: layers per stage, in order. home: the partition without failures, which plans
-    are compared with; unless given, what `partition` says, and where that says nothing, the one that spreads F, I
-    and W most evenly.
+    speeds: of the workers whose speed is not 1. A worker of speed 0.5 takes twice as long for F, I, W and the step, but
+    not for the all-reduce, which all peers end together. Workers outside the grid are left out, so that
+    `replace(job, pipelines=...)` makes a job of fewer pipelines.
+    layers: given where the stages can be cut anew. Profiles and transfers are then derived from the layers and the
+    partition, and can't be set on their own. partition: layers per stage, in order. home: the partition without
+    failures, which plans are compared with. Unless given, it is `partition`, and where that is not given either, the
+    one that spreads F, I and W most evenly.
     Raises InputError for sizes or durations that make no job.
     """
 
@@ -395,7 +396,7 @@ class Job:
         self._check_length()
 
     def _lay_out(self) -> None:
-        """Partition, home, profiles and transfers of a job that has layers."""
+        """Sets partition, home, profiles and transfers of a job that has layers."""
         if not self.layers:
             for name in ("partition", "home"):
                 if getattr(self, name):
@@ -428,7 +429,7 @@ class Job:
                 raise InputError(name, len(value), "those that the layers and the partition give, or none")
 
     def _cut(self) -> None:
-        """Derives what follows from layers and partition."""
+        """Derives profiles and transfers from layers and partition."""
         profiles: list[StageProfile] = []
         ends: list[LayerProfile] = []
         known: dict[tuple[int, ...], StageProfile] = {}  # stages of equal layers are one object: see job_doc
@@ -446,7 +447,7 @@ class Job:
         object.__setattr__(self, "backward_transfers", tuple(layer.back for layer in ends[:-1]))
 
     def check_partition(self, partition: Iterable[int], *, field: str = "partition") -> tuple[int, ...]:
-        """Returns it; raises InputError where it is none of this job."""
+        """Returns `partition` as a tuple; raises InputError where this job can't be cut so."""
         given = tuple(partition)
         whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in given)
         if not self.layers:
@@ -457,11 +458,11 @@ class Job:
         return given
 
     def with_partition(self, partition: Iterable[int]) -> Job:
-        """The same job cut so; its home stays what it is. Raises InputError."""
+        """Returns this job with another partition and the same home. Raises InputError."""
         given = self.check_partition(partition)
         if given == self.partition:
             return self
-        made = object.__new__(Job)  # (what has been checked once is not checked again: many are compared)
+        made = object.__new__(Job)  # not checked again: the search for a partition makes many
         for f in fields(self):
             object.__setattr__(made, f.name, getattr(self, f.name))
         object.__setattr__(made, "partition", given)
@@ -469,16 +470,16 @@ class Job:
         return made
 
     def begun_with(self, partition: tuple[int, ...]) -> Job:
-        """Cut so from its start: that is its home. Raises InputError."""
+        """Returns this job with `partition` as both its partition and its home. Raises InputError."""
         return replace(self, partition=partition, home=partition, profiles=(), transfers=(), backward_transfers=())
 
     @property
     def at_home(self) -> Job:
-        """As it is cut without failures."""
+        """The job with its home partition."""
         return self.with_partition(self.home) if self.layers else self
 
     def as_stages(self) -> Job:
-        """The same with stages that can't be cut."""
+        """Returns the job without its layers, so that its stages can't be cut anew."""
         return replace(self, layers=(), partition=(), home=()) if self.layers else self
 
     def _check_reductions(self, where: str, profile: StageProfile) -> None:
@@ -491,7 +492,7 @@ class Job:
 
     @property
     def longest(self) -> float:
-        """All ops of an iteration one after the other, at the slowest speed, in its time unit."""
+        """The time of all ops of an iteration one after the other at the slowest speed, in the job's time unit."""
         each = sum(p.forward + p.input_backward + p.weight_backward for p in self.profiles)
         each += sum(self.transfers) + sum(self.backward_transfers)
         steps = sum(p.optimizer + max(p.reductions, default=0.0) for p in self.profiles)
@@ -506,7 +507,8 @@ class Job:
             raise InputError("all ops of an iteration together", longest, most)
 
     def _check_speeds(self) -> None:
-        """Puts them in one spelling, so that equal jobs are equal."""
+        """Checks the speeds and brings them into one form (sorted, without those that are 1), so that equal jobs
+        compare equal."""
         for worker, speed in self.speeds:
             known = not isinstance(speed, bool) and isinstance(speed, (int, float)) and math.isfinite(speed)
             if not known or not SLOWEST <= speed <= FASTEST:
@@ -526,8 +528,8 @@ class Job:
         layers: int = 0,
         partition: tuple[int, ...] = (),
     ) -> Job:
-        """A job whose stages are alike, or, with so many layers, those. `durations`, of each, has any of the keys F, I,
-        W, O, transfer."""
+        """Makes a job whose stages are all alike or, if `layers` is given, one of so many equal layers. `durations` are
+        those of a stage or of a layer; it has any of the keys F, I, W, O, transfer."""
         times = {"F": 1.0, "I": 1.0, "W": 1.0, "O": 0.0, "transfer": 0.0, **(durations or {})}
         check_sizes(pipelines, stages, micro_batches)  # before a tuple per stage is made
         if layers:
@@ -548,7 +550,7 @@ class Job:
 
     @property
     def ops(self) -> int:
-        """Of an iteration; see `count_ops`."""
+        """Ops of an iteration; see `count_ops`."""
         return count_ops(self.pipelines, self.stages, self.micro_batches)
 
     @cached_property
@@ -564,9 +566,9 @@ class Job:
 
     @cached_property
     def ticks(self) -> tuple[StageTicks, ...]:
-        """The profiles in ticks, one per stage, at nominal speed and without the reductions.
+        """The profiles in ticks, one per stage, at nominal speed and without the all-reduce.
 
-        `Problem.ticks` and `Problem.worker_ticks` have both.
+        `Problem.ticks` adds the all-reduce, `Problem.worker_ticks` the speed as well.
         """
         scale = self.ticks_per_unit
         return tuple(
@@ -575,7 +577,7 @@ class Job:
 
     @cached_property
     def turn_ticks(self) -> tuple[int, ...]:
-        """By stage, F's and I's from there to the last: the time in which a micro-batch turns round."""
+        """By stage, the sum of F and I from it to the last stage: a micro-batch comes back in this time."""
         back = accumulate((t.forward + t.input_backward for t in reversed(self.ticks)), initial=0)
         return tuple(back)[:0:-1]
 
@@ -590,12 +592,12 @@ class Job:
         return tuple(round(t * self.ticks_per_unit) for t in self.backward_transfers)
 
     def units(self, ticks: int | float) -> float | int:
-        """Ticks in the user's unit; whole numbers come back as int."""
+        """Converts ticks to the user's unit; whole numbers come back as int."""
         value = ticks / self.ticks_per_unit
         return int(value) if value == int(value) else value
 
     def workers(self) -> Iterable[Worker]:
-        """Every cell of the grid, pipeline by pipeline."""
+        """Yields every cell of the grid, pipeline by pipeline."""
         return (Worker(p, s) for p in range(self.pipelines) for s in range(self.stages))
 
     def check_worker(self, worker: Worker, *, field: str = "worker") -> Worker:
@@ -607,17 +609,17 @@ class Job:
         return worker
 
 
-# That a limit may name, and how it is written.
+# The largest number that a limit may give, and the form in which it is written.
 MOST_ACTIVATIONS = 10**9 - 1
 _NUMBER_HELD = re.compile(f"[0-9]{{1,{len(str(MOST_ACTIVATIONS))}}}")
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """How many activations one worker may hold at once (F's start to W's end), by stage.
+    """How many activations one worker may hold at once (each from F's start to W's end), by stage.
 
-    `1f1b`: stages - s on stage s; `uniform`: stages on every stage; `none`; a number; or `bytes`:
-    as many as the job's capacity_bytes hold beside weights and optimizer state.
+    `1f1b`: stages - s on stage s; `uniform`: stages on every stage; `none`: no limit; a number: that many on every
+    stage; `bytes`: as many as fit into the job's capacity_bytes beside weights and optimizer state.
     """
 
     text: str
@@ -632,11 +634,11 @@ class MemoryLimit:
         return cls(text)
 
     def limits(self, job: Job, technique: Technique = Technique.STAGGERED) -> tuple[int | None, ...]:
-        """One limit per stage; None where there is none.
+        """Returns one limit per stage; None where there is none.
 
-        `bytes`: so many micro-batches as fit if each took its larger part, that for I or that for
-        W, all along; where B is not split, that for I. Raises InfeasibleError when not even one
-        does, InputError when the job does not say what a worker holds.
+        `bytes` counts the micro-batches that fit if each takes its larger part (what I needs, or what W needs) all the
+        time; where B is not split, what I needs. Raises InfeasibleError where not even one micro-batch fits, and
+        InputError where the job does not say how much memory a worker has.
         """
         if self.text == "none":
             return (None,) * job.stages
@@ -648,10 +650,10 @@ class MemoryLimit:
         return (count,) * job.stages
 
     def most(self, job: Job, technique: Technique) -> tuple[tuple[int | None, int | None], ...]:
-        """By stage (micro-batches whose I has not ended, micro-batches in all): more can be held in no way.
+        """Returns by stage two upper bounds: micro-batches whose I has not ended, and micro-batches in all.
 
-        These are the limits, but for `bytes` where B is split: a micro-batch takes what W needs of it only from I's
-        end on, and what I needs only until then.
+        They equal `limits`, except for `bytes` where B is split: a micro-batch takes what W needs only from I's end
+        on, and what I needs only until then, so more may fit than `limits` allows.
         """
         if self.text == "bytes":
             return tuple(_bytes_limits(job, s, technique)[1:] for s in range(job.stages))
@@ -659,16 +661,16 @@ class MemoryLimit:
 
 
 class StageRoom(NamedTuple):
-    """What a worker of a stage may hold: `capacity`, of which a micro-batch takes `need` from F's start to I's (or B's)
-    end, and `keep` from there to W's end. All 0 where there is no limit."""
+    """The memory of a worker of one stage: of `capacity` a micro-batch takes `need` from F's start to I's (or B's) end,
+    and `keep` from there to W's end. All three are 0 where there is no limit."""
 
     capacity: int
     need: int
     keep: int
 
     def beside(self, ahead: int, count: int) -> int:
-        """How many micro-batches, at most `count`, there is room for behind the end of their I, beside so many before
-        it; -1: not even for those."""
+        """Returns how many micro-batches (at most `count`) fit that wait for their W only, beside `ahead` whose I has
+        not ended; -1 if not even those `ahead` fit."""
         left = self.capacity - ahead * self.need
         if left < 0:
             return -1
@@ -701,7 +703,7 @@ class Problem:
             _ = self.limits  # raises
 
     def _remedy(self, stage: int) -> str:
-        """What would give `stage` a living worker."""
+        """What the user could do to give `stage` a living worker, in words."""
         peers = [f"W{pipeline}_{stage}" for pipeline in range(self.job.pipelines)]
         back = f"bring back {'one of ' if len(peers) > 1 else ''}{names(peers)}"
         donor = max(range(self.job.stages), key=lambda s: len(self.living_peers(s)))
@@ -710,7 +712,7 @@ class Problem:
         return f"{back}, or migrate a worker: 1 migration from stage {donor} would fix it"
 
     def living_peers(self, stage: int) -> tuple[int, ...]:
-        """Pipelines whose worker of `stage` lives, ascending."""
+        """Returns the pipelines whose worker of `stage` lives, ascending."""
         return self._living[stage]
 
     @cached_property
@@ -722,22 +724,23 @@ class Problem:
 
     @cached_property
     def limits(self) -> tuple[int | None, ...]:
-        """In micro-batches: whatever keeps to them, fits."""
+        """Most micro-batches per stage: a schedule that keeps to these limits fits in memory."""
         return self.memory.limits(self.job, self.technique)
 
     @cached_property
     def most_held(self) -> tuple[tuple[int | None, int | None], ...]:
-        """What bounds reckon with: nothing that exceeds it fits. See MemoryLimit.most."""
+        """What lower bounds compute with: a schedule that exceeds these numbers does not fit. See MemoryLimit.most."""
         return self.memory.most(self.job, self.technique)
 
     @property
     def limits_are_exact(self) -> bool:
-        """Does nothing fit but what keeps to the limits?"""
+        """Does every schedule that fits in memory keep to `limits`?"""
         return all(limit == held for limit, (_, held) in zip(self.limits, self.most_held, strict=True))
 
     @cached_property
     def room(self) -> tuple[StageRoom, ...]:
-        """By stage, in micro-batches; in bytes, beside weights and optimizer state, where those alone are exact."""
+        """The room of each stage, counted in micro-batches; where `limits` are not exact, in bytes beside weights and
+        optimizer state."""
         if self.limits_are_exact:
             return tuple(StageRoom(0, 0, 0) if limit is None else StageRoom(limit, 1, 1) for limit in self.limits)
         stages = zip(self.job.profiles, self.job.capacity_bytes, strict=True)
@@ -747,25 +750,26 @@ class Problem:
 
     @cached_property
     def ticks(self) -> tuple[StageTicks, ...]:
-        """Op times per stage at nominal speed, in ticks; O with the reduction among the living peers."""
+        """Op times per stage at nominal speed, in ticks; O includes the all-reduce among the living peers."""
         return tuple(
             t._replace(optimizer=t.optimizer + self._reduction(s)) if self.job.profiles[s].reductions else t
             for s, t in enumerate(self.job.ticks)
         )
 
     def _reduction(self, stage: int) -> int:
-        """Ticks. The last number is that of the whole stage, also where one pipeline stands for all."""
+        """Ticks that the all-reduce adds. It is counted from the last entry, which is for all peers, since a job of one
+        pipeline may stand for all of them."""
         reductions = self.job.profiles[stage].reductions
         dead = self.job.pipelines - len(self.living_peers(stage))
         return round(reductions[len(reductions) - 1 - dead] * self.job.ticks_per_unit) if reductions else 0
 
     def worker_ticks(self, worker: Worker) -> StageTicks:
-        """Op times of one worker at its own speed, in ticks; O is its step and the reduction."""
+        """Returns the op times of one worker at its own speed, in ticks; O is its step and the all-reduce."""
         return self._own_ticks.get(worker) or self.ticks[worker.stage]
 
     @cached_property
     def _own_ticks(self) -> dict[Worker, StageTicks]:
-        """Of the workers that aren't nominal."""
+        """Op times of the workers whose speed is not 1."""
         out = {}
         for worker, speed in self.job.speeds:
             own = self.job.ticks[worker.stage].at_speed(speed)
@@ -774,7 +778,7 @@ class Problem:
 
     @cached_property
     def fastest(self) -> tuple[StageTicks, ...]:
-        """By stage the least F, I and W of any living peer, and the longest O, with which the stage ends."""
+        """By stage, the shortest F, I and W of any living peer; and the longest O, since the stage ends with it."""
         if not self.job.speeds:
             return self.ticks
         out = []
@@ -786,7 +790,7 @@ class Problem:
 
     @cached_property
     def heads(self) -> tuple[int, ...]:
-        """By stage, when its first F can start at the earliest: F's and transfers of all stages above it."""
+        """By stage, the earliest start of its first F: F's and transfers of all stages before it."""
         way = (t.forward + wire for t, wire in zip(self.fastest, self.job.transfer_ticks, strict=False))
         return tuple(accumulate(way, initial=0))
 
@@ -800,12 +804,12 @@ class Problem:
 
 
 def count_ops(pipelines: int, stages: int, micro_batches: int) -> int:
-    """F, I and W of every micro-batch on every stage; steps are left out."""
+    """Counts F, I and W of every micro-batch on every stage; the optimizer steps are left out."""
     return 3 * pipelines * stages * micro_batches
 
 
 def check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
-    """Refuses what is no size, and what would not fit in memory, before any is taken."""
+    """Raises InputError for numbers that are no size, and for jobs too large for memory, before any memory is taken."""
     for name, value in (("pipelines", pipelines), ("stages", stages), ("micro_batches", micro_batches)):
         check_whole(name, value, 1)
     ops = count_ops(pipelines, stages, micro_batches)
@@ -815,7 +819,7 @@ def check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
 
 
 def _bytes_limits(job: Job, stage: int, technique: Technique) -> tuple[int | None, int | None, int | None]:
-    """Micro-batches that a worker of `stage` may hold; see MemoryLimit.limits and MemoryLimit.most."""
+    """Returns what `MemoryLimit.limits` gives for `stage`, then the two numbers of `MemoryLimit.most`."""
     if not job.capacity_bytes:
         raise InputError("capacity_bytes", None, "bytes per worker in the job's profile, for memory limit bytes")
     profile, capacity = job.profiles[stage], job.capacity_bytes[stage]

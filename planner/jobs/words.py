@@ -1,5 +1,5 @@
-"""How numbers, and the words of others, are written in sentences that the command line and the console share; and how
-the numbers of people are read.
+"""How the command line and the console write numbers, names and foreign text in sentences, and how they parse numbers
+that people typed.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-# What may be done when workers are lost, as planner.simulation.policy calls it. Dropped, a replica's micro-batches are
-# left out; where its other workers stand by, the other pipelines run them.
+# What a job may do when it loses workers, as planner.simulation.policy names it. DROP: the micro-batches of the broken
+# replica are left out. STAND_BY: the other pipelines run them, while the replica's other workers stand by.
 REROUTE, MIGRATE, DROP, STAND_BY = "re-route", "migrate and re-route", "drop the replica", "stand by"
 
 
-# As JSON and people write it: `float` takes 1_000 too, and the digits of every script.
+# Numbers as JSON and people write them: `float` also accepts 1_000 and the digits of every script.
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?|[+-]?(inf|nan)", re.IGNORECASE)
 
 
 def number_of(text: str) -> float | None:
-    """None: it is none."""
+    """Parse a number; None where `text` is none."""
     return float(text) if NUMBER.fullmatch(text) else None
 
 
 def printable(text: str, keep: str = "") -> str:
-    """What others wrote, for a terminal or a log: what is not seen but obeyed (escapes, line breaks, marks of
-    direction) is written out, as in \\x1b. keep: characters that stay as they are."""
+    """Make text from others safe for a terminal or a log: characters that are not shown but obeyed (escapes, line
+    breaks, marks of direction) are written out, as in \\x1b. keep: characters that stay as they are."""
     if text.isprintable():
         return text
     shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -32,22 +32,22 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def encodable(text: str) -> str:
-    """Without what UTF-8 can't say: halves of characters, which Python makes of a file name in another encoding."""
+    """Replace what UTF-8 can't encode: lone surrogates, which Python makes of a file name in another encoding."""
     return text.encode("utf-8", "replace").decode()
 
 
 def capital(text: str) -> str:
-    """As a sentence begins."""
+    """Make the first letter a capital."""
     return text[:1].upper() + text[1:]
 
 
 def whole_sentence(text: str) -> str:
-    """With the full stop that errors and reasons leave to who shows them."""
+    """Add the full stop, which errors and reasons leave to the code that shows them, and a capital letter."""
     return capital(text).rstrip(".") + "."
 
 
 def percent(fraction: float, digits: int = 1, *, sign: bool = False) -> str:
-    """`95.2 %`; with sign: `+7.4 %`, and `±0 %` where nothing is left after rounding. Without: `<0.1 %`, not 0."""
+    """`95.2 %`; with sign: `+7.4 %`, and `±0 %` for what rounds to 0. Without: `<0.1 %` rather than 0."""
     least = 10.0**-digits
     if abs(fraction) < least / 200:
         return "±0 %" if sign else f"<{least:g} %" if fraction > 0 else "0 %"
@@ -63,7 +63,7 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 def milliseconds(value: float, digits: int = 3) -> str:
     """`0 ms`, `0.4 ms`, `283 ms`, `1.08 s`, `2 min 5 s`, `3 h 20 min`, `12 days 4 h`.
 
-    digits: of what is under a minute, where more than three are of use.
+    digits: significant digits below a minute.
     """
     if 0 < value < 9.95 and digits == 3:
         return f"{value:.1f} ms"
@@ -97,21 +97,21 @@ def _both(value: int, per: int, large: str, small: str) -> str:
 
 
 def names(all_of_them: Sequence[str], limit: int = 6, last: str = ", ") -> str:
-    """`W0_1, W1_2 and 3 more`; with last=" and " `W0_1 and W1_2` where all are named. None: nothing."""
+    """`W0_1, W1_2 and 3 more`; with last=" and ", where all are named: `W0_1 and W1_2`. Empty for no names."""
     if len(all_of_them) > limit:
         return f"{', '.join(all_of_them[:limit])} and {len(all_of_them) - limit:,} more"
     return last.join(filter(None, (", ".join(all_of_them[:-1]), *all_of_them[-1:])))
 
 
 def micro_batch_names(numbers: Sequence[int], micro_batches: int) -> str:
-    """`micro-batch 1.3`, or `micro-batches 0.0, 1.3 and 2 more`. numbers: counted over the pipelines, which have
-    `micro_batches` each."""
+    """`micro-batch 1.3`, or `micro-batches 0.0, 1.3 and 2 more`. numbers: pipeline * `micro_batches` + index inside the
+    pipeline."""
     shown = names([f"{n // micro_batches}.{n % micro_batches}" for n in numbers])
     return f"micro-batch{'' if len(numbers) == 1 else 'es'} {shown}"
 
 
 def layers_moved(before: Sequence[int], after: Sequence[int]) -> int:
-    """Layers that are on another stage afterwards."""
+    """Count the layers whose stage differs between two partitions."""
     was = [s for s, n in enumerate(before) for _ in range(n)]
     now = [s for s, n in enumerate(after) for _ in range(n)]
     return sum(a != b for a, b in zip(was, now, strict=True))
@@ -137,7 +137,7 @@ def gigabytes(size: int) -> str:
 
 
 class Grid(Protocol):
-    """A job's, as plans, questions and jobs that run have it."""
+    """The sizes of a grid; plans, planning questions and running jobs have them."""
 
     @property
     def pipelines(self) -> int: ...

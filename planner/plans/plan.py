@@ -1,8 +1,8 @@
-"""The Plan document: versioned JSON with a published schema and a fingerprint; and how documents of people are read.
+"""The Plan document: versioned JSON with a published schema and a fingerprint. Also how documents from people are read.
 
-A Plan is a schedule that has been solved, with what a reader needs to trust it: the problem, the
-metrics, the proven bound, and who solved it. Times are in the job's own time unit. A file that somebody names may be
-anything: a device, a pipe, or far too large (`read_whole`).
+A Plan is a solved schedule together with what a reader needs to trust it: the problem, the metrics, the proven bound,
+and the name of the solver. Times are in the job's own time unit. A file that a user names may be anything: a device, a
+pipe, or far too large; `read_whole` is careful with it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from openrecycle.planner.plans.schedule import (
     whole,
 )
 
-# A plan takes about 100 bytes an op; what describes a job, a trace or a token, far less.
+# The largest files that are read. A plan takes about 100 bytes an op; a job, a trace or a token takes far less.
 PLAN_BYTES, OTHER_BYTES = 1 << 30, 1 << 26
 
 
@@ -76,8 +76,8 @@ PLAN_BYTES, OTHER_BYTES = 1 << 30, 1 << 26
 
 
 def read_whole(path: str | Path, *, most: int = OTHER_BYTES) -> bytes:
-    """All that is in it, `most` bytes at most. A pipe and a terminal are read to their end; no other device is, as it
-    has none. Raises OSError."""
+    """Read a whole file of at most `most` bytes. Pipes and terminals are read to their end; other devices are refused,
+    since they have none. Raises OSError."""
     with Path(path).open("rb") as file:
         mode = os.fstat(file.fileno()).st_mode
         if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and not file.isatty()):
@@ -94,7 +94,7 @@ SCHEMA_VERSION: Literal[1] = 1
 Model = TypeVar("Model", bound=BaseModel)
 
 
-# Bounded: a whole number may be too large for a float, and would pass for finite.
+# Times are bounded: a whole number may be too large for a float, and would pass for finite.
 def _no_text_or_truth(value: object) -> object:
     if isinstance(value, bool | str):
         raise ValueError("a valid integer")
@@ -102,8 +102,8 @@ def _no_text_or_truth(value: object) -> object:
 
 
 INTEGER = BeforeValidator(_no_text_or_truth)
-"""For an int as JSON Schema has it: 3.0 is one, "3" and true are none. After the field's limits, which the schema loses
-otherwise."""
+"""For an int as JSON Schema defines it: 3.0 is one, "3" and true are none. In an annotation it has to stand
+behind the field's limits, which the schema loses otherwise."""
 Time = Annotated[
     StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)],
     Field(ge=0, le=1e18),
@@ -112,16 +112,16 @@ Time = Annotated[
 WorkerName = Annotated[str, Field(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
 Bytes = Annotated[int, Field(ge=0), INTEGER]
 Speed = Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
-# What a document need not say is left out where it says nothing, so that documents, and with them
-# fingerprints, of jobs without it stay what they were.
+# An optional field is left out where it is empty. So documents of jobs without it, and their fingerprints, stay what
+# they were before the field existed.
 _WHERE_GIVEN = Field(exclude_if=lambda value: not value)
 
 
 _AT_A_TIME = 256
-# Longer documents are read worker by worker, and all are written so: pydantic and json let no other
-# thread run meanwhile, which for 2,048 workers at once takes seconds.
+# Longer documents are read worker by worker, and all are written worker by worker: pydantic and json let no other
+# thread run meanwhile, and 2,048 workers at once take seconds.
 AT_ONCE = 1_000_000
-# Plans come from files of others and are printed on terminals: no control characters.
+# Plans come from other people's files and are printed on terminals, so control characters are refused.
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
 
 
@@ -136,7 +136,8 @@ class DocumentModel(BaseModel):
 
 
 def _some_at_a_time(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Thousands of wrong entries would each be put into words while no other thread runs: the first ones are said."""
+    """Validates a dictionary in pieces and stops at the first piece that has errors: pydantic would format thousands of
+    errors at once, and no other thread runs meanwhile."""
     if not isinstance(value, dict) or len(value) <= _AT_A_TIME:
         return validate(value)
     entries, found = iter(value.items()), dict[Any, Any]()
@@ -166,7 +167,7 @@ class LayerDoc(StageDoc):
     backward_transfer: Annotated[Time | None, Field(exclude_if=lambda value: value is None)] = None
 
 
-# What is less is refused by Job, in its own words.
+# Job refuses sizes below 1 with an error message of its own.
 _Size = Annotated[int, INTEGER, Field(json_schema_extra={"minimum": 1})]
 
 
@@ -194,18 +195,18 @@ class JobDoc(DocumentModel):
     @model_validator(mode="before")
     @classmethod
     def _of_layers(cls, data: Any) -> Any:
-        """What follows from layers need not be said."""
+        """Lets a document with layers leave out what follows from them."""
         if isinstance(data, Mapping) and data.get("layers"):
             return {"profiles": (), "transfers": (), **data}
         return data
 
     @property
     def ops(self) -> int:
-        """Of an iteration; see `count_ops`."""
+        """Ops of an iteration; see `count_ops`."""
         return count_ops(self.pipelines, self.stages, self.micro_batches)
 
     def job(self) -> Job:
-        """Raises InputError when the document describes no job."""
+        """Makes the Job. Raises InputError when the document describes none."""
         check_sizes(self.pipelines, self.stages, self.micro_batches)  # before a capacity per stage is made
         capacity, speeds = self.capacity_bytes, {Worker.parse(w, field="speeds"): s for w, s in self.speeds.items()}
         layers: dict[LayerDoc, LayerProfile] = {}  # equal ones are one object
@@ -250,13 +251,14 @@ class OpDoc(DocumentModel):
 
 
 class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
-    """The ops of a plan in arrays, by worker: an OpDoc is made of what is looked at, and not kept.
+    """The ops of a plan in arrays, by worker. An OpDoc is made whenever an op is looked at, and is not kept.
 
-    arrays: see OpArrays; but times are the document's numbers. Those are whole (int64), or some of them have fractions
-    (float64, in which a whole one is written as such), or they are Python's own, where a document has 1.0 or more
-    digits than these hold. A micro-batch of -1 is null, and O's; another document's are Python's own.
-    stored: the plan's packed form and its deflated document, to be handed on as they came; empty where it came without.
-    schedule: what the plan was made of, if it was.
+    arrays: as in OpArrays, except that start and duration are the document's numbers. These are int64 where all are
+    whole; float64 where some have fractions (a whole one is then written without a fraction); and Python's own numbers
+    where the document has a number such as 1.0, or one with more digits than these types hold. A micro-batch of -1
+    means null, and is O's; in a document where they do not go together, micro-batches are Python's own values.
+    stored: the plan's packed form and its deflated document, kept to be passed on unchanged; empty where the plan came
+    without. schedule: the schedule that the plan was made of, if it was.
     """
 
     __slots__ = ("arrays", "names", "schedule", "stored")
@@ -269,7 +271,7 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        # A wrong document may have a million wrong entries: the first is said.
+        # A wrong document may have a million wrong entries: validation stops at the first.
         documents = handler.generate_schema(dict[WorkerName, _OpDocs])
         as_documents = core_schema.plain_serializer_function_ser_schema(dict, return_schema=documents)
         return core_schema.no_info_after_validator_function(cls.of, documents, serialization=as_documents)
@@ -283,7 +285,8 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
 
     @classmethod
     def of_columns(cls, names: Iterable[str], counts: Iterable[int], columns: Sequence[list[Any]]) -> PlannedOps:
-        """counts: of each worker's ops. columns: as an OpDoc's fields, number by number: 1 is not 1.0 in a document."""
+        """counts: ops of each worker. columns: one list per field of OpDoc, with the document's own numbers, as 1 and
+        1.0 are written differently."""
         kinds, pipelines, micro_batches, stages, starts, durations = columns
         kind = whole([*map(KINDS.index, kinds)])
         numbers = kind, whole(pipelines), _micro_batches(micro_batches, kind), whole(stages)
@@ -304,7 +307,7 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
         return made
 
     def canonical(self) -> Iterator[tuple[str, str]]:
-        """The ops of each worker, by name, as the fingerprint is computed from them."""
+        """Yields (worker's name, its ops) in the form from which the fingerprint is computed."""
         for name, columns in self._texts(sorted(self.names)):
             ops = [
                 f'{{"duration":{d},"kind":"{kind}","micro_batch":{m},"pipeline":{p},"stage":{s},"start":{a}}}'
@@ -313,7 +316,7 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
             yield name, f"[{','.join(ops)}]"
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """The ops of each worker as the Plan document has them."""
+        """Yields (worker's name, its ops) as the Plan document has them."""
         for name, columns in self._texts(self.names):
             ops = [
                 f'{{"kind":"{kind}","pipeline":{p},"micro_batch":{m},"stage":{s},"start":{a},"duration":{d}}}'
@@ -322,7 +325,7 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
             yield name, f"[{','.join(ops)}]"
 
     def _texts(self, names: Iterable[str]) -> Iterator[tuple[str, list[list[str]]]]:
-        """The columns of each worker as they are written."""
+        """Yields (worker's name, its columns as text)."""
         (kinds, *columns), known = self._columns(slice(None)), _Texts()
         ops = [kinds]
         for column, array in zip(columns, self.arrays.columns[1:], strict=True):
@@ -334,7 +337,7 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
             yield name, [column[begin:end] for column in ops]
 
     def _columns(self, part: slice) -> list[list[Any]]:
-        """As `of_columns` takes them."""
+        """The columns in the form that `of_columns` takes."""
         kind, pipeline, micro_batch, stage, start, duration = (column[part] for column in self.arrays.columns)
         if micro_batch.dtype != object:
             null = micro_batch < 0
@@ -374,8 +377,8 @@ def _text(number: int | float | None) -> str:
 
 
 class _Texts(dict[int | float | None, str]):
-    """Those of numbers, which a plan repeats: a float takes as long to write as all else of an op. Among them a whole
-    number must be an int: 1.0 would be found as 1."""
+    """The text of each number, kept since a plan repeats them: to write one float takes as long as the rest of its op.
+    Whole numbers must be ints here: 1.0 would be found as 1."""
 
     def __missing__(self, number: int | float | None) -> str:
         if len(self) >= _MOST_TEXTS:
@@ -408,7 +411,7 @@ def _micro_batches(values: list[int | None], kind: Ints) -> Numbers:
 
 
 def _times(values: list[int | float]) -> Numbers:
-    """Of a document."""
+    """Makes an array of a document's times, in the smallest type that keeps their spelling; see PlannedOps."""
     if set(map(type, values)) <= {int}:
         return whole(values)
     floats = np.array(values, float)
@@ -419,7 +422,7 @@ def _times(values: list[int | float]) -> Numbers:
 
 
 def _numbers(times: Numbers) -> list[int | float]:
-    """As the document has them."""
+    """Returns times as the document has them: whole numbers as ints, but for those that it spells otherwise."""
     if times.dtype == float:
         is_whole = times == np.floor(times)
         fractions, times = times, times.astype(object)
@@ -429,7 +432,7 @@ def _numbers(times: Numbers) -> list[int | float]:
 
 
 def _units(job: Job, ticks: Numbers) -> Numbers:
-    """Job.units of each."""
+    """Applies Job.units to each."""
     scale = job.ticks_per_unit
     if ticks.dtype == object or np.abs(ticks).max(initial=0) >= _EXACT:
         return _times([job.units(t) for t in ticks.tolist()])
@@ -437,7 +440,7 @@ def _units(job: Job, ticks: Numbers) -> Numbers:
 
 
 def _ticks(job: Job, times: Numbers) -> Numbers:
-    """The ticks that are nearest."""
+    """Converts times to the nearest ticks."""
     scale = job.ticks_per_unit
     if times.dtype != object and float(np.abs(times).max(initial=0)) * scale < 1 << 62:
         return times * scale if times.dtype != float else np.rint(times * scale).astype(np.int64)
@@ -457,16 +460,16 @@ class MetricsDoc(DocumentModel):
     gap: StrictFloat
     bubble_fraction: StrictFloat
     slowdown_vs_1f1b: StrictFloat
-    # Against solvers.list_scheduler.best_fault_free; against this very plan where it is shorter than that, since a plan
-    # around failures is one without them too.
+    # Against solvers.list_scheduler.best_fault_free, or against this plan itself where it is shorter: a plan around
+    # failures is also a plan without them.
     slowdown_vs_best: StrictFloat
     peak_activations: dict[WorkerName, Annotated[int, INTEGER]]
 
 
-# Solvers whose search may prove a bound above those of planner.plans.bounds. The proof is not in the document.
+# Solvers whose search may prove a higher bound than planner.plans.bounds. The proof is not in the document.
 PROVERS = ("cp-sat",)
 
-# A solver's name where none made it: no plan, but an iteration as it ran.
+# The solver's name of a document that no solver made: not a plan, but an iteration as it was measured.
 MEASURED = "measured"
 
 
@@ -498,7 +501,7 @@ class Plan(DocumentModel):
 
     @classmethod
     def of(cls, schedule: Schedule, *, metrics: MetricsDoc, solver: SolverDoc, fingerprint: str | None = None) -> Plan:
-        """fingerprint: where it is known already; "": nobody asks for it yet."""
+        """fingerprint: the fingerprint where it is known already; "" to leave it out for now."""
         problem = schedule.problem
         body: dict[str, Any] = {
             "job": job_doc(problem.job),
@@ -513,7 +516,7 @@ class Plan(DocumentModel):
         return plan.hashed() if fingerprint is None else plan
 
     def compute_fingerprint(self) -> str:
-        """SHA-256 over the canonical JSON of the problem and the ops (not of who solved it)."""
+        """SHA-256 over the canonical JSON of the problem and the ops (the solver is left out)."""
         body: dict[str, Any] = {
             "failed": list(self.failed),
             "job": self.job.model_dump(mode="json"),
@@ -525,14 +528,14 @@ class Plan(DocumentModel):
             body["partition"] = list(self.partition)
         head = json.dumps(body, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(f'{head[:-1]},"workers":{{'.encode())
-        # `workers` is the last key of all; worker by worker, for the reason that `AT_ONCE` gives.
+        # `workers` is the last key of all. It is hashed worker by worker, for the reason that `AT_ONCE` gives.
         for i, (name, ops) in enumerate(self.workers.canonical()):
             digest.update(f'{"," if i else ""}"{name}":{ops}'.encode())
         digest.update(b"}}")
         return digest.hexdigest()[:32]
 
     def problem(self) -> Problem:
-        """Raises PlannerError when the document describes no job."""
+        """Makes the Problem. Raises PlannerError when the document describes no job."""
         failed = parse_workers(self.failed)
         job = self.job.job()
         if self.partition:
@@ -544,22 +547,22 @@ class Plan(DocumentModel):
         return len(self.workers.arrays.kind)
 
     def rerouted(self) -> dict[str, int]:
-        """worker -> forwards of other pipelines' micro-batches, per iteration."""
+        """Returns by worker how many forwards of other pipelines' micro-batches it runs per iteration."""
         return {str(worker): count for worker, count in self.schedule().rerouted_forwards.items()}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Whose ops know nothing of what they were made of, or came in."""
+        """Copies the plan, without the schedule and the stored bytes that its ops were made from."""
         workers = PlannedOps.of((update or {}).get("workers", self.workers))
         update = {**(update or {}), "workers": PlannedOps(workers, workers.arrays)}
         return super().model_copy(update=update, deep=deep)
 
     def schedule(self) -> Schedule:
-        """The schedule in ticks. It is not checked: planner.check does that."""
+        """Returns the schedule in ticks. It is not checked: planner.check does that."""
         if self.workers.schedule is not None:
             return self.workers.schedule
         problem, arrays = self.problem(), self.workers.arrays
         rows = {Worker.parse(name, field="workers"): row for row, name in enumerate(self.workers)}
-        if len(rows) < len(self.workers):  # one of them is there in two spellings
+        if len(rows) < len(self.workers):  # a worker is there in two spellings
             arrays = arrays.rows(list(rows.values()))
         if arrays.micro_batch.dtype == object:
             arrays = replace(arrays, micro_batch=whole([-1 if m is None else m for m in arrays.micro_batch.tolist()]))
@@ -577,7 +580,8 @@ class Plan(DocumentModel):
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "plan", at_once: int = AT_ONCE) -> Plan:
-        """at_once: characters up to which it is read at once. Raises PlanError naming the first field that is wrong."""
+        """Reads a plan. at_once: a longer text (in characters) is read worker by worker. Raises PlanError naming the
+        first field that is wrong."""
         try:
             read = cls._piecemeal(text) if len(text) > at_once else None
             if read is None:
@@ -591,7 +595,7 @@ class Plan(DocumentModel):
 
     @classmethod
     def _piecemeal(cls, text: str | bytes) -> Plan | None:
-        """Reads a document that is laid out as `to_json` does; None for any other, valid or not."""
+        """Reads a document that is laid out as by `to_json`; returns None for any other, valid or not."""
         try:
             text = text if isinstance(text, str) else text.decode()
             begin = text.index(_NO_WORKERS[:-1]) + len(_NO_WORKERS) - 1
@@ -599,10 +603,10 @@ class Plan(DocumentModel):
             while found := _WORKER.match(text, at):
                 ops, at = _OPS.validate_json(found[2]), found.end()
                 if "\\" in found[2] or any(found[2].count(key) != len(ops) for key in _OP_KEYS):
-                    return None  # some key is there twice, or spelt in another way
+                    return None  # some key is there twice, or written with escapes
                 names.append(found[1])
                 counts.append(len(ops))
-                for column, more in zip(columns, _columns(ops), strict=True):  # (what pydantic makes goes at once)
+                for column, more in zip(columns, _columns(ops), strict=True):  # (pydantic's objects are freed at once)
                     column += more
             if len(set(names)) != len(names):
                 return None
@@ -615,8 +619,9 @@ class Plan(DocumentModel):
         return plan.model_copy(update={"workers": PlannedOps.of_columns(names, counts, columns)})
 
     def renamed(self, names: Sequence[int], workers: Sequence[Sequence[int]] = ()) -> Plan:
-        """With each pipeline p called names[p]: workers change places, and micro-batches their homes. Then the part of
-        pipeline p on stage s goes to workers[s][p]. The fingerprint is computed anew; itself where nothing changes."""
+        """Renames each pipeline p to names[p]: workers change places, and micro-batches their homes. Then the part of
+        pipeline p on stage s goes to workers[s][p]. The fingerprint is computed anew. Returns the plan itself where
+        nothing changes."""
         if not workers and list(names) == sorted(names):
             return self if self.fingerprint else self.hashed()
         peaks, every = self.metrics.peak_activations, {*self.workers, *self.failed, *self.metrics.peak_activations}
@@ -639,13 +644,13 @@ class Plan(DocumentModel):
         return Plan.model_construct(**{**self.__dict__, **changes}).hashed()
 
     def hashed(self) -> Plan:
-        """Itself, just made, once its fingerprint has been computed."""
+        """Computes the fingerprint of a plan that has just been made, and returns the plan."""
         self.__dict__["fingerprint"] = self.compute_fingerprint()
         return self
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Raises PlanError when the file can't be read."""
+        """Reads a plan from a file. Raises PlanError when the file can't be read."""
         try:
             data = read_whole(path, most=PLAN_BYTES)
         except OSError as error:
@@ -666,7 +671,7 @@ class DuplicateKey(PlannerError):
 
 
 def refuse_duplicates(text: str | bytes) -> None:
-    """Raises DuplicateKey for a document (valid JSON) in which an object has a key twice."""
+    """Raises DuplicateKey for valid JSON in which an object has a key twice."""
     json.loads(text, object_pairs_hook=_unique)
 
 
@@ -678,9 +683,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 def read_json(text: str | bytes) -> Any:
-    """A document that a person, a file or another host gave.
+    """Parse JSON that a person, a file or another host gave.
 
-    Raises ValueError, in words, also for a key that is in one object twice, and for what is nested too deeply.
+    Raises ValueError with a readable message, also where an object has a key twice or the nesting is too deep.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -696,8 +701,8 @@ def read_json(text: str | bytes) -> Any:
 
 
 def read_model(model: type[Model], text: str | bytes) -> Model:
-    """As model.model_validate_json, for what a person, a file or another host gave: ValidationError also for a key
-    that is in one object twice."""
+    """As model.model_validate_json, for what a person, a file or another host gave. Raises ValidationError also where
+    an object has a key twice."""
     read = model.model_validate_json(text)
     try:
         refuse_duplicates(text)
@@ -710,7 +715,7 @@ def read_model(model: type[Model], text: str | bytes) -> Model:
 
 
 def job_doc(job: Job) -> JobDoc:
-    """Of the job as it is cut without failures."""
+    """Make the document of a job, with its home partition: a plan states its own."""
     job = job.at_home
     one_capacity = len(set(job.capacity_bytes)) == 1
     stages = {id(profile): profile for profile in job.profiles}  # thousands of stages often have one and the same
@@ -742,7 +747,7 @@ def _fields_of(profile: StageProfile) -> dict[str, Any]:
 
 
 def first_problem(error: ValidationError) -> str:
-    """One sentence out of pydantic's error: field, value and what was expected."""
+    """Make one sentence of pydantic's error: field, value and what was expected."""
     first = error.errors(include_url=False)[0]
     where = printable(".".join(map(str, first["loc"]))[:200]) or "the document"
     value = repr(first.get("input"))
@@ -751,13 +756,13 @@ def first_problem(error: ValidationError) -> str:
     return f"{where}: {first['msg']} (got {shown})" + (f", and {more} more" if more else "")
 
 
-_SET = set(_FIELDS)  # shared by all: OpDoc is frozen, and a copy of one copies it
+_SET = set(_FIELDS)  # shared by all: OpDoc is frozen, and copying one copies the set
 
 
 def _op_doc(
     kind: str, pipeline: int, micro_batch: int | None, stage: int, start: int | float, duration: int | float
 ) -> OpDoc:
-    """OpDoc.model_construct, eight times as fast: a plan has up to 10^6 of them."""
+    """OpDoc.model_construct, eight times as fast: a plan has up to 10^6 ops."""
     op = OpDoc.__new__(OpDoc)
     values = {
         "kind": kind,

@@ -1,13 +1,14 @@
-"""Op, OpArrays and Schedule, and every number that is read off a schedule: one definition each, used by all.
+"""Op, OpArrays and Schedule, and the one definition of every number that is computed from a schedule.
 
-Times are whole ticks (see planner.jobs.job). A Schedule is data; whether it is *valid* is for
-planner.check to say, which shares no code with this module's users. A plan of 2,048 workers has 400,000 ops: they are
-kept in arrays, and become objects only where somebody looks at them.
+Times are whole ticks (see planner.jobs.job). A Schedule is plain data; planner.check says whether it is *valid*, and
+shares no code with the users of this module. A plan of 2,048 workers has 400,000 ops. They are kept in arrays, and `Op`
+objects are made only of those that somebody looks at.
 
-Chains of ops: what one micro-batch goes through (`micro_batch_path`), and what sets the period (`critical_path`).
+There are two chains of ops: those of one micro-batch (`micro_batch_path`), and those that set the period
+(`critical_path`).
 
-A plan's times are a forecast; what workers keep to is the order of their ops. When ops take longer than was planned,
-the order still runs, and `steady_period` says how fast.
+The times of a plan are a forecast; workers keep only to the order of their ops. When ops take longer than planned, the
+same order still runs, and `steady_period` computes how fast.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from openrecycle.planner.jobs.job import Job, Problem, Technique, Worker
 # -- op, OpArrays and Schedule, and every number that is read off a schedule --------------------
 
 Ints = NDArray[np.int64]
-Numbers = NDArray[Any]  # of int64; or Python's own integers, where one of them has more bits
+Numbers = NDArray[Any]  # int64; dtype object with Python's integers where one of them needs more bits
 KINDS = "FIWBO"
 F, I, W, B, O = range(5)  # noqa: E741 -- the field's names
 _MOST = 1 << 62
@@ -41,9 +42,9 @@ class Op(NamedTuple):
     """One piece of work on one worker.
 
     kind: F forward, I gradient of the input, W gradient of the weights, B = I and W fused,
-    O the stage's reduction and optimizer step.
-    pipeline, micro_batch: the micro-batch's home (micro_batch counts from 0 inside it); for O the
-    worker's own pipeline and -1. worker: who runs it. start, duration: ticks.
+    O the stage's all-reduce and optimizer step.
+    pipeline, micro_batch: the home of the micro-batch, and its index there from 0; for O the worker's own pipeline
+    and -1. worker: the worker that runs the op. start, duration: ticks.
     """
 
     kind: str
@@ -60,7 +61,7 @@ class Op(NamedTuple):
 
     @property
     def rerouted(self) -> bool:
-        """Does another pipeline's worker run it?"""
+        """Does a worker of another pipeline run it?"""
         return self.pipeline != self.worker.pipeline
 
     def __str__(self) -> str:
@@ -70,11 +71,11 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OpArrays:
-    """The ops of all workers, one worker's after the other's, each worker's in their order.
+    """The ops of all workers in columns: worker by worker, and each worker's ops in the order in which it runs them.
 
-    bounds [workers + 1]: where each worker's begin, and where the last one's end. The others [ops]: kind, an index into
-    KINDS, -1 for none of them; micro_batch, -1 where an op has none, as O; all else as in Op. int64; where that does
-    not hold a number, the column has Python's own.
+    bounds [workers + 1]: ops bounds[k] to bounds[k + 1] are those of worker k. All other columns are [ops]. kind: index
+    into KINDS, -1 for an unknown kind. micro_batch: -1 for O. The rest is as in Op. Columns are int64, or of dtype
+    object with Python's integers where a number needs more bits.
     """
 
     bounds: Ints
@@ -98,7 +99,7 @@ class OpArrays:
 
     @cached_property
     def row(self) -> Ints:
-        """[ops]: which worker's it is."""
+        """[ops]: the index of the worker that runs each op."""
         return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
 
     @cached_property
@@ -106,11 +107,11 @@ class OpArrays:
         return self.start + self.duration
 
     def part(self, row: int) -> slice:
-        """The ops of one worker."""
+        """Returns where the ops of one worker are in the columns."""
         return slice(int(self.bounds[row]), int(self.bounds[row + 1]))
 
     def rows(self, rows: Sequence[int]) -> OpArrays:
-        """Those of these workers, in this order."""
+        """Returns the ops of these workers only, in this order."""
         at = np.asarray(rows, np.int64)
         begin, counts = self.bounds[at], np.diff(self.bounds)[at]
         bounds = bounds_of(counts)
@@ -118,10 +119,10 @@ class OpArrays:
         return OpArrays(bounds, *(column[order] for column in self.columns))
 
     def renamed(self, names: Sequence[int], rows: Sequence[int], parts: Sequence[int] = ()) -> OpArrays:
-        """With each pipeline p called names[p], and the workers in the order of `rows`.
+        """Renames each pipeline p to names[p], and puts the workers in the order of `rows`.
 
-        parts: by worker, its pipeline, where it takes another's part; its O is entered under its own. Where ops without
-        duration begin together, their order is again that of `Schedule.build`.
+        parts: by worker, its new pipeline, given where workers swap their parts: its O is entered under that pipeline.
+        Ops without duration that begin together are sorted again as in `Schedule.build`.
         """
         moved = self.rows(rows)
         if moved.pipeline.dtype == object:
@@ -153,11 +154,11 @@ class OpArrays:
         step: Numbers | None = None,
         lengths: Numbers | None = None,
     ) -> OpArrays:
-        """Compute ops of the living workers, so many of each, and each worker's O behind its own.
+        """Adds each living worker's O behind its compute ops. counts: compute ops of each living worker.
 
-        columns: kind, pipeline, micro-batch, start and duration, in any order; order: their places, by worker and time.
-        step [stages]: when each stage's O begins; None: where it belongs, see `Schedule.build`. lengths: of each living
-        worker's O; None: as the problem says.
+        columns: kind, pipeline, micro-batch, start and duration of the compute ops, in any order; order: indices into
+        them, sorted by worker and time. step [stages]: start of each stage's O; None: computed as in `Schedule.build`.
+        lengths: duration of each living worker's O; None: as the problem says.
         """
         living = problem.living_workers()
         pipeline, stage = np.array(living, np.int64).T
@@ -169,7 +170,7 @@ class OpArrays:
             if not problem.technique.staggers:
                 step[:] = step.max(initial=0)
         bounds = bounds_of(counts + 1)
-        places = np.empty(bounds[-1], np.int64)  # among the ops, and then the O's
+        places = np.empty(bounds[-1], np.int64)  # indices into the compute ops, followed by the O's
         places[np.arange(len(order)) + np.repeat(np.arange(len(living)), counts)] = order
         places[bounds[1:] - 1] = len(columns[0]) + np.arange(len(living))
         last = (np.full_like(stage, O), pipeline, np.full_like(stage, -1), step[stage], lengths)
@@ -180,11 +181,12 @@ class OpArrays:
     def of_items(
         cls, problem: Problem, route: Ints, starts: Numbers, split: Ints, durations: Numbers, step: Numbers
     ) -> OpArrays:
-        """Items are numbered as in planner.solvers.loops, per stage: pipeline * micro_batches + micro-batch.
+        """Makes the arrays out of the result of planner.solvers.loops. An item of a stage is a micro-batch, numbered
+        pipeline * micro_batches + micro-batch.
 
-        S stages, P pipelines, n = P * micro-batches. route [S, n]: pipeline of the worker that runs the item. starts
-        [3, S, n]: of F, of I (or B) and of W. split [S, P]: 1 where the worker splits B. durations [4, S, P]: of F, I,
-        W and O on each worker. step [S]: start of the stage's O.
+        There are S stages, P pipelines and n = P * micro-batches items. route [S, n]: pipeline of the worker that runs
+        the item. starts [3, S, n]: of F, of I (or B) and of W. split [S, P]: 1 where the worker splits B. durations
+        [4, S, P]: of F, I, W and O on each worker. step [S]: start of the stage's O.
         """
         job, living = problem.job, problem.living_workers()
         pipelines, stages = np.array(living, np.int64).T
@@ -194,7 +196,7 @@ class OpArrays:
         who, apart = places.ravel()[worker].ravel(), (split.ravel()[worker] == 1).ravel()
         begins, lengths = starts.reshape(3, -1), durations[:3].reshape(3, -1)[:, worker.ravel()]
         lengths[I] += np.where(apart, 0, lengths[W])
-        # What a failed worker is said to run is not in the plan. Ops that tie are in the order of their items.
+        # Items that are routed to a failed worker are left out. Ops of equal times stand in the order of their items.
         there = np.stack([who >= 0, who >= 0, (who >= 0) & apart])
         ranks = 3 * np.arange(who.size) + np.arange(3)[:, None]
         table = (np.broadcast_to(who, there.shape), begins, lengths, ranks)
@@ -209,18 +211,18 @@ class OpArrays:
 
 
 def renamed(worker: Worker, names: Sequence[int], workers: Sequence[Sequence[int]] = ()) -> Worker:
-    """Where it stands once each pipeline p is called names[p], and then takes the part in workers[stage][pipeline]."""
+    """Return the worker's new name once each pipeline p is names[p] and its part has gone to workers[stage][p]."""
     pipeline = names[worker.pipeline]
     return Worker(workers[worker.stage][pipeline] if workers else pipeline, worker.stage)
 
 
 def bounds_of(counts: Iterable[int]) -> Ints:
-    """Where so many ops of each worker begin, and where the last one's end."""
+    """Return [workers + 1]: where the ops of each worker begin, followed by where the last worker's end."""
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
 def whole(values: Sequence[Any]) -> Numbers:
-    """In an array of int64, or of the numbers themselves where that does not hold one."""
+    """Make an int64 array or, where a number needs more bits, an array of Python's integers."""
     try:
         return np.array(values, np.int64)
     except OverflowError:
@@ -228,7 +230,7 @@ def whole(values: Sequence[Any]) -> Numbers:
 
 
 def op_times(problem: Problem) -> Numbers:
-    """[4, S, P]: how long F, I, W and O take on each worker."""
+    """Return [4, S, P]: how long F, I, W and O take on each worker."""
     pipelines = problem.job.pipelines
     own = np.repeat(np.stack([whole(ticks) for ticks in problem.ticks], 1)[:, :, None], pipelines, 2)
     for worker, _ in problem.job.speeds:
@@ -237,14 +239,14 @@ def op_times(problem: Problem) -> Numbers:
 
 
 def _by_time(who: Ints, start: Numbers, duration: Numbers, ranks: Ints, most: int) -> Ints:
-    """The ranks by worker, start and end; where those are equal, the smaller first. most: what all ranks are below."""
+    """Return `ranks` sorted by worker, start and end, then by rank. most: a number above all ranks."""
     if start.dtype == object or duration.dtype == object:
         order = sorted(range(len(who)), key=lambda k: (who[k], start[k], start[k] + duration[k], ranks[k]))
         return ranks[np.array(order, np.int64)]
     span, longest = int(start.max(initial=0)) + 1, int(duration.max(initial=0)) + 1
     positive = start.min(initial=0) >= 0 and duration.min(initial=0) >= 0
     if positive and (int(who.max(initial=0)) + 1) * span * longest * most < _MOST:
-        # Single numbers are sorted in a fraction of the time.
+        # With the four sort keys packed into one number, sorting takes a fraction of the time.
         keys = who * span
         for column, by in ((start, longest), (duration, most), (ranks, 1)):
             keys += column
@@ -256,9 +258,9 @@ def _by_time(who: Ints, start: Numbers, duration: Numbers, ranks: Ints, most: in
 
 
 class OpsByWorker(Mapping[Worker, tuple[Op, ...]]):
-    """The ops of arrays, for whoever looks at them: made worker by worker, when they are first asked for.
+    """The ops of OpArrays as Op objects, by worker. A worker's objects are made when they are first asked for.
 
-    make: the arrays of these workers, in this order; called when the first op is asked for.
+    make: returns the arrays of these workers, in this order; it is called when the first op is asked for.
     """
 
     def __init__(self, workers: Iterable[Worker], make: Callable[[], OpArrays]) -> None:
@@ -291,8 +293,8 @@ class OpsByWorker(Mapping[Worker, tuple[Op, ...]]):
 
 @dataclass(frozen=True)
 class Schedule:
-    """ops: for each living worker its ops by start time (O last). Includes the O ops. made_for: the schedule for
-    more failures that this one is, where it is one (`for_fewer`)."""
+    """ops: of each living worker its ops by start time, O included (last). made_for: where `for_fewer` made this
+    schedule, the original, which is for more failures."""
 
     problem: Problem
     ops: Mapping[Worker, tuple[Op, ...]]
@@ -300,11 +302,11 @@ class Schedule:
 
     @classmethod
     def build(cls, problem: Problem, compute_ops: Iterable[Op]) -> Schedule:
-        """Sorts compute ops by worker, start and end, and adds each worker's O where it belongs.
+        """Sorts compute ops by worker, start and end, and adds the O of each worker.
 
-        Ops without duration that begin together stand by their micro-batch, on all workers alike. Staggered: a
-        stage's O starts when its last peer has finished its last op. Otherwise all O start at the makespan (the global
-        barrier).
+        Ops without duration that begin together are sorted by their micro-batch, alike on all workers. Staggered: a
+        stage's O starts when its last peer has finished its last op. Otherwise every O starts at the makespan (the
+        global barrier).
         """
         living = problem.living_workers()
         places = {worker: row for row, worker in enumerate(living)}
@@ -319,7 +321,7 @@ class Schedule:
         return cls(problem, OpsByWorker(living, lambda: arrays))
 
     def for_fewer(self, problem: Problem) -> Schedule:
-        """The same ops for `problem`, whose failures are among this one's: whoever lives after all stays idle."""
+        """Returns the same ops for `problem`, whose failures are some of this one's: the extra workers stay idle."""
         arrays, living = self.arrays, problem.living_workers()
         places = {worker: row for row, worker in enumerate(living)}
         compute = arrays.kind != O
@@ -332,11 +334,11 @@ class Schedule:
         return Schedule(problem, OpsByWorker(living, lambda: made), made_for=self.made_for or self)
 
     def renamed(self, names: Sequence[int], workers: Sequence[Sequence[int]]) -> Schedule:
-        """Pipeline p becomes names[p], and the worker of (new) pipeline p on stage s becomes workers[s][p].
+        """Renames pipeline p to names[p]; then the worker of (new) pipeline p on stage s becomes workers[s][p].
 
-        The first changes nothing but names. The second lets peers of one stage swap their parts,
-        so that any failures with as many per stage fit; a micro-batch's home stays what it was.
-        Raises InputError for a job whose workers are not alike.
+        The first changes nothing but names. The second lets peers of one stage swap their parts, so that the schedule
+        fits any failures with as many per stage; the homes of micro-batches are not affected by it.
+        Raises InputError for a job whose workers differ in speed.
         """
         problem = self.problem
         if problem.job.speeds:
@@ -355,11 +357,11 @@ class Schedule:
         return self.ops.arrays if isinstance(self.ops, OpsByWorker) else OpArrays.of(self.ops.values())
 
     def arrays_of(self, workers: Iterable[Worker]) -> OpArrays:
-        """Those of these workers."""
+        """Returns the ops of these workers."""
         return self.arrays.rows([self._places[worker] for worker in workers])
 
     def part(self, worker: Worker) -> slice:
-        """Where the worker's ops stand in `arrays`."""
+        """Returns where the worker's ops are in `arrays`."""
         return self.arrays.part(self._places[worker])
 
     @cached_property
@@ -367,7 +369,7 @@ class Schedule:
         return self.ops.places if isinstance(self.ops, OpsByWorker) else {w: row for row, w in enumerate(self.ops)}
 
     def compute_ops(self) -> Iterable[Op]:
-        """Every op but the O's, worker by worker."""
+        """Yields every op but the O's, worker by worker."""
         return (op for ops in self.ops.values() for op in ops if op.kind != "O")
 
     @cached_property
@@ -409,42 +411,42 @@ class Schedule:
 
     @cached_property
     def ends(self) -> dict[Worker, int]:
-        """Of each living worker the tick at which its last op ends."""
+        """The tick at which each living worker's last op ends."""
         return self._at(self.arrays.bounds[1:] - 1, self.arrays.end)
 
     @cached_property
     def _starts(self) -> dict[Worker, int]:
-        """Of each worker that has compute ops the tick at which its first begins."""
+        """The tick at which the first compute op of each worker begins; workers without one are left out."""
         first = self.arrays.bounds[:-1]
         kinds = self._at(first, self.arrays.kind)
         return {w: start for w, start in self._at(first, self.arrays.start).items() if kinds[w] != O}
 
     def _at(self, places: Ints, column: Numbers) -> dict[Worker, int]:
-        """One number of each worker that has ops. places: by worker, in which of its ops it stands."""
+        """Reads one number per worker that has ops. places: by worker, the index of the op to read in `column`."""
         there = np.flatnonzero(np.diff(self.arrays.bounds))
         workers = list(self.ops)
         numbers = column[places[there]].tolist()
         return {workers[row]: number for row, number in zip(there.tolist(), numbers, strict=True)}
 
     def _of_each(self, numbers: Numbers) -> dict[Worker, int]:
-        """numbers: one of each worker."""
+        """Makes a dictionary of an array with one number per worker."""
         return dict(zip(self.ops, numbers.tolist(), strict=True))
 
     @cached_property
     def op_counts(self) -> dict[Worker, int]:
-        """Of each living worker, O included."""
+        """Number of ops of each living worker, O included."""
         return self._of_each(np.diff(self.arrays.bounds))
 
     @cached_property
     def away(self) -> NDArray[np.bool_]:
-        """[ops]: does another pipeline's worker run it?"""
+        """[ops]: does a worker of another pipeline run it?"""
         own = np.array([worker.pipeline for worker in self.ops], np.int64)
         away: NDArray[np.bool_] = self.arrays.pipeline != own[self.arrays.row]
         return away
 
     @cached_property
     def rerouted_forwards(self) -> dict[Worker, int]:
-        """Of each living worker, how many micro-batches of other pipelines it runs."""
+        """How many micro-batches of other pipelines each living worker runs."""
         moved = self.arrays.row[self.away & (self.arrays.kind == F)]
         return self._of_each(np.bincount(moved, minlength=len(self.ops)))
 
@@ -464,9 +466,9 @@ class Schedule:
         return 1 - sum(self._busy.values()) / (len(self.ops) * self.period)
 
     def held_activations(self, worker: Worker) -> list[tuple[int, int]]:
-        """Steps (tick, activations held from then on) of one worker.
+        """Returns (tick, activations that the worker holds from then on) for each change.
 
-        One micro-batch counts 1 from F's start to the end of its W (or B).
+        A micro-batch counts 1 from F's start to the end of its W (or B).
         """
         _, ticks, held = self._held(self.part(worker), in_bytes=False)
         return list(zip(ticks.tolist(), held.tolist(), strict=True))
@@ -477,10 +479,10 @@ class Schedule:
         return any(profile.counts_bytes for profile in self.problem.job.profiles)
 
     def held_bytes(self, worker: Worker) -> list[tuple[int, int]]:
-        """Steps (tick, bytes held from then on) of one worker, the first at tick 0.
+        """Returns (tick, bytes that the worker holds from then on) for each change, the first at tick 0.
 
-        Weights and optimizer state all along; of each micro-batch what I needs from F's start to
-        the end of I (or B), and what W needs from there to the end of W.
+        Weights and optimizer state are held all the time. A micro-batch holds what I needs from F's start to the end
+        of I (or B), and from then to the end of W what W needs.
         """
         fixed = self.problem.job.profiles[worker.stage].fixed_bytes
         _, ticks, held = self._held(self.part(worker), in_bytes=True)
@@ -495,8 +497,7 @@ class Schedule:
 
     @cached_property
     def over_capacity(self) -> dict[Worker, int]:
-        """Of each worker that at some time holds more bytes than it has, the most; nobody where the job says no
-        capacity."""
+        """The peak in bytes of each worker that exceeds its memory; empty where the job gives no capacity."""
         capacity = self.problem.job.capacity_bytes
         return {w: most for w, most in self.peak_bytes.items() if most > capacity[w.stage]} if capacity else {}
 
@@ -512,11 +513,12 @@ class Schedule:
         return self._of_each(most)
 
     def _held(self, part: slice, *, in_bytes: bool) -> tuple[Ints, Numbers, Numbers]:
-        """(worker, by its row; tick; what its micro-batches hold from then on) worker by worker, at each tick at
-        which something changes. part: of the arrays, whole workers. What happens at one tick counts together."""
+        """Returns three arrays with an entry for each tick at which a worker's memory changes, worker by worker: its
+        row, the tick, and what its micro-batches hold from then on. Changes at one tick count together.
+        part: the ops to read, those of whole workers."""
         arrays = self.arrays
         kind, row, start, end = (column[part] for column in (arrays.kind, arrays.row, arrays.start, arrays.end))
-        first, later = np.ones(1, np.int64), np.ones(1, np.int64)  # until I (or B) ends; from there until W does
+        first, later = np.ones(1, np.int64), np.ones(1, np.int64)  # held until I (or B) ends; then until W ends
         stage: Any = 0
         if in_bytes:
             profiles, stage = self.problem.job.profiles, arrays.stage[part]
@@ -533,15 +535,15 @@ class Schedule:
         order = _by_time(row, when, np.zeros_like(when), np.arange(len(row)), max(1, len(row)))
         row, when, held = row[order], when[order], np.cumsum(change[order])
         last = np.append((row[1:] != row[:-1]) | (when[1:] != when[:-1]), True)[: len(row)]
-        # All is given back in the end, but by what is no valid schedule.
+        # A valid schedule gives all memory back. For others, the rest must not be carried on to the next worker.
         ends = np.flatnonzero(np.append(row[1:] != row[:-1], True)[: len(row)])
         left = np.repeat(np.append(0, held[ends])[:-1], np.diff(ends, prepend=-1))
         return row[last], when[last], (held - left)[last]
 
 
 def inputs(kind: str, stage: int, job: Job) -> list[tuple[str, int, int]]:
-    """What an F, I, W or B needs of its own micro-batch: (kind, stage, ticks from its end until it is here).
-    B counts as I.
+    """Return what an F, I, W or B needs of its own micro-batch: (kind, stage, ticks that pass between that op's end and
+    the arrival of its result). B counts as I.
     """
     if kind == "W":
         return [("I", stage, 0)]
@@ -556,24 +558,24 @@ def inputs(kind: str, stage: int, job: Job) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class Link:
-    """One op of a chain. waited: ticks between what it needed last and its start."""
+    """One op of a chain. waited: ticks from the time its last input was ready to its start."""
 
     op: Op
     waited: int
 
 
 def micro_batch_path(schedule: Schedule, pipeline: int, micro_batch: int) -> tuple[Op, ...]:
-    """All ops of one micro-batch, in order of start; empty when there is no such micro-batch."""
+    """Return all ops of one micro-batch, in order of start; empty when there is no such micro-batch."""
     found = [op for op in schedule.compute_ops() if op.pipeline == pipeline and op.micro_batch == micro_batch]
     return tuple(sorted(found, key=lambda op: (op.start, op.end, op.stage)))
 
 
 def critical_path(schedule: Schedule) -> tuple[Link, ...]:
-    """The chain of ops that ends with the last op of the stage which sets the period, first op first.
+    """Return the chain of ops that ends with the last op of the stage which sets the period, first op first.
 
-    Each op is there because it is what the next one had to wait for longest: its input, its own
-    forward, or the op before it on its worker. So without waits in it, nothing but shorter ops or
-    another order makes the period shorter; a wait is what the order itself, or a memory limit, costs.
+    Each op of the chain is the one that the next op had to wait for longest: its input, its own forward, or the op
+    before it on its worker. If the chain has no waits, only shorter ops or another order can make the period shorter;
+    a wait in it is the price of the order itself, or of a memory limit.
     """
     staggers = schedule.problem.technique.staggers
     ops, waits = _graph(schedule, schedule.problem, staggers=staggers)
@@ -582,7 +584,7 @@ def critical_path(schedule: Schedule) -> tuple[Link, ...]:
         first[op.stage] = min(first.get(op.stage, op.start), op.start)
 
     def set_period(step: int) -> tuple[int, int, int, Op]:
-        """Of peers that step together, the one that the step waited for comes last."""
+        """Sort key: the O that sets the period is largest; among peers, that of the worker which finished last."""
         own, before = ops[step], ops[step - 1]
         length, stage = (own.end - first[own.stage], -own.stage) if staggers else (own.end, 0)
         return length, stage, before.end if before.worker == own.worker else 0, own
@@ -597,7 +599,7 @@ def critical_path(schedule: Schedule) -> tuple[Link, ...]:
 
 
 def waited(path: tuple[Link, ...]) -> int:
-    """Ticks of a chain in which none of its ops runs."""
+    """Return the ticks of a chain in which none of its ops runs."""
     return sum(link.waited for link in path)
 
 
@@ -605,15 +607,15 @@ def waited(path: tuple[Link, ...]) -> int:
 
 
 def steady_period(schedule: Schedule, job: Job | None = None) -> float:
-    """Ticks from one iteration to the next once they repeat, with the op times and transfers of `job`.
+    """Return the ticks from one iteration to the next once they repeat, with the op times and transfers of `job`.
 
-    Every op begins as soon as its worker and its inputs allow it, a stage's steps when its last peer
-    has no W left, and each worker's next iteration after its own step. So many iterations are played
-    through as it takes a delay to reach every stage and come back, twice; between the middle and the
-    end their mean is taken. It is no longer than the schedule's period when the times are as planned.
+    Every op begins as soon as its worker and its inputs allow it, a stage's O when the last peer has finished its W's,
+    and a worker's next iteration after its own O. The number of simulated iterations is twice what a delay needs to
+    reach every stage and come back; the mean is taken over their second half. The result is no longer than the
+    schedule's period when the times are as planned.
 
-    job: on the schedule's grid; None: that of the schedule. Raises InputError when the order has a
-    worker wait for itself, as no valid schedule does.
+    job: another job on the schedule's grid; None: the schedule's own. Raises InputError when the order makes a worker
+    wait for itself, which no valid schedule does.
     """
     problem = schedule.problem
     timed = Problem(job or problem.job, problem.failed, problem.technique, problem.memory)
@@ -641,9 +643,9 @@ def steady_period(schedule: Schedule, job: Job | None = None) -> float:
 def _graph(
     schedule: Schedule, problem: Problem, *, staggers: bool = True
 ) -> tuple[list[Op], Callable[[int], list[tuple[int, int]]]]:
-    """All ops, worker by worker; and what says of one, by its place, the places of those that it waits for, with the
-    ticks from their end: the one before it on its worker first. A step waits for the last op of every peer, without
-    staggering of every worker.
+    """Return all ops, worker by worker, and a function. It takes an op's index and returns (index, ticks from its end)
+    for every op that this one waits for, the op before it on its worker first. An O waits for the last op of every
+    peer or, without staggering, of every worker.
     """
     ops: list[Op] = []
     last: dict[int, list[tuple[int, int]]] = defaultdict(list)
