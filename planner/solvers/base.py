@@ -1,4 +1,4 @@
-"""What every solver is: one problem in, one schedule with a proven bound out."""
+"""What every solver shares: it takes one problem and returns one schedule with a proven bound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openrecycle.planner.plans.schedule import Schedule
 
 @dataclass(frozen=True)
 class SolverProgress:
-    """Where a solver stands. elapsed: seconds; incumbent (None: no schedule yet), bound: ticks."""
+    """The state of a search. elapsed: seconds; incumbent (None: no schedule yet) and bound: ticks of the period."""
 
     solver: str
     elapsed: float
@@ -24,8 +24,8 @@ class SolverProgress:
 
 
 class ChosenLayout(Protocol):
-    """By which a problem was cut and staffed (`layers.partition.Layout`): no plan is shorter than `bound`, over
-    all that it was chosen from."""
+    """The layout that a problem was cut and staffed by (`layers.partition.Layout`). No plan of any layout that it was
+    chosen from is shorter than `bound`."""
 
     @property
     def bound(self) -> Bound: ...
@@ -39,7 +39,7 @@ Cancelled = Callable[[], bool]
 
 @dataclass
 class Run:
-    """One search, from now on: how many seconds it has, who may end it, and who is told how it stands."""
+    """One search, which starts now: its time limit in seconds, how it is cancelled, and where it reports progress."""
 
     time_limit: float = math.inf
     cancelled: Cancelled | None = None
@@ -54,13 +54,13 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Once `cancelled` has said so, for good."""
+        """Has the search been cancelled? Once true, it stays true."""
         self._stopped = self._stopped or bool(self.cancelled and self.cancelled())
         return self._stopped
 
     @property
     def left(self) -> float:
-        """Seconds; 0 when stopped."""
+        """Seconds left; 0 when stopped."""
         return 0.0 if self.stopped else max(0.0, self.time_limit - self.elapsed)
 
     @property
@@ -68,15 +68,15 @@ class Run:
         return self.elapsed > self.time_limit or self.stopped
 
     def part(self, seconds: float) -> Run:
-        """A search within this one."""
+        """Starts a search within this one."""
         return Run(seconds, self.cancelled, self.on_progress)
 
     def quiet(self) -> Run:
-        """What is left of this one, for a step of it that nobody is told of."""
+        """Starts a step of this search that has the rest of its time and reports no progress."""
         return Run(self.time_limit - self.elapsed, self.cancelled)
 
     def tell(self, solver: str, incumbent: int | None, bound: int) -> None:
-        """Says nothing twice."""
+        """Reports progress, unless it is what was reported last."""
         if self.on_progress and self._told != (solver, incumbent, bound):
             self._told = solver, incumbent, bound
             self.on_progress(SolverProgress(solver, self.elapsed, incumbent, bound))
@@ -86,8 +86,8 @@ class Run:
 class Solution:
     """The best schedule a solver found.
 
-    bound: proven lower bound of the period, in ticks. seconds: wall time spent. message: one
-    sentence for the user where something needs saying ("time limit reached"), else empty. over: what the bound is over.
+    bound: proven lower bound of the period, in ticks; over: which set it covers. seconds: wall time spent. message: a
+    sentence for the user where something needs saying ("time limit reached"), else empty.
     """
 
     schedule: Schedule
@@ -99,15 +99,16 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        """Is it proven that no schedule is better?"""
+        """Is it proven that no schedule is shorter?"""
         return self.schedule.period <= self.bound
 
 
 class Solver(Protocol):
-    """Looks for a schedule of shorter period than one that is there, of a problem whose technique leaves a choice.
+    """Looks for a schedule with a shorter period than a given one. The problem's technique must leave a choice.
 
-    `solve` returns when `run` is about over, with the best schedule known, never worse than `warm_start`; tells it
-    whenever incumbent or bound improve. Raises InputError for a problem of a size or kind that it doesn't handle.
+    `solve` returns about when `run` is over, with the best schedule known, which is never worse than `warm_start`. It
+    reports to `run` whenever incumbent or bound improve. Raises InputError for a problem of a size or kind that the
+    solver doesn't handle.
     """
 
     name: str

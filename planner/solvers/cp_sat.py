@@ -1,22 +1,21 @@
-"""The CP-SAT solver: proves small grids optimal, improves windows of large ones.
+"""The CP-SAT solver: it proves small grids optimal, and improves large ones window by window.
 
-It starts from a schedule that is given, and never returns a worse one.
+It starts from a given schedule, and never returns a worse one. Its steps:
 
-1. The pooled relaxation raises the bound, which holds for all routings. On small grids it often
-   meets the schedule there and then.
-2. Routes as in that schedule: one model of the whole reduction where that is of a size to be
-   solved, else slice after slice of the schedule to the end of the time.
-3. A proof for given routes says nothing of others. So when that leaves a gap, the relaxation is
-   given more time, and then routes become free as well: which living peer runs what.
+1. The pooled relaxation raises the bound, which holds for all routings. On small grids it often equals the period of
+   the given schedule at once.
+2. With the routes of that schedule: one model of the whole reduction where that is small enough to be solved, else
+   slice after slice of the schedule until the time is up.
+3. A proof for given routes says nothing about others. So when it leaves a gap, the relaxation gets more time, and then
+   the routes become free as well: the model chooses which living peer runs which micro-batch.
 
-Models. Of a routed problem the variables are the starts of F, I and W (B where it isn't split). Staggered: first[s] is
+Models. The variables of a routed problem are the starts of F, I and W (B where it isn't split). Staggered: first[s] is
 the earliest start of stage s, and every op of the stage lies within first[s] .. first[s] + period - O.
 
-Slices. To shorten a schedule to `target` ticks, what comes before the slice starts as early, and what
-comes after it as late, as its order and the target allow; only the slice's ops are left to place
-in between. That is a small question, answered in fractions of a second in a schedule of thousands.
-A slice is a run of consecutive ops in an order of all ops that follows every precedence. So no op
-outside lies between two inside: each is either before or after.
+Slices. To shorten a schedule to `target` ticks, the ops before the slice start as early, and those after it as late, as
+their order and the target allow; only the slice's ops are left to place in between. That is a small question, answered
+in fractions of a second in a schedule of thousands of ops. A slice is a run of consecutive ops in an order of all ops
+that follows every precedence. So no op outside lies between two inside: each is either before or after.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ Edges = dict[OpKey, list[tuple[OpKey, int]]]
 
 
 class ScheduleGraph:
-    """A schedule of a reduction as a graph: its ops in an order, and what waits for what.
+    """A schedule of a reduction as a graph: its ops in an order, and the precedences between them.
 
-    rows: the ops of each worker in order. place: an op's position in `order`. first: the start
-    that each stage's period is counted from, kept by all slices; 0 without staggering.
+    rows: the ops of each worker in order. place: an op's position in `order`. first: by stage, the start that its
+    period is counted from; it is the same for all slices, and 0 without staggering.
     """
 
     def __init__(self, reduction: Reduction, starts: Starts) -> None:
@@ -72,7 +71,7 @@ class ScheduleGraph:
         self.stages = range(job.stages)
         zero = min(starts.values())
         self.starts = {key: starts[key] - zero for key in self.lengths}
-        # Ops without duration come before those that start with them, and downstream ones first.
+        # Ops without duration come before those that start together with them, and downstream ones first.
         self.order = sorted(self.starts, key=lambda k: (self.starts[k], self.starts[k] + self.lengths[k], -k[2]))
         self.place = {key: n for n, key in enumerate(self.order)}
         self.rows: dict[Worker, list[OpKey]] = defaultdict(list)
@@ -81,7 +80,7 @@ class ScheduleGraph:
             self.first = [min(self.starts[k] for k in self.order if k[2] == s) for s in self.stages]
         for key in self.order:
             self.rows[Worker(reduction.routes[key[2]][key[1]], key[2])].append(key)
-        # Each worker keeps to the order of its ops, and so what it holds as well.
+        # Each worker keeps the order of its ops, so its use of memory stays the same as well.
         orders = [(one, then, self.lengths[one]) for row in self.rows.values() for one, then in pairwise(row)]
         self._before: Edges = defaultdict(list)
         self._after: Edges = defaultdict(list)
@@ -91,7 +90,7 @@ class ScheduleGraph:
 
     @property
     def period(self) -> int:
-        """Ticks, O included; by `first`."""
+        """Ticks, O included, counted from `first`."""
         ends = [
             max(self.starts[row[-1]] + self.lengths[row[-1]] for w, row in self.rows.items() if w.stage == s)
             for s in self.stages
@@ -101,13 +100,13 @@ class ScheduleGraph:
         return max(ends) + max(self.optimizer)
 
     def deadline(self, stage: int, target: int) -> int:
-        """When the stage's last op must have ended."""
+        """The tick at which the stage's last op must have ended."""
         if self.staggers:
             return self.first[stage] + target - self.optimizer[stage]
         return target - max(self.optimizer)
 
     def room(self, begin: int, end: int, target: int) -> SliceWindows | None:
-        """What order[begin:end] may use; None when the rest alone already exceeds `target`."""
+        """Returns the times that order[begin:end] may use; None when the ops outside alone exceed `target`."""
         earliest: dict[OpKey, int] = {}
         for key in self.order[:begin]:
             earliest[key] = max([self.first[key[2]], *(earliest[k] + lag for k, lag in self._before[key])])
@@ -139,7 +138,7 @@ class ScheduleGraph:
         return SliceWindows(self, begin, end, target, earliest, latest, windows)
 
     def late(self) -> ScheduleGraph:
-        """The same order with every op as late as the period allows: stages start later."""
+        """Returns the same order with every op as late as the period allows, so that stages start later."""
         room = self.room(0, 0, self.period)
         assert room is not None  # the schedule itself is the witness
         return ScheduleGraph(self.reduction, room.latest)
@@ -147,8 +146,8 @@ class ScheduleGraph:
 
 @dataclass(frozen=True)
 class SliceWindows:
-    """earliest: starts of the ops before the slice; latest: of those after; windows: first and last
-    start of each op inside."""
+    """The times that a slice may use. earliest: starts of the ops before it; latest: starts of the ops after it;
+    windows: first and last possible start of each op inside."""
 
     frame: ScheduleGraph
     begin: int
@@ -160,7 +159,7 @@ class SliceWindows:
 
 
 class Slices:
-    """Which slice next. `size`, in ops, grows while slices are answered and shrinks when not."""
+    """Chooses the next slice. `size`, in ops, grows while slices are solved and shrinks when they are not."""
 
     SMALLEST, LARGEST = 60, 3_000
 
@@ -169,7 +168,7 @@ class Slices:
         self._random = random.Random(seed)
 
     def next(self, frame: ScheduleGraph) -> tuple[int, int]:
-        """begin, end in `frame.order`. The ends of a schedule come up as often as its middle."""
+        """Returns begin and end in `frame.order`. The ends of a schedule are chosen as often as its middle."""
         count = len(frame.order)
         size = min(self.size, count)
         begin = self._random.randint(-size // 2, count - size // 2)
@@ -187,12 +186,12 @@ MOST_ENERGY, MOST_ROOM = 1 << 62, 1 << 20
 
 
 def rooms(problem: Problem, horizon: int) -> tuple[list[StageRoom], bool]:
-    """Of each stage in numbers that CP-SAT can add up over so many ticks; and whether models that split every B take
-    all that fits.
+    """Returns each stage's room in numbers that CP-SAT can add up over `horizon` ticks; and whether models that split
+    every B admit every schedule that fits.
 
-    Bytes are divided by some number and rounded down. That is exact where all that is held at a time, so many
-    micro-batches before the end of their I's and so many after, fits as before; else they are counted, as
-    Problem.limits does. And where W keeps more than I needs, a B that is whole needs less.
+    Bytes are divided by some number and rounded down. That is exact if every combination of micro-batches before and
+    after the end of their I fits in the new numbers if and only if it fitted in the old. If not, micro-batches are
+    counted, as in Problem.limits. It is never exact where W keeps more than I needs: a whole B then needs less.
     """
     count = problem.job.pipelines * problem.job.micro_batches
     most = min(MOST_ROOM, max(1, MOST_ENERGY // (4 * count * count * max(1, horizon))))
@@ -209,14 +208,14 @@ def rooms(problem: Problem, horizon: int) -> tuple[list[StageRoom], bool]:
 
 
 def _smaller(room: StageRoom, by: int, count: int) -> StageRoom:
-    """Rounded down, with the least capacity that holds all of what `room` does."""
+    """Divides and rounds down, and chooses the least capacity that admits whatever fits in `room`."""
     need, keep = room.need // by, room.keep // by
     held = [ahead * need + kept * keep for ahead in range(count + 1) if (kept := room.beside(ahead, count)) >= 0]
     return StageRoom(max(held), need, keep)
 
 
 class Held:
-    """What micro-batches hold, from when to when."""
+    """Collects when micro-batches hold memory, for one cumulative constraint of a model."""
 
     def __init__(self, model: cp_model.CpModel, horizon: int) -> None:
         self._model, self._horizon = model, horizon
@@ -231,7 +230,8 @@ class Held:
         release: cp_model.LinearExprT,
         where: cp_model.IntVar | None = None,
     ) -> None:
-        """One of them: F's start, I's (or B's) end, and W's. where: None, or whether it counts."""
+        """Adds a micro-batch, which takes memory from F's start to I's (or B's) end, and other memory until W's end.
+        where: whether it counts; None: it does."""
         if room.need == room.keep:
             self._add(forward, release, room.need, where)
             return
@@ -259,9 +259,9 @@ class Held:
 
 
 class PeriodModel:
-    """Starts of some ops, and a period of `lower` to `upper` ticks, O included.
+    """A model with the starts of some ops as variables. It minimizes the period, `lower` to `upper` ticks, O included.
 
-    lengths: of the ops. links: what they have to keep to. first: by stage, what its period is counted from.
+    lengths: ticks of the ops. links: precedences. first: by stage, the start that its period is counted from.
     """
 
     def __init__(
@@ -284,11 +284,11 @@ class PeriodModel:
         return self.starts[kind, index, stage] + self.lengths[kind, index, stage]
 
     def last_end(self, index: int, stage: int) -> cp_model.LinearExpr:
-        """When all of its memory is free."""
+        """The end of the micro-batch's last op on the stage, when all of its memory is free."""
         return self.end(kinds_of(self.problem)[-1], index, stage)
 
     def _within(self, first: int, last: int, stage: int) -> None:
-        """The F of one micro-batch and the end of one lie within the stage's period."""
+        """Requires that the F of micro-batch `first` and the last op of `last` lie within the stage's period."""
         if self.problem.technique.staggers:
             self.model.add(self.starts["F", first, stage] >= self.first[stage])
             step = self.problem.fastest[stage].optimizer
@@ -298,7 +298,7 @@ class PeriodModel:
 
 
 def fastest_lengths(problem: Problem) -> dict[OpKey, int]:
-    """Of all ops, on the fastest of each stage's peers."""
+    """Return the ticks of all ops, each on the fastest peer of its stage."""
     return {
         (kind, index, stage): length
         for stage, ticks in enumerate(problem.fastest)
@@ -308,7 +308,7 @@ def fastest_lengths(problem: Problem) -> dict[OpKey, int]:
 
 
 class ScheduleModel(PeriodModel):
-    """All ops of a reduction. hint: where to start from."""
+    """All ops of a reduction in one model. hint: a solution to start from."""
 
     def __init__(self, reduction: Reduction, lower: int, upper: int, hint: Starts | None = None) -> None:
         super().__init__(reduction.problem, reduction.lengths, reduction.links, lower, upper)
@@ -323,7 +323,7 @@ class ScheduleModel(PeriodModel):
             self._hint(hint)
 
     def _worker(self, stage: int, classes: list[tuple[int, ...]]) -> None:
-        """One op at a time, and no more in memory than fits."""
+        """Adds the constraints of a worker: one op at a time, and no more in memory than fits."""
         guests = [i for c in classes for i in c]
         self.model.add_no_overlap(
             self.model.new_fixed_size_interval_var(self.starts[kind, i, stage], self.lengths[kind, i, stage], "")
@@ -333,7 +333,7 @@ class ScheduleModel(PeriodModel):
         room = self.rooms[stage]
         if len(guests) * max(room.need, room.keep) <= room.capacity:
             return
-        if room.need == room.keep:  # alone, a class fills the room with the next of its members
+        if room.need == room.keep:  # the members of one class have an order: each waits for the one that frees its room
             for members in classes:
                 for before, after in zip(members, members[room.capacity // room.need :], strict=False):
                     self.model.add(self.starts["F", after, stage] >= self.last_end(before, stage))
@@ -355,10 +355,10 @@ class ScheduleModel(PeriodModel):
         return {key: value.value(variable) for key, variable in self.starts.items()}
 
 
-# -- routes are free: any living peer may run any micro-batch of its stage ---------------------------
+# -- free routes: any living peer may run any micro-batch of its stage --------------------------------
 
-# Its bound holds for the problem as such, not only for one routing. Every op is there once per peer,
-# so it is for small grids.
+# The bound of this model holds for the problem as such, not only for one routing. Every op is in it once per
+# peer, so it is for small grids.
 #
 # Micro-batches differ in nothing but their routes, and peers of a stage in nothing but what they are
 # given, since transfers take as long from any peer to any other. So without loss of generality
@@ -368,7 +368,7 @@ class ScheduleModel(PeriodModel):
 
 
 class RoutingModel(PeriodModel):
-    """Times and routes are free. Peers must be alike: for jobs without speeds."""
+    """Times and routes are free. All peers must be equally fast, so jobs with speeds are excluded."""
 
     def __init__(self, problem: Problem, lower: int, upper: int) -> None:
         job = problem.job
@@ -386,13 +386,13 @@ class RoutingModel(PeriodModel):
 
     @staticmethod
     def ops(problem: Problem) -> int:
-        """Optional intervals that the model would need: its size."""
+        """Returns the size of the model: how many optional intervals it would need."""
         job = problem.job
         peers = sum(len(problem.living_peers(s)) for s in range(job.stages))
         return len(kinds_of(problem)) * job.pipelines * job.micro_batches * peers
 
     def _stage(self, stage: int) -> None:
-        """Routes of the stage; one op at a time per peer; memory; the peers' order."""
+        """Adds the routes of the stage; one op at a time per peer; the memory limit; the order of the peers."""
         model, ticks, room = self.model, self.problem.ticks[stage], self.rooms[stage]
         peers = self.problem.living_peers(stage)
         on = [[model.new_bool_var("") for _ in peers] for _ in range(self.count)]
@@ -422,7 +422,7 @@ class RoutingModel(PeriodModel):
                 model.add(self.problem.heads[stage] + load + self.problem.longest_optimizer <= self.period)
             for i in range(self.count if q else 0):
                 model.add(sum(on[j][q - 1] for j in range(i)) >= on[i][q])
-        # Redundant: all peers together.
+        # Redundant constraints on all peers together.
         intervals = [model.new_fixed_size_interval_var(self.starts[key], length, "") for key, length in ops]
         model.add_cumulative(intervals, [1] * len(intervals), len(peers))
         if most > room.capacity * len(peers):
@@ -432,10 +432,10 @@ class RoutingModel(PeriodModel):
             together.within(room.capacity * len(peers))
 
     def read(self, solver: cp_model.CpSolver) -> Schedule:
-        """The schedule of a solution.
+        """Returns the schedule of a solution.
 
-        Which pipeline a micro-batch belongs to is free too, and chosen so that few are re-routed:
-        each goes home to the pipeline that runs most of it, while that still takes any.
+        The home pipeline of each micro-batch is free too, and is chosen so that few are re-routed: each gets the
+        pipeline that runs most of it, as long as that pipeline still has room.
         """
         job, problem = self.problem.job, self.problem
         routes = [
@@ -456,7 +456,7 @@ class RoutingModel(PeriodModel):
 
 
 class SliceModel:
-    """A feasibility question, to be answered within the windows of `room`."""
+    """A model without an objective: is there an order of the slice's ops that stays inside their windows?"""
 
     def __init__(self, room: SliceWindows) -> None:
         self.room = room
@@ -478,8 +478,8 @@ class SliceModel:
             self.model.add_hint(start, frame.starts[key])
 
     def _memory(self, row: list[OpKey], stage: int) -> None:
-        """What reaches into the slice. Before and after it the worker's ops keep their order, and with it what they
-        hold: those after begin when all of its ops in the slice have ended."""
+        """Limits the memory of one worker during the slice. Before and after it the worker keeps the order of its ops,
+        so its use of memory stays the same there; the later ops begin when all of its ops in the slice have ended."""
         windows, room = self.room, self._rooms[stage]
         held, last = Held(self.model, 2 * windows.target), kinds_of(windows.frame.reduction.problem)[-1]
         for kind, index, _ in row:
@@ -497,17 +497,17 @@ class SliceModel:
         return self._start(key) + self.room.frame.lengths[key]
 
     def read(self, solver: cp_model.CpSolver) -> ScheduleGraph:
-        """The whole schedule with the slice as solved."""
+        """Returns the whole schedule with the slice as solved."""
         inside = {key: solver.value(start) for key, start in self.starts.items()}
         return ScheduleGraph(self.room.frame.reduction, {**self.room.earliest, **inside, **self.room.latest})
 
 
-# -- a relaxation: the peers of a stage as one pool --------------------------------------------------
+# -- the pooled relaxation: the peers of a stage as one pool ------------------------------------------
 
 # Its optimum bounds the period for every routing.
 #
 # Take any valid schedule, with any routing, and let a stage have L living peers, each of which can
-# hold C activations at most, A of them with an I to end. Sort the stage's F starts, its I (or B)
+# hold C activations at most, A of them with an I that has not ended. Sort the stage's F starts, its I (or B)
 # starts and its W starts each on their own, and call the k-th of each those of "micro-batch" k. Then
 # - at most L ops run at once, since each peer runs one at a time; so the k-th F starts no sooner
 #   than the (k - L)-th F has ended (as all last equally long), and likewise I's and W's;
@@ -519,14 +519,13 @@ class SliceModel:
 # - first start and last end of the stage are what they were.
 # So the times satisfy this model, whose optimum is therefore no larger than any schedule's period.
 #
-# It forgets that F, I and W of a micro-batch share a worker, and that memory is not shared. Where
-# peers differ in speed, an op lasts as long as on the fastest of them: each of the above holds all
-# the more for one that takes longer. What it gains is that all of its ops are ordered beforehand: no
-# routes, little to branch on.
+# The model ignores that F, I and W of a micro-batch share a worker, and that peers do not share memory. Where
+# peers differ in speed, an op lasts as long as on the fastest of them; each statement above then holds for the
+# slower ones too. In return all of its ops are ordered beforehand: there are no routes, and little to branch on.
 
 
 class PooledModel(PeriodModel):
-    """The relaxation."""
+    """The pooled relaxation, whose optimum bounds the period for every routing."""
 
     def __init__(self, problem: Problem, lower: int, upper: int) -> None:
         lengths = fastest_lengths(problem)
@@ -538,12 +537,12 @@ class PooledModel(PeriodModel):
 
     @staticmethod
     def ops(problem: Problem) -> int:
-        """Starts in the model: its size."""
+        """Returns the size of the model: how many starts it has."""
         job = problem.job
         return len(kinds_of(problem)) * job.pipelines * job.micro_batches * job.stages
 
     def _pool(self, stage: int) -> None:
-        """The order of the stage's ops, its peers and their memory together."""
+        """Adds the order of the stage's ops, and the capacity and memory of all its peers together."""
         add, peers = self.model.add, len(self.problem.living_peers(stage))
         intervals = []
         for kind, length in lengths_of(self.problem, self.problem.fastest[stage]).items():
@@ -566,28 +565,28 @@ class PooledModel(PeriodModel):
 
 # -- the CP-SAT solver --------------------------------------------------------------------------
 
-# Ops in one model: up to the first, the whole time is given to it; up to the second, a share.
+# A model of up to WHOLE_OPS gets the whole time; one of up to SHARED_OPS a share of it.
 WHOLE_OPS = 700
 SHARED_OPS = 4_000
 SHARE = 0.35
-# The relaxation is given a share before the schedule is worked on, and another after.
+# The relaxation gets a share of the time before the schedule is improved, and another after.
 POOLED_OPS = 2_500
 EARLY, LATE = 0.25, 0.5
-# With free routes every op is there once per living peer.
+# The largest model with free routes, in which every op is there once per living peer.
 ROUTED_OPS = 1_500
-# Seconds for one slice.
+# The time limit of one slice, in seconds.
 SLICE_SECONDS = 1.0
-# CP-SAT adds up the times of a model's ops, none of which is beyond twice the period.
+# CP-SAT adds up the times of a model's ops, and none of them is beyond twice the period.
 MOST_TICKS = (1 << 62) // (2 * SHARED_OPS)
-# Slices in a row without a gain, after which one is re-arranged at the same period.
+# After so many slices without a gain, one is re-arranged at the same period.
 PATIENCE = 20
 
 
 class CpSatSolver:
-    """The Solver of this module.
+    """The solver of this module.
 
-    workers: CP-SAT's threads. free_routes: whether step 2 is taken. Equal questions have equal searches, as far as the
-    clock lets them (a time limit cuts where it cuts).
+    workers: CP-SAT's threads. free_routes: whether routes become free at the end (step 3). Equal questions get equal
+    searches, except that the time limit may cut them at different points.
     """
 
     name = "cp-sat"
@@ -607,7 +606,7 @@ class CpSatSolver:
 
 @dataclass
 class _Search:
-    """One solve: the incumbent, the bound, and what is left of the time."""
+    """One solve: the best schedule so far, the bound, and the time left."""
 
     problem: Problem
     best: Schedule
@@ -615,10 +614,10 @@ class _Search:
     run: Run
     workers: int
     seed: int = field(init=False, default=0)
-    exact: bool = field(init=False, default=True)  # does the model of given routes take all that fits in memory?
+    exact: bool = field(init=False, default=True)  # does the model of given routes admit all that fits in memory?
 
     def go(self, *, free_routes: bool) -> str:
-        """Improves `best` and `bound`; returns what is to be said about the result."""
+        """Improves `best` and `bound`; returns the message for the user."""
         self.tell(self.best.period, self.bound)
         if self.closed:
             return ""
@@ -635,7 +634,7 @@ class _Search:
             self._routes()
         return self._message(proven)
 
-    # -- where it stands -------------------------------------------------------------------------
+    # -- the state of the search -----------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -654,11 +653,13 @@ class _Search:
             self.tell(self.best.period, self.bound)
 
     def _fits(self, schedule: Schedule) -> bool:
-        """A W that takes no time may free, at the very tick, what an I leaves; and slices may move them apart."""
+        """Checks the memory of a result: a W without duration may free memory at the tick at which I leaves it, and
+        slices may move the two apart."""
         return self.problem.limits_are_exact or not schedule.over_capacity
 
     def raise_bound(self, bound: int) -> None:
-        """`bound` holds for all schedules better than `best`; no more than that is known."""
+        """Raises the bound, but not above the period of `best`: the new bound holds only for schedules shorter than
+        that."""
         self.bound = max(self.bound, min(bound, self.best.period))
         self.tell(self.best.period, self.bound)
 
@@ -671,7 +672,7 @@ class _Search:
         return run(model.model, time_limit=seconds, workers=self.workers, seed=self.seed, watch=watch, cancelled=stop)
 
     def _whole(self, reduction: Reduction, seconds: float) -> bool:
-        """All ops in one model. True when nothing better exists for these routes."""
+        """Solves all ops in one model. Returns True when no better schedule exists for these routes."""
         model = ScheduleModel(reduction, self.bound, self.best.period, reduction.starts_of(self.best))
         self.exact = model.exact
 
@@ -685,7 +686,7 @@ class _Search:
         return outcome.proven
 
     def _slices(self, reduction: Reduction) -> None:
-        """Slice after slice, until the time is up or the gap is closed."""
+        """Improves slice after slice, until the time is up or the gap is closed."""
         if not self.left:
             return
         frame = self._adopt(ScheduleGraph(reduction, reduction.starts_of(self.best)))
@@ -708,14 +709,14 @@ class _Search:
                 frame = self._adopt(model.read(outcome.solver))
 
     def _adopt(self, frame: ScheduleGraph) -> ScheduleGraph:
-        """The frame with its stages started late; the new incumbent if it is better."""
+        """Returns the frame with its stages started late, and takes it as the best schedule if it is better."""
         frame = frame.late()
         if frame.period < self.best.period:
             self.take(frame.reduction.schedule(frame.starts))
         return frame
 
     def _pooled(self, share: float) -> None:
-        """A higher bound, from the relaxation, for a share of the time left."""
+        """Raises the bound by the relaxation, for a share of the time left."""
         if not self.left or PooledModel.ops(self.problem) > POOLED_OPS:
             return
         model = PooledModel(self.problem, self.bound, self.best.period)
@@ -723,11 +724,11 @@ class _Search:
         self.raise_bound(outcome.bound)
 
     def _routes(self) -> None:
-        """Routes free as well: a better schedule, or a proof that there is none."""
+        """Frees the routes as well: finds a better schedule, or proves that there is none."""
         if not self.left or RoutingModel.ops(self.problem) > ROUTED_OPS or self.problem.job.speeds:
             return
         model = RoutingModel(self.problem, self.bound, self.best.period - 1)
-        # Where more may fit than the model lets, it proves nothing.
+        # Where more may fit than the model admits, it proves nothing.
         proves = model.exact
 
         def watch(objective: int | None, bound: int) -> None:
@@ -752,7 +753,7 @@ class _Search:
         )
 
 
-# -- a model runs so that it can be watched and stopped from the calling thread ----------------------
+# -- running a model so that the calling thread can watch and stop it ---------------------------------
 
 _log = logging.getLogger(__name__)
 
@@ -765,8 +766,8 @@ Watcher = Callable[[int | None, int], None]
 
 @dataclass(frozen=True)
 class CpSatOutcome:
-    """status: CP-SAT's. objective: None without a solution. bound: of the objective, rounded up. solver: to
-    read values from; only where `solved`."""
+    """status: CP-SAT's. objective: None without a solution. bound: of the objective, rounded up. solver: for reading
+    values, if `solved`."""
 
     status: cp_model.CpSolverStatus
     objective: int | None
@@ -807,9 +808,9 @@ def run(
 ) -> CpSatOutcome:
     """Minimizes `model` for at most `time_limit` seconds.
 
-    The search runs in a thread of its own: CP-SAT holds neither the GIL nor the calling thread, so
-    `cancelled` is polled, and Ctrl-C answered, while it works. Raises ValueError for a model that
-    CP-SAT calls invalid, which is a mistake of ours.
+    The search runs in a thread of its own, since CP-SAT does not hold the GIL: the calling thread polls
+    `cancelled` and answers Ctrl-C meanwhile. Raises ValueError for a model that CP-SAT calls invalid, which is
+    a mistake of ours.
     """
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = workers
@@ -828,7 +829,7 @@ def run(
             status = solver.solve(model, _Incumbents(events))
             proven = solver.best_objective_bound
         except Exception:
-            # CP-SAT 9.15 now and then throws from within. What the caller has is still good.
+            # CP-SAT 9.15 now and then throws from within. The schedule that the caller has is still good.
             _log.warning("CP-SAT broke off its search", exc_info=True)
         finally:
             events.put(None)
@@ -851,11 +852,11 @@ def run(
             if watch and bound > -math.inf:
                 watch(None if best is None else round(best), _whole(bound))
             stopped = stopped or bool(cancelled and cancelled())
-            # CP-SAT looks at its own limit too seldom while it presolves.
+            # During presolve CP-SAT checks its own time limit too seldom.
             if stopped or time.monotonic() > deadline:
                 solver.stop_search()
     finally:
-        while thread.is_alive():  # a stop before the search has begun is not heeded
+        while thread.is_alive():  # CP-SAT ignores a stop that comes before the search has begun
             solver.stop_search()
             thread.join(POLL)
     if status == cp_model.MODEL_INVALID:
@@ -866,5 +867,5 @@ def run(
 
 
 def _whole(bound: float) -> int:
-    """A bound of a whole objective, rounded up but for the noise of floating point."""
+    """Round up the bound of an integer objective, but for the noise of floating point."""
     return math.ceil(bound - 1e-6)

@@ -1,9 +1,8 @@
-"""The list scheduler: any size, no time limit needed, always a valid schedule.
+"""The list scheduler makes a valid schedule of any size without a time limit.
 
-It runs the event loop of `loops` under a number of rules and keeps the best result. Which
-rules, and how many, depends on the problem alone, never on the clock or on chance: every agent
-that plans for the same failures gets the same plan. `Table` has a problem as the flat arrays that the loop takes, and
-makes schedules of its results.
+It runs the event loop of `loops` under a number of rules and keeps the best result. Which rules, and how many, depends
+on the problem alone, never on the clock or on chance, so every agent that plans for the same failures gets the same
+plan. `Table` turns a problem into the flat arrays that the loop takes, and the loop's results into schedules.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ from openrecycle.planner.solvers.routing import assign
 
 UNLIMITED = 1 << 40
 MOST = 64
-"""Rules that are tried on one problem."""
-ALWAYS = 1_000_000  # a wait that goes on however little it spares
+"""The most rules that are tried on one problem."""
+ALWAYS = 1_000_000  # max_wait of a worker that waits however little delay it spares
 
 
 @dataclass(frozen=True)
 class DispatchSettings:
-    """How the event loop chooses; see `dispatch`. One number per stage, but for:
+    """How the event loop chooses; see `dispatch`. One number per stage, except for:
 
     target: ticks within which a stage should be done, counted from when its first F can start.
-    order: which micro-batch first: `index`; `guests`, re-routed ones first; `own`, last; a number
-    seeds a shuffle of near neighbours. split: which workers split B: `all`, `peers` of failed
-    ones, `none`. alike: find the order as if F, I and W of a stage lasted equally long, so that
-    all workers keep step, and then give each op its true time in that order.
+    order: which micro-batch goes first: `index` by number; `guests` re-routed ones first; `own` re-routed ones last; a
+    number is the seed of a shuffle among near neighbours. split: which workers split B: `all`, `peers` of failed
+    workers, `none`. alike: find the order as if F, I and W of a stage lasted equally long, so that all workers keep in
+    step, and then give each op its true time in that order.
     """
 
     depth: tuple[int, ...]
@@ -67,8 +66,8 @@ class DispatchSettings:
 
 @dataclass(frozen=True)
 class Result:
-    """Starts in ticks per item (stage * n + micro-batch). first, last: by stage, its first start
-    and its last end. spans: the sum of last - first, by which results of equal period compare."""
+    """The outcome of one run of the loop. starts: of F, I and W in ticks, by item (stage * n + micro-batch). first,
+    last: by stage, its first start and last end. spans: the sum of last - first; it ranks results of equal period."""
 
     period: int
     spans: int
@@ -84,21 +83,21 @@ class Result:
 
 
 def fits_machine_code(problem: Problem) -> bool:
-    """Do all numbers of the loops fit 64 bits? Else they are left to Python's own integers."""
+    """Do all numbers of the loops fit in 64 bits? If not, the loops run in Python, on its own integers."""
     job = problem.job
     workers, items = job.pipelines * job.stages, job.pipelines * job.stages * job.micro_batches
     slowest = [max(problem.worker_ticks(Worker(p, s)).work for p in range(job.pipelines)) for s in range(job.stages)]
-    # A time is at most all work and transfers one after the other; an event code packs it with an index.
+    # No time exceeds all work and transfers one after the other; an event code packs a time with an index.
     transfers = sum(job.transfer_ticks) + sum(job.backward_transfer_ticks)
     longest = job.pipelines * job.micro_batches * (sum(slowest) + transfers)
-    # What a wait spares is weighed in percent of ALWAYS.
+    # worth_a_wait multiplies ticks by a percentage of up to ALWAYS.
     return 3 * longest * (workers + 2 * items) < INT64 and ALWAYS * max(slowest) < INT64
 
 
 class Table:
-    """One problem, made ready for any number of runs.
+    """One problem as flat arrays, for any number of runs.
 
-    compiled: use machine code; by default where it pays and can be had.
+    compiled: use machine code; by default where it pays and numba is installed.
     """
 
     def __init__(self, problem: Problem, *, compiled: bool | None = None) -> None:
@@ -139,7 +138,7 @@ class Table:
         sequence = self._zeros(3 * self.items)
         queues = [self._zeros(self.items) for _ in range(3)]
         starts = (self._zeros(self.items), self._zeros(self.items), self._zeros(self.items))
-        # In thirds of a tick, so that a third of a stage's work is a whole number.
+        # Times are in thirds of a tick, so that a third of a stage's work is a whole number.
         scale = 3 if settings.alike else 1
         times = [self._vector([t.work for t in self.ticks])] * 3 if settings.alike else self.times
         started = loop(
@@ -175,14 +174,14 @@ class Table:
         return self.result(starts, settings.split)
 
     def timed(self, forward: Sequence[int], backward: Sequence[int], weight: Sequence[int], split: str) -> Result:
-        """Starts in ticks by item, as a result of this table. split: as in Settings."""
+        """Makes a result out of starts in ticks by item. split: as in DispatchSettings."""
         return self.result((self._vector(forward), self._vector(backward), self._vector(weight)), split)
 
     def schedule(self, result: Result) -> Schedule:
         return ArraySchedule(self, result)
 
     def split(self, which: str) -> list[int]:
-        """By worker: 1 where it splits B."""
+        """Returns by worker 1 where it splits B, else 0."""
         problem, pipelines = self.problem, self.problem.job.pipelines
         if which == "peers":
             stages = [int(len(problem.living_peers(s)) < pipelines) for s in range(problem.job.stages)]
@@ -191,7 +190,7 @@ class Table:
         return [flag for flag in stages for _ in range(pipelines)]
 
     def result(self, starts: tuple[Any, Any, Any], split: str = "all") -> Result:
-        """first, last and period of such starts, by the definitions of planner.plans.schedule."""
+        """Computes first, last and period for these starts, as planner.plans.schedule defines them."""
         job = self.problem.job
         forward, backward, weight = starts
         flags = self.split(split)[:: job.pipelines]
@@ -209,7 +208,7 @@ class Table:
         return Result(period, sum(spans), first, last, starts, split)
 
     def _last_ends(self, starts: Any, name: str) -> list[int]:
-        """By stage, when the last of its W's or B's has ended."""
+        """By stage, the end of the last of its W's or B's."""
         job = self.problem.job
         if not job.speeds:
             latest = self._by_stage(starts, max)
@@ -218,14 +217,14 @@ class Table:
         return [max(ends[at : at + self.n]) for at in range(0, self.items, self.n)]
 
     def _by_stage(self, starts: Any, which: Callable[..., int]) -> list[int]:
-        """The least or the largest of each stage."""
+        """Applies `min` or `max` to the starts of each stage."""
         if self.compiled:
             found: list[int] = getattr(starts.reshape(-1, self.n), which.__name__)(axis=1).tolist()
             return found
         return [which(starts[at : at + self.n]) for at in range(0, self.items, self.n)]
 
     def _slack(self, target: int, scale: int, *, alike: bool) -> list[int]:
-        """By worker: when it must begin to end in time if it never idles; in 1/scale ticks."""
+        """By worker, the latest start of its work with which it ends in time if it never idles; in 1/scale ticks."""
         job = self.problem.job
         longest = self.problem.longest_optimizer
         out, head = [], 0
@@ -271,16 +270,16 @@ class Table:
 
 @lru_cache(maxsize=MOST)
 def _noise(seed: int, pipelines: int, items: int) -> Sequence[int]:
-    """By which a shuffle moves each item: the same for all problems of a size, of which a search sees hundreds."""
+    """How far a shuffle moves each item. It is the same for all problems of a size, and a search sees hundreds."""
     draw = random.Random(seed).randrange
     spread = pipelines * (1 + seed % 4)
     return array("i", (draw(spread + 1) for _ in range(items)))
 
 
 class ArraySchedule(Schedule):
-    """A Schedule whose period is known without making its ops.
+    """A Schedule whose period is known before its ops are made.
 
-    table, result: what they are made from.
+    table, result: what the ops are made from.
     """
 
     table: Table
@@ -290,7 +289,7 @@ class ArraySchedule(Schedule):
         super().__init__(table.problem, OpsByWorker(table.problem.living_workers(), self._ops))
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "result", result)
-        # The values that the base class would compute from all ops; tested equal.
+        # These equal the values that the base class would compute from all ops; a test compares them.
         self.__dict__["period"] = result.period
         self.__dict__["makespan"] = max(result.last) - min(result.first)
 
@@ -305,28 +304,28 @@ class ArraySchedule(Schedule):
 
 # -- the rules that it tries, best first -------------------------------------------------------------
 
-# A rule is a way to settings that suits any problem. The list was chosen by measurement: greedily
-# the rule that lowers the mean gap most, over the grids of tests/benchmarks/bench_planner.py.
+# A rule gives settings for any problem. The list was chosen by measurement, greedily: each time the rule that lowers
+# the mean gap most, over the grids of tests/benchmarks/bench_planner.py.
 
 # -- the list scheduler -------------------------------------------------------------------------
 
-# Rules tried so long as the ops of all tries together stay below this.
+# Rules are tried as long as the ops of all tries together stay below this number.
 EFFORT = 800_000
 FEWEST = 4
-HUGE = 1_000_000  # ops; from here on two rules must do
+HUGE = 1_000_000  # problems with more ops get two rules only
 
 
 @dataclass(frozen=True)
 class Rule:
-    """depth: forwards that a stage runs ahead before it prefers backwards: `eager` none, `1f1b`
-    stages - s, `zb` 2 (stages - s) - 1.
+    """A recipe for DispatchSettings. depth: how many forwards a stage runs ahead before it prefers backwards: `eager`
+    0, `1f1b` stages - s, `zb` 2 (stages - s) - 1.
 
-    open_limit: pending W's that force one. `never`; `one`; `half` of the memory limit; `full-k`
-    k + 1 less than the limit; `turn-k` so that as many activations as micro-batches turn round
-    below at full speed, and k more, stay free for forwards.
-    max_wait, max_wait_w: percent, the same on all stages. target: multiple of the lower bound.
-    final: last forwards that go first, as a multiple of the micro-batches that turn round below.
-    alike: see DispatchSettings; no help where F, I and W last equally long anyway.
+    open_limit: the number of pending W's that forces one. `never`; `one`; `half` of the memory limit; `full-k`: k + 1
+    less than the limit; `turn-k`: so that as many activations stay free for forwards as micro-batches turn round below
+    at full speed, and k more.
+    max_wait, max_wait_w: percent, the same on all stages. target: a multiple of the lower bound.
+    final: how many of the last forwards go first, as a multiple of the micro-batches that turn round below.
+    alike: see DispatchSettings; it changes nothing where F, I and W last equally long anyway.
     """
 
     depth: str
@@ -413,10 +412,10 @@ ORDERS = ("index", "guests", "own")
 
 
 def rules(problem: Problem) -> tuple[Rule, ...]:
-    """Their number depends on the size of the problem and on nothing else.
+    """Return the rules to try on a problem. Their number depends on its size alone.
 
-    Large problems get the first few of EVERY; small ones all, in every order of micro-batches,
-    then shuffled ones.
+    Large problems get the first few of EVERY; small ones get all of them, in every order of micro-batches, and then
+    with shuffled orders.
     """
     in_step = all(t.forward == t.input_backward == t.weight_backward for t in problem.job.ticks)
     return _rules(problem.technique.splits, bool(problem.failed), in_step, tries(problem.job.ops))
@@ -428,7 +427,7 @@ def _rules(splits: bool, failed: bool, in_step: bool, most: int) -> tuple[Rule, 
 
 
 def tries(ops: int) -> int:
-    """How many rules are tried on a problem of so many ops."""
+    """Return how many rules are tried on a problem of so many ops."""
     return 2 if ops > HUGE else max(FEWEST, min(MOST, EFFORT // ops))
 
 
@@ -445,22 +444,22 @@ def _endless(splits: bool, failed: bool) -> Iterator[Rule]:
 
 
 def _coupled() -> Iterator[Rule]:
-    """Without W's of their own only depth, max_wait and order matter."""
+    """Yield the rules for a whole B: without separate W's only depth, max_wait and order matter."""
     plain = [Rule(depth, "never", max_wait, split="none") for max_wait in (0, 100) for depth in ("1f1b", "eager", "zb")]
     orders: Iterator[str | int] = chain(ORDERS, count())
     for order in orders:
         yield from (replace(rule, order=order) for rule in plain)
 
 
-# Above so many items a second look at who must split, and at more failures than there are, takes longer than
-# it is worth.
+# Above so many items it takes longer than it is worth to find out who need not split B, or to plan for more failures
+# than there are.
 SELECTIVE_ITEMS = 30_000
 
 
 class ListScheduler:
-    """Makes the schedule that solvers start from. The limit of a run only cuts the number of rules short.
+    """Makes the schedule that other solvers start from. The time limit of a run only cuts the number of rules short.
 
-    compiled: use machine code or not; by default where it pays and can be had.
+    compiled: use machine code or not; by default where it pays and numba is installed.
     """
 
     name = "list"
@@ -501,8 +500,8 @@ class ListScheduler:
 
 
 def _fault_free(problem: Problem, bound: int, run: Run) -> Solution:
-    """1F1B. What may be called fault-free has the order of a published schedule that leaves B whole, so nothing is
-    shorter than the shortest of those that the memory limit allows: where that is GPipe, the plan has a gap."""
+    """Return 1F1B. A fault-free plan is one in the order of a published schedule with whole B's, so the bound is the
+    shortest such schedule that the memory limit allows. Where that is GPipe, the plan has a gap."""
     schedule = one_forward_one_backward(problem)
     least = least_reference(problem)
     assert least is not None  # 1F1B at least
@@ -516,7 +515,8 @@ def _fault_free(problem: Problem, bound: int, run: Run) -> Solution:
 
 
 def _of_levelled(schedule: Schedule, *, compiled: bool | None) -> Schedule:
-    """The plan for as many failures on every stage, which is one for these too, where it is shorter."""
+    """Plan for as many failures on every stage as the worst stage has; keep that plan if it is shorter, since it serves
+    for these failures too."""
     problem = schedule.problem
     more = replace(problem, failed=levelled(problem.failed, problem.job))
     if more.failed == problem.failed or period_bound(more) >= schedule.period:
@@ -526,8 +526,8 @@ def _of_levelled(schedule: Schedule, *, compiled: bool | None) -> Schedule:
 
 
 def rerouted_references(problem: Problem, *, below: int, compiled: bool | None = None) -> Iterator[Schedule]:
-    """The references that may take less than `below` ticks, on the pipelines without failures, which share all
-    micro-batches: schedules of a problem in which whatever lives in the other pipelines has failed as well."""
+    """Yield published schedules on the pipelines without failures, which share all micro-batches, if they may take less
+    than `below` ticks. Their problem counts the living workers of the other pipelines as failed."""
     job = problem.job
     broken = {worker.pipeline for worker in problem.failed}
     if len(broken) == job.pipelines or job.speeds:
@@ -546,9 +546,9 @@ def rerouted_references(problem: Problem, *, below: int, compiled: bool | None =
 
 
 def _less_split(table: Table, best: Result, settings: DispatchSettings) -> Result:
-    """The same with fewer workers that split B, where that costs nothing.
+    """Return the same result with fewer workers that split B, where that costs nothing.
 
-    I and W apart take a little longer than B on a real device, and more memory.
+    On a real device I and W apart take a little longer than B, and more memory.
     """
     if table.items > SELECTIVE_ITEMS or settings.split != "all":
         return best
@@ -560,15 +560,16 @@ def _less_split(table: Table, best: Result, settings: DispatchSettings) -> Resul
 
 
 def _as_schedule(table: Table, reference: Timed) -> Schedule:
-    """A reference on the whole grid; in the table's form where one pipeline stands for all."""
+    """Put a published schedule on the whole grid, in the form of the table where all workers are alike."""
     if table.problem.job.speeds:
         return in_order(table.problem, reference.orders)
     return table.schedule(reference_result(table, reference))
 
 
 def reference_result(table: Table, reference: Timed) -> Result:
-    """A reference of one pipeline on each of the table's pipelines that live as a whole: each runs what is routed to
-    it, micro-batch by micro-batch, in the reference's order. No speeds; the other pipelines have failed as a whole."""
+    """Apply a published schedule of one pipeline to each pipeline of the table that lives as a whole: it runs what is
+    routed to it, micro-batch by micro-batch, in that schedule's order. The job has no speeds, and the other pipelines
+    have failed as a whole."""
     job, n = table.problem.job, table.n
     own: dict[str, list[list[int]]] = {kind: [] for kind in "FIW"}
     for row in reference.starts:
@@ -577,7 +578,7 @@ def reference_result(table: Table, reference: Timed) -> Result:
         for kind, j, start, _ in row:
             own["I" if kind == "B" else kind][-1][j] = start
     taken = [0] * job.pipelines
-    place = [0] * n  # of each micro-batch among those of the worker that runs it, the same on all stages
+    place = [0] * n  # the index of each micro-batch among those that its worker runs, the same on all stages
     for m in sorted(range(n), key=lambda m: (m % job.micro_batches, m)):
         host = int(table.route[m])
         place[m] = taken[host]
@@ -589,18 +590,18 @@ def reference_result(table: Table, reference: Timed) -> Result:
 
 # -- what is best without failures -------------------------------------------------------------------
 
-# Of one period the plainest: what comes first asks least of the job.
+# In this order, since of two plans with equal period the first is kept: the technique that asks least of the job.
 _TECHNIQUES = (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)
 
 
 def best_fault_free(job: Job, memory: MemoryLimit) -> Schedule:
-    """The shortest fault-free plan of `job` at a memory limit, of one pipeline where all are alike: the best of all
-    techniques, each the best of the list scheduler's rules and of the published schedules (1F1B, GPipe, ZB-H1, ZB-H2)
-    that it and the limit allow.
+    """Return the shortest fault-free plan of `job` at a memory limit: the best of all techniques, each with the list
+    scheduler's rules and the published schedules (1F1B, GPipe, ZB-H1, ZB-H2) that it and the limit allow. Where all
+    pipelines are alike, the plan is for one pipeline.
 
-    Whatever the technique of the plan that is compared: what a job loses by its failures, or by doing without
-    a technique, is measured from one mark. It depends on job and limit alone, so all who ask get the same.
-    A job that has layers is cut as it is without failures, or, where that does not fit in memory, as it is.
+    It does not depend on the technique of the plan that is compared with it: what a job loses by its failures, or by
+    doing without a technique, is measured from one mark, which is the same for all callers.
+    A job that has layers is cut by its home partition or, where that does not fit in memory, as it is cut now.
     Raises InputError, and InfeasibleError where no technique has a plan.
     """
     try:
@@ -613,8 +614,8 @@ def best_fault_free(job: Job, memory: MemoryLimit) -> Schedule:
 
 @lru_cache(maxsize=64)
 def _best(job: Job, memory: MemoryLimit) -> Schedule:
-    # Pipelines without failures are independent of each other: where their workers are equally fast,
-    # one stands for all.
+    # Pipelines without failures are independent of each other, so where their workers are equally fast, one pipeline is
+    # planned for all.
     alone = job if job.speeds else replace(job, pipelines=1)
     best: Schedule | None = None
     refused: InfeasibleError | None = None

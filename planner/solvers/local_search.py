@@ -1,18 +1,16 @@
 """Local search for grids too large to be solved exactly: over settings, and over parts of an order.
 
-`Tuner`: the event loop plans a whole iteration in milliseconds, so its settings can be tried by the
-thousand: how far each stage runs ahead, how many W's it may leave open, how long it waits. A
-change is kept when period, or at equal period the sum of the stages' spans, is no worse.
-Where nothing failed the search is on one pipeline, as pipelines then don't meet: what is best for
-one is best for all, and is found in a fraction of the time.
+`Tuner`: the event loop plans a whole iteration in milliseconds, so thousands of its settings can be tried: how far each
+stage runs ahead, how many W's it may leave open, how long it waits. A change is kept when the result is no worse: by
+its period or, where that is equal, by the sum of the stages' spans. Where nothing failed the search is on one pipeline,
+since pipelines then don't meet: what is best for one is best for all, and is found in a fraction of the time.
 
-`Rearranger`: parts of a schedule's order are dispatched anew, forwards or backwards, and kept if no worse.
-A dispatcher packs well what it sees ahead of it. So going forwards it leaves the end of the iteration
-loose, and going backwards its beginning. Here one pass is followed by others over parts of what it
-left, in either direction: a schedule whose first half was made forwards and whose second half backwards
-is 2 to 3 % shorter than either on large grids with failures. After such large windows come small ones,
-each with rules and priorities of its own, for as long as there is time. It takes op times of any kind: what a worker's
-speed or a reduction adds is in the times of the ops.
+`Rearranger`: parts of a schedule's order are dispatched anew, forwards or backwards, and kept if no worse. A dispatcher
+packs the ops that it still has ahead of it well. So going forwards it leaves the end of the iteration loose, and going
+backwards its beginning. Here one pass is followed by others over parts of its result, in either direction: a schedule
+whose first half was made forwards and whose second half backwards is 2 to 3 % shorter than either on large grids with
+failures. After such large windows come small ones, each with rules and priorities of its own, for as long as there is
+time. The search takes op times of any kind: a worker's speed and the all-reduce are part of them.
 """
 
 from __future__ import annotations
@@ -46,18 +44,18 @@ from openrecycle.planner.solvers.list_scheduler import (
 )
 from openrecycle.planner.solvers.loops import compiled_windows
 
-SETTINGS = 4  # settings that are improved side by side
+SETTINGS = 4  # how many settings are improved side by side
 
 # -- local search over the list scheduler's settings --------------------------------------------
 
 MAX_WAITS = (0, 30, 100, 300, ALWAYS)
 TARGETS = (0.98, 1.0, 1.01, 1.02, 1.05, 1.1)
-# Ops and seconds from which so many runs repay the time that loading compiled loops takes.
+# From so many ops and seconds on, the search repays the time that loading compiled loops takes.
 COMPILED_OPS, COMPILED_SECONDS = 1_500, 3.0
 
 
 class Tuner:
-    """The Solver of this module: uses all of its time unless the gap closes."""
+    """The solver that searches over settings. It uses all of its time unless the gap closes."""
 
     name = "list+tuning"
 
@@ -85,12 +83,12 @@ class Tuner:
         return Solution(min(warm_start, schedule, key=lambda s: s.period), bound, self.name, run.elapsed)
 
     def _pool(self, table: Table, bound: int, run: Run) -> list[tuple[Result, DispatchSettings]]:
-        """The best of the rules, to start from."""
+        """Runs the rules and returns the best results, to start from."""
         tried: list[tuple[Result, DispatchSettings]] = []
         for rule in rules(table.problem):
             settings = rule.settings(table.problem, bound)
             if not table.problem.failed:
-                settings = replace(settings, order="index")  # the only one that is alike on all pipelines
+                settings = replace(settings, order="index")  # the only order that is alike on all pipelines
             tried.append((table.run(settings), settings))
             tried.sort(key=lambda pair: pair[0].rank)
             del tried[SETTINGS:]
@@ -100,7 +98,7 @@ class Tuner:
 
 
 def searched(problem: Problem) -> Problem:
-    """What to search on: one pipeline where all are alike, else the problem itself."""
+    """Return the problem to search on: one pipeline where all are alike, else the problem itself."""
     job = problem.job
     if problem.failed or job.pipelines == 1 or job.speeds:
         return problem
@@ -114,9 +112,9 @@ def _table(problem: Problem, time_limit: float) -> Table:
 
 
 def _change(settings: DispatchSettings, bound: int, noise: random.Random, *, reorder: bool) -> DispatchSettings:
-    """One to three small random changes, each to a run of neighbouring stages.
+    """Make one to three small random changes, each to a run of neighbouring stages.
 
-    reorder: of the order of micro-batches too.
+    reorder: may the order of micro-batches change too?
     """
     stages = len(settings.depth)
     kinds = ("depth", "final", "open_limit", "max_wait", "max_wait_w", "target", *(("order",) if reorder else ()))
@@ -142,17 +140,17 @@ def _change(settings: DispatchSettings, bound: int, noise: random.Random, *, reo
 
 
 def _stepped(values: Sequence[int], step: int, *, lowest: int, top: int) -> list[int]:
-    """Each value and `step`, not below `lowest`; from no limit one comes down to about `top`."""
+    """Add `step` to each value, but go no lower than `lowest`; "no limit" counts as `top`."""
     return [max(lowest, min(v, top if v >= UNLIMITED else v) + step) for v in values]
 
 
-# -- orders of a problem's ops (see `loops`): what they are worth, and a part of one dispatched anew ---
+# -- orders of a problem's ops (see `loops`): their ranks, and a part of one dispatched anew ----------
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class OpOrders:
-    """The orders of one problem whose B's are all split. Not for two threads at once.
+    """Ranks and changes orders of one problem in which every B is split. Not for two threads at once.
 
     compiled: use machine code.
     """
@@ -167,7 +165,7 @@ class OpOrders:
         self.route = np.asarray(table.route, dtype=np.int64)
         forward, backward, weight = (np.asarray(ticks, dtype=np.int64) for ticks in table.times)
         sent, returned = (np.asarray(ticks, dtype=np.int64) for ticks in table.transfers)
-        # Of down, up and W, and of both transfers: forwards, backwards.
+        # Ticks of down, up, W and both transfers: first for going forwards, then for going backwards.
         self._lengths = ((forward, backward, weight, sent, returned), (backward, forward, weight, returned, sent))
         limits = table.problem.limits
         self._capacity = np.array([UNLIMITED if limit is None else limit for limit in limits], dtype=np.int64)
@@ -184,7 +182,7 @@ class OpOrders:
         self._queues = self._zeros(self.items), self._zeros(self.items)
 
     def of(self, result: Result) -> Array:
-        """The order of a schedule; of ops that start together, one without duration first."""
+        """Returns the order of a schedule; of ops that start together, those without duration come first."""
         forward, backward, weight = (np.asarray(starts, dtype=np.int64) for starts in result.starts)
         lengths = [ticks[self.route] for ticks in self._lengths[0][:3]]
         whole = np.array(self.table.split(result.split))[self.route] == 0
@@ -198,7 +196,7 @@ class OpOrders:
         return order
 
     def rank(self, order: Array) -> tuple[int, int]:
-        """(period, sum of the stages' spans) in ticks, when each stage starts as late as it can."""
+        """Returns (period, sum of the stages' spans) in ticks, with each stage started as late as possible."""
         last, first = self._ends(order)
         spans = last - first
         if self.table.problem.technique.staggers:
@@ -206,7 +204,7 @@ class OpOrders:
         return int(last.max() - first.min() + self._optimizer.max()), int(spans.sum())
 
     def _ends(self, order: Array) -> tuple[Array, Array]:
-        """By stage: the end of its last op, each as early as can be, and the latest start of its first."""
+        """Returns by stage the end of its last op if all start early, and the latest start of its first op."""
         self._run(False, order, self._zeros(self.stages), len(order))
         last = self._last.copy()
         latest = int(last.max())
@@ -241,9 +239,10 @@ class OpOrders:
         *,
         backwards: bool,
     ) -> Array | None:
-        """`order` with order[begin:end] dispatched anew (`loops.redispatch`), or None where memory locks it.
+        """Returns `order` with order[begin:end] dispatched anew (`loops.redispatch`), or None where the memory limit
+        stops that.
 
-        manner: its numbers are read, and nothing of its order and split. keys: of the downs and the ups, smaller first.
+        manner: the settings; its order and split are not used. keys: priorities of downs and of ups, smaller first.
         """
         job = self.table.problem.job
         made: Array
@@ -294,7 +293,7 @@ class OpOrders:
         return back
 
     def result(self, order: Array) -> Result:
-        """The schedule of an order: stages start as late, and then ops as early, as they can."""
+        """Makes the schedule of an order: stages start as late, and then ops as early, as they can."""
         _, first = self._ends(order)
         self._run(False, order, first, len(order))
         weights, zeros = self._zeros(self.items), self._zeros(self.table.workers)
@@ -320,11 +319,11 @@ class OpOrders:
 
 # -- the search --------------------------------------------------------------------------------------
 
-KEPT_ORDERS = 4  # orders that are improved side by side
-# Rules of the list scheduler to start from; fewer where each takes long.
+KEPT_ORDERS = 4  # how many orders are improved side by side
+# How many of the list scheduler's rules the search starts from; fewer where each takes long.
 STARTS, STARTS_LARGE, LARGE_ITEMS = 12, 4, 50_000
-# The first windows, each reaching to the end and dispatched backwards: where it begins as a part of the
-# order, then depth and final as multiples of 1F1B's, max_wait, max_wait_w. Chosen by measurement, like
+# The first windows. Each reaches to the end of the order and is dispatched backwards. The numbers: where it begins, as
+# a fraction of the order; depth and final as multiples of 1F1B's; max_wait; max_wait_w. Chosen by measurement, like
 # the rules of the list scheduler, on 64 x 32 x 64 and 32 x 64 x 128.
 OPENING = (
     (0.3, 1.25, 0.25, 300, ALWAYS),
@@ -334,26 +333,27 @@ OPENING = (
     (0.2, 1.0, 0.5, 100, ALWAYS),
     (0.0, 1.0, 0.5, 100, ALWAYS),
 )
-# Orders after which the worst of the pool gives way to the best.
+# After so many windows the worst order of the pool is replaced by the best.
 RENEWAL = 200
-# Where a large window begins, and how large small ones are, as parts of the whole order.
+# Where a large window begins, and how large small ones are, as fractions of the whole order.
 CUTS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 SIZES = (0.02, 0.05, 0.1, 0.2, 0.4)
-# How often the micro-batches' own order is taken, and how often a window is dispatched backwards.
+# How often micro-batches keep their own order, and how often a window is dispatched backwards.
 BY_INDEX, BACKWARDS = 0.8, 0.65
-# Priorities are finer than places in the order, so that noise can be.
+# Priorities are multiples of FINE, so that noise can be finer than one place in the order.
 FINE = 8
 
 
 def rearrangeable(problem: Problem) -> bool:
-    """Is there a choice to be made, are the compiled loops here that it needs, and do its times fit into them? What is
-    held they count in micro-batches."""
+    """Does the technique leave a choice, is numba installed, and do the numbers fit the compiled loops? These count
+    memory in micro-batches, so the limits must be exact."""
     possible = problem.technique.splits and problem.limits_are_exact
     return possible and find_spec("numba") is not None and fits_machine_code(problem)
 
 
 class Rearranger:
-    """The Solver of this module, for problems that are `rearrangeable`: uses all of its time unless the gap closes.
+    """The solver that searches over windows, for problems that are `rearrangeable`. It uses all of its time unless the
+    gap closes.
 
     compiled: False for the same loops in plain Python, which is slow.
     """
@@ -366,10 +366,10 @@ class Rearranger:
     def solve(self, problem: Problem, run: Run, *, warm_start: Schedule) -> Solution:
         bound = period_bound(problem)
         best = warm_start.period
-        # Loading the compiled loops takes seconds: for less time than that there is nothing to gain.
+        # Loading the compiled loops takes seconds; with less time than that, nothing can be gained.
         if best <= bound or run.over or (self._compiled and run.time_limit < COMPILED_SECONDS):
             return Solution(warm_start, bound, self.name, run.elapsed)
-        # A schedule for more failures has other routes, so it is searched by itself, in turn with this problem's own.
+        # A schedule for more failures has other routes, so it is searched on its own, by turns with the given problem.
         starts = [warm_start, *([warm_start.made_for] if warm_start.made_for else [])]
         searches = [
             _OrderSearch(
@@ -400,7 +400,7 @@ class Rearranger:
 
 
 class _OrderSearch:
-    """The orders in hand, the best first."""
+    """A search over the orders of one problem. `pool` has the best orders so far, the best of them first."""
 
     def __init__(
         self, problem: Problem, warm_start: Schedule, bound: int, noise: random.Random, *, compiled: bool
@@ -424,14 +424,14 @@ class _OrderSearch:
 
     @property
     def best(self) -> int:
-        """Ticks."""
+        """Period of the best order, in ticks."""
         return self.pool[0][0][0]
 
     def schedule(self) -> Schedule:
         result = self.orders.result(self.pool[0][1])
         if self._whole is self.problem:
             return self.table.schedule(result)
-        # All pipelines as the one that was searched on.
+        # All pipelines get the times of the one that was searched on.
         table = Table(self._whole, compiled=self.table.compiled)
         copies = self._whole.job.pipelines
         rows = [np.asarray(starts).reshape(self.problem.job.stages, -1) for starts in result.starts]
@@ -439,7 +439,8 @@ class _OrderSearch:
         return table.schedule(table.result((forward, backward, weight)))
 
     def start(self, run: Run) -> None:
-        """What the first rules make, one of them at least, and the opening made of the best two."""
+        """Fills the pool: with the results of the first rules (at least one), then with OPENING applied to the best
+        two."""
         count = STARTS if self.table.items < LARGE_ITEMS else STARTS_LARGE
         for _, rule in zip(range(count), rules(self.problem), strict=False):
             self._keep(self.orders.of(self.table.run(rule.settings(self.problem, self.bound))))
@@ -463,7 +464,8 @@ class _OrderSearch:
         del self.pool[KEPT_ORDERS:]
 
     def step(self, progress: float) -> None:
-        """One window of one order. progress: the part of the time that is over; the later, the smaller."""
+        """Tries one window of one order. progress: the fraction of the time that is over; windows get smaller with
+        it."""
         self._turns += 1
         if self._turns % RENEWAL == 0:
             self.pool[-1] = self.pool[0]
@@ -484,7 +486,7 @@ class _OrderSearch:
         self.pool.sort(key=lambda pair: pair[0])
 
     def _window(self, count: int, *, large: bool, backwards: bool) -> tuple[int, int]:
-        """A large one reaches to the end from which it is dispatched."""
+        """Chooses begin and end. A large window reaches to the end from which it is dispatched."""
         if large:
             cut = int(self.noise.choice(CUTS) * count)
             return (cut, count) if backwards else (0, count - cut)
@@ -493,7 +495,7 @@ class _OrderSearch:
         return max(0, begin), min(count, begin + size)
 
     def _keys(self, order: Array, *, backwards: bool) -> tuple[Array, Array]:
-        """Priorities of downs and ups: by micro-batch or by their present places, often with noise."""
+        """Chooses priorities of downs and ups: by micro-batch or by their present places, often with noise."""
         items = self.table.items
         if self.noise.random() < BY_INDEX:
             down = up = self._index.max() - self._index if backwards else self._index
@@ -513,7 +515,7 @@ class _OrderSearch:
         return down, up
 
     def _any_manner(self) -> DispatchSettings:
-        """Rules at random, the same on all stages."""
+        """Chooses rules at random, the same on all stages."""
         choice = self.noise.choice
         return self._manner(
             choice((0.75, 1, 1, 1, 1.25, 2)),
@@ -528,9 +530,9 @@ class _OrderSearch:
     def _manner(
         self, depth: float, more: int, final: float, spare: int | None, max_wait: int, max_wait_w: int, target: int
     ) -> DispatchSettings:
-        """depth: as a multiple of 1F1B's, and so much more; final: as a multiple of twice that. spare:
-        activations that pending W's leave free, beyond those of the micro-batches that turn round; None:
-        W's need not."""
+        """Makes settings. depth: a multiple of 1F1B's, plus `more`; final: a multiple of twice 1F1B's depth. spare: how
+        many activations pending W's leave free, beyond those of the micro-batches that turn round; None: pending W's
+        are not limited."""
         problem = self.problem
         stages = problem.job.stages
         below = [stages - s for s in range(stages)]

@@ -1,7 +1,7 @@
 """The loops of the list scheduler and of the window search, over flat integer arrays only.
 
-So the same source runs as plain Python (on lists) and compiled, where numba is installed and the problem is large,
-with the same results. Without numba it is more than 20 times slower.
+So the same source runs in two ways with the same results: as plain Python (on lists), and compiled where numba is
+installed and the problem is large. Without numba it is more than 20 times slower.
 Indices: worker = stage * pipelines + pipeline; item = stage * n + micro-batch, where n counts the micro-batches of all
 pipelines.
 """
@@ -17,14 +17,14 @@ from typing import Any
 
 # -- the event loop of the list scheduler: one pass over all ops, in time order ----------------------
 
-STATE = 12  # numbers that `dispatch` and `redispatch` keep per worker
+STATE = 12  # how many numbers `dispatch` and `redispatch` keep per worker
 
 Ints = Sequence[int]
 Buffer = MutableSequence[int]
 
 
 def push(heap: Buffer, base: int, size: int, key: int) -> None:
-    """Adds `key` to the binary heap of `size` keys that lies at `base`."""
+    """Adds `key` to the binary heap of `size` keys that begins at heap[base]."""
     at = size
     while at > 0:
         parent = (at - 1) >> 1
@@ -37,7 +37,7 @@ def push(heap: Buffer, base: int, size: int, key: int) -> None:
 
 
 def pop(heap: Buffer, base: int, size: int) -> int:
-    """Takes the smallest key of the heap of `size` keys at `base`; leaves size - 1 of them."""
+    """Takes the smallest key from the heap of `size` keys at heap[base], which then has size - 1."""
     top = heap[base]
     last = heap[base + size - 1]
     end = size - 1
@@ -56,7 +56,7 @@ def pop(heap: Buffer, base: int, size: int) -> int:
 
 
 def mark(state: Buffer, marked: int, w: int, dirty: Buffer, n_dirty: int) -> int:
-    """Puts a worker on the list of those that may have something to do, unless it is there; returns its length."""
+    """Adds a worker to the list of those that may have something to do, unless it is there; returns its length."""
     if state[marked + w] != 0:
         return n_dirty
     state[marked + w] = 1
@@ -65,14 +65,14 @@ def mark(state: Buffer, marked: int, w: int, dirty: Buffer, n_dirty: int) -> int
 
 
 def expect(state: Buffer, due: int, now: int, arrival: int) -> None:
-    """Keeps when the next op that is under way arrives, as far as known."""
+    """Updates a worker's `due`, the arrival of the next op that is on its way to it, as far as known."""
     if state[due] <= now or arrival < state[due]:
         state[due] = arrival
 
 
 def worth_a_wait(due: int, now: int, length: int, most: int, latest: int) -> bool:
-    """Is an op that arrives at `due` run before one of so many ticks that is there? most: in % of the delay that the
-    former is spared. latest: the tick at which the worker must go on."""
+    """Should a worker wait for the op that arrives at `due` rather than run one of `length` ticks now? Only if the wait
+    is less than `most` % of the delay that the awaited op is spared. latest: when the worker must go on."""
     wait = due - now
     return 0 < wait < length and wait * 100 < most * (length - wait) and due <= latest
 
@@ -108,22 +108,24 @@ def dispatch(
     state: Buffer,
     dirty: Buffer,
 ) -> int:
-    """Fills start_f, start_i, start_w (per item, ticks) and sequence (the ops in the order of their
-    starts, F's as item, I's as items + item, W's as 2 items + item); returns the number of ops.
+    """The event loop: plays one iteration in time order and decides what each worker runs next.
 
-    Each worker takes, whenever it is free, the first of these that it may:
+    Fills start_f, start_i, start_w (per item, ticks) and sequence (the ops in the order of their starts: F as item, I
+    as items + item, W as 2 items + item). Returns the number of ops.
+
+    Whenever a worker is free, it takes the first of these that is possible:
       1. W, when open_limit of them are pending and F's are still to come;
       2. F, when memory allows and either fewer than `depth` forwards are ahead of the backwards or
          at most `final` are still to come (the last ones have the longest way before them);
       3. I (or B where the worker does not split), when memory allows: W may need more than I;
       4. F, when memory allows;
       5. W.
-    Before an F of 4. or a W it may wait for an I that is under way and would come before that op's end:
-    when the wait is shorter than max_wait % of the delay it spares the I, and the worker would
-    still be done in time (`slack`). Before a W it may wait for an F in the same way (max_wait_w).
+    Before an F of rule 4 or a W, a worker may wait for an I that is on its way and would arrive before that op's end:
+    if the wait is shorter than max_wait % of the delay that it spares the I, and the worker would still be done in time
+    (`slack`). Before a W it may wait for an F in the same way (max_wait_w).
 
-    No room for at least one micro-batch can deadlock. A worker waits only for an op that is running or being
-    transferred, so if nothing runs, nobody waits by choice. On the last stage an F that has run
+    The loop can't deadlock if each stage has room for a micro-batch. A worker waits only for an op that is running or
+    being transferred, so if nothing runs, no worker waits by choice. On the last stage an F that has run
     is followed by its backward, which frees its memory; and if every worker of stage s + 1 frees
     its memory again and again, each micro-batch held on stage s is taken in turn, comes back,
     and is freed as well.
@@ -133,27 +135,27 @@ def dispatch(
     gradients. capacity, need, keep: see planner.jobs.job.StageRoom. These, depth, final,
     open_limit, max_wait, max_wait_w: by stage. split: by worker, 0 or 1. key: by item, smaller first; equal
     keys go by micro-batch. slack: by worker, the latest tick at which it may begin all its work
-    and end in time; moves on with the work done. base: where each worker's part of ready_f,
+    and end in time; the loop adds the work done to it. base: where each worker's part of ready_f,
     ready_i and pending_w begins. state: STATE zeros per worker.
     """
     workers = len(forward)
     stages = workers // pipelines
     items = stages * n
-    # One event is time * codes + code; below `workers` a worker ends its op, above an arrival.
+    # An event is time * codes + code. A code below `workers` is a worker that ends its op; others are arrivals.
     codes = workers + 2 * items
     # Where each field of `state` begins; one number per worker.
-    size_f = 0  # F's and I's that are ready
+    size_f = 0  # how many F's and I's are ready
     size_i = workers
-    head_w = 2 * workers  # W's that were started, and those that became pending
+    head_w = 2 * workers  # how many W's have started, and how many have become pending
     tail_w = 3 * workers
-    held = 4 * workers  # of `capacity`
+    held = 4 * workers  # how much of `capacity` is taken
     ahead = 5 * workers  # F's started less I's started
     kind = 6 * workers  # of the running op: 0 none, 1 F, 2 I or B, 3 W
     current = 7 * workers
     marked = 8 * workers
-    due_i = 9 * workers  # when the next I and F that are under way arrive, as far as known
+    due_i = 9 * workers  # when the next I and F that are on their way arrive, as far as known
     due_f = 10 * workers
-    left = 11 * workers  # F's that have not started
+    left = 11 * workers  # F's that have not started yet
     for item in range(items):
         state[left + route[item]] += 1
     events = [0]
@@ -174,7 +176,7 @@ def dispatch(
                 continue
             s = w // pipelines
             has_w = state[tail_w + w] > state[head_w + w]
-            # Once all pending W's have run, there is room for the W of the oldest I: so no F locks a worker.
+            # An F must leave room for the W of the oldest I (once all pending W's have run); else it locks the worker.
             may_f = (
                 state[size_f + w] > 0
                 and state[held + w] + need[s] <= capacity[s]
@@ -301,8 +303,8 @@ def retime(
 ) -> None:
     """Starts each op of `sequence` as early as the order of ops on its worker allows.
 
-    For ops whose order was found with other durations than these. Memory needs no second look:
-    how much a worker holds at each of its ops depends on their order alone. free: zero by worker.
+    For ops whose order was found with other durations than these. Memory need not be checked again, since how much a
+    worker holds at each of its ops depends on their order alone. free: zeros by worker.
     """
     items = len(route)
     stages = items // n
@@ -333,22 +335,22 @@ def retime(
             free[w] = start + weight_backward[w]
 
 
-# -- the window search: the times of an order of ops, and an order read backwards --------------------
+# -- the window search: the times of an order of ops, and a reversed order ---------------------------
 
 # An *order* lists all compute ops so that none comes before one that it waits for. It fixes the
 # schedule: each op starts as early (or as late) as the ops of its own worker and its micro-batch allow.
-# Code of an op: F is its item, I is items + item, W is 2 items + worker. W's are nameless: a worker's
-# k-th W is that of its k-th I, which is no loss, since they last equally long and nothing but memory, a
-# count, follows them. Memory needs no look at the times: how much a worker holds depends on the order.
+# An op's code: F is its item, I is items + item, W is 2 items + worker. W's are nameless: a worker's k-th W
+# belongs to its k-th I. That loses nothing, since they last equally long and only memory, a count, depends on
+# them. Memory is independent of the times: how much a worker holds follows from the order.
 #
-# Read backwards an iteration is one as well. Micro-batches come down the stages as I's and go up again
+# A reversed iteration is an iteration as well. Micro-batches come down the stages as I's and go up again
 # as F's; each W comes some time before its I instead of after it, and a worker holds a micro-batch from
-# its W's start to its F's end. So *down* is F forwards and I backwards, *up* is I and F, and the same
+# its W's start to its F's end. So *down* means F forwards and I backwards, *up* means I and F, and the same
 # loops serve both directions.
 
 
 def mirror(order: Ints, items: int, out: Buffer) -> None:
-    """Writes `order` read backwards to `out`: its last op first, F's and I's exchanged."""
+    """Writes `order` reversed to `out`: its last op first, with F's and I's exchanged."""
     last = len(order) - 1
     for k in range(len(order)):
         code = order[k]
@@ -376,10 +378,10 @@ def earliest(
     first: Buffer,
     last: Buffer,
 ) -> None:
-    """Starts the first `count` ops of `order` as early as the order and the stages' `release` allow.
+    """Starts the first `count` ops of `order` as early as the order and each stage's `release` allow.
 
-    Fills start_down and start_up by item, free by worker (when its last op has ended), first and last
-    by stage (its first start and its last end; release for both where it has no op).
+    Fills start_down and start_up by item; free by worker (the end of its last op); first and last by
+    stage (its first start and its last end; both are its release where it has no op).
     down, up, weight: ticks by worker.
     """
     items = len(route)
@@ -436,8 +438,8 @@ def weight_starts(
     started: Buffer,
     start_weight: Buffer,
 ) -> None:
-    """Fills start_weight: worker w's k-th W at base[w] + k, when the op before it on w ends. free, started:
-    zeros by worker."""
+    """Fills start_weight: worker w's k-th W is at base[w] + k, and starts when the op before it on w ends. free,
+    started: zeros by worker."""
     items = len(route)
     for k in range(len(order)):
         code = order[k]
@@ -456,8 +458,8 @@ def weight_starts(
 
 # -- the window search: a part of an order of ops, dispatched anew -----------------------------------
 
-# What a dispatcher sees ahead of it, it packs well; towards the end it must live with what is left.
-# Going forwards it packs the warm-up, going backwards the cool-down.
+# A dispatcher packs the ops that it still has ahead of it well, and is left with what remains at the end. So
+# forwards it packs the warm-up well, and backwards the cool-down.
 
 
 def redispatch(
@@ -493,27 +495,27 @@ def redispatch(
     order: Buffer,
 ) -> int:
     """Puts order[begin:end] in the order in which this event loop starts the ops; returns how many it
-    started. When that is fewer than end - begin, memory locked it, and `order` is what it was.
+    started. If that is fewer than end - begin, the memory limit stopped the loop, and `order` is unchanged.
 
-    The rules are those of `dispatch`, with down for F and up for I. Backwards, a W is there for the
-    taking, but takes memory; a micro-batch can come down only when a W has been run for it; and
-    open_limit does not count.
+    The rules are those of `dispatch`, with down for F and up for I. Backwards, a W is always available,
+    but takes memory; a micro-batch can come down only when a W has been run for it; and
+    open_limit is not used.
 
-    start_down, start_up, free: of the ops before the window, as `earliest` gives them. slack: the latest
+    start_down, start_up, free: as `earliest` computes them for the ops before the window. slack: the latest
     tick at which each worker may begin all its work. part: 5 items zeros; state: STATE zeros per worker.
     """
     items = len(route)
     stages = items // n
     workers = len(down)
     never = -(1 << 40)
-    # One event is time * codes + code: below `workers` a worker is free, above an arrival.
+    # An event is time * codes + code. A code below `workers` is a worker that gets free; others are arrivals.
     codes = workers + 2 * items
     size_down = 0
     size_up = workers
-    stock = 2 * workers  # W's that may run (forwards), micro-batches that may come down (backwards)
+    stock = 2 * workers  # forwards: W's that may run; backwards: micro-batches that may come down
     held = 3 * workers  # activations
-    ahead = 4 * workers  # micro-batches that came down and go up in this window, or are yet to
-    kind = 5 * workers  # of the running op: 1 down, 2 up, 3 W; 9 in the part before the window
+    ahead = 4 * workers  # micro-batches that have come down and have not gone up yet, but will in this window
+    kind = 5 * workers  # of the running op: 1 down, 2 up, 3 W; 9 until the part before the window has ended
     current = 6 * workers
     marked = 7 * workers
     due_down = 8 * workers
@@ -569,7 +571,7 @@ def redispatch(
         s = item // n
         w = route[item]
         if part[item] == 2 and part[items + item] == 0:
-            state[ahead + w] -= 1  # it stays down for good
+            state[ahead + w] -= 1  # it does not go up in this window
         if part[item] == 1 and (s == 0 or part[item - n] == 2):
             at = free[w]
             if s > 0:
@@ -727,22 +729,21 @@ def redispatch(
 
 # -- compiled ----------------------------------------------------------------------------------------
 
-# Below this many ops plain Python is done before numba has been imported.
+# With fewer ops, plain Python is done before numba has been imported.
 WORTH_COMPILING = 15_000
 INT64 = 1 << 62
 
 
 def worth_compiling(ops: int) -> bool:
-    """Does it pay for a problem of so many ops, and is numba here? Once the machine code has been loaded it pays for
-    all: twice as fast for 48 ops, 13 times for 12,000."""
+    """Is numba installed, and does machine code pay for a problem of so many ops? Once it has been loaded, it pays for
+    all sizes: it is twice as fast for 48 ops, 13 times for 12,000."""
     loaded = compiled_functions.cache_info().currsize > 0
     return loaded or (ops >= WORTH_COMPILING and find_spec("numba") is not None)
 
 
 @lru_cache(maxsize=1)
 def compiled_functions() -> tuple[Callable[..., int], Callable[..., None]]:
-    """`dispatch` and `retime` as machine code over int64 arrays, kept on disk where that can be
-    written.
+    """Return `dispatch` and `retime` as machine code over int64 arrays, cached on disk where that can be written.
 
     Raises ImportError without numba.
     """
@@ -751,14 +752,15 @@ def compiled_functions() -> tuple[Callable[..., int], Callable[..., None]]:
 
 @lru_cache(maxsize=1)
 def compiled_windows() -> dict[str, Callable[..., Any]]:
-    """The functions of the window search in the same way, by name."""
+    """Return the functions of the window search as machine code, by name."""
     times = {f.__name__: _build(f) for f in (mirror, earliest, weight_starts)}
     return {**times, "redispatch": _build(redispatch, **_helpers())}
 
 
 @lru_cache(maxsize=1)
 def _helpers() -> dict[str, Any]:
-    """The loops must call compiled functions, which they find among their globals."""
+    """Return the helpers as machine code: compiled loops can call only compiled functions, which `_build` puts among
+    their globals."""
     return {f.__name__: _build(f) for f in (push, pop, mark, expect, worth_a_wait)}
 
 
@@ -769,5 +771,5 @@ def _build(function: Callable[..., Any], **names: Any) -> Any:
     twin.__module__, twin.__qualname__ = __name__, function.__qualname__
     try:
         return numba.njit(cache=True)(twin)
-    except RuntimeError:  # no folder to cache in
+    except RuntimeError:  # there is no folder to cache in
         return numba.njit(twin)

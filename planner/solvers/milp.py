@@ -1,9 +1,9 @@
 """The textbook MILP of a routed problem, as a check on CP-SAT: it shares no model code with it.
 
-Time-indexed, in step form: y[op, t] = 1 once the op has started by tick t. So precedence is
-y[b, t] <= y[a, t - duration - transfer], a worker's load at t is the sum of y[op, t] -
-y[op, t - duration], and what it holds the sum of y[F, t] - y[W, t - W]; in bytes, with
-what I needs until I's end, and what W needs from there on. HiGHS solves this form soonest.
+It is time-indexed, in step form: y[op, t] = 1 once the op has started by tick t. So precedence is
+y[b, t] <= y[a, t - duration - transfer]; a worker's load at t is the sum of y[op, t] - y[op, t - duration]; and the
+activations that it holds are the sum of y[F, t] - y[W, t - W]. In bytes, they weigh what I needs until I's end, and
+from there on what W needs. Of the usual forms HiGHS solves this one soonest.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from openrecycle.planner.solvers.routing import Routes, proven_for_routing, rout
 
 # Above this many 0/1 variables HiGHS takes minutes where CP-SAT takes seconds.
 MAX_VARIABLES = 12_000
-# To HiGHS 1e-6 may be 0, and 1: of numbers up to here the sum of some still is the right one, rounded.
+# HiGHS may take 1e-6 for 0, and 1 - 1e-6 for 1. Up to this number a sum of such terms still rounds to the right one.
 MOST_ROOM = 10_000
 POLL = 0.05
-# Beyond this a limit is none, and HiGHS takes no larger ones.
+# A larger time limit is the same as none, and HiGHS refuses it.
 MOST_SECONDS = 1e9
 
-# Where nothing is as short as what is known, that is the best of its routing.
+# Infeasible means that nothing is as short as the known schedule, so that one is the best of its routing.
 PROVEN = ("OPTIMAL", "INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED")
 
 _Op = tuple[str, int, int]  # kind, micro-batch index, stage
 
 
 class MilpSolver:
-    """The Solver of this module. Refuses, with an InputError, what needs over MAX_VARIABLES."""
+    """The solver of this module. Raises InputError for a model that needs more than MAX_VARIABLES."""
 
     name = "milp"
 
@@ -70,7 +70,7 @@ class _Outcome:
 
 
 def solve_apart(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _Outcome:
-    """Solves in a child process, which is ended when the time is up or `cancelled` says so."""
+    """Solves in a child process, which is killed when the time is up or `cancelled` returns true."""
     if seconds <= 0:
         return _Outcome(False, {})
     script = Path(__file__).with_name("milp_process.py")
@@ -99,14 +99,14 @@ def solve_apart(model: mathopt.Model, seconds: float, cancelled: Cancelled | Non
 
 
 def small_room(room: StageRoom, count: int) -> StageRoom | None:
-    """In the smallest numbers in which exactly as much fits, of so many micro-batches; None: they would be too
-    large."""
+    """Return the smallest numbers with which exactly the same combinations of `count` micro-batches fit; None if they
+    would be too large."""
     capacity, need, keep = room
     if capacity <= MOST_ROOM:
         return room
     fitting = [(a, kept) for a in range(count + 1) if (kept := room.beside(a, count - a)) >= 0]
     for most in range(1, MOST_ROOM + 1):
-        # Rounded up: nothing fits that did not.
+        # Rounded up, so that nothing fits that did not fit before.
         small = StageRoom(most, -(-need * most // capacity), -(-keep * most // capacity))
         if all(a * small.need + kept * small.keep <= most for a, kept in fitting):
             return small
@@ -114,9 +114,9 @@ def small_room(room: StageRoom, count: int) -> StageRoom | None:
 
 
 class StepModel:
-    """Minimizes the period, from 0 to `upper` ticks, for these routes (planner.solvers.routing.assign).
+    """The model for given routes (planner.solvers.routing.assign). It minimizes the period, 0 to `upper` ticks.
 
-    exact: does it take all that fits in memory?
+    exact: does it admit every schedule that fits in memory?
     """
 
     def __init__(self, problem: Problem, routes: Routes, upper: int) -> None:
@@ -129,7 +129,7 @@ class StepModel:
         self.kinds = "FIW" if problem.technique.splits else "FB"
         self.back, self.last = self.kinds[1], self.kinds[-1]
         durations = [d for t in problem.ticks for d in (t.forward, t.input_backward, t.weight_backward, t.optimizer)]
-        # All starts of an earliest-start schedule are sums of durations, so whole multiples of this.
+        # All starts of an earliest-start schedule are sums of durations, and so multiples of this unit.
         self.unit = math.gcd(*durations, *job.transfer_ticks, *job.backward_transfer_ticks)
         self.wire = [t // self.unit for t in job.transfer_ticks]
         self.wire_back = [t // self.unit for t in job.backward_transfer_ticks]
@@ -146,7 +146,7 @@ class StepModel:
                 f"cp-sat or auto: the MILP takes at most {MAX_VARIABLES:,} variables and this problem needs {size:,}",
             )
         small = {room: small_room(room, len(self.indices)) for room in set(problem.room)}
-        # (A B that is whole needs less where W keeps more than I needs.)
+        # (Where W keeps more than I needs, a whole B needs less, and the model does not know whole B's.)
         self.exact = all(room is not None and room.keep <= room.need for room in small.values())
         self.rooms = [
             small[room] or StageRoom(limit or 0, 1, 1) for room, limit in zip(problem.room, problem.limits, strict=True)
@@ -170,7 +170,7 @@ class StepModel:
         return self.problem.ticks[stage].by_kind[kind] // self.unit
 
     def _earliest(self) -> dict[tuple[str, int], int]:
-        """First unit at which an op of (kind, stage) can start: down the pipeline and back up."""
+        """The first unit at which an op of (kind, stage) can start: down the pipeline and back up."""
         at: dict[tuple[str, int], int] = {}
         clock = 0
         for s in self.stages:
@@ -185,7 +185,7 @@ class StepModel:
         return at
 
     def _latest(self) -> dict[tuple[str, int], int]:
-        """Last unit at which an op of (kind, stage) can start when the period is `upper`."""
+        """The last unit at which an op of (kind, stage) can start when the period is `upper`."""
         at: dict[tuple[str, int], int] = {}
         staggers = self.problem.technique.staggers
         end = self.upper - (self.optimizer[0] if staggers else max(self.optimizer))
@@ -202,7 +202,7 @@ class StepModel:
             clock -= self.duration("F", s)
             at["F", s] = clock
             if self.last == "W":
-                # Staggered: the stage's first F starts no later than this, and its last W a period on.
+                # Staggered: the stage's first F starts no later than this, and its last W within a period from then.
                 limit = clock + self.upper - self.optimizer[s] if staggers and s else end
                 at["W", s] = limit - self.duration("W", s)
             clock -= self.wire[s - 1] if s else 0
@@ -218,7 +218,7 @@ class StepModel:
             self.model.add_linear_constraint(row[t] <= row[t + 1])
 
     def step(self, op: _Op, t: int) -> mathopt.Variable | int:
-        """y[op, t]; a constant outside the op's window."""
+        """Returns y[op, t]; a constant outside the op's window."""
         if t < self.earliest[op[0], op[2]]:
             return 0
         return 1 if t >= self.latest[op[0], op[2]] else self.steps[op][t]
@@ -232,7 +232,8 @@ class StepModel:
             self._at_most([(self.step(then, t), 1), (self.step(first, t - lag), -1)], 0)
 
     def _at_most(self, terms: list[tuple[mathopt.Variable | int, int]], limit: int) -> None:
-        """sum of factor x term <= limit, constants moved to the right; omitted when always true."""
+        """Requires that the sum of factor x term is at most `limit`; constants are moved to the right. Adds nothing
+        when that is always true."""
         constant = sum(factor * term for term, factor in terms if isinstance(term, int))
         free = [(term, factor) for term, factor in terms if not isinstance(term, int)]
         if constant + sum(factor for _, factor in free if factor > 0) <= limit:
@@ -269,7 +270,7 @@ class StepModel:
                     self._at_most(held, room.capacity)
 
     def _instants(self, ops: list[_Op]) -> None:
-        """What takes no time is no load, but lies inside no other op of its worker either."""
+        """Keeps ops without duration, which are no load, out of the inside of other ops of their worker."""
         lengths = {op: self.duration(op[0], op[2]) for op in ops}
         longer = [op for op, length in lengths.items() if length > 1]
         for op, length in lengths.items():
@@ -295,7 +296,7 @@ class StepModel:
     # -- reading a solution ----------------------------------------------------------------------
 
     def read(self, values: dict[int, float]) -> Schedule:
-        """The schedule of a solution, given as variable id -> value."""
+        """Makes the schedule of a solution, given as variable id -> value."""
 
         def ticks(kind: str, index: int, stage: int) -> int:
             row = self.steps[kind, index, stage].values()

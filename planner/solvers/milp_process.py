@@ -1,11 +1,13 @@
 """Solves one MathOpt model with HiGHS in a process of its own: `python milp_process.py DEADLINE`.
 
-Model (a serialized ModelProto) on standard input; one JSON object on standard output: `reason`, and `values` by
-variable id. DEADLINE: of the machine's monotonic clock, since the imports take some of the time that there is.
+It reads the model (a serialized ModelProto) from standard input, and writes one JSON object to standard output:
+`reason`, and `values` by variable id. DEADLINE is a time of the machine's monotonic clock, since the imports take some
+of the time available.
 
-A process, because HiGHS takes no interruption through MathOpt, writes to standard output whatever
-it is told, and may want more memory than its caller has to give. Of its caller's process group, with its niceness and
-limits: it is killed with it. It imports no more than the solver, in 0.3 s, and nothing of the script that plans.
+The solver needs its own process because HiGHS can't be interrupted through MathOpt, writes to standard output whatever
+it is told, and may want more memory than its caller has. The process belongs to the caller's process group, has the
+same niceness and limits, and is killed with it. It imports the solver alone, in 0.3 s, and nothing of the script that
+plans.
 """
 
 from __future__ import annotations

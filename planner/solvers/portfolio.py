@@ -1,6 +1,7 @@
-"""`make_plan`: the one way to a plan. List scheduler first, then the rest within the time given.
+"""`make_plan`: every plan is made here. The list scheduler comes first, then other solvers within the time given.
 
-What is made here is not checked: whoever stores it does so (planner.check.checked), off the way to a recovery.
+The plans are not checked here. The code that stores a plan checks it (planner.check.checked), so that the check does
+not delay a recovery.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListSche
 from openrecycle.planner.solvers.local_search import COMPILED_SECONDS, Rearranger, Tuner, rearrangeable
 
 SOLVERS = ("auto", "list", "cp-sat", "milp")
-# Ops up to which CP-SAT has most of the time, and beyond which the local search has.
+# Problems of at most SMALL ops give CP-SAT most of the time, those of more than LARGE the local search.
 SMALL, LARGE = 800, 4_000
-# Beyond so many ops, where pipelines differ, CP-SAT has not begun when its time is over.
+# Beyond so many ops, where workers have failed, CP-SAT would not even begin to search within the time.
 HUGE = 100_000
-# Plans for more failures that are looked at: as many as take so many ops in all, within these limits. Another solver
-# has most of the time that is given.
+# How many plans for more failures `of_more_failures` looks at: as many as have LOOK_EFFORT ops in all, but no fewer and
+# no more than these limits. With another solver the looks get only LOOK_SHARE of the time.
 LOOK_EFFORT, FEWEST_LOOKS, LOOKS, LOOK_SHARE = 5_000_000, 2, 100, 0.25
 
 
@@ -41,9 +42,9 @@ def make_plan(
     look_ahead: bool = True,
     layout: ChosenLayout | None = None,
 ) -> Plan:
-    """Solves `problem` and puts the result, its bound and its references in a Plan; see `best_solution`.
+    """Solves `problem` and makes a Plan of the result, with its bound and its references; see `best_solution`.
 
-    layout: by which `problem` was cut and staffed, if it was chosen: the plan carries its bound.
+    layout: the layout that `problem` was cut and staffed by, if one was chosen: the plan then carries its bound.
     """
     run = Run(time_limit, cancelled, on_progress)
     solution = best_solution(problem, run, solver=solver, look_ahead=look_ahead)
@@ -53,14 +54,14 @@ def make_plan(
 
 
 def of_layout(solution: Solution, layout: ChosenLayout) -> Solution:
-    """With the bound over all layouts that `layout` was chosen from."""
+    """Replace the bound by that over all layouts that `layout` was chosen from."""
     if layout.over == "schedules":
         return solution
     return replace(solution, bound=layout.bound.ticks, over=layout.over)
 
 
 def check_effort(solver: str, time_limit: float) -> None:
-    """Raises InputError unless there is that solver, and time for it."""
+    """Raises InputError unless the solver exists and the time limit is above 0."""
     if solver not in SOLVERS:
         raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
     if not time_limit > 0:
@@ -70,13 +71,13 @@ def check_effort(solver: str, time_limit: float) -> None:
 def best_solution(
     problem: Problem, run: Run | None = None, *, solver: str = "auto", look_ahead: bool = True
 ) -> Solution:
-    """The best schedule found within the run.
+    """Return the best schedule found within the run.
 
     solver: `list` only the list scheduler; `cp-sat`, `milp` the list scheduler's schedule
     improved by that solver; `auto` the list scheduler and, while the gap is open, local search
     over its settings and over windows of the order, then CP-SAT.
-    look_ahead: whatever the solver, take no longer plan than the list scheduler makes for more
-    failures (`of_more_failures`); False where a plan is needed at once. Raises InputError and InfeasibleError.
+    look_ahead: also try plans that the list scheduler makes for more failures (`of_more_failures`), whatever the
+    solver; False where a plan is needed at once. Raises InputError and InfeasibleError.
     """
     run = run or Run()
     check_effort(solver, run.time_limit)
@@ -101,18 +102,18 @@ def best_solution(
 
 
 def of_more_failures(solution: Solution, run: Run) -> Solution:
-    """The list scheduler's plan for more failures, which is one for these too, where it is shorter.
+    """Try the list scheduler's plans for more failures, and take one if it is shorter: it serves for these too.
 
-    Looked at, while that may be shorter: plans for one failure more, those of the lowest bounds first; then for one
-    more than those, from the shortest plan on, since what is reached from a set of failures must be reached from each
-    of its subsets. How many depends on the job alone; the run may end it early.
+    While they may be shorter, plans for one failure more are made, those of the lowest bounds first; then for one more
+    failure than those, from the shortest plan on, so that a plan which is found for a set of failures is also found for
+    each of its subsets. The number of looks depends on the job alone; only the end of the run can cut it short.
     """
     problem = solution.schedule.problem
     if not problem.failed:
         return solution
     looks = _looks(problem.job)
     seen: set[frozenset[Worker]] = {problem.failed}
-    # Sets of failures to go on from, by how long their plan is, and when it was made.
+    # Sets of failures to go on from, with the period of their plan and a serial number.
     waiting: list[tuple[int, int, frozenset[Worker]]] = [(solution.schedule.period, 0, problem.failed)]
     while waiting:
         _, _, start = heappop(waiting)
@@ -132,12 +133,12 @@ def of_more_failures(solution: Solution, run: Run) -> Solution:
 
 
 def _looks(job: Job) -> int:
-    """How many plans for more failures are made at most."""
+    """Return how many plans for more failures are made at most."""
     return min(LOOKS, max(FEWEST_LOOKS, LOOK_EFFORT // (job.ops * tries(job.ops))))
 
 
 def _one_more(failed: frozenset[Worker], job: Job) -> Iterator[frozenset[Worker]]:
-    """Of large grids only those in which the pipeline with most failures loses one worker more."""
+    """Yield `failed` with one more worker; on large grids only workers of the pipeline with most failures."""
     if job.pipelines * job.stages * job.micro_batches <= SELECTIVE_ITEMS:
         yield from with_one_more(failed, job)
         return
@@ -149,16 +150,16 @@ def _one_more(failed: frozenset[Worker], job: Job) -> Iterator[frozenset[Worker]
 
 
 def plan_of(solution: Solution, *, seconds: float) -> Plan:
-    """The Plan document of a solution: metrics, references, solver."""
+    """Make the Plan document of a solution: metrics, references, solver."""
     return Plan.of(solution.schedule, metrics=metrics_of(solution), solver=solver_of(solution, seconds=seconds))
 
 
 def metrics_of(solution: Solution) -> MetricsDoc:
-    """The numbers of the schedule, its bound, and what it is compared with."""
+    """Compute the numbers of the schedule, its bound, and the comparisons with the references."""
     schedule = solution.schedule
     job = schedule.problem.job
     reference = reference_period(job.at_home)
-    # A plan around failures is one without them too, so it may show the baseline to be loose.
+    # A plan around failures is also a plan without them, so it may be shorter than the baseline.
     best = min(best_fault_free(job, schedule.problem.memory).period, schedule.period)
     bound = min(solution.bound, schedule.period)
     return MetricsDoc(
@@ -175,7 +176,7 @@ def metrics_of(solution: Solution) -> MetricsDoc:
 
 
 def solver_of(solution: Solution, *, seconds: float) -> SolverDoc:
-    """Who made the schedule, in how long, and whether it is proven optimal."""
+    """Return the name of the solver, its time, and whether the schedule is proven optimal."""
     return SolverDoc(
         name=solution.solver,
         status="optimal" if solution.optimal else "feasible",
@@ -185,9 +186,9 @@ def solver_of(solution: Solution, *, seconds: float) -> SolverDoc:
 
 
 def _exact(name: str) -> Solver | None:
-    """Imported only when asked for: agents plan with the list scheduler and lack OR-Tools.
+    """Import an exact solver only when it is needed: agents plan with the list scheduler and lack OR-Tools.
 
-    None: `auto` where OR-Tools is missing. Raises InputError when it was asked for by name.
+    Returns None for `auto` where OR-Tools is missing; raises InputError where the user named the solver.
     """
     try:
         if name == "milp":
@@ -207,10 +208,10 @@ Step = tuple[Callable[[], Solver | None], float]
 
 
 def _steps(solver: str, problem: Problem, time_limit: float) -> list[Step]:
-    """What follows the list scheduler, each with its share of the time left.
+    """Return the solvers that follow the list scheduler, each with its share of the time left.
 
-    The larger the grid, the less CP-SAT can do for it and the more the searches over settings and over
-    windows do. Without failures CP-SAT solves for one pipeline of a grid of any size.
+    The larger the grid, the less CP-SAT gains and the more the searches over settings and over windows gain. Without
+    failures CP-SAT solves one pipeline, so the size of the grid does not matter.
     """
     if solver == "list" or not problem.technique.reroutes:
         return []
@@ -229,7 +230,7 @@ def _steps(solver: str, problem: Problem, time_limit: float) -> list[Step]:
 
 
 def _better(first: Solution, second: Solution) -> Solution:
-    """The shorter schedule, and whose it is, with the higher of the two bounds."""
+    """Return the shorter schedule with the higher of the two bounds, under the name of the solver that made it so."""
     bound = max(first.bound, second.bound)
     if second.schedule.period < first.schedule.period:
         return replace(second, bound=bound)
@@ -238,7 +239,7 @@ def _better(first: Solution, second: Solution) -> Solution:
 
 
 def reference_plan(job: Job, name: str) -> Plan:
-    """A published fault-free schedule (see planner.plans.baseline) as a plan.
+    """Make a plan of a published fault-free schedule (see planner.plans.baseline).
 
     name: 1f1b, gpipe, zb-h1 or zb-h2. Raises InputError.
     """

@@ -1,15 +1,15 @@
-"""Which living peer runs which micro-batch at each stage, and what is left of a problem whose routes are known.
+"""Routing: which living peer runs which micro-batch at each stage; and `Reduction`, a smaller problem for given routes.
 
 A micro-batch stays in its own pipeline wherever that worker lives (and is not much slower than its
 peers). The others go round-robin to the living peers of the stage, micro-batch by micro-batch, so that
 each peer's guests are spread over the iteration and peers' loads differ by at most one. Where peers are
 of unequal speed each guest goes where the load in time stays least, so a slow worker takes fewer, and
-these are spread over the iteration as well. A worker so slow that its own micro-batches alone would
-make the period longer than its peers need give it (see `least_load`) sends the rest of them to its peers.
+these are spread over the iteration as well. A worker may be so slow that its own micro-batches alone would
+make the period longer than its peers need it to be (see `least_load`); it sends the rest of them to its peers.
 
 With the routing given, only a micro-batch's *route* (the worker of each stage) matters for time,
-not its name or home. Micro-batches of one route form a class. `Reduction` takes out what is interchangeable, in two
-ways, both exact:
+not its name or home. Micro-batches of one route form a class. `Reduction` removes what is interchangeable. It does so
+in two ways, and the optimum stays the same:
 
 Order inside a class. There is an optimal schedule in which, on every stage, the F's of a class run
 in one and the same order, and so do its I's (or B's) and its W's. Proof: take any schedule, and on
@@ -45,7 +45,7 @@ Routes = tuple[tuple[int, ...], ...]
 
 
 def assign(problem: Problem) -> Routes:
-    """assign(problem)[stage][pipeline * micro_batches + micro_batch]: pipeline of the worker."""
+    """Choose the routes: assign(problem)[stage][pipeline * micro_batches + micro_batch] is the worker's pipeline."""
     job = problem.job
     longest = least_load(problem) if job.speeds else 0
     routes = []
@@ -59,7 +59,7 @@ def assign(problem: Problem) -> Routes:
         hosts = _hosts(problem, stage, sum(away.values()), keeps)
         for micro_batch in range(job.micro_batches):
             for pipeline, n in away.items():
-                # Spread over the iteration: all of a dead worker's, some of a slow one's.
+                # Those sent away are spread over the iteration: all of a dead worker's, some of a slow worker's.
                 if (micro_batch + 1) * n // job.micro_batches > micro_batch * n // job.micro_batches:
                     row[pipeline * job.micro_batches + micro_batch] = next(hosts)
         routes.append(tuple(row))
@@ -67,24 +67,25 @@ def assign(problem: Problem) -> Routes:
 
 
 def least_load(problem: Problem) -> int:
-    """Least ticks in which every stage can do its F's, I's and W's, however its peers share them."""
+    """Return the fewest ticks in which every stage can do its F's, I's and W's, however its peers share them."""
     total = problem.job.pipelines * problem.job.micro_batches
     return max(_shared(list(_work(problem, s).values()), total) for s in range(problem.job.stages))
 
 
 def _work(problem: Problem, stage: int) -> dict[int, int]:
-    """Ticks of a micro-batch by living peer."""
+    """Return the ticks of one micro-batch by living peer."""
     return {p: problem.worker_ticks(Worker(p, stage)).work for p in problem.living_peers(stage)}
 
 
 def _shared(work: list[int], total: int) -> int:
+    """Return the least time in which workers that need `work` ticks each can do `total` micro-batches."""
     return bisect_left(range(total * min(work)), True, key=lambda time: sum(time // ticks for ticks in work) >= total)
 
 
 def _hosts(problem: Problem, stage: int, guests: int, keeps: dict[int, int]) -> Iterator[int]:
-    """The pipelines of the peers that take the stage's guests, in the guests' order.
+    """Yield the pipelines of the peers that take the stage's guests, in the order of the guests.
 
-    keeps: how many of its own each peer runs.
+    keeps: how many of its own micro-batches each peer runs.
     """
     work = _work(problem, stage)
     if len(set(work.values())) == 1:
@@ -101,23 +102,23 @@ def _hosts(problem: Problem, stage: int, guests: int, keeps: dict[int, int]) -> 
     return (p for _, _, p in sorted(due))
 
 
-# -- what is left of a routed problem without what is interchangeable ---------------------------
+# -- a routed problem without what is interchangeable -------------------------------------------
 
 
-# (F, I or W; micro-batch; stage): the backward of either technique is I. Micro-batches are numbered over all pipelines,
-# pipeline x micro_batches + micro-batch.
+# (F, I or W; micro-batch; stage). Where B is not split, it is called I here. Micro-batches are numbered over all
+# pipelines: pipeline * micro_batches + micro-batch.
 OpKey = tuple[str, int, int]
 Starts = Mapping[OpKey, int]  # ticks
-# (op, another, how many ticks after the start of the first that can start at the earliest)
+# (first op, second op, ticks): the second starts at least so many ticks after the start of the first
 Link = tuple[OpKey, OpKey, int]
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A problem with its routing, by classes.
+    """A problem with its routing, reduced to the classes that have to be solved.
 
-    kept: the classes to solve for, each a list of micro-batch indices in the order in which they
-    are to run. copies: micro-batch index -> the kept one whose times it takes.
+    kept: the classes to solve, each a list of micro-batch indices in the order in which they run.
+    copies: for each micro-batch that is left out, the kept one whose times it takes.
     """
 
     problem: Problem
@@ -127,11 +128,11 @@ class Reduction:
 
     @classmethod
     def of(cls, problem: Problem, routes: Routes | None = None) -> Reduction:
-        """routes: as planner.solvers.routing.assign gives them, which is the default."""
+        """Reduces `problem`. routes: as `assign` gives them, which is the default."""
         routes = assign(problem) if routes is None else routes
         job = problem.job
         classes: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        # By micro-batch first, so that a class of several pipelines takes turns among them.
+        # Sorted by micro-batch first, so that the pipelines of a class take turns.
         for index in sorted(range(len(routes[0])), key=lambda i: (i % job.micro_batches, i)):
             classes[tuple(row[index] for row in routes)].append(index)
         users: dict[Worker, int] = defaultdict(int)
@@ -155,7 +156,7 @@ class Reduction:
 
     @cached_property
     def lengths(self) -> dict[OpKey, int]:
-        """Ticks of each op to solve for, on the worker that its micro-batch meets."""
+        """Ticks of each op to solve for, on the worker of its route."""
         out: dict[OpKey, int] = {}
         for index in chain.from_iterable(self.kept):
             for stage, row in enumerate(self.routes):
@@ -165,7 +166,7 @@ class Reduction:
 
     @cached_property
     def links(self) -> list[Link]:
-        """What each op needs of its micro-batch, and the order inside a class."""
+        """What each op needs of its own micro-batch, and the order inside each class."""
         links = [*chains(self.problem, self.lengths)]
         for before, after in chain.from_iterable(map(pairwise, self.kept)):
             for stage in range(self.problem.job.stages):
@@ -174,7 +175,7 @@ class Reduction:
         return links
 
     def by_worker(self) -> dict[Worker, list[tuple[int, ...]]]:
-        """The kept classes (their micro-batches) of each worker that runs any."""
+        """Returns by worker the kept classes that it runs, as their micro-batches."""
         table: dict[Worker, list[tuple[int, ...]]] = defaultdict(list)
         for members in self.kept:
             for stage, row in enumerate(self.routes):
@@ -182,11 +183,11 @@ class Reduction:
         return dict(table)
 
     def starts_of(self, schedule: Schedule) -> Starts:
-        """Those of a schedule that is routed so, in the order described above. Of a whole B, W starts when its first I
-        ticks are over.
+        """Reads the starts from a schedule with these routes, sorted inside each class as described above. Where B is
+        whole, W starts after the first I ticks.
 
-        Between the classes of one worker, W's follow the order of their I's, which is no loss
-        either: they are equally long, and nothing but memory follows them, by how many have ended.
+        Between the classes of one worker, W's follow the order of their I's. That loses nothing either: they last
+        equally long, and only memory depends on them, by how many have ended.
         """
         found: dict[OpKey, int] = {}
         for op in schedule.compute_ops():
@@ -197,7 +198,7 @@ class Reduction:
         starts: dict[OpKey, int] = {}
 
         def give(kind: str, stage: int, members: Sequence[int]) -> None:
-            """The k-th start of these to the k-th of them."""
+            """Gives the k-th start of these micro-batches to the k-th of them."""
             ascending = sorted(found[kind, i, stage] for i in members)
             starts.update(((kind, i, stage), start) for i, start in zip(members, ascending, strict=True))
 
@@ -212,7 +213,7 @@ class Reduction:
         return starts
 
     def schedule(self, starts: Starts) -> Schedule:
-        """The whole problem's, copies included."""
+        """Makes the schedule of the whole problem, copies included."""
         every = {key: starts[key] for key in self.lengths}
         for copy, source in self.copies.items():
             for stage in range(self.problem.job.stages):
@@ -222,19 +223,19 @@ class Reduction:
 
 
 def kinds_of(problem: Problem) -> str:
-    """Of the ops to solve for: the backward of either technique is I."""
+    """The kinds of op to solve for; where B is not split, it is called I."""
     return "FIW" if problem.technique.splits else "FI"
 
 
 def lengths_of(problem: Problem, ticks: StageTicks) -> dict[str, int]:
-    """Ticks of each of these kinds."""
+    """Return the ticks of each kind that `kinds_of` names."""
     return (
         dict(zip("FIW", ticks, strict=False)) if problem.technique.splits else {"F": ticks.forward, "I": ticks.backward}
     )
 
 
 def chains(problem: Problem, lengths: Mapping[OpKey, int]) -> Iterator[Link]:
-    """What each op needs of its own micro-batch."""
+    """Yield what each op needs of its own micro-batch."""
     for kind, index, stage in lengths:
         for of, source, lag in inputs(kind, stage, problem.job):
             yield (of, index, source), (kind, index, stage), lengths[of, index, source] + lag
@@ -243,7 +244,7 @@ def chains(problem: Problem, lengths: Mapping[OpKey, int]) -> Iterator[Link]:
 def schedule_of(
     problem: Problem, starts: Starts, homes: Sequence[MicroBatch], routes: Sequence[Sequence[int]]
 ) -> Schedule:
-    """What a solver has found. homes: of its micro-batches. See `_whole_backwards` for B."""
+    """Make the schedule that a solver has found. homes: by micro-batch. See `_whole_backwards` for B."""
     ops = []
     for (kind, index, stage), start in starts.items():
         worker = Worker(routes[stage][index], stage)
@@ -254,15 +255,15 @@ def schedule_of(
 
 
 def _ticks(problem: Problem, route: tuple[int, ...]) -> list[StageTicks]:
-    """Op times on each worker of a route."""
+    """Return the op times on each worker of a route."""
     return [problem.worker_ticks(Worker(p, s)) for s, p in enumerate(route)]
 
 
 def _whole_backwards(problem: Problem, ops: list[Op]) -> list[Op]:
-    """The same times with B for I and W on each worker where the split gains nothing.
+    """Put B for I and W, at the same times, on each worker where the split gains nothing.
 
-    That is a worker each of whose W's directly follows its own I, with no op upstream that starts
-    before the W has ended and its gradient has been sent: so as few workers as possible split.
+    On such a worker each W directly follows its own I, and no op upstream starts before the W has ended and the
+    gradient has been sent. So as few workers as possible split.
     """
     wire = problem.job.backward_transfer_ticks
     at = {(op.kind, op.pipeline, op.micro_batch, op.stage): op for op in ops}
@@ -287,7 +288,7 @@ def _whole_backwards(problem: Problem, ops: list[Op]) -> list[Op]:
 
 
 def routes_of(schedule: Schedule) -> Routes:
-    """Who runs what in `schedule`, in the form of planner.solvers.routing.assign."""
+    """Read the routes from a schedule, in the form of `assign`."""
     job = schedule.problem.job
     routes = [[0] * (job.pipelines * job.micro_batches) for _ in range(job.stages)]
     for op in schedule.compute_ops():
@@ -297,8 +298,8 @@ def routes_of(schedule: Schedule) -> Routes:
 
 
 def proven_for_routing(problem: Problem, bound: int, *, exact: bool) -> str:
-    """What to say of a schedule that is optimal for its routing, and perhaps not over all. exact: of all that fits in
-    memory; else of what keeps to the problem's limits."""
+    """Return the message for a schedule that is optimal for its routing, and perhaps not over all routings. exact: the
+    proof covers all schedules that fit in memory; else only those that keep to the problem's limits."""
     counted = "" if exact else " where each micro-batch takes its larger part all along"
     return (
         f"no better schedule exists for this routing{counted}; "
