@@ -1,16 +1,16 @@
-"""Says whether a schedule is valid, and whether a plan tells the truth about itself.
+"""Checks whether a schedule is valid, and whether the numbers of a plan are true.
 
 The rules and the metrics are written here from the definitions, without code of the solvers or of the metrics of
-planner.plans.schedule, so that a mistake in one is not repeated in the other. Some numbers are no matter of the ops
-alone, and their code is shared with those who make plans; a mistake there is not found here:
+planner.plans.schedule, so that a mistake in one is not repeated in the other. Some numbers do not follow from the ops
+alone. Their code is shared with the code that makes plans, so a mistake in it is not found here:
 
 - `period_bound` (planner.plans.bounds) proves a lower bound. A search that went further left no proof in the document,
-  so a bound above that is believed of PROVERS only, and `claim` says so. A bound over all partitions of the layers is
+  so a higher bound is accepted only from PROVERS, and `claim` says so. A bound over all partitions of the layers is
   proven anew (`_Layouts`).
 - `reference_period` (planner.plans.baseline) is the period of 1F1B, for `slowdown_vs_1f1b`; `least_reference` is the
-  shortest published schedule, for the bound of what is called fault-free.
-- `best_fault_free` (planner.solvers.list_scheduler) looks for the baseline of `slowdown_vs_best`: the list scheduler
-  makes it, and its schedule is checked here like any other. That there is no better one is not.
+  shortest published schedule, for the bound of fault-free plans.
+- `best_fault_free` (planner.solvers.list_scheduler) finds the baseline of `slowdown_vs_best`. The list scheduler makes
+  it, and its schedule is checked here like any other; that no better one exists is not checked.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from openrecycle.planner.plans.schedule import Op, OpsByWorker, Schedule
 Ints = NDArray[np.int64]
 KINDS = "FIWBO"
 F, I, W, B, O = range(5)  # noqa: E741 -- the field's names
-# Beyond every number of a schedule (planner.jobs.job.MAX_TICKS), and so that two of them can be added.
+# Larger than every number of a schedule (planner.jobs.job.MAX_TICKS), and small enough that two of them can be added.
 _MOST = 1 << 61
-# Nobody reads more, and a small document can be of a job of a million micro-batches that it has no ops of.
+# Nobody reads more violations, and a small document may claim a job of a million micro-batches without any of its ops.
 MOST_VIOLATIONS = 1_000
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that is wrong. sentence: for the user; ops: those that clash, two where two do."""
+    """One thing that is wrong. sentence: for the user; ops: the ops concerned, two where two clash."""
 
     sentence: str
     ops: tuple[Op, ...] = ()
@@ -54,16 +54,16 @@ class Violation:
 
 
 def check(subject: Schedule | Plan, *, hashed: bool = True) -> list[Violation]:
-    """What is wrong with a schedule or plan, the first MOST_VIOLATIONS of it; empty when it is valid.
+    """Return what is wrong with a schedule or plan, at most MOST_VIOLATIONS; empty when it is valid.
 
     A plan's numbers (metrics, fingerprint) are recomputed and compared as well, unless its
-    schedule is invalid already: the metrics of an invalid schedule mean nothing. hashed: False for a plan whose
-    fingerprint has been computed in this process, which takes as long as all else.
+    schedule is invalid already: the metrics of an invalid schedule mean nothing. hashed: whether to check the
+    fingerprint, which takes as long as all else; False for a plan whose fingerprint was computed in this process.
     """
     if isinstance(subject, Schedule):
         return list(islice(_Checker(subject).violations(), MOST_VIOLATIONS))
     least = 2 * subject.job.ops // 3
-    if subject.op_count < least:  # said before memory is taken for a job that a small document may speak of
+    if subject.op_count < least:  # checked first: a small document may claim a job that would take all memory
         return [
             Violation(f"the plan has {subject.op_count:,} ops, and an F and a B of all micro-batches are {least:,}")
         ]
@@ -79,21 +79,21 @@ def check(subject: Schedule | Plan, *, hashed: bool = True) -> list[Violation]:
 
 
 def checked(plan: Plan) -> Plan:
-    """A plan just made, which breaks no rule. Raises PlannerError: whoever made it is at fault."""
+    """Return a plan that has just been made, if it is valid. Raises PlannerError if not, a mistake of its maker."""
     if wrong := check(plan, hashed=False):
         raise PlannerError(f"the plan of {plan.solver.name} is not valid, and is not used: {wrong[0]}")
     return plan
 
 
 def further(found: Sequence[Violation]) -> str:
-    """How many there are beside the first, in words; "": none."""
+    """Say how many violations there are beside the first; "" if there are none."""
     if len(found) < 2:
         return ""
     return f"{'at least ' if len(found) == MOST_VIOLATIONS else ''}{len(found) - 1} more"
 
 
 def claim(plan: Plan) -> str | None:
-    """What a valid plan says of its bound that can't be established here, in a sentence; None: nothing."""
+    """Return a sentence about the bound that a valid plan claims and that can't be proven here; None if it can."""
     problem = plan.problem()
     job = problem.job
     proven = established_bound(problem, round(plan.metrics.period * job.ticks_per_unit))
@@ -107,9 +107,9 @@ def claim(plan: Plan) -> str | None:
 
 
 def established_bound(problem: Problem, period: int) -> int:
-    """Ticks that no plan of `problem` can beat, by planner.plans.bounds. period: of a valid one.
+    """Return the ticks that no plan of `problem` can beat, by planner.plans.bounds. period: of a valid plan.
 
-    What is called fault-free runs in 1F1B's order, or as GPipe where the memory limit allows it.
+    A fault-free plan runs in 1F1B's order, or as GPipe where the memory limit allows it.
     """
     bound = period_bound(problem)
     if problem.technique.reroutes:
@@ -119,10 +119,10 @@ def established_bound(problem: Problem, period: int) -> int:
 
 
 class _Checker:
-    """The ops of a schedule in arrays, one worker's after the other's as the schedule has them; the rules over those.
+    """The ops of a schedule in arrays, worker by worker as the schedule has them, and the rules as methods.
 
-    Whatever breaks a rule is found by arrays, and put into words op by op. Arrays of three dimensions are
-    [pipelines, micro-batches, stages] and hold the place of each op, -1 for none.
+    Arrays find the ops that break a rule; sentences are made for these ops only. Arrays of three dimensions are
+    [pipelines, micro-batches, stages] and hold the index of each op, -1 for none.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -139,7 +139,7 @@ class _Checker:
             self.beyond |= (numbers > _MOST) | (numbers < -_MOST)
         self.end = self.start + self.duration
         self.on = None
-        if not isinstance(schedule.ops, OpsByWorker):  # which may say of an op that another worker runs it
+        if not isinstance(schedule.ops, OpsByWorker):  # its ops name a worker themselves, perhaps not that of their row
             self.on = np.array([op.worker for row in schedule.ops.values() for op in row], np.int64).reshape(-1, 2)
 
     def violations(self) -> Iterator[Violation]:
@@ -151,7 +151,7 @@ class _Checker:
         for violation in chain(self._stages(), self._workers(), self._each_op(), self._doubled()):
             broken = True
             yield violation
-        if broken:  # what follows reads the ops by their keys
+        if broken:  # the rules below look ops up by micro-batch and stage
             return
         for violation in self._completeness():
             missing = True
@@ -175,7 +175,7 @@ class _Checker:
         return (self.op(int(place)) for place in np.flatnonzero(broken))
 
     def _stages(self) -> Iterator[Violation]:
-        """Where the job has layers: what each stage takes is what its layers take."""
+        """The rule for jobs with layers: a stage takes what its layers take together."""
         job, at = self.job, 0
         for stage, count in enumerate(job.partition):
             members, at = job.layers[at : at + count], at + count
@@ -205,7 +205,7 @@ class _Checker:
             yield Violation(f"{worker} lives and has no ops, not even its O")
 
     def _each_op(self) -> Iterator[Violation]:
-        """Each op for itself: who, what, how long, allowed at all."""
+        """Rules for each op alone: its worker, its place in the grid, its kind, its duration."""
         job, technique = self.job, self.problem.technique
         workers = np.array(self.workers, np.int64).reshape(-1, 2)
         own_pipeline, own_stage = (column[self.row] for column in workers.T)
@@ -246,7 +246,7 @@ class _Checker:
             yield Violation(f"{self.show(op)} starts before time 0", (op,))
 
     def _durations(self) -> Ints:
-        """[KINDS, stages, pipelines]: what each op must last, from the profiles and the workers' speeds."""
+        """[KINDS, stages, pipelines]: the duration that each op must have, by profiles and workers' speeds."""
         job = self.job
         out = np.zeros((len(KINDS), job.stages, job.pipelines), np.int64)
         scale = job.ticks_per_unit
@@ -265,12 +265,12 @@ class _Checker:
         return out
 
     def _key(self) -> Ints:
-        """Of each compute op: which micro-batch and stage, in the order of the arrays of three dimensions."""
+        """The index of each compute op's micro-batch and stage in the arrays of three dimensions."""
         key: Ints = (self.pipeline * self.job.micro_batches + self.number) * self.job.stages + self.stage
         return key
 
     def _doubled(self) -> Iterator[Violation]:
-        """And notes where each op stands."""
+        """The rule that no op is there twice. Also fills `at`, the index of each op."""
         job = self.job
         places = np.arange(len(self.kind))
         known = (self.kind >= 0) & (self.kind != O) & (self.number >= 0) & (self.number < job.micro_batches)
@@ -284,10 +284,10 @@ class _Checker:
         self.at: Ints = at.reshape(O, job.pipelines, job.micro_batches, job.stages)
 
     def _completeness(self) -> Iterator[Violation]:
-        """F, and either B or both I and W, of each micro-batch and stage, on one worker."""
+        """The rule that each micro-batch has on each stage F, and either B or both I and W, all on one worker."""
         there = self.at >= 0
         forward, split, whole = there[F], there[I] & there[W], there[B]
-        row = np.append(self.row, -1)[self.at]  # (-1 finds the last: none)
+        row = np.append(self.row, -1)[self.at]  # (-1 reads the last entry: no worker)
         elsewhere = (there[1:] & forward & (row[1:] != row[F])).any(0)
         wrong = ~forward | (whole == split) | (whole & (there[I] | there[W])) | elsewhere
         for p, j, s in (place.tolist() for place in np.argwhere(wrong)):  # (all at once may be a million lists)
@@ -317,7 +317,8 @@ class _Checker:
             yield Violation(f"{self.show(self.op(place))} stands behind the O of {worker}", (self.op(place),))
 
     def _overlaps(self) -> Iterator[Violation]:
-        """One op at a time, in the order in which they stand: that, and no times, is what a worker keeps to."""
+        """The rule that a worker runs one op at a time, in the order of its row: workers keep to that order, not to
+        times."""
         for place in np.flatnonzero((self.row[1:] == self.row[:-1]) & (self.start[1:] < self.end[:-1])).tolist():
             before, op = self.op(place), self.op(place + 1)
             if op.start < before.start or op.duration == 0:
@@ -328,14 +329,14 @@ class _Checker:
             yield Violation(text, (before, op))
 
     def _releases(self) -> Ints:
-        """Of each op: when the activation of its micro-batch and stage is free again; for O nothing of use."""
+        """By op, when the activation of its micro-batch and stage is free again; meaningless for O."""
         last = np.where(self.at[B] >= 0, self.at[B], self.at[W]).ravel()
         ends = np.where(last >= 0, self.end[last], _MOST)
         ends_of: Ints = ends[np.where(self.kind == O, 0, self._key())]
         return ends_of
 
     def held(self, changes: Sequence[tuple[NDArray[np.bool_], Ints, Ints]]) -> tuple[Ints, Ints]:
-        """(places, what is held by their worker from then on), worker by worker in time order.
+        """Returns (indices of ops, what the op's worker holds from then on), worker by worker in time order.
 
         changes: (which ops, when by op, how much by op). What ends at a tick is free at that tick.
         """
@@ -355,7 +356,7 @@ class _Checker:
 
     @cached_property
     def activations(self) -> tuple[Ints, Ints]:
-        """As `held`: one for a micro-batch from F's start to W's (or B's) end."""
+        """As `held`, in micro-batches: each counts one from F's start to W's (or B's) end."""
         one = np.ones_like(self.start)
         release = (self.kind == W) | (self.kind == B)
         return self.held([(self.kind == F, self.start, one), (release, self.end, -one)])
@@ -382,8 +383,8 @@ class _Checker:
             )
 
     def _bytes(self) -> Iterator[Violation]:
-        """Weights, optimizer state, and of each micro-batch what I still needs until I's (or B's)
-        end, and then what W still needs until W's; together at no time above the capacity."""
+        """The memory rule in bytes: weights, optimizer state, and of each micro-batch what I needs until I's (or B's)
+        end and then what W needs until W's end are at no time above the capacity."""
         profiles = self.job.profiles
         most = max((p.activation_bytes + p.weight_backward_bytes for p in profiles), default=0)
         exact: Any = np.int64 if most * len(self.kind) < _MOST else object  # (Python's own integers)
@@ -437,7 +438,8 @@ class _Checker:
                 yield Violation(f"{self.show(b)} starts before the end of {self.show(a)}{after}", (a, b))
 
     def _barriers(self) -> Iterator[Violation]:
-        """Staggered: a stage's O's start when its last peer has finished. Else all at the makespan."""
+        """The rule for O. Staggered: a stage's O's start when its last peer has finished. Else all start at the
+        makespan."""
         group = self.stage if self.problem.technique.staggers else np.zeros_like(self.stage)
         compute = self.kind != O
         done = np.zeros(self.job.stages, np.int64)
@@ -448,10 +450,10 @@ class _Checker:
             side = "before" if own.start < last.end else "after"
             yield Violation(f"{self.show(own)} starts {side} the end of {self.show(last)}", (last, own))
 
-    # -- what the plan says of itself, by its definitions -------------------------------------
+    # -- the plan's own numbers, by their definitions -----------------------------------------
 
     def times(self) -> dict[str, int]:
-        """Makespan, period and busy ticks."""
+        """Computes makespan, period and busy ticks."""
         stages, compute, step = self.job.stages, self.kind != O, self.kind == O
         first, last, done = np.full(stages, _MOST), np.zeros(stages, np.int64), np.zeros(stages, np.int64)
         np.minimum.at(first, self.stage[compute], self.start[compute])
@@ -471,7 +473,8 @@ class _Checker:
 
 
 def _reduction_ticks(problem: Problem, stage: int) -> int:
-    """What the reduction adds to the O of each peer: the more peers are dead, the earlier in the list."""
+    """Return what the all-reduce adds to the O of each peer: entries are by living peers, so dead ones count from the
+    end."""
     job = problem.job
     times = job.profiles[stage].reductions
     dead = sum(worker.stage == stage for worker in problem.failed)
@@ -479,7 +482,7 @@ def _reduction_ticks(problem: Problem, stage: int) -> int:
 
 
 def _document(plan: Plan, schedule: Schedule) -> Iterator[Violation]:
-    """Names in their one spelling; times that are whole ticks."""
+    """Check that names have their one spelling, and times are whole ticks."""
     for name in (*plan.workers, *plan.failed):
         if str(Worker.parse(name)) != name:
             yield Violation(f"worker {name!r} should be spelt {Worker.parse(name)}")
@@ -497,7 +500,7 @@ def _document(plan: Plan, schedule: Schedule) -> Iterator[Violation]:
 
 
 def _doubtful(plan: Plan, scale: int) -> NDArray[np.bool_]:
-    """[ops]: all whose numbers may not be in order; those in the plan's arrays mostly are (see PlannedOps)."""
+    """[ops]: ops that have to be checked one by one; numbers in a plan's arrays are mostly right (see PlannedOps)."""
     arrays = plan.workers.arrays
     doubtful = np.zeros(len(arrays.kind), bool)
     for column in (arrays.start, arrays.duration):
@@ -515,7 +518,7 @@ def _fingerprint(plan: Plan) -> Iterator[Violation]:
 
 
 def _numbers(plan: Plan, checker: _Checker) -> Iterator[Violation]:
-    """Recomputes what the plan says of itself."""
+    """Recompute the plan's metrics and compare."""
     problem, job, said = checker.problem, checker.job, plan.metrics
     true = checker.times()
     for name in ("makespan", "period"):
@@ -552,7 +555,7 @@ def _numbers(plan: Plan, checker: _Checker) -> Iterator[Violation]:
 
 
 def _over_layouts(problem: Problem, said: MetricsDoc) -> Iterator[Violation]:
-    """Where the bound is said to be over other partitions too, none of them may be able to do better."""
+    """Check a bound that is claimed over other partitions too: none of them may be able to do better."""
     if said.bound_over == "schedules":
         return
     if not problem.job.layers:
@@ -569,9 +572,9 @@ def _over_layouts(problem: Problem, said: MetricsDoc) -> Iterator[Violation]:
 
 
 class _Layouts:
-    """Is there a partition of the layers, and, where those may change, numbers of workers per stage, by which each
-    stage may be done within some ticks? Found forwards, from the first stage on, for one number of ticks; what a stage
-    takes are the bounds of planner.plans.bounds on it alone, and on it with the first, written down anew.
+    """Decides whether some layout may finish every stage within a number of ticks: a partition of the layers and, where
+    they may change, the numbers of workers per stage. The search goes forwards from the first stage. The least time of
+    a stage is that of planner.plans.bounds for it alone and for it with the first stage; they are written here anew.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -599,7 +602,8 @@ class _Layouts:
                 ("O", own["optimizer"]),
             )
         }
-        # The least that some so many cuts take, by where the stage before them ends, or the one behind them begins.
+        # The least sum of k transfers: behind[b][k] behind a stage that ends before layer b, and before[..][a][k]
+        # before a stage that begins with layer a.
         both = [d + u for d, u in zip(down, up, strict=True)]
         layers = len(job.layers)
         self.behind = [[0, *accumulate(sorted(both[b:]))] for b in range(layers + 1)]
@@ -611,7 +615,7 @@ class _Layouts:
         self.speed = max([Fraction(1), *(Fraction(str(speed)) for _, speed in job.speeds)])
 
     def partition_within(self, ticks: int) -> bool:
-        """With the workers where they are."""
+        """Is there such a partition with the workers where they are?"""
         job, layers = self.job, len(self.job.layers)
         peers = [len(self.problem.living_peers(s)) for s in range(job.stages)]
         ends = np.arange(1, layers - job.stages + 2)
@@ -636,7 +640,7 @@ class _Layouts:
         return bool(reached[:, layers].any())
 
     def staffed_within(self, ticks: int) -> bool:
-        """With as many workers as live, wherever they are."""
+        """Is there such a partition with as many workers as live, on any stages?"""
         job, layers = self.job, len(self.job.layers)
         peers = np.arange(1, job.pipelines + 1)
         tail = min(
@@ -654,14 +658,14 @@ class _Layouts:
                 ends = np.arange(a + 1, layers - left + 1) if left else np.array([layers])
                 own, pair = self.times(s, a, ends, peers)
                 fits = (own <= ticks) & (pair + tail <= ticks)
-                # More workers may take longer: their reduction does. The fewest that suffice count.
+                # Takes the fewest workers that suffice. More may take longer, since their all-reduce does.
                 needed = np.where(fits.any(0), fits.argmax(0) + 1, none)
                 following[ends] = np.minimum(following[ends], np.minimum(fewest[a] + needed, none))
             fewest = following
         return bool(fewest[layers] < none)
 
     def last_of_first(self, ends: Ints, peers: int) -> Ints:
-        """W and O of the first stage, by the layer before which it ends; nothing where a global barrier holds them."""
+        """W and O of the first stage, by the layer before which it ends; 0 where a global barrier delays them."""
         if not self.problem.technique.staggers:
             return np.zeros(len(ends), self.kind)
         weight, step = self._at_speed(self.to["W"][ends]), self._at_speed(self.to["O"][ends])
@@ -678,7 +682,7 @@ class _Layouts:
         return sum(round(times[len(times) - 1 - (self.job.pipelines - peers)] * scale) for times in known)
 
     def _held(self, s: int, a: int, ends: Ints) -> Ints:
-        """Activations that a worker can hold at most; 0 where its layers and one micro-batch don't fit."""
+        """Most activations that a worker can hold, by end; 0 where its layers and one micro-batch don't fit."""
         if self.problem.memory.text != "bytes":
             limit = self.problem.limits[s]
             return np.full(len(ends), self.total if limit is None else min(limit, self.total), self.kind)
@@ -694,8 +698,8 @@ class _Layouts:
         return np.array(out, self.kind)
 
     def times(self, s: int, a: int, ends: Ints, peers: Ints) -> tuple[Ints, Ints]:
-        """[peers, ends] each: least period by stage s alone, if it has the layers from a to each of `ends`; the same
-        by it and the first stage, without W and O of the latter."""
+        """Returns [peers, ends] twice, for stage s with the layers from a to each of `ends`: the least period by this
+        stage alone; and that by it and the first stage, without the first stage's W and O."""
         job, staggers, own = self.job, self.problem.technique.staggers, self._at_speed
         F, I, W, O = (own(self.to[k][ends] - self.to[k][a]) for k in "FIWO")  # noqa: E741 -- the field's names
         turns = self.to["F"][-1] - self.to["F"][ends] + self.to["I"][-1] - self.to["I"][ends]
@@ -728,14 +732,14 @@ class _Layouts:
         return np.where(limit > 0, period, beyond), np.where(limit > 0, pair, 0)
 
     def _above(self, s: int, a: int, ops: str, wires: str) -> Ints:
-        """What a micro-batch passes above a stage that begins with layer a."""
+        """What a micro-batch passes through before a stage that begins with layer a."""
         way = sum(self.to[k][a] for k in ops)
         if s:
             way += self.cut[wires][a - 1] + self.before[wires][a][s - 1]
         return np.array(way, self.kind)
 
     def _shared(self, s: int, a: int, ends: Ints, peers: int) -> Ints:
-        """All work of the stage over its fastest workers' speeds."""
+        """All work of the stage, divided by the speed of its fastest workers together."""
         speeds = [Fraction(str(v)) for w, v in self.job.speeds if w.stage == s]
         speeds += [Fraction(1)] * (self.job.pipelines - len(speeds))
         rate = sum(sorted(speeds)[-peers:], Fraction(0))
@@ -745,7 +749,7 @@ class _Layouts:
 
 
 def _baseline(problem: Problem, said: MetricsDoc, period: int) -> Iterator[Violation]:
-    """slowdown_vs_best: against the best fault-free plan, or this one where it is shorter."""
+    """Check slowdown_vs_best: against the best fault-free plan, or this one where it is shorter."""
     best, wrong = _best_without_failures(problem.job, problem.memory)
     if wrong is not None:
         yield Violation(f"the best fault-free plan, which this one is compared with, is invalid: {wrong}")
@@ -758,9 +762,9 @@ def _baseline(problem: Problem, said: MetricsDoc, period: int) -> Iterator[Viola
 
 @lru_cache(maxsize=64)
 def _best_without_failures(job: Job, memory: MemoryLimit) -> tuple[int, Violation | None]:
-    """Period in ticks, and what is wrong with the plan that has it. Kept, as `best_fault_free` keeps that plan: all
-    plans of a job are compared with the same."""
-    # The only thing here that a solver makes; what it makes is checked. Imported for this alone.
+    """Return the period in ticks of the best fault-free plan, and what is wrong with that plan. Cached, as
+    `best_fault_free` caches the plan: all plans of a job are compared with the same."""
+    # Nothing else here is made by a solver, and its result is checked. It is imported for this alone.
     from openrecycle.planner.solvers.list_scheduler import best_fault_free
 
     best = _Checker(best_fault_free(job, memory))
