@@ -1,6 +1,6 @@
 """Reference schedules of a job without failures: GPipe, 1F1B, and zero-bubble ZB-H1 and ZB-H2.
 
-Each is a fixed order of ops per worker, the same in all pipelines; times follow from the order.
+Each is a fixed order of ops per worker, the same in all pipelines; the times follow from the order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Reference(NamedTuple):
     """A published schedule: on each stage `depth` forwards, then a backward and a forward in turn.
 
     depth: by job and stage. lag: by stage, how many micro-batches the W's are behind the I's; None: B is not split.
-    technique: the least with which it is as published (the zero-bubble ones step without a barrier). memory: the
-    limit that it keeps, by job.
+    technique: the least technique under which it runs as published (the zero-bubble ones step without a barrier).
+    memory: the limit that it keeps to, by job.
     """
 
     depth: Callable[[Job, int], int]
@@ -30,14 +30,14 @@ class Reference(NamedTuple):
     memory: Callable[[Job], str]
 
     def orders(self, job: Job) -> list[Order]:
-        """By stage."""
+        """Returns the order of ops of each stage."""
         m, stages = job.micro_batches, range(job.stages)
         if self.lag is None:
             return [_one_f_one_b(m, self.depth(job, s)) for s in stages]
         return [_zero_bubble(m, self.depth(job, s), self.lag(s)) for s in stages]
 
     def held(self, job: Job, stage: int) -> int:
-        """Most activations on a stage: F's that may start before the first W or B has ended."""
+        """Returns the most activations on a stage: F's that may start before the first W or B has ended."""
         return min(job.micro_batches, self.depth(job, stage) + (self.lag(stage) if self.lag else 0))
 
 
@@ -46,7 +46,7 @@ REFERENCES = {
     "1f1b": Reference(lambda job, s: job.stages - s, None, Technique.FAULT_FREE, lambda _: "1f1b"),
     # All forwards, then all backwards.
     "gpipe": Reference(lambda job, _: job.micro_batches, None, Technique.FAULT_FREE, lambda _: "none"),
-    # Qi et al., Zero Bubble Pipeline Parallelism: no stage holds more than 1F1B's first.
+    # Qi et al., Zero Bubble Pipeline Parallelism: no stage holds more than 1F1B does on its first stage.
     "zb-h1": Reference(lambda job, s: job.stages - s, lambda s: s, Technique.STAGGERED, lambda _: "uniform"),
     # As ZB-H1 with 2 stages - 1 activations, which fills the warm-up with forwards.
     "zb-h2": Reference(
@@ -59,12 +59,12 @@ REFERENCES = {
 
 
 def reference_schedule(problem: Problem, name: str) -> Schedule:
-    """One of REFERENCES. Memory limits are not looked at."""
+    """Make the schedule of one of REFERENCES. Memory limits are ignored."""
     return in_order(problem, REFERENCES[name].orders(problem.job))
 
 
 def one_forward_one_backward(problem: Problem) -> Schedule:
-    """Raises InfeasibleError when 1F1B holds more activations than the memory limit allows."""
+    """Make 1F1B. Raises InfeasibleError when it holds more activations than the memory limit allows."""
     job = problem.job
     for s, limit in enumerate(problem.limits):
         held = REFERENCES["1f1b"].held(job, s)
@@ -78,9 +78,9 @@ def one_forward_one_backward(problem: Problem) -> Schedule:
 
 @lru_cache(maxsize=256)
 def reference_period(job: Job) -> int:
-    """Ticks of fault-free 1F1B, O included: what `slowdown_vs_1f1b` is measured against.
+    """Return the ticks of fault-free 1F1B, O included, which `slowdown_vs_1f1b` is measured against.
 
-    At the workers' own speeds: the slowest pipeline counts.
+    It runs at the workers' own speeds, so the slowest pipeline counts.
     """
     problem = Problem(job, technique=Technique.FAULT_FREE, memory=MemoryLimit("none"))
     orders = REFERENCES["1f1b"].orders(job)
@@ -90,8 +90,8 @@ def reference_period(job: Job) -> int:
 
 
 class Timed(NamedTuple):
-    """A reference of a problem without failures, timed. period: ticks. starts: of each of `pipelines`, by stage
-    (kind, micro-batch, start, duration); one pipeline stands for all where none has speeds of its own."""
+    """A reference with times, for a problem without failures. period: ticks. starts: by stage, (kind, micro-batch,
+    start, duration) of the ops of one pipeline, which stands for all where no worker has a speed of its own."""
 
     name: str
     period: int
@@ -100,9 +100,10 @@ class Timed(NamedTuple):
 
 
 def references(problem: Problem) -> Iterator[Timed]:
-    """Those that `problem`, without failures, allows: its technique has their ops, its memory what they hold.
+    """Yield the references that `problem`, without failures, allows: its technique has their ops, and its memory limit
+    what they hold.
 
-    starts: of the first of the pipelines that are unlike each other.
+    starts: of one pipeline; where workers have speeds of their own, the period is over all of them.
     """
     job = problem.job
     stages = range(job.stages)
@@ -125,7 +126,7 @@ def references(problem: Problem) -> Iterator[Timed]:
 
 @lru_cache(maxsize=256)
 def least_reference(problem: Problem) -> Timed | None:
-    """The shortest of those that `problem`, without failures, allows; None: its memory allows none."""
+    """Return the shortest reference that `problem`, without failures, allows; None if its memory limit allows none."""
     return min(references(problem), key=lambda reference: reference.period, default=None)
 
 
@@ -140,7 +141,7 @@ def _one_f_one_b(micro_batches: int, depth: int) -> Order:
 
 
 def _zero_bubble(micro_batches: int, depth: int, lag: int) -> Order:
-    """`depth` forwards, then I, W, F in turn, the W's `lag` micro-batches behind the I's."""
+    """`depth` forwards, then I, W, F in turn, with the W's `lag` micro-batches behind the I's."""
     warm = min(depth, micro_batches)
     order: Order = [("F", j) for j in range(warm)]
     for j in range(micro_batches):
@@ -153,7 +154,7 @@ def _zero_bubble(micro_batches: int, depth: int, lag: int) -> Order:
 
 
 def in_order(problem: Problem, orders: list[Order]) -> Schedule:
-    """Every pipeline runs `orders` (one per stage), each op as early as the order allows."""
+    """Make the schedule in which every pipeline runs `orders` (one per stage), each op as early as possible."""
     job = problem.job
     lengths = [_lengths(problem, p) for p in range(job.pipelines)] if job.speeds else [_lengths(problem, 0)]
     made = {row: _starts(problem, orders, row) for row in set(lengths)}
@@ -169,7 +170,7 @@ def in_order(problem: Problem, orders: list[Order]) -> Schedule:
 
 
 def _unlike(job: Job) -> list[int]:
-    """Pipelines that stand for all: those with a worker of its own speed, and one without."""
+    """Return pipelines that stand for all: each one that has a worker of its own speed, and one of the others."""
     own = {worker.pipeline for worker, _ in job.speeds}
     return [*sorted(own), *[p for p in range(job.pipelines) if p not in own][:1]]
 
@@ -181,7 +182,7 @@ def _lengths(problem: Problem, pipeline: int) -> tuple[StageTicks, ...]:
 def _starts(
     problem: Problem, orders: list[Order], ticks: tuple[StageTicks, ...]
 ) -> list[list[tuple[str, int, int, int]]]:
-    """By stage (kind, micro-batch, start, duration) of one pipeline's ops."""
+    """Return by stage (kind, micro-batch, start, duration) of one pipeline's ops."""
     job = problem.job
     last = job.stages - 1
     lengths = [own.by_kind for own in ticks]
@@ -208,7 +209,7 @@ def _starts(
 
 
 def _arrival(end: dict[tuple[str, int, int], int], kind: str, s: int, j: int, problem: Problem) -> int:
-    """When what the op needs is there; -1: not yet known. B is I in `end`'s keys."""
+    """Return when the inputs of the op have arrived; -1 if that is not known yet. In `end`, B counts as I."""
     found = 0
     for source, stage, lag in inputs(kind, s, problem.job):
         done = end.get((source, stage, j), -1)

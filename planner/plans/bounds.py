@@ -1,9 +1,9 @@
 """Proven lower bounds on the period. A bound that some plan beats is a bug.
 
-Notation, for one stage s: F, I, W, O its op times; n the micro-batches that its busiest living
-worker must run, at least ceil(all micro-batches / living peers) whatever the routing; C the most
-activations that worker can hold (n when there is no limit), A the most whose I has not ended, which are
-fewer only where memory is counted in bytes. A micro-batch *turns round* at s in
+Notation, for one stage s: F, I, W, O are its op times. n is the number of micro-batches that its busiest living worker
+must run, at least ceil(all micro-batches / living peers) whatever the routing. C is the most activations that worker
+can hold (n when there is no limit), and A the most of them whose I has not ended; A is less than C only where memory is
+counted in bytes. A micro-batch *turns round* at s in
   r(s) = F(s) + transfers and F below s + all I below s and their transfers back,
 the time from its F's start on s to the earliest start of its I on s. Where B is not split (the
 adaptive technique), B takes the place of I on the way back, and W is 0.
@@ -28,7 +28,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageTicks, 
 
 @dataclass(frozen=True)
 class Bound:
-    """ticks, and in words which requirement it comes from."""
+    """A lower bound in ticks, and the requirement it comes from, in words."""
 
     ticks: int
     reason: str
@@ -36,9 +36,9 @@ class Bound:
 
 @dataclass(frozen=True)
 class _Row:
-    """What the bounds need of one worker, in ticks; see the module for the letters.
+    """What the bounds need to know about one worker, in ticks; see the module for the letters.
 
-    Each method says what its first n micro-batches take at least, and none falls as n grows.
+    Each method returns the least time for the worker's first n micro-batches. None falls as n grows.
     """
 
     F: int
@@ -77,8 +77,8 @@ class _Row:
         """Least time from the worker's first F to the end of its last op: all W's as well.
 
         From the start of the last F to the end of its W at least r(s) + I + W pass, in which only that
-        F and what is held by then can run: I and W of at most C micro-batches. What is left of that time
-        is idle too. With more than C micro-batches the last F waits for a W, so this time and that of
+        F and what is held by then can run: I and W of at most C micro-batches. The rest of that time
+        is idle. With more than C micro-batches the last F waits for a W, so this time and that of
         `first_phase` do not overlap.
         """
         held = self.held(n)
@@ -90,14 +90,14 @@ class _Row:
 
         Each is held for at least r(s) + I + W. Intervals of which at most C overlap can be
         coloured with C colours so that those of one colour are disjoint (interval graphs are
-        perfect), and some colour has at least ceil(n / C) of them. So, with A, for r(s) + I until the I has
-        ended, which a W follows.
+        perfect), and some colour has at least ceil(n / C) of them. The same holds with A, where each is held for
+        r(s) + I until its I has ended, and a W follows.
         """
         until_I = -(-n // self.ahead(n)) * (self.turn + self.I)
         return max(until_I + self.W, -(-n // self.held(n)) * (self.turn + self.I + self.W))
 
     def returns(self, n: int) -> int:
-        """The same to the start of the last W: what is held ends with it."""
+        """Least time to the start of the last W: `residence` without it, as what is held ends with that W."""
         return self.residence(n) - self.W
 
 
@@ -105,9 +105,9 @@ class _Row:
 class _Stage:
     """One stage, in ticks. F, I, W: of its fastest peer, which any micro-batch may meet; O: the longest.
 
-    n: micro-batches of its busiest peer at least. A, C: see the module. living: peers. rows: its living peers, the
-    alike counted. Some peer has to take n of them; where peers differ in speed, the
-    least that the worst-off of them needs over all ways of dividing `total` among them.
+    n: the least number of micro-batches of its busiest peer. A, C: see the module. living: number of peers. rows: the
+    living peers, equal ones together with their count. Some peer has to take n micro-batches; where peers differ in
+    speed, a bound is the least time of the slowest peer over all ways of dividing `total` among them.
     """
 
     F: int
@@ -127,9 +127,9 @@ class _Stage:
 
     @property
     def groups(self) -> Iterator[tuple[int, int]]:
-        """(peers, micro-batches that some so many peers have to run together at least).
+        """Yields (peers, the least number of micro-batches that some so many peers run together).
 
-        All of them; and where `total` does not divide evenly, as many as must have n each if none has more.
+        First all peers; then, where `total` does not divide evenly, as many as must have n each if none has more.
         """
         yield self.living, self.total
         if extra := self.total % self.living:
@@ -154,8 +154,8 @@ class _Stage:
     def _least(self, time: Callable[[_Row, int], int]) -> int:
         """Least ticks within which the peers, each for itself, can run `total` micro-batches.
 
-        `time` does not fall with the number, so the most that a peer can run within some ticks is
-        found by bisection, and so are the ticks.
+        `time` does not fall with the number of micro-batches, so bisection finds the most that a peer can run within
+        some ticks, and then the ticks.
         """
         if len(self.rows) == 1:
             return time(self.rows[0][0], self.n)
@@ -170,19 +170,19 @@ class _Stage:
 
 
 def period_bound(problem: Problem) -> int:
-    """Ticks that no valid schedule of `problem` can beat."""
+    """Return a number of ticks that no valid schedule of `problem` can beat."""
     return best_bound(problem).ticks
 
 
 @lru_cache(maxsize=256)
 def best_bound(problem: Problem) -> Bound:
-    """The largest of the bounds of this module, with the reason for it."""
+    """Return the largest of the bounds of this module, with the reason for it."""
     return max(_all(problem, _stages(problem)), key=lambda b: b.ticks)
 
 
 class CountBounds:
-    """The bounds of one job with its failures all on one stage, for any stage and number, each in time that
-    grows with the number of stages alone. Without speeds and reductions, under which all peers are alike.
+    """The bounds of one job with all its failures on one stage, for any stage and any number of them. Each takes time
+    in proportion to the number of stages. Speeds and all-reduces are left out, so that all peers are alike.
 
     Raises InfeasibleError where the job has no schedule even without failures.
     """
@@ -193,7 +193,7 @@ class CountBounds:
         self._stages = _stages(self._problem)
 
     def ticks(self, stage: int, dead: int) -> int:
-        """period_bound with `dead` failures (fewer than pipelines) on `stage`."""
+        """Returns period_bound with `dead` failures (fewer than pipelines) on `stage`."""
         stages = list(self._stages)
         was = stages[stage]
         living = was.living - dead
@@ -253,20 +253,20 @@ def _row(problem: Problem, t: StageTicks, stage: int, below: int) -> _Row:
 
 
 def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
-    """For each stage its own span; for each pair a < s the way down, the last I of s, the way up.
+    """For each stage its own span; for each pair a < s the way down, the last I of s, and the way up.
 
     Stage s starts no sooner than stage a's first start + F and transfers from a to s, for its
     first F follows an F of the same micro-batch on a. After the last I of a worker of s, that
     micro-batch still passes I on the stages between, then I and W on a.
     """
     bounds: list[Bound] = []
-    # path[s]: F, I and both transfers of all stages above s; differences give any stretch.
+    # path[s]: F and I of all stages above s; differences give any stretch.
     path = list(accumulate((x.F + x.I for x in stages[:-1]), initial=0))
     both = zip(problem.job.transfer_ticks, problem.job.backward_transfer_ticks, strict=True)
     wire = list(accumulate(map(sum, both), initial=0))
     way = [p + t for p, t in zip(path, wire, strict=True)]
     best_above: int | None = None  # max over a of W(a) + O(a) - way[a]
-    fewest = 0  # the first stage above with the fewest living peers
+    fewest = 0  # the first of the stages above that have the fewest living peers
     for s, x in enumerate(stages):
         bounds.append(Bound(x.span + x.O, f"stage {s} has {x.n} micro-batches per worker to run"))
         held = x.n if x.A is None else min(x.n, x.A)
@@ -288,8 +288,8 @@ def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
 
 
 def _supplied(a: _Stage, b: _Stage, way: int) -> int:
-    """Least period, since stage a < b can take in only so many late gradients. way: F, I, transfers from
-    a to b and back, those of a and not those of b.
+    """Bounds the period by how fast stage a < b can take in the last gradients. way: F, I, transfers from a to b and
+    back, those of a and not those of b.
 
     Let stage a end its work at e. On one of its workers the j-th last I starts no later than
     e - j u, u = I(a) + W(a), as j I's and their own W's are still to run; so over all its peers the k-th
@@ -310,7 +310,7 @@ def _supplied(a: _Stage, b: _Stage, way: int) -> int:
     u = a.I + a.W
     turn = b.turn
     work = b.F + b.I + b.W
-    # The latest y, and each at which the next I's of all peers of a are about to come in.
+    # The latest y, and every y at which the next I's of all peers of a are about to come in.
     latest = turn + u - b.F
     jumps = {j * u - b.I for j in (1, latest // u if u else 1, (latest + b.I) // u if u else 1)}
     best = 0
@@ -318,7 +318,7 @@ def _supplied(a: _Stage, b: _Stage, way: int) -> int:
         if not 0 <= y <= latest:
             continue
         full, rest = divmod(y, u) if u else (b.total, 0)
-        # So many groups still run, the i-th of them for I(b) + rest - i u.
+        # This many groups still run, the i-th of them for I(b) + rest - i u.
         running = (b.I + rest) // u if u else 0
         part = running * (b.I + rest) - u * running * (running + 1) // 2
         for peers, count in b.groups:
@@ -332,7 +332,7 @@ def _supplied(a: _Stage, b: _Stage, way: int) -> int:
 
 
 def _barrier(problem: Problem, stages: list[_Stage]) -> list[Bound]:
-    """For each stage: the way down to it (head), its own least time, the way up (tail).
+    """For each stage: the way down to it (head), its own least time, and the way up (tail).
 
     The period is the makespan and the longest O. The makespan counts from the first op, and the
     first F of stage s follows F's and transfers of all stages above. After the last I of s its

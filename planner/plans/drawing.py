@@ -1,6 +1,6 @@
-"""One model of a drawn schedule: rows, bars, marks, memory, words. Pictures of all kinds are made from it.
+"""The model of a drawn schedule: its rows, bars, marks, memory and labels. All kinds of picture are made from it.
 
-It knows nothing of Plotly, SVG or PNG. Times are ticks. Back ends: `planner.export.picture` (SVG, PNG) and
+It knows nothing of Plotly, SVG or PNG. Times are ticks. The back ends are `planner.export.picture` (SVG, PNG) and
 `app.charts` (Plotly, and the overview of a large schedule).
 """
 
@@ -20,7 +20,7 @@ from openrecycle.planner.plans import schedule as schedules
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.schedule import Op, Schedule
 
-# In the order of legends, and of the stacked shares of a stage.
+# In the order of legends, and of the stacked areas of a stage.
 OP_WORDS = {
     "F": "Forward",
     "I": "Backward, input (I)",
@@ -29,7 +29,7 @@ OP_WORDS = {
     "O": "Optimizer step",
 }
 KINDS = tuple(OP_WORDS)
-# What is said of a worker that a plan goes without: it has failed, or nobody knows why.
+# Why a plan goes without a worker: it has failed, or the reason is not known.
 FAILED, OUT = "failed", "out"
 
 # -- looks ------------------------------------------------------------------------------------------
@@ -37,8 +37,8 @@ FAILED, OUT = "failed", "out"
 
 @dataclass(frozen=True)
 class Colours:
-    """Of a schedule, in one theme. ops, ops_text: fill and number of each op kind. faint: opacity of the next
-    iteration's bars."""
+    """The colours of a schedule in one theme. ops, ops_text: the fill and the text of each op kind. faint: opacity of
+    the next iteration's bars."""
 
     name: str
     background: str
@@ -93,8 +93,8 @@ DARK = Colours(
 
 @dataclass(frozen=True)
 class Hatch:
-    """45 degree lines over what is re-routed. size: pixels from one to the next, across. solidity: share of `size`
-    that a line is wide."""
+    """The lines at 45 degrees over re-routed ops. size: pixels between two lines. solidity: a line's width as a
+    fraction of `size`."""
 
     size: int = 8
     solidity: float = 0.16
@@ -102,12 +102,12 @@ class Hatch:
 
 
 HATCH = Hatch()
-# Of the edge of what is re-routed, in pixels.
+# The outline of re-routed ops, in pixels.
 EDGE = 1.8
 
 # -- rows -------------------------------------------------------------------------------------------
 
-# Of a row's height.
+# Fractions of a row's height.
 BAR_HEIGHT, PIPELINE_GAP = 0.86, 0.55
 
 
@@ -137,8 +137,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class OutRow:
-    """The row of a worker that the plan goes without. words: why, and who runs its micro-batches. failed: known to
-    have failed; else it may have moved, been drained, or never been there."""
+    """The row of a worker that the plan goes without. words: the workers that run its micro-batches. failed: whether it
+    is known to have failed; otherwise it may have moved, been drained, or never been there."""
 
     worker: Worker
     why: str
@@ -155,7 +155,7 @@ def stage_workers(schedule: Schedule, stage: int) -> list[Worker]:
 
 
 def touched_workers(schedule: Schedule) -> list[Worker]:
-    """The workers that are out, and those that run micro-batches of other pipelines."""
+    """The workers that the plan goes without, and those that run micro-batches of other pipelines."""
     return sorted(schedule.helpers | schedule.problem.failed)
 
 
@@ -164,8 +164,9 @@ def touched_workers(schedule: Schedule) -> list[Worker]:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A schedule, and what of it is shown. out: why the job that runs it goes without a worker, where that is known: a
-    plan alone does not know. window: from and to in ticks; ops outside are left out (default: all)."""
+    """A schedule, and the part of it that is shown. out: why the job goes without a worker, by name, where that is
+    known (a plan alone does not say). window: first and last tick; ops outside are left out (default: all are shown).
+    """
 
     schedule: Schedule
     rows: Rows
@@ -180,7 +181,7 @@ class Drawing:
         out: Mapping[str, str] | None = None,
         window: tuple[float, float] | None = None,
     ) -> Drawing:
-        """workers: the rows (default: all)."""
+        """Makes a drawing. workers: the rows (default: all)."""
         return cls(schedule, Rows.of(schedule.problem.job.workers() if workers is None else workers), out or {}, window)
 
     @property
@@ -189,7 +190,7 @@ class Drawing:
 
     @cached_property
     def living(self) -> tuple[Worker, ...]:
-        """The rows that have ops."""
+        """The workers of the rows that have ops."""
         return tuple(w for w in self.rows.workers if w in self.schedule.ops)
 
     @cached_property
@@ -203,7 +204,7 @@ class Drawing:
 
     @cached_property
     def fault_free_end(self) -> int:
-        """Where fault-free 1F1B ends: what the slowdown is measured against."""
+        """The end of fault-free 1F1B, which the slowdown is measured against."""
         return reference_period(self.job.at_home)
 
     @property
@@ -215,7 +216,7 @@ class Drawing:
         return f"time in the iteration ({plural(self.job.time_unit)})"
 
     def next_ops(self, start: float, end: float) -> list[tuple[Op, int, float]]:
-        """The next iteration's ops that run between two ticks, one period later: op, from, to."""
+        """Returns (op, from, to) for the next iteration's ops that run between two ticks, one period later."""
         period = self.schedule.period
         return [
             (op, op.start + period, min(op.end + period, end))
@@ -245,7 +246,7 @@ class Drawing:
 
 
 def by_look(ops: Iterable[Op]) -> dict[tuple[str, bool], list[Op]]:
-    """Ops that look alike: (kind, re-routed) to ops, in the order of legends."""
+    """Group ops that look alike: (kind, re-routed) to ops, in the order of legends."""
     found: dict[tuple[str, bool], list[Op]] = {(kind, moved): [] for kind in KINDS for moved in (False, True)}
     for op in ops:
         found[op.kind, op.rerouted].append(op)
@@ -275,19 +276,19 @@ def legend(kinds: Iterable[str], *, rerouted: bool, ghost: bool) -> list[Key]:
 
 
 def label(op: Op) -> str:
-    """What stands in a bar: the micro-batch, with its home pipeline where another one runs it."""
+    """The text in a bar: the micro-batch, with its home pipeline where another one runs it."""
     if op.kind == "O":
         return ""
     return f"{op.pipeline}·{op.micro_batch}" if op.rerouted else str(op.micro_batch)
 
 
 def op_words(op: Op, job: Job) -> list[str]:
-    """What one bar stands for, piece by piece: what it is, whose, when. The worker is not in it."""
+    """Describe a bar in pieces: its kind, its micro-batch, its times. The worker is left out."""
     times = f"{number(job.units(op.start))} to {number(job.units(op.end))} {plural(job.time_unit)}"
     if op.kind == "O":
         return [f"{OP_WORDS['O']} of stage {op.stage}", times]
     home = [f"micro-batch {op.micro_batch} of pipeline {op.pipeline}"]
-    if op.rerouted:  # not why: its home worker may have failed or moved, or be there and slow
+    if op.rerouted:  # without a reason: the home worker may have failed or moved, or be there and slow
         home.append(f"re-routed from {Worker(op.pipeline, op.stage)}")
     return [OP_WORDS[op.kind], *home, times]
 
@@ -297,7 +298,7 @@ def number(value: float) -> str:
 
 
 def axis_times(end: float, most: float = 10) -> list[float]:
-    """At most `most` steps from 0 to `end`, of 1, 2 or 5 times a power of ten."""
+    """Return at most `most` steps from 0 to `end`, of 1, 2 or 5 times a power of ten."""
     rough = end / most
     power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
@@ -309,10 +310,10 @@ def axis_times(end: float, most: float = 10) -> list[float]:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """What each worker holds over time, against its limit.
+    """What each worker holds over time, and its limit.
 
-    In bytes where the profile says what a worker keeps (weights and optimizer state with it), against the capacity;
-    else in activations, against the memory limit.
+    Where the profile has byte sizes, this is in bytes with weights and optimizer state, and the limit is the capacity.
+    Otherwise it is in activations, and the limit is the memory limit.
     """
 
     drawing: Drawing
@@ -323,7 +324,7 @@ class HeldMemory:
 
     @cached_property
     def top(self) -> int:
-        """Of the one scale that all rows have: the largest limit or peak among them."""
+        """The upper end of the scale that all rows share: the largest limit or peak among them."""
         return max([1, *(max(self.limit(w) or 0, self.peak(w)) for w in self.drawing.living)])
 
     @property
@@ -341,12 +342,12 @@ class HeldMemory:
         return problem.most_held[worker.stage][1]
 
     def outline(self, worker: Worker, start: float, end: float) -> list[tuple[float, int]]:
-        """Corners (tick, held) of the area: along the steps, and back to the ground."""
+        """Returns the corners (tick, held) of the area: along the steps, and back to 0."""
         schedule = self.drawing.schedule
         steps: list[tuple[float, int]] = []
         for at, held in schedule.held_bytes(worker) if self.in_bytes else schedule.held_activations(worker):
             if at <= start:
-                steps = [(start, held)]  # what it comes with
+                steps = [(start, held)]  # what is held at the start
             elif at <= end:
                 steps.append((at, held))
         corners: list[tuple[float, int]] = []
@@ -362,7 +363,7 @@ class HeldMemory:
 
 # -- large schedules --------------------------------------------------------------------------------
 
-# A raster's codes beside 0, idle.
+# The codes of a raster, beside 0 for idle.
 CODES = {kind: i + 1 for i, kind in enumerate(KINDS)}
 _CODES = np.array([*(CODES[kind] for kind in schedules.KINDS), 0], np.uint8)
 CODE_FAILED, CODE_OUT = 6, 7
@@ -370,7 +371,7 @@ COLUMNS, MAX_ROWS = 1_600, 600
 
 
 def raster(drawing: Drawing, columns: int = COLUMNS) -> NDArray[np.uint8]:
-    """(rows, columns) of op codes over the whole iteration. Rows are the drawing's, thinned out to MAX_ROWS."""
+    """Return [rows, columns] of op codes over the whole iteration. Rows are the drawing's, thinned out to MAX_ROWS."""
     schedule, workers = drawing.schedule, drawing.rows.workers
     shown = workers[:: -(-len(workers) // MAX_ROWS)]
     centres = (np.arange(columns) + 0.5) * schedule.end / columns
@@ -388,19 +389,19 @@ def raster(drawing: Drawing, columns: int = COLUMNS) -> NDArray[np.uint8]:
 
 
 def raster_fills(colours: Colours) -> list[str]:
-    """The colour of each code."""
+    """Return the colour of each code."""
     return [colours.track, *(colours.ops[kind] for kind in CODES), colours.failed, colours.muted]
 
 
 def kinds_that_last(drawing: Drawing) -> set[str]:
-    """The op kinds that have a duration anywhere in the rows."""
+    """Return the op kinds that have a duration anywhere in the rows."""
     ops = drawing.schedule.arrays_of(drawing.living)
     return {schedules.KINDS[kind] for kind in np.unique(ops.kind[ops.duration > 0]).tolist()}
 
 
 def shares(drawing: Drawing, stage: int, end: float, columns: int) -> dict[str, NDArray[np.float64]]:
-    """Of each op kind that a stage has, which share of its living workers is in it, on average over each of `columns`
-    equal parts of 0 to `end`."""
+    """Return for each op kind of a stage the fraction of its living workers that run it, averaged over each of
+    `columns` equal parts of 0 to `end`."""
     living = [w for w in drawing.living if w.stage == stage]
     if not living:
         return {}
@@ -417,7 +418,7 @@ def shares(drawing: Drawing, stage: int, end: float, columns: int) -> dict[str, 
 
 
 def _passed(moments: NDArray[np.int64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The time since each of the moments, summed, at each edge."""
+    """Return at each edge the sum of the times since the earlier moments."""
     moments = np.sort(moments)
     count = np.searchsorted(moments, edges)
     before = np.concatenate([[0], np.cumsum(moments)])

@@ -1,13 +1,13 @@
-"""The packed form of a plan, for pipes, databases and catalogs: a header to list it by, and its schedule deflated.
+"""The packed form of a plan, for pipes, databases and catalogs: a header that can be read alone, and the schedule.
 
     magic | header length (4 bytes) | header (JSON, deflated) | payload (deflated) | SHA-256 of all before
 
-Arrays hold how long each op waits beyond its precedence (see `_waits`), which is mostly nothing and alike from one
-micro-batch to the next; pipelines with equal rows share one. A plan that no arrays can hold is kept as its JSON.
-Either way the plan comes back exactly, without a second's work for 8,192 workers, whose document is of 16 MB. The
-header says what the plan is for, but in a catalog, whose plans all answer one question.
+The payload is arrays of how long each op waits beyond its precedence (see `_waits`). Most waits are 0 and repeat from
+one micro-batch to the next, so they deflate well; pipelines with equal rows share one. A plan that does not fit these
+arrays is kept as its JSON. Either way the plan comes back exactly, in less than a second for 8,192 workers, whose
+document has 16 MB. The header says which problem the plan is for, except in a catalog, whose plans all have the same.
 
-Whoever makes a large plan also writes its document, which the others hand on deflated as it is (`Packed`).
+The process that makes a large plan also writes its document; others pass that on deflated, as it is (`Packed`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from openrecycle.planner.plans.schedule import B, F, I, Ints, O, OpArrays, OpsBy
 
 MAGIC = b"ORP1"
 DIGEST = hashlib.sha256().digest_size
-# Read back before more memory is taken: a header lists the failed workers and little else.
+# Checked before more memory is taken: a header lists the failed workers and little else.
 MAX_HEADER = 64 << 20
 MAX_JSON = 4 << 30
 _LOWER_BOUND = re.compile(rb'"lower_bound":\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)')
-# Documents of fewer ops are read in ten milliseconds.
+# The documents of plans with fewer ops are read in ten milliseconds.
 SMALL_OPS = 3_000
-# As small as by the usual 6, in half the time.
+# zlib's level: as small as with the usual 6, in half the time.
 _LEVEL = 5
 
 
@@ -81,7 +81,7 @@ _Int = Annotated[int, INTEGER]
 
 
 def merit(metrics: MetricsDoc) -> tuple[float, float]:
-    """Of two plans of one problem the one with more is kept: the shorter, and then the better proven."""
+    """Sort key: of two plans of one problem the larger is kept, which is the shorter, and then the better proven."""
     return -metrics.period, metrics.lower_bound
 
 
@@ -117,7 +117,7 @@ class Header(BaseModel):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Failures per stage."""
+        """Number of failures per stage."""
         return tuple(map(len, self.failed))
 
     @property
@@ -127,7 +127,7 @@ class Header(BaseModel):
 
 @dataclass(frozen=True)
 class CatalogQuestion:
-    """What all plans of one catalog have in common. over: with `partitions`, each has the best one of its own."""
+    """What all plans of one catalog share. over: with `partitions`, each plan has the best partition of its own."""
 
     job: Job
     technique: Technique
@@ -138,12 +138,12 @@ class CatalogQuestion:
         return Problem(self.job, failed, self.technique, self.memory)
 
     def fits(self, partition: tuple[int, ...]) -> bool:
-        """Does a plan with its layers cut so answer it? Catalogs that were written before may have others, too."""
+        """May a plan with this partition be in the catalog? Catalogs written by earlier versions may have others."""
         return self.over != "schedules" or partition in ((), self.job.partition)
 
 
 def plan_name(pattern: frozenset[Worker]) -> str:
-    """What a catalog's plan for these failures is called."""
+    """Return the name of a catalog's plan for these failures."""
     text = ",".join(map(str, sorted(pattern)))
     return f"{name_prefix(len(pattern))}{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
@@ -153,14 +153,15 @@ def name_prefix(failures: int) -> str:
 
 
 def pack(plan: Plan, effort: Effort | None = None) -> bytes:
-    """effort: that it was made with, for a catalog, which says what its plans are for, and has a fingerprint computed
-    when somebody asks for it; None: the plan stands by itself. Raises PlannerError when its problem is none."""
+    """Pack a plan. effort: given for a plan of a catalog, which states the problem itself, and whose fingerprints are
+    computed when somebody asks for one; None: the plan stands alone. Raises PlannerError when its problem is not valid.
+    """
     alone = effort is None
     effort = effort or Effort(solver=plan.solver.name)
     schedule = plan.schedule()
     problem, job = schedule.problem, schedule.problem.job
     asked = RequestedPlan(job=plan.job, technique=plan.technique, memory=plan.memory) if alone else None
-    # (1.0 equals 1, and is another document.)
+    # (1.0 equals 1, but is written differently, so arrays of Python's numbers are kept as JSON.)
     plain = all(column.dtype != object for column in plan.workers.arrays.columns)
     items = _items(schedule) if plain else None
     if items is None or plan != _plan(schedule, plan.metrics, plan.solver, plan.fingerprint):
@@ -179,19 +180,19 @@ def pack(plan: Plan, effort: Effort | None = None) -> bytes:
 
 
 def with_effort(blob: bytes, effort: Effort) -> bytes:
-    """The same stored plan, which so much effort has made no better. Raises PlanError when the blob is damaged."""
+    """Replace the effort of a stored plan, since a new search made none better. Raises PlanError for a damaged blob."""
     header, deflated = _opened(blob, "plan")
     return _sealed(header.model_copy(update={"effort": effort}), deflated)
 
 
 def decode_header(blob: bytes, *, source: str = "plan") -> Header:
-    """Raises PlanError when the blob is damaged."""
+    """Read the header alone. Raises PlanError when the blob is damaged."""
     return _opened(blob, source)[0]
 
 
 def unpack(data: bytes, question: CatalogQuestion | None = None, *, source: str = "plan", hashed: bool = True) -> Plan:
-    """question: that of its catalog; None: the plan stands by itself. hashed: False for a catalog's whose fingerprint
-    nobody asks for, which takes as long as all else. Raises PlanError when the data is damaged."""
+    """Unpack a plan. question: that of its catalog; None: the plan stands alone. hashed: False to leave out the
+    fingerprint, whose computation takes as long as all else. Raises PlanError when the data is damaged."""
     header, found = _read(data, question, source)
     if isinstance(found, Plan):
         return found
@@ -202,7 +203,7 @@ def unpack(data: bytes, question: CatalogQuestion | None = None, *, source: str 
 
 
 def _read(data: bytes, question: CatalogQuestion | None, source: str) -> tuple[Header, Schedule | Plan]:
-    """A plan where only its JSON can hold it."""
+    """Return the header and the schedule, or the plan where the payload is its JSON."""
     header, payload = _opened(data, source)
     asked = question or header.asked
     if asked is None:
@@ -217,14 +218,14 @@ def _read(data: bytes, question: CatalogQuestion | None, source: str) -> tuple[H
 
 
 def _plan(schedule: Schedule, metrics: MetricsDoc, solver: SolverDoc, fingerprint: str) -> Plan:
-    """With the activations counted, of which a header says less."""
+    """Make the plan, with the peak activations of all workers, which the header does not have."""
     counts = {str(worker): count for worker, count in schedule.peak_activations.items()}
     metrics = metrics.model_copy(update={"peak_activations": counts})
     return Plan.of(schedule, metrics=metrics, solver=solver, fingerprint=fingerprint)
 
 
 def _schedule(header: Header, data: bytes, question: CatalogQuestion) -> Schedule:
-    """Raises ValueError when the data is none of an answer to the question, zlib.error when it is damaged."""
+    """Read the arrays. Raises ValueError when they do not answer the question, zlib.error when they are damaged."""
     job = question.job
     stages, pipelines, count = job.stages, job.pipelines, job.micro_batches
     rows = max(header.rows, default=-1) + 1
@@ -244,20 +245,20 @@ def _schedule(header: Header, data: bytes, question: CatalogQuestion) -> Schedul
 
 
 class Packed(NamedTuple):
-    """A plan to be stored. columns: its packed form. document: its JSON, deflated."""
+    """A plan in the form that is stored. columns: its packed form. document: its JSON, deflated."""
 
     columns: bytes
     document: bytes
 
 
 def to_bytes(plan: Plan) -> bytes:
-    """The packed form and the deflated document, which `from_bytes` reads."""
+    """Return the packed form and the deflated document in one string, for `from_bytes`."""
     columns, document = packed(plan)
     return struct.pack("<I", len(columns)) + columns + document
 
 
 def from_bytes(data: bytes, *, source: str = "plan") -> Plan:
-    """Raises PlanError. The document is not looked at, and handed on by `packed`."""
+    """Read `to_bytes`. The document is not read, but kept for `packed`. Raises PlanError."""
     if len(data) < 4:
         raise PlanError(f"{source} is not a plan: it has {len(data)} bytes")
     end = 4 + int(struct.unpack("<I", data[:4])[0])
@@ -267,17 +268,17 @@ def from_bytes(data: bytes, *, source: str = "plan") -> Plan:
 
 
 def to_text(plan: Plan) -> str:
-    """The packed form alone, for messages in JSON. Raises PlannerError when its problem is none."""
+    """Return the packed form alone, for messages in JSON. Raises PlannerError when its problem is not valid."""
     return base64.b64encode(plan.workers.stored[0] or pack(plan)).decode()
 
 
 def from_text(text: str, *, source: str = "plan") -> Plan:
-    """Raises PlanError."""
+    """Read `to_text`. Raises PlanError."""
     return unpack(_decoded(text, source), source=source)
 
 
 def schedule_from_text(text: str, *, source: str = "plan") -> Schedule:
-    """Of a plan its ops alone, a good deal sooner. Raises PlanError."""
+    """Read only the schedule of a plan, which is much faster. Raises PlanError."""
     _, found = _read(_decoded(text, source), None, source)
     return found.schedule() if isinstance(found, Plan) else found
 
@@ -290,19 +291,18 @@ def _decoded(text: str, source: str) -> bytes:
 
 
 def packed(plan: Plan) -> Packed:
-    """All that is to be stored of it."""
+    """Return both forms in which a plan is stored."""
     columns, document = plan.workers.stored
     return Packed(columns or pack(plan), document or zlib.compress(plan.to_json().encode(), _LEVEL))
 
 
 def storable(plan: Plan) -> str | Packed:
-    """What db.store takes of a plan: of a small one the document, which is read as quickly."""
+    """Return what db.store takes: for a small plan the document, which is read as quickly as the packed form."""
     return packed(plan) if plan.op_count > SMALL_OPS else plan.to_json()
 
 
 def bound_of(plan: Packed) -> float:
-    """The lower bound that it says is proven, without a look at its ops; less than any where it says none, or is
-    damaged."""
+    """Read the lower bound that the plan claims, without its ops. Returns -inf if the plan has none, or is damaged."""
     try:
         if plan.columns:
             return decode_header(plan.columns).metrics.lower_bound
@@ -326,7 +326,7 @@ class Items(NamedTuple):
     step: Ints
 
     def each(self, kind: int) -> Ints:
-        """[S, n]: how long each item's F, I or W takes where it runs."""
+        """[S, n]: how long each item's F, I or W takes on its worker."""
         return np.take_along_axis(self.durations[kind], self.route, 1)
 
     def backward(self) -> Ints:
@@ -336,7 +336,8 @@ class Items(NamedTuple):
 
 
 def _items(schedule: Schedule) -> Items | None:
-    """None: it is more than that, say with two durations of F on one worker, or less, without some op."""
+    """Return the schedule as Items; None if it is not exactly that, say with two durations of F on one worker, or
+    without some op."""
     problem, arrays = schedule.problem, schedule.arrays
     job, living = problem.job, problem.living_workers()
     n = job.pipelines * job.micro_batches
@@ -381,10 +382,10 @@ def _items(schedule: Schedule) -> Items | None:
 
 
 def _waits(problem: Problem, items: Items) -> Ints:
-    """[4, S, n]: the worker's pipeline less the item's own, and how long F, I and W wait.
+    """[4, S, n]: the worker's pipeline minus the item's own, and how long F, I and W wait after what they need.
 
-    F for the F above and its transfer, I for the I (or B) below and its transfer, on the last
-    stage for F, and W for I.
+    F needs the F of the stage above and its transfer; I the I (or B) of the stage below and its transfer or, on the
+    last stage, F; W needs I.
     """
     job = problem.job
     home = np.repeat(np.arange(job.pipelines), job.micro_batches)
@@ -423,7 +424,8 @@ _TYPES: tuple[Literal["i1", "i2", "i4", "i8"], ...] = ("i1", "i2", "i4", "i8")
 
 
 def _pack(columns: Sequence[Ints]) -> tuple[tuple[Literal["i1", "i2", "i4", "i8"], ...], bytes]:
-    """Each in the smallest type that holds it, its bytes by significance: high ones are mostly equal."""
+    """Store each column in the smallest type that holds it. Bytes of equal significance stand together, since the high
+    ones are mostly equal."""
     types, parts = [], []
     for column in columns:
         low, high = int(column.min(initial=0)), int(column.max(initial=0))
@@ -434,7 +436,7 @@ def _pack(columns: Sequence[Ints]) -> tuple[tuple[Literal["i1", "i2", "i4", "i8"
 
 
 def _unpack(data: bytes, types: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Ints]:
-    """Raises ValueError when the sizes don't fit, zlib.error when the data is damaged."""
+    """The inverse of `_pack`. Raises ValueError when the sizes don't fit, zlib.error when the data is damaged."""
     if len(types) != len(shapes):
         raise ValueError("columns are missing")
     sizes = [int(np.prod(shape)) * np.dtype(t).itemsize for t, shape in zip(types, shapes, strict=True)]
@@ -485,7 +487,7 @@ def _sealed(header: Header, deflated: bytes) -> bytes:
 
 
 def _opened(blob: bytes, source: str) -> tuple[Header, bytes]:
-    """The header and the deflated payload."""
+    """Check the digest, and return the header and the deflated payload."""
     begin = len(MAGIC) + 4
     if blob[: len(MAGIC)] != MAGIC or len(blob) < begin + DIGEST:
         raise PlanError(f"{source} is not a stored plan (it does not begin with {MAGIC.decode()})")
@@ -503,7 +505,7 @@ def _opened(blob: bytes, source: str) -> tuple[Header, bytes]:
 
 
 def _inflate(data: bytes, most: int) -> bytes:
-    """Raises ValueError beyond `most` bytes, zlib.error when the data is damaged."""
+    """Inflate. Raises ValueError beyond `most` bytes, zlib.error when the data is damaged."""
     inflater = zlib.decompressobj()
     out = inflater.decompress(data, max(1, most))
     if inflater.unconsumed_tail or (not inflater.eof and inflater.decompress(b"", 1)):
