@@ -1,15 +1,15 @@
-"""Do workers still take what the profile says of them? When one does not for long, plans need other speeds.
+"""Detects workers whose op times are no longer those of the profile. If that lasts, plans need other speeds.
 
-`Ratios` compares one report of a worker's op times with the profile; `observe` takes one round of such
-ratios after the other, and says which workers' speed should be planned with. Pure: no clock, no I/O.
+`Ratios` compares one report of a worker's op times with the profile. `observe` takes one round of such
+ratios after the other, and returns which workers' speed to plan with. Pure: no clock, no I/O.
 
-A worker is compared with the others: when all of them are slower than the profile says (a shared
-machine, another clock), plans are as good as before, and only last longer. That is `scale`, and is
-said, but no speed changes.
+A worker is compared with the others. When all of them are slower than the profile says (a shared
+machine, another clock), plans are as good as before, and only last longer. That is reported as `scale`,
+but no speed changes.
 
 Nothing changes before a whole window of rounds agrees, and after a change the window begins anew:
 two changes of a worker are at least `DriftLimits.window` rounds apart. A worker counts as slow (or fast)
-beyond `slow`, and as nominal again within `well`; in between it stays what it was.
+beyond the factor `slow`, and as nominal again within `well`; in between it stays what it was.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from openrecycle.planner.layers.migration import SECONDS
 
 @dataclass(frozen=True)
 class DriftLimits:
-    """slow: how many times longer than the others' a worker's ops take before it counts as slow; well:
-    below this it counts as nominal again; change: by how much a slow worker's factor must move to be
-    taken anew. scale: the same for all workers together, against the profile. window: rounds that
-    must agree; a quarter of them may be off. Raises InputError.
+    """slow: a worker counts as slow once its ops take so many times longer than the others'; well: it counts as nominal
+    again below this factor; change: a slow worker's factor is replaced once it differs by this factor. scale: as
+    `change`, for all workers together against the profile. window: rounds that must agree; a quarter of them may be
+    off. Raises InputError.
     """
 
     slow: float = 1.25
@@ -49,7 +49,7 @@ class DriftLimits:
 
 
 class Track(NamedTuple):
-    """assumed: the factor that is planned with (1: nominal). recent: the newest factors, oldest first."""
+    """One worker. assumed: the factor that is planned with (1: nominal). recent: the newest factors, oldest first."""
 
     assumed: float = 1.0
     recent: tuple[float, ...] = ()
@@ -57,7 +57,7 @@ class Track(NamedTuple):
 
 @dataclass(frozen=True)
 class DriftState:
-    """workers: of those that were ever heard. scale: of all of them together; None before a window is full."""
+    """workers: those that have reported. scale: of all of them together; None before a window is full."""
 
     workers: Mapping[Worker, Track] = field(default_factory=dict)
     scale: float | None = None
@@ -66,9 +66,8 @@ class DriftState:
 
 @dataclass(frozen=True)
 class Drift:
-    """What one round led to. changed: workers whose factor is another from now on, with the one before
-    and the new one. scale: of all workers together, where that has just changed; it is 1 when ops
-    take what the profile says."""
+    """The result of one round. changed: workers whose factor has changed, with the old and the new one. scale: of all
+    workers together, where it has just changed; 1 means that ops take what the profile says."""
 
     state: DriftState
     changed: Mapping[Worker, tuple[float, float]]
@@ -76,7 +75,7 @@ class Drift:
 
 
 def drifted(job: Job, state: DriftState) -> Job:
-    """`job` with the speeds that its workers turned out to have, in percents, so that equal ones are equal."""
+    """Return `job` with the speeds that were observed, rounded to percents, so that equal ones compare equal."""
     known = dict(job.speeds)
     for worker, track in state.workers.items():
         if track.assumed != 1:
@@ -85,14 +84,14 @@ def drifted(job: Job, state: DriftState) -> Job:
 
 
 def assumed(job: Job, planned: Job) -> DriftState:
-    """The state in which `drifted` makes `planned` of `job`, which differ in nothing but speeds."""
+    """Return the state with which `drifted` makes `planned` of `job`. The two jobs differ in their speeds alone."""
     own, known = dict(planned.speeds), dict(job.speeds)
     factors = {w: known.get(w, 1.0) / own.get(w, 1.0) for w in {*own, *known}}
     return DriftState({w: Track(factor) for w, factor in factors.items() if factor != 1})
 
 
 class Ratios:
-    """How many times longer than a job says its workers' ops take."""
+    """Computes how many times longer a worker's ops take than its job says."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -101,11 +100,11 @@ class Ratios:
         self._stages = [{kind: ticks for kind, ticks in own.by_kind.items() if kind != "O"} for own in job.ticks]
 
     def of(self, worker: Worker, milliseconds: Mapping[Any, float]) -> float | None:
-        """By mean op times. 1: they take what the job says of this worker.
+        """Compares mean op times with the job's. Returns 1 if they are what the job says of this worker.
 
-        milliseconds: by op kind (F, I, W, B); a step is left out, it waits for others. A job without a
-        unit of time gives numbers that only workers of one stage can be compared by. None: nothing
-        to compare.
+        milliseconds: by op kind (F, I, W, B); the optimizer step is left out, since it waits for others. If the job's
+        unit is no unit of time, the ratios can only be compared among workers of one stage. Returns None if there is
+        nothing to compare.
         """
         kinds, took, expected = self._stages[worker.stage], 0.0, 0
         for kind, ms in milliseconds.items():
@@ -116,7 +115,7 @@ class Ratios:
 
 
 def observe(job: Job, state: DriftState, ratios: Mapping[Worker, float], limits: DriftLimits) -> Drift:
-    """Takes one round: the ratio (see `Ratios`) of every worker that was heard. Others keep their window."""
+    """Take one round: the ratio (see `Ratios`) of every worker that has reported. Others keep their window."""
     timed = job.time_unit in SECONDS
     scale = _low_median(ratios.values()) if timed and ratios else 1.0
     usual = dict.fromkeys(range(job.stages), scale) if timed else _by_stage(ratios)
@@ -127,8 +126,8 @@ def observe(job: Job, state: DriftState, ratios: Mapping[Worker, float], limits:
         assumed, before = workers.get(worker, unknown)
         recent = (*before[1 - window :], own / usual[worker.stage])
         factor = assumed
-        # Of thousands of workers nearly all are well, each second: when the newest quarter is, no whole window
-        # can agree on anything else.
+        # Every second, nearly all of thousands of workers are well. If the newest quarter of the window is, the whole
+        # window can't agree on anything else, so it need not be looked at.
         newest = recent[-few:]
         if assumed != 1 or max(newest) >= limits.slow or min(newest) <= 1 / limits.slow:
             factor = _judged(assumed, recent, limits)
@@ -144,19 +143,19 @@ def observe(job: Job, state: DriftState, ratios: Mapping[Worker, float], limits:
     moved = _agreed(scales, known, limits.scale, limits.window)
     if moved is None:
         return Drift(replace(state, scales=scales), changed)
-    # What is close to the profile again is said to be as the profile says.
+    # A scale that is close to the profile again is reported as 1.
     moved = 1.0 if 1 / limits.well < moved < limits.well else moved
     return Drift(replace(state, scale=moved, scales=()), changed, moved)
 
 
 def forget(state: DriftState, workers: Iterable[Worker]) -> DriftState:
-    """Without what is known of these: another process, perhaps on another machine, has their place."""
+    """Forget these workers: another process, perhaps on another machine, has taken their place."""
     gone = set(workers)
     return replace(state, workers={w: track for w, track in state.workers.items() if w not in gone})
 
 
 def _judged(assumed: float, recent: tuple[float, ...], limits: DriftLimits) -> float:
-    """The factor to plan with."""
+    """Return the factor to plan with."""
     if len(recent) < limits.window:
         return assumed
     low, _, high = _quartiles(recent)
@@ -169,7 +168,7 @@ def _judged(assumed: float, recent: tuple[float, ...], limits: DriftLimits) -> f
 
 
 def _agreed(recent: tuple[float, ...], known: float, change: float, window: int) -> float | None:
-    """The median, once a whole window is off from what is known by more than a factor, to one side."""
+    """Return the median once a whole window differs from `known` by more than a factor, all to one side."""
     if len(recent) < window:
         return None
     low, middle, high = _quartiles(recent)
@@ -189,6 +188,6 @@ def _by_stage(ratios: Mapping[Worker, float]) -> dict[int, float]:
 
 
 def _low_median(values: Iterable[float]) -> float:
-    """Of an even number the lower one of the middle: of two workers, the faster one is the measure."""
+    """Return the lower median: of two workers, the faster one is the measure."""
     ranked = sorted(values)
     return ranked[(len(ranked) - 1) // 2]

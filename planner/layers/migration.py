@@ -1,16 +1,16 @@
-"""Migration of workers: how many failures each stage should bear, and who moves for it.
+"""Migration of workers: how many failures each stage should bear, and which workers move for that.
 
-Only the number of failures per stage matters for the period. A living worker that takes the
-weights of another stage moves a failure from that stage to its own; that costs the copy of weights
-and optimizer state, during which nobody trains, and pays off over the time until the job heals.
+Only the number of failures per stage matters for the period. A living worker that takes the weights of another stage
+moves a failure from that stage to its own. That costs the copy of weights and optimizer state, during which nobody
+trains, and pays off over the time until the job heals.
 
-Where failures cost least is found by dynamic programming over counts per stage. A period model gives one number per
-stage and count, g(s, c), that never falls as c grows; a distribution (c_0, c_1, ...) is taken to have the period max
-over s of g(s, c_s). There are two: the proven bound (`BoundModel`) and the load alone (`LoadModel`). Neither is right
+Dynamic programming over counts per stage finds where failures cost least. A period model gives one number per stage
+and count, g(s, c), that never falls as c grows; the period of a distribution (c_0, c_1, ...) is taken to be the largest
+g(s, c_s). There are two models: the proven bound (`BoundModel`) and the load alone (`LoadModel`). Neither is right
 everywhere: the bound is what a plan may reach, and the list scheduler comes closer to it where stages are alike. So the
-best distributions of both are planned, with speeds and reductions. A job's speeds belong to places of its grid, so a
+best distributions of both are planned, with speeds and all-reduces. A job's speeds belong to places of its grid, so a
 worker that migrates is counted at the speed of the place that it takes. Times of models are in ticks.
-Pure functions: nothing here moves anything.
+All functions are pure: nothing here moves anything.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
 Counts = tuple[int, ...]
 
-# Beyond so many stages distributions are ranked by load alone: the bound of one takes a pass over all stages,
-# and there are at least as many to rank as there are stages.
+# With more stages, distributions are ranked by load alone: the bound of one takes a pass over all stages, and there
+# are at least as many distributions to rank as stages.
 MOST_BOUNDED_STAGES = 512
 
-# Of a copy, in bytes per second: a 100 Gb/s link.
+# Default bandwidth of a copy, in bytes per second: a 100 Gb/s link.
 COPY_BANDWIDTH = 12.5e9
 
 
 class BoundModel:
     """g(s, c) = proven bound of the job with c failed workers, all on stage s; computed on demand.
 
-    At nominal speed and without reductions: fewer peers may reduce sooner and slow ones may be among
-    the dead, but g must not fall. Callers plan what a model proposes, with both.
+    It is for nominal speed and without all-reduces, since g must not fall, though fewer peers may reduce sooner, and
+    the dead may be slow ones. Callers plan what a model proposes, with both.
     """
 
     def __init__(self, job: Job, technique: Technique, memory: MemoryLimit) -> None:
@@ -85,7 +85,7 @@ class BoundModel:
         return longest
 
     def most(self, stage: int, limit: int) -> int:
-        """Most failures that `stage` bears within `limit` ticks; -1 when even none is too long."""
+        """Most failures that `stage` bears within `limit` ticks; -1 when it takes longer without any."""
         low, high = -1, self.job.pipelines - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -98,7 +98,7 @@ class BoundModel:
 
 
 class LoadModel(BoundModel):
-    """g(s, c) = compute of the stage's busiest worker with c peers dead: failures go where peers have time."""
+    """g(s, c) = compute of the stage's busiest worker with c peers dead: failures go to stages that have time left."""
 
     def _period(self, stage: int, count: int) -> int | None:
         job, ticks = self.job, self.job.ticks[stage]
@@ -107,13 +107,13 @@ class LoadModel(BoundModel):
 
 
 def models(job: Job, technique: Technique, memory: MemoryLimit) -> list[BoundModel]:
-    """Those by which a job's distributions are ranked, the load first."""
+    """Return the models that rank a job's distributions, the load first."""
     load = LoadModel(job, technique, memory)
     return [load, BoundModel(job, technique, memory)] if job.stages <= MOST_BOUNDED_STAGES else [load]
 
 
 def best_distributions(model: BoundModel, most: int) -> Iterator[Counts]:
-    """For 0, 1, ..., `most` failures the distribution of the shortest period, each one more than the last.
+    """Yield for 0, 1, ..., `most` failures the distribution of the shortest period; each adds one failure to the last.
 
     One recurrence serves all counts: the best of f + 1 is the best of f with one more failure on
     the stage s that has the least g(s, c_s + 1). Proof: the stages chosen so far are those of the f
@@ -147,7 +147,7 @@ def best_distributions(model: BoundModel, most: int) -> Iterator[Counts]:
 
 @dataclass(frozen=True)
 class FailureDistribution:
-    """One way to distribute the failures, from where they are now.
+    """One way to distribute the failures over the stages.
 
     period: ticks by the model. pause: seconds until the last copy has arrived. moved: bytes copied.
     """
@@ -160,7 +160,7 @@ class FailureDistribution:
 
 @dataclass(frozen=True)
 class CopyCost:
-    """What a migration costs: state_bytes of each stage (weights and optimizer), bytes per second."""
+    """The cost of a migration. state_bytes: weights and optimizer state, by stage. bandwidth: bytes per second."""
 
     state_bytes: tuple[int, ...]
     bandwidth: float
@@ -168,7 +168,7 @@ class CopyCost:
     def pause(self, stage: int, copies: int, peers: int) -> float:
         """Seconds until `copies` workers have the state of `stage` from its living peers.
 
-        Peers send side by side, each one copy after the other. With no peer they all load from
+        Peers send side by side, each one copy after the other. With no living peer, all load from
         the one checkpoint.
         """
         rounds = -(-copies // max(1, peers))
@@ -176,11 +176,11 @@ class CopyCost:
 
 
 def candidates(model: BoundModel, present: Counts, cost: CopyCost) -> list[FailureDistribution]:
-    """Every distribution worth a thought: no other has a period, a pause and bytes moved that are all as good.
+    """Return every distribution that no other beats or equals in period, pause and bytes moved alike.
 
-    For each period that a stage can have, from the shortest possible to the present one: a stage
-    must give away what it can't bear within that period and no more, which makes pause and bytes
-    the least possible; where those failures go is found by dynamic programming (`_place`).
+    It looks at each period that a stage can have, from the shortest possible to the present one. Each stage gives away
+    just the failures that it can't bear within that period, which makes pause and bytes the least possible; dynamic
+    programming finds where those failures go (`_place`).
     Sorted by period. Raises InfeasibleError when fewer workers live than there are stages.
     """
     total = sum(present)
@@ -203,7 +203,7 @@ def candidates(model: BoundModel, present: Counts, cost: CopyCost) -> list[Failu
 
 
 def _periods(model: BoundModel, present: Counts, shortest: int, longest: int | None) -> list[int]:
-    """The periods that lie between the two and that some stage has for some count, ascending."""
+    """Return the periods from `shortest` to `longest` that some stage has for some count, ascending."""
     found = {shortest}
     for stage in range(model.job.stages):
         most = min(model.job.pipelines - 1, sum(present))
@@ -217,7 +217,7 @@ def _periods(model: BoundModel, present: Counts, shortest: int, longest: int | N
 
 
 def _within(model: BoundModel, present: Counts, cost: CopyCost, limit: int) -> FailureDistribution | None:
-    """The cheapest way to a period of at most `limit`; None when there is none."""
+    """Return the cheapest way to a period of at most `limit`; None when there is none."""
     pipelines = model.job.pipelines
     room = [model.most(s, limit) for s in range(model.job.stages)]
     if min(room) < 0:
@@ -273,7 +273,7 @@ def _place(model: BoundModel, kept: Sequence[int], room: Sequence[int], extra: i
 
 
 def check_copy_cost(job: Job, state_bytes: Sequence[int], bandwidth: float) -> CopyCost:
-    """state_bytes: one number for all stages, or one per stage. Raises InputError."""
+    """Make a CopyCost. state_bytes: one number for all stages, or one per stage. Raises InputError."""
     per_stage = tuple(state_bytes) * job.stages if len(state_bytes) == 1 else tuple(state_bytes)
     if len(per_stage) != job.stages:
         raise InputError("--state-bytes", len(per_stage), f"one number, or one per stage ({job.stages})")
@@ -287,17 +287,17 @@ def check_copy_cost(job: Job, state_bytes: Sequence[int], bandwidth: float) -> C
 
 # -- migration of workers -----------------------------------------------------------------------
 
-# Distributions that are planned with the list scheduler, after each period model has ranked its own.
+# How many distributions of each period model are planned with the list scheduler.
 PLANNED = 3
 
-# Of the units of time that a profile may be in. Any other, such as a slot, is none.
+# Seconds of each unit of time that a profile may be in. Any other unit, such as a slot, is no unit of time.
 SECONDS = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 
 
 @dataclass(frozen=True)
 class Migration:
-    """Living `worker` leaves its stage and becomes `takes`, with the weights and optimizer state of
-    `source`, a living peer there; None: no peer lives, and they come from the last checkpoint."""
+    """`worker`, which lives, leaves its stage and becomes `takes`, with the weights and optimizer state of `source`, a
+    living peer there; None: no peer lives, and they come from the last checkpoint."""
 
     worker: Worker
     takes: Worker
@@ -310,12 +310,12 @@ class Migration:
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """What to do about the failures, and why.
+    """The migrations to make for some failures, and the reason.
 
-    present, counts: failures per stage now and afterwards. failed: the dead or vacated places
-    afterwards. period_now (None: no schedule exists), period: ticks, of the list scheduler's plans.
-    pause: seconds of training lost to the copies. iterations_gained: over the horizon, against
-    leaving the failures where they are; None without a horizon or without a present period.
+    present, counts: failures per stage now and afterwards. failed: the places that are dead or vacated afterwards.
+    period_now (None: no schedule exists), period: ticks, of the list scheduler's plans. pause: seconds of training lost
+    to the copies. iterations_gained: until the job heals, compared with leaving the failures where they are; None
+    without that time or without a present period.
     """
 
     present: Counts
@@ -349,11 +349,11 @@ def best_migrations(
     heals_in: float | None = None,
     unit_seconds: float | None = None,
 ) -> MigrationPlan:
-    """The distribution under which most iterations are done until the job heals.
+    """Return the distribution with which most iterations are done until the job heals.
 
-    cost: of the copies; None: they are free. heals_in: seconds until the failed workers are
-    expected back; None: they are not. unit_seconds: how long the job's time unit is; by default
-    what its name says, and 1 second for a unit that is no unit of time. Staying wins ties.
+    cost: of the copies; None: they are free. heals_in: seconds until the failed workers are expected back; None: they
+    are not. unit_seconds: how long the job's time unit is; by default what its name says, and 1 second for a unit that
+    is no unit of time. Of equals, staying is chosen.
     Raises InputError, and InfeasibleError when fewer workers live than there are stages.
     """
     if heals_in is not None and not 0 <= heals_in < float("inf"):
@@ -382,7 +382,7 @@ def best_migrations(
         if made is not None:
             options.append(_Option(migrations, made.counts, after, made.period, candidate.pause, candidate.moved))
     if not options:
-        # The model found a distribution, so the limit on memory or the like stands in the way of all.
+        # The models found a distribution, so something else, such as the memory limit, prevents a schedule.
         Problem(job, dead, technique, memory)
         raise InfeasibleError("no distribution of the failures has a schedule", "raise the memory limit")
     best = max(options, key=lambda o: (_iterations(o.period * tick, o.pause, heals_in), -o.pause, -o.moved, o is stay))
@@ -403,7 +403,7 @@ def best_migrations(
 
 
 def _iterations(period: float, pause: float, heals_in: float | None) -> float:
-    """Done within the horizon; without one the rate, for then no pause weighs anything."""
+    """Iterations done until the job heals; without that time the rate, since then no pause counts."""
     return 1 / period if heals_in is None else max(0.0, heals_in - pause) / period
 
 
@@ -418,10 +418,10 @@ def _planned(
 
 
 def migrations_to(job: Job, dead: frozenset[Worker], counts: Counts) -> tuple[tuple[Migration, ...], frozenset[Worker]]:
-    """The migrations that lead to `counts` failures per stage, and the places that are empty afterwards.
+    """Return the migrations that lead to `counts` failures per stage, and the places that are empty afterwards.
 
-    Failures that share pipelines make shorter plans (measured), so a place is filled where its
-    pipeline has fewest failures, and left where it has most.
+    Failures that share pipelines make shorter plans (measured). So the place that is filled is in the pipeline with
+    fewest failures, and the place that is left in the one with most.
     """
     empty = set(dead)
     per_pipeline = [0] * job.pipelines
@@ -459,7 +459,7 @@ def _reason(
     tick: float,
     gained: float | None,
 ) -> str:
-    """One sentence."""
+    """Explain the choice in one sentence."""
     failures = "failure where it is" if sum(present) == 1 else f"{sum(present)} failures where they are"
     if not sum(present):
         return "nothing has failed"

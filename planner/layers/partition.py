@@ -1,16 +1,17 @@
-"""Which layers each stage should hold, and, where workers may change their stage, how many each should have.
+"""Finds which layers each stage should hold and, where workers may change their stage, how many each should have.
 
-A stage s of the layers from a up to b takes at least c(s, a, b): the bounds of planner.plans.bounds that concern one
-stage alone. They know how long a micro-batch turns round below it, for that is F and I of all layers from b on, however
-these are cut; of the transfers there the shortest are counted, as many as there are cuts. So the least, over all
-partitions, of the largest c is found exactly, by dynamic programming over stages and layers, and no plan of any
-partition is shorter. Of the bounds of two stages, that with the first stage is known once the first cut is, and is
-counted too.
+A stage s of the layers from a up to b takes at least c(s, a, b): the largest of the bounds of planner.plans.bounds that
+concern one stage alone. They depend on how long a micro-batch turns round below the stage. That is F and I of all
+layers from b on, however these are cut, and of the transfers there the shortest, as many as there are cuts. So dynamic
+programming over stages and layers finds exactly the least, over all partitions, of the largest c; no plan of any
+partition is shorter. Of the bounds for two stages, the one with the first stage is known once the first cut is, and is
+used too.
 
-Where counts are free, the fewest workers with which a stage keeps within a time T follow from c, the fewest of all
-stages by the same dynamic programming, and the least T that the living suffice for by bisection.
+Where counts are free, c gives the fewest workers with which a stage keeps within a time T. The same dynamic programming
+gives the fewest for all stages, and bisection the least T for which the living workers suffice.
 
-What is best by these bounds need not make the shortest plan: the list scheduler plans it and its neighbours.
+The partition that is best by these bounds need not have the shortest plan: the list scheduler plans it and its
+neighbours.
 """
 
 from __future__ import annotations
@@ -37,26 +38,27 @@ from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.bounds import Bound, period_bound
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, Table, rules
 
-Ints = NDArray[Any]  # int64, or Python's own integers where those are too short
+Ints = NDArray[Any]  # int64, or Python's own integers where int64 is too short
 Partition = tuple[int, ...]
 Counts = tuple[int, ...]
 Furthest = tuple[tuple[int, ...], ...]
-"""By stage and where it begins, where it may end; (): anywhere."""
+"""By stage, for each layer at which it may begin, the last index (exclusive) at which it may end; (): anywhere."""
 
-# Partitions that are tried, each under as many rules of the list scheduler as let so many ops suffice for all.
+# How many partitions are tried, and how many rules of the list scheduler for each: about EFFORT ops in all.
 EFFORT, TRIED, FEWEST, MOST_RULES = 500_000, 24, 3, 64
-# Of the shortest so many are planned in full; from LARGE ops on only the shortest, by whoever plans it anyway.
+# The FINAL shortest are planned in full; for jobs of LARGE or more ops only the shortest, by the caller, who needs a
+# plan anyway.
 FINAL, LARGE = 4, 2_000
-# Of partitions that are so many times longer than the shortest no neighbours are tried.
+# The neighbours of a partition are not tried if its period is so many times that of the shortest.
 WORSE = 1.05
-# Neighbours of a partition that are looked at by their proven bound.
+# How many neighbours of a partition are compared by their proven bounds.
 NEIGHBOURS = 64
-# Stages, the slowest ones, of which a layer is tried on any other.
+# From so many stages, the slowest ones, a layer is moved to any other stage; from the rest only to the next ones.
 SOURCES = 8
-# Cells of the arrays (see LayerBounds) that a job may have: 100 bytes and 2 microseconds each. And where times are too
-# long for 64 bits: 700 bytes, and 100 times as long.
+# The most cells of the arrays (see LayerBounds) that a job may have: a cell takes 100 bytes and 2 microseconds, and
+# where times are too long for 64 bits 700 bytes and 100 times as long.
 CELLS, EXACT_CELLS = 3_000_000, 40_000
-# Cells of which the costs are kept, for some numbers of workers.
+# How many cells of costs are cached, for some numbers of workers.
 KEPT = 10_000_000
 _NONE = 1 << 61
 _BEYOND = 1 << 200
@@ -64,11 +66,12 @@ _BEYOND = 1 << 200
 
 @dataclass(frozen=True)
 class Layout:
-    """Who is to hold which layers, and what it comes to.
+    """A partition with the workers of each stage, and its period.
 
-    problem: cut and staffed so. bound: no plan is shorter, over all that `over` says. period: ticks, of the list
-    scheduler's plan. moved: layers that change their stage, against the partition before. migrations: workers that
-    change theirs. reason: in a sentence. refused: of a better partition, why there is no memory for it; "": of none.
+    problem: the job with this partition and these workers. bound: no plan is shorter, of all that `over` names. period:
+    ticks, of the list scheduler's plan. moved: layers that change their stage from the partition before. migrations:
+    workers that change their stage. reason: a sentence. refused: why there is no memory for a better partition; "":
+    there is no better one.
     """
 
     problem: Problem
@@ -100,12 +103,13 @@ def lay_out(
     present: Partition | None = None,
     room: LayerRoom | None = None,
 ) -> Layout:
-    """The layout with the shortest plan.
+    """Return the layout with the shortest plan.
 
-    over: what may be chosen; with `layouts` workers may change their stage. present: the partition in force, by
-    default that of `job`; of equal partitions the one to which fewer layers move. room: of workers that stay on their
-    stage, for layers that move from there; None: there is enough. Depends on nothing else, so whoever asks gets the
-    same. Raises InputError, and InfeasibleError when none has a plan.
+    over: what may be chosen; with `layouts` workers may change their stage. present: the partition in force, by default
+    that of `job`; of equally good partitions the one to which fewer layers move is chosen. room: the memory of workers
+    for layers that move from `present`, if the workers stay on their stage; None: there is enough. The result depends
+    on the arguments alone, so all callers get the same. Raises InputError, and InfeasibleError when no layout has a
+    plan.
     """
     if not job.layers:
         raise InputError("layers", 0, "a job with layers, of which a partition can be chosen")
@@ -120,7 +124,7 @@ def lay_out(
         best = _laid_out(job, dead, counts, technique, memory, over, now, furthest)
         if not room.refusal(best.partition, now, counts):
             break
-    # (A plan's bound is over all partitions.)
+    # (The bound of a plan is over all partitions, also those without room.)
     return replace(best, bound=free.bound, refused=refused)
 
 
@@ -156,8 +160,8 @@ def _laid_out(
 
 
 def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
-    """With the partition that is best without failures: what they move layers from, and are compared with. The job
-    itself where it has that. Raises as `lay_out` does."""
+    """Return the job with the partition that is best without failures as its home, which later partitions move layers
+    from and are compared with. Returns the job itself where it has that. Raises as `lay_out` does."""
     best = lay_out(job, technique=technique, memory=memory)
     if job.partition != job.home:
         return job.begun_with(best.partition)
@@ -166,7 +170,7 @@ def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
 
 
 def _as_given(job: Job, technique: Technique, memory: MemoryLimit) -> float:
-    """The period of the partition that the job has: of few partitions a whole plan is made."""
+    """Return the period of the job's own partition, planned in full for small jobs; inf if it has no plan."""
     try:
         return lay_out(job, technique=technique, memory=memory, over="schedules").period
     except InfeasibleError:
@@ -182,9 +186,9 @@ def staffed(
     effort: int = EFFORT,
     final: int = FINAL,
 ) -> Layout | None:
-    """The best layout of so many living workers, wherever they are needed; None where they can't run the job.
+    """Return the best layout of so many living workers on any stages; None where they can't run the job.
 
-    effort: ops that are scheduled to compare partitions, about. final: so many of the shortest are planned in full.
+    effort: about how many ops are scheduled to compare partitions. final: how many of the shortest are planned in full.
     """
     bounds = layer_bounds(job, technique, memory)
     found = bounds.fewest(workers)
@@ -197,7 +201,7 @@ def staffed(
 
 
 def bound_over(problem: Problem, over: Over) -> int:
-    """Ticks that no plan can beat, for these failures or, over `layouts`, as many workers."""
+    """Return ticks that no plan can beat, for these failures or, over `layouts`, for as many workers."""
     if over == "schedules":
         return period_bound(problem)
     bounds = layer_bounds(problem.job, problem.technique, problem.memory)
@@ -211,10 +215,11 @@ def bound_over(problem: Problem, over: Over) -> int:
 
 
 def with_stages(job: Job, stages: int, workers: int) -> Job | None:
-    """The same layers and micro-batches in pipelines of another depth, on a grid that has room for so many workers.
+    """Return a job with the same layers and micro-batches but another number of stages, and room for so many workers.
 
-    Its rows need be no pipelines that were: micro-batches are counted anew over as few rows as divide them.
-    None where that can't be: fewer layers or workers than stages, or workers of unlike speed, whose places go.
+    Its pipelines need not be those of `job`: the micro-batches are divided evenly among as few pipelines as possible.
+    Returns None where that can't be done: there are fewer layers or workers than stages, or workers have speeds of
+    their own, whose places no longer exist.
     """
     total = job.pipelines * job.micro_batches
     if not job.layers or job.speeds or not 1 <= stages <= min(len(job.layers), workers):
@@ -224,7 +229,7 @@ def with_stages(job: Job, stages: int, workers: int) -> Job | None:
         return None
 
     def reductions(layer: LayerProfile) -> tuple[float, ...]:
-        """By living peers, from 1 to all rows; with more than were measured, as with the most."""
+        """By living peers, from 1 to all rows; for more than were measured, the value for the most."""
         known = layer.reductions[-job.pipelines :]
         return known and tuple(known[min(n, len(known)) - 1] for n in range(1, rows + 1))
 
@@ -243,7 +248,7 @@ def with_stages(job: Job, stages: int, workers: int) -> Job | None:
 
 
 def layer_bounds(job: Job, technique: Technique, memory: MemoryLimit, furthest: Furthest = ()) -> LayerBounds:
-    """Those of any partition of the job's layers; its own does not matter."""
+    """Return the bounds of any partition of the job's layers; its own does not matter."""
     return _layer_bounds(job.at_home, technique, memory, furthest)
 
 
@@ -255,8 +260,9 @@ def _layer_bounds(job: Job, technique: Technique, memory: MemoryLimit, furthest:
 class LayerBounds:
     """c(s, a, b) of the module for all stages and layers, in ticks.
 
-    Arrays are [D, D], where stage s may begin at layers s to s + D - 1 and end behind those: D = layers - stages + 1,
-    as each other stage has at least one. What can't be is beyond all times. Raises InputError where that are too many.
+    Arrays are [D, D]: stage s may begin at layers s to s + D - 1, and end behind these layers. D = layers - stages + 1,
+    since each other stage has at least one layer. Impossible cells have `none`, a number above all times. Raises
+    InputError where there are too many cells.
     """
 
     def __init__(self, job: Job, technique: Technique, memory: MemoryLimit, furthest: Furthest = ()) -> None:
@@ -297,7 +303,7 @@ class LayerBounds:
 
     @property
     def width(self) -> int:
-        """D."""
+        """D: at how many layers a stage may begin."""
         return len(self.job.layers) - self.job.stages + 1
 
     def _begins(self, s: int) -> Ints:
@@ -309,8 +315,8 @@ class LayerBounds:
         return out
 
     def _shortest(self, s: int, times: Sequence[int], *, below: bool) -> Ints:
-        """[D]: the least that the cuts below a stage that ends at each place take, its own among them; or those above
-        one that begins at each place."""
+        """[D]: the least sum of the transfers below a stage, by where it ends (below=True), or of those above it, by
+        where it begins. Its own cut has a known transfer; for the others the shortest are taken."""
         job, layers = self.job, len(self.job.layers)
         out = []
         for a in range(s, s + self.width):
@@ -344,7 +350,7 @@ class LayerBounds:
             possible[:, :-1] = False
         if self.fastest != 1:
             F, I, W, O, below, above = map(self._scaled, (F, I, W, O, below, above))  # noqa: E741
-        # (What can't be is divided by, too.)
+        # (Impossible cells are divided by as well, so they must not be 0.)
         F, I, W = np.where(possible, F, 1), np.where(possible, I, 0), np.where(possible, W, 0)  # noqa: E741
         if self.technique.staggers:
             span_on = residence_on = O
@@ -359,7 +365,7 @@ class LayerBounds:
         return _Terms(F, I, W, F + below, limit, span_on, inner_on, residence_on, possible, O)
 
     def _scaled(self, ticks: Any) -> Any:
-        """At the highest speed of any worker, rounded up, as times at a speed are."""
+        """Divides by the highest speed of any worker, rounding up as StageTicks.at_speed does."""
         return -(-ticks * self.fastest.denominator // self.fastest.numerator)
 
     def _way(self, begins: Ints, sums: Ints, s: int, wires: Sequence[int]) -> Ints:
@@ -367,8 +373,8 @@ class LayerBounds:
         return out
 
     def _limits(self, s: int) -> Ints:
-        """[D, D]: most activations that a worker of the stage can hold, 0 where not one fits; all micro-batches where
-        there is no limit."""
+        """[D, D]: most activations that a worker of the stage can hold; 0 where not even one fits; all micro-batches
+        where there is no limit."""
         job, shape = self.job, (self.width, self.width)
         if self.memory.text != "bytes":
             count = self.memory.limits(job, self.technique)[s]
@@ -387,7 +393,8 @@ class LayerBounds:
         return np.minimum(held, self.total).astype(self.exact)
 
     def _reduced(self, s: int, living: int | None) -> Ints | int:
-        """[D, D]: ticks that the reduction adds to the step with so many peers; None: with whatever is the least."""
+        """[D, D]: ticks that the all-reduce adds to the step with `living` peers; None: with the number of peers for
+        which it is least."""
         job = self.job
         if not any(layer.reductions for layer in job.layers):
             return 0
@@ -407,7 +414,7 @@ class LayerBounds:
     # -- with counts ---------------------------------------------------------------------------
 
     def costs(self, s: int, living: int) -> tuple[Ints, Ints]:
-        """(c, and of the bound with the first stage all but the latter's W and O), [D, D] each."""
+        """Returns, [D, D] each, c, and the bound with the first stage without that stage's W and O."""
         if (s, living) not in self._known:
             if len(self._known) >= self._keep:
                 self._known.clear()
@@ -434,7 +441,7 @@ class LayerBounds:
         return np.where(t.possible, own, self.none), np.where(t.possible, pair, self.none)
 
     def _loaded(self, s: int, t: _Terms, living: int) -> Ints:
-        """The stage's work over the speeds of its fastest workers: whoever lives is not faster."""
+        """Divides the stage's work by the speeds of its fastest workers; those that live are not faster."""
         own = [Fraction(Decimal(repr(speed))) for worker, speed in self.job.speeds if worker.stage == s]
         speeds = sorted([*own, *[Fraction(1)] * (self.job.pipelines - len(own))], reverse=True)[:living]
         rate = sum(speeds, Fraction(0))
@@ -450,12 +457,12 @@ class LayerBounds:
         return row
 
     def least(self, counts: Counts) -> Bound | None:
-        """What no plan of any partition is shorter than; None: no partition fits in memory."""
+        """Returns the bound over all partitions; None if no partition fits in memory."""
         rows = [self.costs(s, n) for s, n in enumerate(counts)]
         last = len(rows) - 1
         after = np.full(self.width, self.none, self.exact)
         after[-1] = 0
-        relaxed = [after]  # by stage from the last on: the least from where it begins
+        relaxed = [after]  # from the last stage on: the least bound of the stages from this one on, by where it begins
         first = int(self.firsts(counts[0]).min())
         for s in range(last, 0, -1):
             own, pair = rows[s]
@@ -465,7 +472,7 @@ class LayerBounds:
             return None
         best = self.none
         tail = self.firsts(counts[0])
-        # By where the first stage ends: with what W and O it has there, in the order of what they may come to.
+        # For each end of the first stage, with its W and O for that end; the most promising ends come first.
         for j in np.argsort(whole, kind="stable").tolist():
             if whole[j] >= best:
                 break
@@ -478,7 +485,7 @@ class LayerBounds:
         return Bound(best, what)
 
     def partition(self, counts: Counts, limit: int, present: Partition) -> Partition | None:
-        """Of the partitions within `limit` by the bounds, the one to which fewest layers move; of those the one whose
+        """Returns the partition within `limit` by the bounds to which fewest layers move, and of several the one whose
         stages' times add up to least. None: there is none."""
         rows = [self.costs(s, n) for s, n in enumerate(counts)]
         tail, last, out_of = self.firsts(counts[0]), len(counts) - 1, _NONE >> 1
@@ -492,7 +499,7 @@ class LayerBounds:
             price.append(np.where(own <= limit, (b - a - kept) * weight + cost, out_of))
         highest = max((int(pair.max(initial=0, where=pair < self.none)) for _, pair in rows[1:]), default=0)
         best: tuple[int, int, list[NDArray[np.int64]]] | None = None
-        free: tuple[NDArray[np.int64], list[NDArray[np.int64]]] | None = None  # where the first stage binds nobody
+        free: tuple[NDArray[np.int64], list[NDArray[np.int64]]] | None = None  # if the first stage limits no other
         for j in np.flatnonzero(price[0][0] < out_of).tolist():
             room = limit - int(tail[j])
             if highest <= room:
@@ -514,8 +521,8 @@ class LayerBounds:
         return tuple(b - a for a, b in pairwise(cuts))
 
     def _cheapest(self, price: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-        """([D]: the least sum of prices of these stages, the last ones, by where the first of them begins; by stage and
-        where it begins, where it then ends)."""
+        """For the last stages, with these prices: returns [D] the least sum, by where the first of them begins; and by
+        stage [D] where it then ends, by where it begins."""
         value = np.full(self.width, _NONE, np.int64)
         value[-1] = 0
         picks = []
@@ -526,7 +533,7 @@ class LayerBounds:
         return value, picks[::-1]
 
     def refuse(self, counts: Counts) -> None:
-        """Raises what stands in the way of every partition."""
+        """Raises the error that says why no partition is possible."""
         if min(counts) < 1:
             raise InfeasibleError("too few workers live for all stages", "bring back a failed worker")
         raise InfeasibleError(
@@ -536,7 +543,8 @@ class LayerBounds:
     # -- with counts free ----------------------------------------------------------------------
 
     def fewest(self, workers: int) -> tuple[Bound, Counts] | None:
-        """The least time that so many workers may suffice for, and who they are; None: they can't staff the stages."""
+        """Returns the bound for so many workers, and how many of them each stage gets; None: they are too few or too
+        many."""
         pipelines = self.job.pipelines
         if not self.job.stages <= workers <= pipelines * self.job.stages:
             return None
@@ -556,7 +564,7 @@ class LayerBounds:
         needed = self._needed(low, workers)
         assert needed is not None
         counts = list(needed)
-        # Who is left goes where a stage takes longest.
+        # The workers that are left go to the stages that take longest.
         partition = self.partition(tuple(counts), self._with(counts, low), self.job.partition)
         for _ in range(workers - sum(counts)):
             open_to = [s for s, n in enumerate(counts) if n < pipelines]
@@ -573,7 +581,7 @@ class LayerBounds:
         return max(ticks, own.ticks) if own else ticks
 
     def times(self, partition: Partition, counts: Sequence[int]) -> list[int]:
-        """c of each stage."""
+        """Returns c of each stage."""
         out, a = [], 0
         for s, n in enumerate(partition):
             out.append(int(self.costs(s, counts[s])[0][a - s, a + n - 1 - s]))
@@ -581,7 +589,7 @@ class LayerBounds:
         return out
 
     def _longest(self) -> int:
-        """Ticks within which one worker per stage runs all, whatever the partition."""
+        """Returns ticks within which one worker per stage runs all micro-batches, whatever the partition."""
         out = 1
         for s in range(self.job.stages):
             ends = [int(v.max(initial=0, where=v < self.none)) for v in self._costs(s, 1)]
@@ -589,7 +597,8 @@ class LayerBounds:
         return out + max(int(self._reductions(n)[-1]) for n in range(1, self.job.pipelines + 1))
 
     def _needed(self, ticks: int, workers: int) -> Counts | None:
-        """Workers per stage, as few in all as may keep within so many ticks; None: more than `workers`."""
+        """Returns the workers per stage, as few in all as may keep within `ticks`; None if they are more than
+        `workers`."""
         pipelines, last = self.job.pipelines, self.job.stages - 1
         value = np.full(self.width, 1 << 40, np.int64)
         value[-1] = 0
@@ -613,7 +622,7 @@ class LayerBounds:
         return tuple(counts)
 
     def _most(self, s: int, ticks: int) -> Ints:
-        """[D, D]: most micro-batches that a worker of the stage can run within so many ticks; 0 where it can't be."""
+        """[D, D]: most micro-batches that a worker of the stage can run within `ticks`; 0 in impossible cells."""
         t = self.stages[s]
         reduced = self._reduced(s, None)
         C = np.where(t.possible, t.limit, 1)
@@ -644,8 +653,8 @@ class LayerBounds:
 @dataclass(frozen=True)
 class _Terms:
     """What the bounds need of one stage, [D, D] each; see planner.plans.bounds for the letters. limit: C, 0 where not
-    even one fits. span_on, inner_on, residence_on: what a period has beside the span, the time to the last I and
-    the residence."""
+    even one fits. span_on, inner_on, residence_on: what a period has in addition to the span, to the time until the
+    last I, and to the residence."""
 
     F: Ints
     I: Ints  # noqa: E741
@@ -660,7 +669,7 @@ class _Terms:
 
 
 def _over(room: Ints, each: Ints, most: int) -> Ints:
-    """How many of `each` fit; where they take no time, `most`, or none where there is no room."""
+    """How many of `each` fit in `room`. If they take no time: `most`, or -1 where room is negative."""
     out: Ints = np.where(each > 0, room // np.where(each > 0, each, 1), np.where(room >= 0, most, -1))
     return out
 
@@ -677,7 +686,7 @@ def _made(
     effort: int,
     final: int = FINAL,
 ) -> Layout:
-    """The best partition for these counts, of which there is one."""
+    """Return the best partition for these counts; there must be one."""
     bound = bounds.least(counts)
     assert bound is not None
     partition = bounds.partition(counts, bound.ticks, present)
@@ -687,7 +696,7 @@ def _made(
 
 
 class _Choice:
-    """Finds the partition of the shortest plan, from the one that is best by the bounds."""
+    """Finds the partition with the shortest plan, starting from the one that is best by the bounds."""
 
     def __init__(self, problem: Problem, present: Partition, effort: int, final: int = FINAL) -> None:
         self.problem, self.present, self.effort, self.final = problem, present, effort, final
@@ -697,8 +706,8 @@ class _Choice:
         return Layout(self.problem, bound, "schedules", self._period(self.problem), 0, (), bound.reason)
 
     def best(self, bounds: LayerBounds, counts: Counts, bound: Bound) -> Layout:
-        """From the partition that `problem` has on: the neighbours are tried of those that come out short under some
-        rules of the list scheduler, while there is effort left, and the shortest few planned under all rules."""
+        """Starts from the partition of `problem`. Tries the neighbours of partitions that are short under some rules of
+        the list scheduler, as far as the effort goes, and plans the shortest few under all rules."""
         job = self.problem.job
         few = max(1, min(MOST_RULES, self.effort // (self.ops * TRIED)))
         looks = max(FEWEST, min(TRIED, self.effort // (self.ops * few)))
@@ -736,7 +745,7 @@ class _Choice:
         return replace(self.problem, job=self.problem.job.with_partition(partition))
 
     def _quick(self, partition: Partition, few: int) -> int:
-        """Ticks under the first few rules."""
+        """Returns the period under the first few rules."""
         problem = self._at(partition)
         if not problem.technique.reroutes:
             return self._period(problem)
@@ -751,7 +760,8 @@ class _Choice:
     def _neighbours(
         self, partition: Partition, bounds: LayerBounds, counts: Counts, period: int
     ) -> Iterator[Partition]:
-        """Those one layer away that may be shorter than `period`, the least bound first."""
+        """Yields partitions in which one layer has moved and that may be shorter than `period`, the least bound
+        first."""
         ranked = []
         stages = range(len(partition))
         own = bounds.times(partition, counts)

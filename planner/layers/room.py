@@ -1,7 +1,8 @@
-"""Do workers have the memory for the layers that a partition gives them, and for those that are on their way?
+"""Checks whether workers have memory for the layers that a partition gives them, and for layers on their way.
 
-While layers move a worker has what it had, and what comes: with its parameters, what the optimizer keeps, and sums. And
-once they have moved, all may have to go back to a checkpoint: of a sharded optimizer each then reads all.
+While layers move, a worker has its old layers and the new ones: parameters, optimizer state and accumulators. After
+they have moved, the job may have to go back to a checkpoint. With a sharded optimizer each worker then reads the whole
+state of its layers.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ _Host = Annotated[str, Field(max_length=255)]
 
 @dataclass(frozen=True)
 class LayerRoom:
-    """What workers take, in bytes, by the layers that they hold, and what they may have.
+    """The memory that workers need, in bytes, by the layers that they hold, and the memory that they may use.
 
-    beside: by stage, what a worker takes whatever its layers. layers: what each takes without what is sharded over the
-    workers of a stage, and with all of that, of which each of n workers keeps 2 parts of n. activations: by layer, of a
-    micro-batch; held: by stage, how many of them at a time. places: what some workers may have together, how many of
-    each stage these are, and the host that they are on; "": those of one that has no name, or one worker of a stage,
-    wherever it is. resumed: by layer, what a worker takes that reads it from a checkpoint; (): there are none.
+    beside: by stage, what a worker needs whatever its layers. layers: by layer, what a worker needs without the state
+    that is sharded over the workers of a stage, and with all of it; each of n workers keeps 2/n of that state.
+    activations: by layer, of one micro-batch; held: by stage, how many of them at a time. places: (bytes that a group
+    of workers may use together, number of them by stage, their host). The host is "" for the workers of a host without
+    a name, and for a place that stands for one worker of a stage, wherever it is. resumed: by layer, what a worker
+    needs that reads it from a checkpoint; (): the job has no checkpoints.
     """
 
     beside: tuple[_Bytes, ...]
@@ -41,13 +43,13 @@ class LayerRoom:
     resumed: tuple[_Bytes, ...] = ()
 
     def suits(self, stages: int, layers: int) -> bool:
-        """Is it of a job of that form?"""
+        """Has it as many stages and layers as a job of this form?"""
         by_stage = (self.beside, self.held, *(workers for _, workers, _ in self.places))
         by_layer = (self.layers, self.activations, self.resumed or self.layers)
         return all(len(x) == stages for x in by_stage) and all(len(x) == layers for x in by_layer)
 
     def with_hosts(self, hosts: Iterable[tuple[int, str]]) -> LayerRoom:
-        """As workers are on hosts now. hosts: of each worker its stage, and where it is, or was last."""
+        """Counts the workers of each place anew. hosts: by worker its stage, and the host where it is or was last."""
         there = Counter(hosts)
         places = tuple(
             (has, tuple(there[stage, host] for stage in range(len(workers))) if host else workers, host)
@@ -56,7 +58,7 @@ class LayerRoom:
         return replace(self, places=tuple(place for place in places if any(place[1])))
 
     def refusal(self, partition: Sequence[int], present: Sequence[int], living: Sequence[int]) -> str:
-        """Why layers can't move there from `present`; "": they can. living: workers of each stage."""
+        """Returns why layers can't move from `present` to `partition`; "": they can. living: workers of each stage."""
         for when, before, grown in self._moments(partition, present, living):
             for has, workers, _ in self.places:
                 grows = any(n and b > a for n, a, b in zip(workers, before, grown, strict=True))
@@ -75,7 +77,8 @@ class LayerRoom:
     def _moments(
         self, partition: Sequence[int], present: Sequence[int], living: Sequence[int]
     ) -> list[tuple[str, list[int], list[int]]]:
-        """When a worker comes to take more: by stage, what it takes at such a time now, and what it would."""
+        """Lists the moments at which workers need more: (when, what a worker of each stage needs at such a moment with
+        the present layers, what it would need)."""
         now, whole = self.taken(present, present, living), [*accumulate(self.resumed, initial=0)]
         # Nothing is in flight from the last iteration with the old layers to the first with the new ones.
         moments = [
@@ -88,8 +91,8 @@ class LayerRoom:
         return moments
 
     def furthest(self, present: Sequence[int], living: Sequence[int], growing: int) -> tuple[tuple[int, ...], ...]:
-        """By stage and where it begins, where it may end, that its workers have room for what comes to them if that is
-        so for `growing` stages at a time."""
+        """Returns by stage, for each layer at which it may begin, the last end for which its workers have room, if
+        workers of `growing` stages need more at the same time."""
         before, whole, out = self.taken(present, present, living), [*accumulate(self.resumed, initial=0)], []
         back = [whole[b] - whole[a] for a, b in _spans(present)] if self.resumed else []
         for stage, (start, end) in enumerate(_spans(present)):
@@ -104,7 +107,7 @@ class LayerRoom:
         return tuple(out)
 
     def _more(self, stage: int, each: Sequence[int], growing: int) -> int | None:
-        """What a worker of a stage may take beside what one of each stage takes; None: anything."""
+        """Returns what a worker of `stage` may use beside what the workers of all stages use; None: any amount."""
         spare = [
             max(0, has - _together(workers, each)) // _of_some(workers, stage, growing)
             for has, workers, _ in self.places
@@ -113,19 +116,19 @@ class LayerRoom:
         return min(spare, default=None)
 
     def _each(self, stage: int, living: int) -> list[int]:
-        """By layer, of a worker of the stage that runs it."""
+        """Returns by layer what a worker of the stage needs that runs it."""
         state = self._states(living)
         return [kept + self.held[stage] * one for kept, one in zip(state, self.activations, strict=True)]
 
     def _states(self, living: int) -> list[int]:
-        """By layer, without activations."""
+        """Returns by layer what a worker needs without activations."""
         return [least + -(-(most - least) * 2 // max(2, living)) for least, most in self.layers]
 
     def taken(
         self, partition: Sequence[int], present: Sequence[int], living: Sequence[int], running: Sequence[int] = ()
     ) -> list[int]:
-        """By stage, of a worker that has the layers of both, and micro-batches in those of `running`; (): of
-        `partition`."""
+        """Returns by stage what a worker needs that has the layers of both partitions, and the activations of those of
+        `running`; (): of `partition`."""
         out = []
         of_each = map(_spans, (partition, present, running or partition))
         for stage, ((a, b), (c, d), (e, f)) in enumerate(zip(*of_each, strict=True)):
@@ -144,7 +147,7 @@ def _together(workers: Sequence[int], each: Sequence[int]) -> int:
 
 
 def _of_some(workers: Sequence[int], stage: int, growing: int) -> int:
-    """Those of the stage, and of others that have most."""
+    """Count the workers of the stage, and those of the `growing` - 1 other stages that have most."""
     return workers[stage] + sum(sorted((*workers[:stage], *workers[stage + 1 :]), reverse=True)[: growing - 1])
 
 
