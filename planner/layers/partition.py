@@ -161,7 +161,7 @@ def _laid_out(
 
 def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
     """Return the job with the partition that is best without failures as its home, which later partitions move layers
-    from and are compared with. Returns the job itself where it has that. Raises as `lay_out` does."""
+    from and are compared with. Returns the job itself where its own is as good. Raises as `lay_out` does."""
     best = lay_out(job, technique=technique, memory=memory)
     if job.partition != job.home:
         return job.begun_with(best.partition)

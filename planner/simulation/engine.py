@@ -1,12 +1,12 @@
-"""Plays one policy against one trace: what a policy is, the engine, and what a run came to.
+"""Plays one policy against one trace: the interface of a policy, the engine, and the outcome of a run.
 
-A policy says how a job trains with the workers it has, what it does when they change, and what that costs. But for the
-costs, times here are whole microseconds, so that results do not depend on rounding. The outcome has the one definition
-of each of its numbers.
+A policy decides how a job trains with the workers it has, what it does when they change, and what that costs. Times are
+whole microseconds, so that results do not depend on rounding; only costs are in seconds. The outcome has the one
+definition of each of its numbers.
 
-Events are those of the trace, a worker's getting ready, the end of a pause, and an iteration's end
-where the policy has asked for it. What lies between is counted by division, so the run time grows
-with the number of events and not with the number of iterations.
+The engine handles events: those of the trace, a worker that gets ready, the end of a pause, and the end of an iteration
+where the policy has asked for it. What lies between is counted by division, so the run time grows with the number of
+events and not with the number of iterations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.words import number_of
 from openrecycle.planner.simulation.traces import Trace
 
-# -- what a policy is ---------------------------------------------------------------------------
+# -- the interface of a policy ------------------------------------------------------------------
 
 SECOND = 1_000_000
 MILLISECOND = 1_000
@@ -30,9 +30,9 @@ MILLISECOND = 1_000
 
 @dataclass(frozen=True)
 class Pace:
-    """How training goes on until something changes.
+    """The speed at which training goes on until something changes.
 
-    iteration: microseconds of one. samples: that it trains on. checkpoint_every: iterations between
+    iteration: microseconds of one iteration. samples: how many it trains on. checkpoint_every: iterations between two
     checkpoints, 0 for none; checkpoint: microseconds that one takes, during which nothing trains.
     """
 
@@ -53,7 +53,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """Who came, who went and who became ready at one instant. lost: in the order in which they went."""
+    """The workers that were lost and that became ready at one instant, in the order in which they did."""
 
     lost: tuple[str, ...] = ()
     ready: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class MembershipChange:
 class Cluster:
     """The workers as a policy sees them, in the order in which they came. now: microseconds.
 
-    ready: those that can train; usable: how many.
+    ready: the workers that can train; usable: their number.
     """
 
     def __init__(self) -> None:
@@ -76,20 +76,20 @@ class Cluster:
 
     @property
     def living(self) -> int:
-        """Workers that are there and paid for, ready or not yet."""
+        """Number of workers that are there and paid for, ready or not yet."""
         return len(self._living)
 
     def add(self, name: str) -> None:
         self._living[name] = False
 
     def remove(self, name: str) -> bool:
-        """Was it ready?"""
+        """Removes a worker; returns whether it was ready."""
         was_ready = self._living.pop(name)
         self.usable -= was_ready
         return was_ready
 
     def set_ready(self, name: str) -> bool:
-        """Is it still there?"""
+        """Marks a worker as ready; returns whether it is still there."""
         if name not in self._living:
             return False
         self.usable += not self._living[name]
@@ -101,9 +101,9 @@ class Cluster:
 class Stop:
     """Training stops now and goes on after `pause` microseconds, at the pace that the policy then gives.
 
-    The iteration in flight is lost, unless `grace` and it would have ended within the pause.
-    rollback: what was done since the last checkpoint is lost too. save: the pause begins with a
-    checkpoint, so that nothing of what was done before can be lost later.
+    The iteration in flight is lost, unless `grace` is set and it would have ended within the pause.
+    rollback: the work since the last checkpoint is lost too. save: the pause begins with a checkpoint, so that no
+    earlier work can be lost later.
     """
 
     pause: int
@@ -116,7 +116,7 @@ class Stop:
 class KeepTraining:
     """Training goes on.
 
-    stretch: so much longer does what is left of the iteration in flight take, cut to milliseconds.
+    stretch: the rest of the iteration in flight takes this many times longer, rounded down to milliseconds.
     pace: of the iterations after it; None: as before. ask: call `boundary` when it ends.
     """
 
@@ -129,11 +129,12 @@ Reaction = Stop | KeepTraining
 
 
 class Policy(Protocol):
-    """One object per run: it may keep state. `pace` is asked whenever training (re)starts.
+    """How a job reacts to failures. There is one object per run, so it may keep state. `pace` is called whenever
+    training starts or resumes.
 
     fault_free: samples per second with nothing failed, which goodput is measured against.
-    workers: that the job is made for; more than so many stand by. extra_workers: that are paid for
-    beside those of the trace.
+    workers: how many the job is made for; further ones stand by. extra_workers: how many are paid for
+    in addition to those of the trace.
     """
 
     name: str
@@ -142,29 +143,29 @@ class Policy(Protocol):
     extra_workers: int
 
     def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
-        """Workers came or went. training: an iteration is in flight; paused: between two paces; neither: halted."""
+        """Called when workers came or went. training: an iteration is in flight; paused: the job is in a pause;
+        neither: it waits for workers."""
         ...
 
     def boundary(self, cluster: Cluster) -> Reaction:
-        """An iteration has ended after which the policy had asked to be called."""
+        """Called at the end of an iteration for which the policy has asked."""
         ...
 
     def pace(self, cluster: Cluster) -> Pace | None:
-        """With these workers, from now. None: training can't go on; the job waits for workers."""
+        """Returns the pace with these workers, from now. None: training can't go on; the job waits for workers."""
         ...
 
 
 @dataclass(frozen=True)
 class RecoveryCosts:
-    """What it costs to get from one state of a job to the next, and what a worker costs.
+    """The costs of getting from one state of a job to the next, and of a worker.
 
     Seconds, unless said otherwise. The defaults are for a job of some hundred accelerators.
 
-    detect: from a death until all know. recover: agreement and new groups, with a plan made ahead.
-    rejoin: until a worker that returns has its peers' state. migrate: until a worker that changes its
-    stage has. repartition: until every worker has the layers of a new partition. restart: from the
-    last checkpoint, everyone anew. checkpoint: to save one; checkpoint_interval: between two.
-    dollars: per worker and hour.
+    detect: from a death until all workers know. recover: agreement and new process groups, with a plan made ahead.
+    rejoin: until a worker that returns has its peers' state. migrate: until a worker that changes its stage has the
+    state of the new one. repartition: until every worker has the layers of a new partition. restart: of all workers,
+    from the last checkpoint. checkpoint: to save one; checkpoint_interval: between two. dollars: per worker and hour.
     """
 
     detect: float = 1.0
@@ -187,7 +188,7 @@ class RecoveryCosts:
 
     @classmethod
     def parse(cls, text: str, *, field: str = "--cost") -> RecoveryCosts:
-        """`detect=1,recover=0.5,...`, any subset. Raises InputError."""
+        """Parses `detect=1,recover=0.5,...`, any subset. Raises InputError."""
         known = [f.name for f in fields(cls)]
         values: dict[str, float] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
@@ -201,7 +202,7 @@ class RecoveryCosts:
         return cls(**values)
 
 
-# -- what a simulated run came to, and the one definition of each of its numbers ----------------
+# -- the outcome of a simulated run, and the one definition of each of its numbers --------------
 
 HOUR = 3600 * SECOND
 
@@ -210,9 +211,9 @@ HOUR = 3600 * SECOND
 class SimulationOutcome:
     """Totals of one policy on one trace. Times in microseconds.
 
-    begin: the first iteration's start. last: the last completed iteration's end. end: of the trace.
-    samples, iterations, productive: of the iterations whose work counts, and the time that they took.
-    lost: iterations begun whose work was lost. worker_time: living workers x time. failures: workers lost.
+    begin: start of the first iteration. last: end of the last completed iteration. end: of the trace.
+    samples, iterations, productive: the samples and the number of the iterations whose work counts, and their time.
+    lost: iterations that began and whose work was lost. worker_time: living workers x time. failures: workers lost.
     rates: (time, samples per second from then on), 0 while nothing trains.
     """
 
@@ -233,12 +234,12 @@ class SimulationOutcome:
 
     @property
     def hours(self) -> float:
-        """Of the trace, from its start to its end."""
+        """Length of the trace in hours."""
         return self.end / HOUR
 
     @property
     def window(self) -> int:
-        """From the first iteration's start to the last one's end: what the published averages are over."""
+        """From the first iteration's start to the last one's end; published averages are over this time."""
         return 0 if self.begin is None else max(0, self.last - self.begin)
 
     @property
@@ -248,7 +249,8 @@ class SimulationOutcome:
 
     @property
     def trace_samples_per_second(self) -> float:
-        """The same over the whole trace, waiting before the start and after the last iteration included."""
+        """Samples that count, over the whole trace, including the time before the first and after the last
+        iteration."""
         return self.samples * SECOND / self.end
 
     @property
@@ -258,19 +260,20 @@ class SimulationOutcome:
 
     @property
     def goodput(self) -> float:
-        """The same, weighted with throughput / fault-free throughput."""
+        """As `ettr`, with each iteration weighted by its throughput / fault-free throughput."""
         if self.begin is None or not self.fault_free:
             return 0.0
         return self.samples * SECOND / (self.end - self.begin) / self.fault_free
 
     @property
     def worker_hours(self) -> float:
-        """Hours of living workers: what is paid for."""
+        """Hours of living workers, which have to be paid."""
         return self.worker_time / HOUR
 
     @property
     def worker_hours_wasted(self) -> float:
-        """Those beyond what the samples take on the fault-free job: below 0 where fewer workers do more each."""
+        """Worker hours beyond those that the samples take on the fault-free job. Below 0 where fewer workers do more
+        each."""
         if not self.fault_free:
             return self.worker_hours
         return self.worker_hours - self.samples / self.fault_free * self.workers / 3600
@@ -279,11 +282,11 @@ class SimulationOutcome:
         return self.worker_hours * per_worker_hour
 
     def dollars_per_million_samples(self, per_worker_hour: float) -> float | None:
-        """None where nothing was trained."""
+        """Dollars per million samples; None where nothing was trained."""
         return self.dollars(per_worker_hour) / self.samples * 1e6 if self.samples else None
 
     def document(self, model: str, *, price: float | None = None, over_time: bool = False) -> dict[str, Any]:
-        """The JSON object that `openrecycle simulate --json` prints. price: dollars per worker and hour.
+        """Returns the JSON object that `openrecycle simulate --json` prints. price: dollars per worker and hour.
 
         over_time: with the rates as well, as (hours, samples per second from then on).
         """
@@ -316,7 +319,7 @@ class SimulationOutcome:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Between two MTBFs `after` becomes better than `before`. hours: where the lines between them meet."""
+    """Between two MTBFs policy `after` overtakes policy `before`. hours: where their interpolated lines meet."""
 
     before: str
     after: str
@@ -336,13 +339,13 @@ class Sweep:
 
     @property
     def crossings(self) -> list[Crossing]:
-        """Of each pair of policies, by MTBF; the hours are interpolated on a logarithmic scale."""
+        """The crossings of each pair of policies, by MTBF; the hours are interpolated on a logarithmic scale."""
         out = []
         names = [outcome.policy for outcome in self.outcomes[0]]
         for a in range(len(names)):
             for b in range(a + 1, len(names)):
                 rates = zip(self.hours, self.rates(a), self.rates(b), strict=True)
-                gaps = [(hours, x - y) for hours, x, y in rates if x != y]  # where they are equal nobody leads
+                gaps = [(hours, x - y) for hours, x, y in rates if x != y]  # where they are equal, neither leads
                 for (before, lead), (after, behind) in pairwise(gaps):
                     if (lead > 0) != (behind > 0):
                         share = lead / (lead - behind)
@@ -355,7 +358,8 @@ class Sweep:
 def sweep(
     hours: Sequence[float], trace: Callable[[float], Trace | None], run: Callable[[Trace], Sequence[SimulationOutcome]]
 ) -> Sweep:
-    """trace(mtbf) makes the trace, None: that value is left out; run(trace) plays all policies against it."""
+    """Plays all policies for each MTBF. trace(mtbf) makes the trace, or None to leave that value out; run(trace) plays
+    all policies against it."""
     played = {value: tuple(run(made)) for value in sorted(set(hours)) if (made := trace(value)) is not None}
     return Sweep(tuple(played), tuple(played.values()))
 
@@ -368,7 +372,7 @@ ADD, REMOVE, READY, RESUME = 1, 2, 3, 4
 
 @dataclass(order=True)
 class _Event:
-    """Compared by time and kind alone, as the seeds' simulators do: see `_Run.play`."""
+    """Compared by time and kind alone, as in the published simulators: see `_Run.play`."""
 
     time: int
     kind: int
@@ -376,10 +380,9 @@ class _Event:
 
 
 def simulate(trace: Trace, policy: Policy, *, ready_after: int = 0) -> SimulationOutcome:
-    """One run. ready_after: microseconds from a worker's arrival until it can train.
+    """Play one run. ready_after: microseconds from a worker's arrival until it can train.
 
-    What happens at the trace's end or later is not played, and an iteration that ends exactly then
-    does not count.
+    Events at the trace's end or later are left out, and an iteration that ends exactly then does not count.
     """
     return _Run(trace, policy, ready_after).play()
 
@@ -394,7 +397,7 @@ class _Run:
         self.heap: list[_Event] = []
         self.pace: Pace | None = None
         self.at = 0  # where the present iteration, checkpoint or standstill began
-        self.in_flight_end: int | None = None  # of the iteration in flight, where it is not at + pace.iteration
+        self.in_flight_end: int | None = None  # end of the iteration in flight, if it is not at + pace.iteration
         self.saving: int | None = None  # when the present checkpoint ends
         self.paused: int | None = None  # when the present pause ends
         self.asked = False
@@ -410,20 +413,20 @@ class _Run:
         self.rates: list[tuple[int, float]] = []
 
     def play(self) -> SimulationOutcome:
-        """The trace's events go through a binary heap in the order of the file, and a job at a standstill
-        sees them one by one.
+        """Plays the run. The trace's events go through a binary heap in the order of the file, and a job that waits for
+        workers sees them one by one.
 
-        Which of several workers that come at once is first is then what the published simulators
-        make of it; Bamboo's pipelines depend on it.
+        This gives workers that come at the same time the same order as the published simulators do; Bamboo's pipelines
+        depend on it.
         """
         for event in self.trace.events:
             self._push(event.time * MILLISECOND, ADD if event.action == "add" else REMOVE, event.worker)
-        heapq.heapify(self.heap)  # not idle: it turns events of one time round
+        heapq.heapify(self.heap)  # needed though the events are sorted: it reorders events of the same time
         while True:
             now = min(self.heap[0].time, self.end) if self.heap else self.end
             self._advance(now)
             if self.heap and self.heap[0].time < now:
-                continue  # an iteration's end has begun a pause, which ends before
+                continue  # an iteration has ended and the policy has begun a pause that ends before `now`
             if now == self.end:
                 break
             change = self._pop(now)
@@ -439,14 +442,14 @@ class _Run:
         heapq.heappush(self.heap, _Event(time, kind, worker))
 
     def _pop(self, now: int) -> MembershipChange:
-        """Everything that happens now; at a standstill no more than one worker's getting ready."""
+        """Takes all events of this instant; if the job waits for workers, no more than one that gets ready."""
         self.worker_time += self.cluster.living * (now - self.seen)
         self.seen = self.cluster.now = now
         lost: list[str] = []
         ready: list[str] = []
         while self.heap and self.heap[0].time == now:
             if self.heap[0].kind == RESUME and (lost or ready):
-                break  # the policy hears of them first
+                break  # the policy is told of the workers first
             event = heapq.heappop(self.heap)
             if event.kind == ADD:
                 self.cluster.add(event.worker)
@@ -467,7 +470,7 @@ class _Run:
     # -- time ----------------------------------------------------------------------------------
 
     def _advance(self, until: int) -> None:
-        """Every iteration and checkpoint that ends before `until`."""
+        """Plays every iteration and checkpoint that ends before `until`."""
         while True:
             if self.pace is None:
                 return
@@ -483,7 +486,8 @@ class _Run:
                 return
 
     def _iterate(self, pace: Pace, until: int) -> bool:
-        """Some iterations, or the end of a checkpoint, before `until`. False: nothing more ends before it."""
+        """Plays some iterations, or the end of a checkpoint, before `until`. Returns False if nothing more ends before
+        then."""
         if self.saving is not None:
             if self.saving >= until:
                 return False
@@ -512,7 +516,7 @@ class _Run:
         return True
 
     def _complete(self, count: int) -> None:
-        """The iteration in flight ends, and so many in all."""
+        """Ends the iteration in flight, and `count` - 1 further ones."""
         pace = self.pace
         assert pace is not None
         begin = self.at
@@ -533,7 +537,7 @@ class _Run:
         self.unsaved_samples += iterations * pace.samples
 
     def _save(self) -> None:
-        """What was done so far can no longer be lost."""
+        """Counts the work done so far as saved: it can no longer be lost."""
         self.iterations += self.unsaved_iterations
         self.productive += self.unsaved_productive
         self.samples += self.unsaved_samples

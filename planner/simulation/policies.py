@@ -1,5 +1,5 @@
-"""The policies: those that play measured tables, with the two tables that they read, and those that plan with a job's
-profile.
+"""The policies: those that read measured tables, with the readers of these tables, and those that use plans made from a
+job's profile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from openrecycle.planner.simulation.policy import REPARTITION, Option, best_opti
 
 # -- the tables --------------------------------------------------------------------------------------
 
-# Measured throughput by node count, and the constants of what a failure costs:
+# Two CSV tables: measured throughput by node count, and the constants that say what a failure costs:
 #
 #     system,model,nodes,samples_per_second
 #     system,model,samples_per_iteration,failure_pause_s,checkpoint_save_s,checkpoint_every_iterations,notes
@@ -58,7 +58,7 @@ MOST_SPARES = 100_000
 
 @dataclass(frozen=True)
 class NodeTable:
-    """A number by node count. Beyond the counts that it has, that of the nearest one holds."""
+    """A number by node count. For other counts it gives the number of the nearest one."""
 
     by_nodes: Mapping[int, float]
 
@@ -67,13 +67,14 @@ class NodeTable:
 
     @property
     def best(self) -> float:
-        """At the most nodes."""
+        """The number at the most nodes."""
         return self.by_nodes[max(self.by_nodes)]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """samples: per iteration. pause: seconds per failure by node count; None: out of memory, never run.
+    """Costs of one system and model. samples: per iteration. pause: seconds per failure, by node count; None: it runs
+    out of memory and never trains.
 
     checkpoint: seconds to save one; every: iterations between two.
     """
@@ -85,15 +86,15 @@ class Costs:
 
 
 def read_throughput(path: Path, system: str, model: str) -> NodeTable:
-    """Samples per second of one system and model; 0 where it runs out of memory. Raises InputError."""
+    """Read the samples per second of one system and model; 0 where it runs out of memory. Raises InputError."""
     return _by_nodes(path, THROUGHPUT, system, model)
 
 
 def read_costs(path: Path, system: str, model: str) -> Costs:
-    """The row of one system and model. Raises InputError.
+    """Read the row of one system and model. Raises InputError.
 
-    A pause that is a range, 49.1-112, depends on the node count; which count has which is in
-    data/oobleck/restart-by-node-count.csv for the systems where it is known.
+    A pause that is a range, 49.1-112, depends on the node count. For the systems where it is known, data/oobleck/
+    restart-by-node-count.csv has the pause of each count.
     """
     for where, row in _rows(path, COSTS):
         if (row["system"], row["model"]) != (system, model):
@@ -153,7 +154,7 @@ def _by_nodes(path: Path, columns: tuple[str, ...], system: str, model: str) -> 
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[str, dict[str, str]]]:
-    """(file and line, fields) of each row."""
+    """Return (file and line, fields) of each row."""
     try:
         reader = csv.DictReader(io.StringIO(read_whole(path).decode(), newline=""))
         missing = [column for column in columns if column not in (reader.fieldnames or [])]
@@ -174,7 +175,7 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[str, dict[str, str
 
 
 def _number(row: dict[str, str], column: str, where: str, *, least: float = 0) -> float | None:
-    """None for an empty field. Raises InputError."""
+    """Parse a number; None for an empty field. Raises InputError."""
     text = row[column]
     if not text:
         return None
@@ -192,16 +193,16 @@ def _known(path: Path, columns: tuple[str, ...], system: str) -> str:
     return "one of the systems " + ", ".join(dict.fromkeys(of for of, _ in pairs))
 
 
-# -- what the policies share: the pace by node count, and when they start ----------------------------
+# -- common parts of the policies: the pace by node count, and when they start ------------------------
 
-# Nodes that make no pipeline any more, in the seeds' simulations: they take 12 stages throughout.
+# With fewer nodes there is no pipeline: the published simulations have 12 stages throughout.
 STAGES = 12
-# From a node's arrival until it can train.
+# The time from a node's arrival until it can train.
 READY_AFTER = 45 * SECOND
 
 
 class MeasuredPolicy:
-    """A policy over samples per second by node count. stages: the fewest nodes that make a pipeline.
+    """A policy with a table of samples per second by node count. stages: the fewest nodes that make a pipeline.
 
     A node that comes while the job trains takes part from the next reconfiguration on.
     """
@@ -217,19 +218,19 @@ class MeasuredPolicy:
         self.workers = max(throughput.by_nodes)
 
     def pause(self, nodes: int) -> int:
-        """Microseconds from a loss that leaves so many nodes until training goes on."""
+        """Microseconds from a loss that leaves `nodes` nodes until training goes on."""
         return 0 if self.costs.pause is None else round(self.costs.pause.at(nodes) * SECOND)
 
     def rate(self, nodes: int) -> float:
-        """Samples per second among so many nodes."""
+        """Samples per second with `nodes` nodes."""
         return self.throughput.at(nodes)
 
     def cut(self, iteration: float) -> int:
-        """Microseconds of an iteration as they count: whole milliseconds, as in the published simulations."""
+        """The microseconds of an iteration that count: whole milliseconds, as in the published simulations."""
         return max(1, int(iteration) // MILLISECOND) * MILLISECOND
 
     def start(self, nodes: int) -> Reaction:
-        """The first start, and every one after a standstill."""
+        """The reaction at the first start, and at every start after the job had to wait for nodes."""
         return Stop(self.pause(nodes))
 
     def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
@@ -240,7 +241,7 @@ class MeasuredPolicy:
         return self.loss(cluster.usable)
 
     def loss(self, left: int) -> Reaction:
-        """Nodes were lost; so many are left."""
+        """The reaction to a loss that leaves `left` nodes."""
         return Stop(self.pause(left))
 
     def boundary(self, cluster: Cluster) -> Reaction:
@@ -255,25 +256,23 @@ class MeasuredPolicy:
 
 # -- Bamboo ------------------------------------------------------------------------------------------
 
-# Bamboo (NSDI'23) from throughput by node count: every node also computes what its successor would.
-#
-# A stage's predecessor takes over when its node is lost (its shadow). The throughput has the
-# redundant computation in it.
+# Bamboo (NSDI'23), from throughput by node count. Every node also runs the forwards of the next stage, so when the
+# node of a stage is lost, the one of the stage before it (its shadow) takes over. The throughput in the table includes
+# this redundant work.
 
-# What is left of an iteration, and all after it until the next re-balance, take so much longer.
+# After a take-over, the rest of the iteration and all iterations until the next re-balance take so much longer.
 FAIL_OVER = 1.5
-# Two neighbouring stages lost: everyone restarts.
+# The pause when two neighbouring stages are lost: all nodes restart.
 GLOBAL_RESTART = 30 * SECOND
-# A re-balance is due above this share of nodes whose loss would be fatal.
+# A re-balance is due when the loss of more than this fraction of the nodes would be fatal.
 EXPOSED = 0.05
 
 Place = tuple[int, int]  # (pipeline, stage)
 
 
 class BambooTable(MeasuredPolicy):
-    """`corrected`: without an artefact of the published simulation, in which the loss of a node that
-    only stands by slows training down as well.
-    """
+    """Bamboo. corrected: leaves out an artefact of the published simulation, in which even the loss of a node that only
+    stands by slows training down."""
 
     def __init__(self, throughput: NodeTable, costs: Costs, *, corrected: bool = False, stages: int = STAGES) -> None:
         super().__init__(throughput, costs, stages=stages)
@@ -281,7 +280,7 @@ class BambooTable(MeasuredPolicy):
         self.name = "bamboo-corrected" if corrected else "bamboo"
         self.global_restart = GLOBAL_RESTART
         self.places: dict[str, list[Place]] = {}
-        self.order: list[str] = []  # in which the next layout takes the nodes
+        self.order: list[str] = []  # the order in which the next layout takes the nodes
         self.pipelines = 0
         self.waiting = 0
         self.slowed = False
@@ -297,7 +296,7 @@ class BambooTable(MeasuredPolicy):
         if not training and not paused:
             return super().changed(cluster, change, training=training, paused=paused)
         if paused:
-            # Whoever was to take part is missing when the pause ends, and it begins anew.
+            # The next layout counted on the lost node, so the pause begins anew.
             return Stop(self.pause(cluster.usable)) if change.lost else KeepTraining()
         self.waiting += len(change.ready)
         slower = False
@@ -318,7 +317,8 @@ class BambooTable(MeasuredPolicy):
         return KeepTraining(stretch=FAIL_OVER, pace=self.current, ask=self._due())
 
     def _taken_over(self, places: list[Place]) -> bool:
-        """Does the predecessor take the place? Not when the lost node held two, or the predecessor does."""
+        """Lets the predecessor take the place. Returns False if it can't: the lost node held two places, or the
+        predecessor already does."""
         if len(places) > 1:
             return False
         pipeline, stage = places[0]
@@ -332,7 +332,7 @@ class BambooTable(MeasuredPolicy):
         return True
 
     def _due(self) -> bool:
-        """Is a re-balance due at the end of the iteration?"""
+        """Is a re-balance due at the end of this iteration?"""
         overloaded = sum(len(held) > 1 for held in self.places.values())
         active = self.pipelines * self.stages - overloaded
         if overloaded and (self.waiting >= overloaded or 2 * overloaded / active > EXPOSED):
@@ -346,9 +346,8 @@ class BambooTable(MeasuredPolicy):
         return Stop(self.pause(cluster.usable))
 
     def pace(self, cluster: Cluster) -> Pace | None:
-        """A new layout: whole pipelines, first of the nodes that were there in the order in which they
-        came, then of those that got ready during the pause; the rest stand by.
-        """
+        """Makes a new layout of whole pipelines: first with the nodes that were there, in the order in which they came,
+        then with those that got ready during the pause. The rest stand by."""
         there = set(cluster.ready)
         ready = [name for name in self.order if name in there]
         self.pipelines = len(ready) // self.stages
@@ -360,7 +359,7 @@ class BambooTable(MeasuredPolicy):
         return self.current
 
 
-# -- the others, and all by name ---------------------------------------------------------------------
+# -- the other systems, and all by name ---------------------------------------------------------------
 
 
 class OobleckTable(MeasuredPolicy):
@@ -373,9 +372,8 @@ class OobleckTable(MeasuredPolicy):
 
 
 class ReCycleTable(MeasuredPolicy):
-    """Workers that return take part from the next iteration on. It needs one living worker per stage,
-    which the table does not say: it goes on as long as anyone lives.
-    """
+    """Workers that return take part from the next iteration on. ReCycle needs a living worker on each stage, which the
+    table does not tell: here it goes on as long as any worker lives."""
 
     name = "recycle"
 
@@ -395,9 +393,8 @@ class ReCycleTable(MeasuredPolicy):
 
 
 class VarunaTable(MeasuredPolicy):
-    """A loss drops the work since the last checkpoint. The measured restart time includes saving one,
-    which does not happen at a loss, so that much is taken off.
-    """
+    """A loss drops the work since the last checkpoint. The measured restart time includes saving a checkpoint, which
+    does not happen at a loss, so that time is subtracted."""
 
     name = "varuna"
 
@@ -419,7 +416,7 @@ class VarunaTable(MeasuredPolicy):
         return made and replace(made, checkpoint_every=self.every, checkpoint=self.checkpoint)
 
 
-# name: (the system whose rows it reads, how it is made)
+# name: (the system whose rows it reads, its constructor)
 PUBLISHED: dict[str, tuple[str, Callable[[NodeTable, Costs], MeasuredPolicy]]] = {
     "oobleck": ("oobleck", OobleckTable),
     "varuna": ("varuna", VarunaTable),
@@ -430,22 +427,22 @@ PUBLISHED: dict[str, tuple[str, Callable[[NodeTable, Costs], MeasuredPolicy]]] =
 
 
 def published(name: str, throughput: Path, costs: Path, model: str) -> MeasuredPolicy:
-    """A fresh policy for one run. Raises InputError."""
+    """Make a new policy for one run. Raises InputError."""
     if name not in PUBLISHED:
         raise InputError("--policy", name, "with --throughput one of " + ", ".join(PUBLISHED))
     system, make = PUBLISHED[name]
     return make(read_throughput(throughput, system, model), read_costs(costs, system, model))
 
 
-# -- what they share: who is in the job, who stands by -----------------------------------------------
+# -- common parts of planned policies: which workers are in the job, and which stand by ---------------
 
 
 class GridPolicy(ABC):
-    """A worker that is lost stops the job; one that comes back joins at an iteration's end.
+    """When it loses a worker, the job stops; a worker that comes back joins at the end of an iteration.
 
-    Subclasses say how many workers take part (`used`), how fast the job then is (`rate`), and what
-    losses and returns cost (`loss`, `growth`). One that stands by is lost without a sound. A job that
-    stood still pays a restart and loses no work: its last checkpoint is taken to be of when it stopped.
+    Subclasses define how many workers take part (`used`), how fast the job then is (`rate`), and what losses and
+    returns cost (`loss`, `growth`). The loss of a worker that stands by costs nothing. A job that had to wait for
+    workers pays a restart and loses no work: its last checkpoint is taken to be from when it stopped.
     """
 
     name = ""
@@ -463,23 +460,24 @@ class GridPolicy(ABC):
     # -- for subclasses --------------------------------------------------------------------------
 
     def used(self, workers: int) -> int:
-        """How many of so many take part."""
+        """How many of `workers` take part."""
         return min(workers, self.workers)
 
     @abstractmethod
     def rate(self, workers: int) -> Rate | None:
-        """With so many in the job; None: it can't train."""
+        """The rate with so many workers in the job; None: it can't train."""
 
     def loss(self, left: int, replaced: int) -> Stop:
-        """Workers of the job were lost; so many will take part, `replaced` of them new in their place."""
+        """The reaction when workers of the job were lost: `left` will take part, `replaced` of them new in the job."""
         return Stop(self.recovery(replaced))
 
     def growth(self, workers: int) -> Stop:
-        """So many can now take part, which is more than before."""
+        """The reaction when more workers than before can take part."""
         return Stop(seconds(self.costs.rejoin))
 
     def recovery(self, replaced: int, further: float = 0.0) -> int:
-        """Microseconds until all know and have new groups, and whoever is new or moves has its state."""
+        """Microseconds until all workers know and have new groups, and workers that are new or move have their
+        state."""
         copies = max(further, self.costs.rejoin if replaced else 0.0)
         return seconds(self.costs.detect + self.costs.recover + copies)
 
@@ -516,7 +514,7 @@ class GridPolicy(ABC):
         return Pace(max(1, round(made.seconds * SECOND)), made.samples)
 
     def _staff(self) -> None:
-        """Fills the job from those who stand by, or lets go of those it has no use for."""
+        """Fills the job from the workers that stand by, or makes those stand by that it has no use for."""
         wanted = self.used(len(self.active) + len(self.standby))
         while len(self.active) < wanted:
             self.active.add(self.standby.popleft())
@@ -526,20 +524,18 @@ class GridPolicy(ABC):
 
 
 def seconds(value: float) -> int:
-    """In microseconds."""
+    """Convert seconds to microseconds."""
     return round(value * SECOND)
 
 
 # -- checkpoint and restart --------------------------------------------------------------------------
 
-# Checkpoint and restart: everyone begins anew from the last checkpoint.
-#
-# On as many whole pipelines as there are (`CheckpointRestart`), or as Varuna (EuroSys'22) does it, on
-# pipelines of the depth that is best for the workers there are (`Varuna`).
+# All workers begin anew from the last checkpoint: in as many whole pipelines as there are (`CheckpointRestart`) or, as
+# Varuna (EuroSys'22) does, in pipelines of the depth that is best for the number of workers (`Varuna`).
 
 
 class CheckpointRestart(GridPolicy):
-    """All micro-batches are kept: fewer pipelines take longer. Workers that make no whole pipeline stand by."""
+    """All micro-batches are kept, so fewer pipelines take longer. Workers beyond whole pipelines stand by."""
 
     name = "checkpoint-restart"
 
@@ -565,7 +561,7 @@ class CheckpointRestart(GridPolicy):
 
 
 class Varuna(CheckpointRestart):
-    """The grid morphs: depth and number of pipelines follow the workers, with 1F1B throughout."""
+    """The grid changes its shape: depth and number of pipelines follow the number of workers, always with 1F1B."""
 
     name = "varuna"
 
@@ -583,9 +579,9 @@ class Varuna(CheckpointRestart):
 
 class DropReplica(GridPolicy):
     """As torchft and elastic data parallel: a pipeline with a dead worker stands still. The others go on with their
-    own micro-batches, so an iteration trains on fewer samples: the only policy here that changes what an update sees.
+    own micro-batches, so an iteration trains on fewer samples. No other policy here changes the samples of an update.
 
-    Workers have places of their own here: which pipelines are whole depends on who was lost.
+    Here workers have fixed places, since the number of whole pipelines depends on which workers were lost.
     """
 
     name = "drop-replica"
@@ -599,7 +595,7 @@ class DropReplica(GridPolicy):
 
     @property
     def whole(self) -> int:
-        """Pipelines without an empty place."""
+        """Number of pipelines without an empty place."""
         return self.dead.count(0)
 
     def rate(self, workers: int) -> Rate | None:
@@ -632,7 +628,7 @@ class DropReplica(GridPolicy):
         return super().pace(cluster)
 
     def _staff(self) -> None:
-        """Places are taken as workers come."""
+        """Does nothing: workers take places when they come."""
 
     def _take(self, name: str) -> None:
         place = heapq.heappop(self.free)
@@ -649,8 +645,8 @@ class DropReplica(GridPolicy):
 
 
 class Bamboo(BambooTable):
-    """Every worker also runs its successor's forwards. A re-balance costs what a re-partition does, and what nobody can
-    take over a restart."""
+    """Every worker also runs the forwards of the next stage. A re-balance costs as much as a re-partition, and a loss
+    that nobody can take over as much as a restart."""
 
     def __init__(self, planned: PlannedJob, costs: RecoveryCosts) -> None:
         self.planned = planned
@@ -684,11 +680,11 @@ class FaultFree(GridPolicy):
         return self.planned.full
 
     def _staff(self) -> None:
-        """Nobody is looked at."""
+        """Does nothing: the policy ignores workers."""
 
 
 class ReCycle(GridPolicy):
-    """A failure that may have to be moved to where it costs least has the price of one copy."""
+    """Where a failure may have to be moved to the stage at which it costs least, it costs one copy in addition."""
 
     name = "recycle"
 
@@ -701,15 +697,15 @@ class ReCycle(GridPolicy):
 
 
 def check_spares(spares: int) -> None:
-    """Raises InputError."""
+    """Raises InputError for a number of spares out of range."""
     if isinstance(spares, bool) or not 0 <= spares <= MOST_SPARES:
         raise InputError("--spares", spares, f"a whole number from 0 to {MOST_SPARES}")
 
 
 class SpareWorkers(GridPolicy):
-    """`spares` workers beside those of the trace. They don't fail, so the policy comes off a little
-    better than it would. Once more are dead than there are spares, the job has only as many whole
-    pipelines as the rest makes, each with its own micro-batches.
+    """`spares` workers in addition to those of the trace. They don't fail, so the result is slightly better than it
+    would be. Once more workers are dead than there are spares, the job has only as many whole pipelines as the rest
+    makes, each with its own micro-batches.
     """
 
     name = "spares"
@@ -725,7 +721,7 @@ class SpareWorkers(GridPolicy):
         return self.planned.replicas(staffed // self.planned.job.stages)
 
     def loss(self, left: int, replaced: int) -> Stop:
-        """A spare takes its peers' state; without one the pipeline is dropped."""
+        """A spare takes its peers' state; without a spare the pipeline is dropped."""
         taken = left + self.extra_workers >= self.workers
         return Stop(self.recovery(replaced + taken))
 
@@ -746,7 +742,7 @@ class Repartition(GridPolicy):
 
 
 class Oobleck(Repartition):
-    """With Oobleck's templates; what is lost with a node is measured against our fault-free job."""
+    """With Oobleck's templates. Goodput is measured against the same fault-free job as for the other policies."""
 
     name = "oobleck"
 
@@ -754,7 +750,7 @@ class Oobleck(Repartition):
         return self.planned.templates(workers)
 
 
-# -- ours: at every failure and every return the option that trains most until the next change -------
+# -- OpenReCycle: at each failure and return the option that trains most until the next change --------
 
 WAIT = "wait"
 
@@ -762,8 +758,8 @@ WAIT = "wait"
 class Best(GridPolicy):
     """Chooses between re-routing, re-partitioning and dropping replicas, or lets a worker that returned wait.
 
-    It knows the past only: the next change is expected after the mean time between those so far,
-    `prior` seconds counting as the first.
+    It knows only the past: it expects the next change after the mean time between the changes so far, with `prior`
+    seconds counted as the first.
     """
 
     name = "ours"
@@ -772,7 +768,7 @@ class Best(GridPolicy):
         super().__init__(planned, costs)
         if not 0 < prior < float("inf"):
             raise InputError("prior", prior, "seconds above 0")
-        self.mode = self.ran = REROUTE  # for what is under way, and what trained last
+        self.mode = self.ran = REROUTE  # mode: the option chosen last; ran: the one that trained last
         self.fresh = True
         self.prior = prior
         self.changes = 0
@@ -793,7 +789,7 @@ class Best(GridPolicy):
         return max(rates, key=lambda mode: rates[mode], default=REROUTE)
 
     def horizon(self, now: int) -> float:
-        """Seconds until the next change, as the past suggests."""
+        """Seconds until the next change, estimated from the past."""
         return (self.prior + now / SECOND) / (1 + self.changes)
 
     def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
@@ -804,7 +800,7 @@ class Best(GridPolicy):
         self._now = cluster.now
         reaction = super().changed(cluster, change, training=training, paused=paused)
         if paused and change.ready and not self.fresh and isinstance(reaction, KeepTraining):
-            # The pause may have been for a way that is no longer the best.
+            # With more workers, the option that the pause was for may no longer be the best.
             chosen = self.mode
             again = self.loss(self.used(len(self.active) + len(self.standby)), len(change.ready))
             if self.mode != chosen:
@@ -837,7 +833,7 @@ class Best(GridPolicy):
 
     def pace(self, cluster: Cluster) -> Pace | None:
         if self.fresh:
-            # Nothing ran, so there is nothing to move from.
+            # Nothing trained before, so nothing has to move.
             self.mode = self._quickest(self.used(len(self.active) + len(self.standby)))
             self.fresh = False
         self.ran = self.mode
@@ -855,7 +851,7 @@ class Best(GridPolicy):
         return Stop(seconds(chosen.pause))
 
     def _best(self, options: list[Option]) -> Option:
-        """Until the next change, and what that will cost: it finds the job as this choice leaves it."""
+        """Chooses by the samples until the next change. Each option is also charged for its pause at that change."""
         again = dict.fromkeys((REROUTE, DROP), max(self.costs.rejoin, self.costs.migrate))
         again[REPARTITION] = self.costs.repartition
         again[WAIT] = again[self.mode]
@@ -876,16 +872,16 @@ PLANNED: dict[str, Callable[[PlannedJob, RecoveryCosts], Policy]] = {
     "bamboo": Bamboo,
     "ours": Best,
 }
-# Which of them choose a partition of the layers.
+# The policies that choose a partition of the layers.
 CUT_ANEW = ("oobleck", "repartition", "varuna", "ours")
 
 
 def planned_policy(name: str, planned: PlannedJob, costs: RecoveryCosts, *, spares: int = 1) -> Policy:
-    """A fresh policy for one run. Raises InputError."""
+    """Make a new policy for one run. Raises InputError."""
     if name == "spares":
         return SpareWorkers(planned, costs, spares)
     if name not in PLANNED:
         raise InputError("--policy", name, "with a profile one of " + ", ".join((*PLANNED, "spares")))
-    if name in CUT_ANEW and name != Best.name:  # which has other ways
+    if name in CUT_ANEW and name != Best.name:  # Best has other options too
         planned.check_layers(name)
     return PLANNED[name](planned, costs)

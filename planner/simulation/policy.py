@@ -1,7 +1,7 @@
-"""What to do at a failure: predicts each option, picks the one that trains most, and says why.
+"""Decides what to do at a failure: predicts each option, picks the one that trains most, and explains the choice.
 
-Pure functions of the job's state, its planned throughput and what recovery costs. All ways are
-compared by the samples that are trained from now to the expected repair, the end of the job, or the next change.
+Pure functions of the job's state, its planned throughput and the costs of recovery. All options are compared by the
+samples that are trained from now to the expected repair, the end of the job, or the next change.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ REPARTITION, SHALLOWER = "re-partition", "one stage less"
 class Option:
     """One option. pause: seconds until training goes on. redo: seconds of earlier work that is lost.
 
-    rate: samples per second from then on. migrations: who changes stage for it, where that is known.
-    partition: layers per stage, where those change and it is known.
+    rate: samples per second after the pause. migrations: workers that change their stage for it, where that is known.
+    partition: layers per stage, where they change and that is known.
     """
 
     name: str
@@ -46,34 +46,35 @@ class Option:
     partition: tuple[int, ...] = ()
 
     def samples(self, horizon: float, before: float) -> float:
-        """Trained within `horizon` seconds, less what is lost of the work done at rate `before`."""
+        """Samples trained within `horizon` seconds, minus the earlier work that is lost, which was done at rate
+        `before`."""
         return max(0.0, horizon - self.pause) * self.rate - self.redo * before
 
 
 def best_option(options: Sequence[Option], horizon: float, before: float) -> list[Option]:
-    """The options, the best first."""
+    """Sort the options, the best first."""
     return sorted(options, key=lambda o: merit(o.name, o.samples(horizon, before), o.pause))
 
 
 def merit(name: str, samples: float, pause: float) -> tuple[float, float, bool, str]:
-    """Sorts options, the best first: by what is trained; of those that differ in the last bits alone by the shorter
-    pause, and then one that puts nobody healthy out comes first."""
+    """Sort key for options, the best first: by samples trained; if these differ in the last bits only, by the shorter
+    pause, and then options that take no healthy worker out come first."""
     return -float(f"{samples:.9g}"), pause, name in (DROP, STAND_BY), name
 
 
 # -- what to do at a failure --------------------------------------------------------------------
 
-# Ops above which nothing is planned while a failure waits: the count's own period stands for it.
+# With more ops nothing is planned while a failure waits: a period for the number of failures is used instead.
 PLANNED_OPS = 200_000
 
-# From here on a share is called the whole: plans are counted in ticks.
+# A fraction from here on is called the whole, since plans are counted in ticks.
 WHOLE = 0.995
 
 
 @dataclass(frozen=True)
 class Advice:
-    """options: best first. sentence: why, with the numbers. absorbed: do the bubbles hold the extra load? load: that
-    in words, "" where there is none."""
+    """The recommended option. options: best first. sentence: the reason, with the numbers. absorbed: do the bubbles
+    hold the extra load? load: the answer in words, "" where there is no extra load."""
 
     choice: Option
     options: tuple[Option, ...]
@@ -85,9 +86,8 @@ class Advice:
 
 @dataclass(frozen=True)
 class PolicyState:
-    """failed: dead places of the grid. since_checkpoint: seconds of work since the last one; None: there
-    is none.
-    """
+    """failed: dead places of the grid. since_checkpoint: seconds of work since the last checkpoint; None: there is
+    none."""
 
     failed: frozenset[Worker]
     since_checkpoint: float | None = None
@@ -101,12 +101,12 @@ def advise(
     heals_in: float,
     left: float = math.inf,
 ) -> Advice:
-    """The best of re-routing, re-routing after migrations, re-partitioning, also with one stage less, dropping
+    """Return the best of re-routing, re-routing after migrations, re-partitioning, also with one stage less, dropping
     replicas, and restarting from the checkpoint.
 
-    heals_in: seconds until the failed workers are expected back. left: iterations of the job, which may be over before
-    that: at the rate that it has if it re-routes.
-    Raises InputError for a worker outside the grid, InfeasibleError when no way leads on.
+    heals_in: seconds until the failed workers are expected back. left: iterations left of the job, which may end before
+    then; they are counted at the rate of re-routing.
+    Raises InputError for a worker outside the grid, InfeasibleError when no option lets the job go on.
     """
     if not 0 < heals_in < math.inf:
         raise InputError("heals_in", heals_in, "seconds until the expected repair, above 0")
@@ -135,7 +135,7 @@ def _options(
     horizon: float,
     here: Rate | None,
 ) -> list[Option]:
-    """here: if it re-routes."""
+    """List the options that are possible. here: the rate of re-routing with the failures where they are."""
     failures = len(state.failed)
     living = planned.workers - failures
     seen = costs.detect + costs.recover
@@ -165,9 +165,9 @@ def _options(
 def _migrated(
     failed: frozenset[Worker], planned: PlannedJob, costs: RecoveryCosts, heals_in: float, here: Rate | None
 ) -> Option | None:
-    """With the failures moved to where they cost least; None when they are there already.
+    """Re-routing with the failures moved to where they cost least; None when they are there already.
 
-    On a large grid the count's own period stands for a plan, and who would move is left open.
+    On a large grid no plan is made: the period is that for the number of failures, and who moves is left open.
     """
     seen = costs.detect + costs.recover
     if _large(planned) or not planned.technique.reroutes:
@@ -175,7 +175,7 @@ def _migrated(
         if best is None or (here is not None and best.seconds >= here.seconds):
             return None
         return Option(MIGRATE, seen + costs.migrate, best.per_second)
-    # One copy takes `migrate` seconds; the peers of a stage send one each at a time.
+    # One copy takes `migrate` seconds; each peer of a stage sends one copy at a time.
     cost = CopyCost((1,) * planned.job.stages, 1 / costs.migrate) if costs.migrate else None
     try:
         moved = best_migrations(
@@ -196,8 +196,8 @@ def _migrated(
 
 
 def _repartitioned(failed: frozenset[Worker], planned: PlannedJob, pause: float) -> Option | None:
-    """With the layers, and where that helps workers too, on other stages. On a large grid the count's own rate stands
-    for it, and who holds what is left open."""
+    """The layers and, where that helps, workers on other stages. On a large grid no layout is made: the rate is that
+    for the number of workers, and the partition is left open."""
     if _large(planned):
         rate = planned.with_depth(planned.job.stages, planned.workers - len(failed))
         return None if rate is None else Option(REPARTITION, pause, rate.per_second)
@@ -213,7 +213,7 @@ def _large(planned: PlannedJob) -> bool:
 
 
 def _rerouted_here(failed: frozenset[Worker], planned: PlannedJob) -> Rate | None:
-    """With the failures where they are."""
+    """The rate of re-routing with the failures where they are; None where there is no plan."""
     if _large(planned):
         return planned.rerouted(len(failed))
     try:
@@ -224,11 +224,12 @@ def _rerouted_here(failed: frozenset[Worker], planned: PlannedJob) -> Rate | Non
 
 
 def _load(state: PolicyState, planned: PlannedJob, rate: float | None) -> tuple[bool, str]:
-    """Do 1F1B's bubbles hold what each peer has to take beside its own? And in words.
+    """Do 1F1B's bubbles hold the micro-batches that each peer has to take in addition? Also returns the answer in
+    words.
 
-    1F1B leaves stages - 1 slots idle on every worker of an iteration, so staggered iterations take
-    up to so many further micro-batches without becoming longer than 1F1B's. rate: what re-routing
-    comes to in truth, which limits on memory and the optimizer's step may keep below that.
+    1F1B leaves stages - 1 slots idle on every worker of an iteration, so staggered iterations take up to so many
+    further micro-batches without becoming longer than 1F1B's. rate: that of re-routing as planned, which memory limits
+    and the optimizer's step may keep below that.
     """
     job = planned.job
     worst, extra = 0, 0
@@ -255,12 +256,12 @@ def _load(state: PolicyState, planned: PlannedJob, rate: float | None) -> tuple[
 
 
 def one_f_one_b(planned: PlannedJob) -> Rate:
-    """Fault-free 1F1B: what the paper counts slowdowns from."""
+    """The rate of fault-free 1F1B, which the paper measures slowdowns against."""
     return Rate(reference_period(planned.job.at_home) * planned.tick, planned.samples)
 
 
 def shares(rate: float, planned: PlannedJob) -> str:
-    """A rate beside both that it is to be compared with, in words."""
+    """Compare a rate with the fault-free plan and with fault-free 1F1B, in words."""
     return (
         f"{percent(rate / planned.full.per_second, 0)} of the fault-free plan, "
         f"{percent(rate / one_f_one_b(planned).per_second, 0)} of fault-free 1F1B"
@@ -284,5 +285,5 @@ def _sentence(ranked: Sequence[Option], horizon: float, planned: PlannedJob, loa
 
 
 def span(seconds: float) -> str:
-    """A time in words, in the unit that suits it."""
+    """A time in words, in a suitable unit."""
     return milliseconds(1000 * seconds)
