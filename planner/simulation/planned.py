@@ -1,4 +1,4 @@
-"""How fast a job is in each state that a policy may bring it to, from our own planner's plans."""
+"""The throughput of a job in each state that a policy may bring it to, from plans of this planner."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from openrecycle.planner.solvers.list_scheduler import ListScheduler
 if TYPE_CHECKING:
     from openrecycle.planner.catalogs.catalog import StoredCatalog
 
-# More are none that a job has, and what is added up of them would be no number.
+# No job has more samples or longer units, and sums of larger numbers would overflow.
 MOST_SAMPLES, MOST_UNIT = 1e12, 1e9
-# Layers of a stage where nobody says how many there are: what re-partition can move.
+# Layers per stage for a job whose layers are not known, so that re-partition has something to move.
 LAYERS_PER_STAGE = 8
-# Ops that are scheduled to compare partitions, about: many states are planned, and none is run.
+# About how many ops are scheduled to compare partitions. It is low, since many states are planned and none is run.
 EFFORT = 60_000
-# Ops from which one plan or layout serves for several counts of failures, as a catalog's do.
+# From so many ops on, one plan or layout serves for several counts of failures, as in a catalog.
 LARGE = 50_000
 
 
 @dataclass(frozen=True)
 class Rate:
-    """seconds: of one iteration. samples: that it trains on."""
+    """seconds: time of one iteration. samples: how many it trains on."""
 
     seconds: float
     samples: float
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 def kept(method: Callable[[S, *A], T]) -> Callable[[S, *A], T]:
-    """Its answers are kept by the object, for as long as that lives."""
+    """Cache a method's results in the object, for as long as that lives."""
 
     @wraps(method)
     def look_up(self: S, *args: *A) -> T:
@@ -77,7 +77,8 @@ def kept(method: Callable[[S, *A], T]) -> Callable[[S, *A], T]:
 def check_sizes(
     samples: float | None, layers: int, least_stages: int | None, unit_seconds: float | None, stages: int | None = None
 ) -> None:
-    """What a PlannedJob takes; None: what follows from its job. stages: of that, if it is known. Raises InputError."""
+    """Check the arguments of a PlannedJob; None stands for the value that follows from the job. stages: of the job, if
+    it is known. Raises InputError."""
     if samples is not None and not 0 < samples <= MOST_SAMPLES:
         raise InputError("--samples", samples, f"samples of one iteration, above 0 and at most {MOST_SAMPLES:g}")
     if isinstance(layers, bool) or not 1 <= layers <= 512:
@@ -90,10 +91,10 @@ def check_sizes(
 
 
 class PlannedJob:
-    """One job's throughput by state. Periods are planned when asked for and kept.
+    """One job's throughput by state. Periods are planned when they are asked for, and cached.
 
-    samples: of one iteration of the whole job. layers: per stage, where the job has none. least_stages: of the
-    shallowest pipeline whose workers hold the model. catalog: whose periods are taken where it has them.
+    samples: of one iteration of the whole job. layers: per stage, where the job has none. least_stages: stages of the
+    shortest pipeline whose workers can hold the model. catalog: its periods are used where it has them.
     Raises InputError.
     """
 
@@ -129,7 +130,7 @@ class PlannedJob:
 
     @cached_property
     def _distributions(self) -> tuple[list[Counts], ...]:
-        """By period model: the best distribution of 0, 1, 2, ... failures over the stages."""
+        """By period model: the best distributions of 0, 1, 2, ... failures over the stages."""
         if not self.technique.reroutes:
             return ([(0,) * self.job.stages],)
         most = self.workers - self.job.stages
@@ -141,7 +142,7 @@ class PlannedJob:
         return self.job.ops >= LARGE
 
     def rerouted(self, failures: int) -> Rate | None:
-        """With so many workers dead, wherever they cost least; None where no plan exists."""
+        """The rate with so many workers dead, on the stages where they cost least; None where no plan exists."""
         if failures and not self.technique.reroutes:
             return None
         seconds = self._rerouted(failures)
@@ -151,8 +152,8 @@ class PlannedJob:
     def _rerouted(self, failures: int) -> float | None:
         if failures in self._known:
             return self._known[failures]
-        # On a large grid one plan serves for all counts up to the next that has as many failures on each stage: a plan
-        # for more failures serves for fewer.
+        # On a large grid one plan serves for all counts up to the next that has as many failures on each stage, since a
+        # plan for more failures also serves for fewer.
         step = self.job.stages if self._large else 1
         planned = min(-(-failures // step) * step, self.workers - self.job.stages)
         if failures > planned:
@@ -165,13 +166,13 @@ class PlannedJob:
 
     @cached_property
     def _first(self) -> list[float | None]:
-        """Seconds with one worker dead, by its stage."""
+        """Seconds of an iteration with one worker dead, by its stage."""
         stages = range(self.job.stages)
         return [self._plan([tuple(int(s == dead) for s in stages)]) for dead in stages]
 
     def moves(self, failures: int) -> bool:
-        """May `rerouted` have them on other stages than those where they fell? One has not where all stages lose as
-        much by it."""
+        """May the plan of `rerouted` have failures on other stages than those where they happened? A single failure is
+        not moved if it costs the same on every stage."""
         if failures < 1 or self.job.stages == 1 or not self.technique.reroutes:
             return False
         return failures > 1 or self._large or len(set(self._first)) > 1
@@ -181,7 +182,7 @@ class PlannedJob:
         return list(dict.fromkeys(found[failures] for found in self._distributions if failures < len(found)))
 
     def _plan(self, options: list[Counts]) -> float | None:
-        """Seconds of the shortest of the plans for these distributions."""
+        """Seconds of an iteration by the shortest of the plans for these distributions."""
         return min(filter(None, map(self._planned, options)), default=None)
 
     @kept
@@ -194,7 +195,7 @@ class PlannedJob:
         return solution.schedule.period * self.tick
 
     def _periods_of(self, catalog: StoredCatalog) -> dict[int, float]:
-        """By number of failures, the shortest in seconds."""
+        """The catalog's shortest period in seconds, by number of failures."""
         question = catalog.question
         if question != CatalogQuestion(self.job, self.technique, self.memory):
             what = "a catalog of this job, technique and memory limit, with the layers where they are"
@@ -210,7 +211,7 @@ class PlannedJob:
 
     @property
     def full(self) -> Rate:
-        """Nothing has failed, and layers are where they are without failures. Raises InfeasibleError when there is no
+        """The rate with nothing failed and the layers in their home partition. Raises InfeasibleError when there is no
         plan."""
         if self.job.at_home is not self.job:
             return self._at_home
@@ -226,42 +227,42 @@ class PlannedJob:
         return Rate(ListScheduler().solve(problem).schedule.period * self.tick, self.samples)
 
     def replicas(self, pipelines: int) -> Rate | None:
-        """Only so many whole pipelines, each with its own micro-batches: fewer samples per iteration."""
+        """The rate of so many whole pipelines, each with its own micro-batches: fewer samples per iteration."""
         if pipelines < 1:
             return None
         return Rate(self.full.seconds, self.samples * pipelines / self.job.pipelines)
 
     def fewer_pipelines(self, pipelines: int) -> Rate | None:
-        """Only so many whole pipelines, which run all micro-batches."""
+        """The rate of so many whole pipelines that run all micro-batches."""
         if pipelines < 1:
             return None
         gone = self.job.pipelines - pipelines
         if gone and not self.technique.reroutes:
             return None
         whole = (gone,) * self.job.stages
-        if self._best(sum(whole)) == [whole]:  # which a catalog may have
+        if self._best(sum(whole)) == [whole]:  # a catalog may have this period
             return self.rerouted(sum(whole))
         seconds = self._planned(whole)
         return None if seconds is None else Rate(seconds, self.samples)
 
     @cached_property
     def layered(self) -> Job | None:
-        """The job by layers: its own, or, where it has none, as many equal ones in each stage as `layers` says.
+        """The job with layers: its own or, where it has none, `self.layers` equal ones per stage.
 
-        None where that would be too many, or their times too fine for so long a job.
+        None where those would be too many, or their op times would have too many decimals for so long a job.
         """
         return self.job if self.job.layers else _by_layers(self.job, self.layers)
 
     def check_layers(self, policy: str) -> None:
-        """Raises InputError for a policy that cuts the layers anew, where they can't be: it would have no rate, or
-        another policy's."""
+        """Raises InputError for a policy that changes the partition of a job whose layers can't be cut anew: it would
+        have no rate, or that of another policy."""
         if self.layered is None:
             why = f"the {self.job.stages} stages of this one, with their times, can't be cut into so few"
             raise InputError("--policy", policy, f"one that moves no layers: a job has {MAX_LAYERS} at most, and {why}")
         if policy == "repartition":
             try:
                 layer_bounds(self.layered, self._layout_technique, self.memory)
-            except InputError:  # of the layers that it has been given here
+            except InputError:  # about layers that were made up here, so it needs other words
                 layers, stages = len(self.layered.layers), self.layered.stages
                 expected = f"another one: {layers:,} layers in {stages:,} stages are too many to choose a partition of"
                 raise InputError("--policy", policy, expected) from None
@@ -272,29 +273,29 @@ class PlannedJob:
 
     @kept
     def laid_out(self, failed: frozenset[Worker]) -> Layout | None:
-        """The best partition of the layers, with workers where they are of most use; None: there is none."""
+        """The best partition of the layers, with workers where they are of most use; None if there is none."""
         if self.layered is None:
             return None
         try:
             return lay_out(self.layered, failed, technique=self._layout_technique, memory=self.memory, over="layouts")
-        except (InfeasibleError, InputError):  # none, or too many to choose from
+        except (InfeasibleError, InputError):  # there is none, or there are too many to choose from
             return None
 
     def rate_of(self, layout: Layout) -> Rate:
         return Rate(layout.period * self.unit / layout.problem.job.ticks_per_unit, self.samples)
 
     def repartitioned(self, workers: int) -> Rate | None:
-        """The layers over all living workers, wherever they are needed, in pipelines as deep as the grid's or, where
-        that is shorter, of one stage less, or left where they are; None where none fits."""
-        # (Layouts are found by rules of thumb: now and then one is shorter that leaves a worker idle.)
-        if workers >= self.workers:  # nothing has happened yet
+        """The best rate of all living workers with the layers cut anew: on any stages, in pipelines as deep as the
+        grid's or one stage shorter. Layers stay where they are if that is best. None where nothing fits."""
+        # (Layouts are found by heuristics: now and then one that leaves a worker idle is shorter.)
+        if workers >= self.workers:  # nothing has failed
             return self.rerouted(0)
         options = [self.with_depth(self.job.stages - less, workers - idle) for less in (0, 1) for idle in (0, 1)]
         options.append(self.rerouted(self.workers - workers))
         return min(filter(None, options), key=lambda rate: rate.seconds, default=None)
 
     def with_depth(self, stages: int, workers: int) -> Rate | None:
-        """The same in pipelines of so many stages; None where the model or the workers don't fit."""
+        """The rate in pipelines of so many stages; None where the model or the workers don't fit."""
         if stages < self.least_stages or self.layered is None:
             return None
         # On a large grid one layout serves for all counts down to the next that has one worker less on each stage.
@@ -315,7 +316,8 @@ class PlannedJob:
 
     @kept
     def templates(self, workers: int) -> Rate | None:
-        """The layers over all living workers, in pipelines of unlike depth that run 1F1B: Oobleck's templates."""
+        """The rate with the layers over all living workers, in pipelines of different depth that run 1F1B: Oobleck's
+        templates."""
         if workers < self.least_stages:
             return None
         total = self.job.pipelines * self.job.micro_batches
@@ -330,7 +332,7 @@ class PlannedJob:
 
     @kept
     def morphed(self, workers: int) -> tuple[int, Rate] | None:
-        """The best grid of pipelines of one depth, with 1F1B: (workers that it uses, its rate)."""
+        """The best grid of pipelines of equal depth with 1F1B: (workers that it uses, its rate)."""
         total = self.job.pipelines * self.job.micro_batches
         best: tuple[float, int] | None = None
         for depth in range(self.least_stages, min(2 * self.job.stages, workers) + 1):
@@ -342,7 +344,7 @@ class PlannedJob:
 
     @kept
     def redundant(self, pipelines: int) -> Rate:
-        """Whole pipelines whose workers also run their successor's forwards, with 1F1B: Bamboo."""
+        """The rate of whole pipelines whose workers also run the forwards of the next stage, with 1F1B: Bamboo."""
         own = self.job.profiles
         ahead = [round(p.forward + own[(s + 1) % len(own)].forward, MAX_DECIMALS) for s, p in enumerate(own)]
         doubled = tuple(
@@ -357,8 +359,8 @@ class PlannedJob:
     def _template(self, stages: int, micro_batches: int) -> float:
         """Seconds that one pipeline of so many stages takes with 1F1B; inf where it doesn't fit.
 
-        Beyond 4 micro-batches per stage each further one takes as long as the last did on average:
-        the pipeline is in its steady state.
+        From 4 micro-batches per stage on the pipeline is in its steady state: each further micro-batch takes as long as
+        the last ones did on average.
         """
         steady = 4 * stages
         if not micro_batches:
@@ -370,7 +372,7 @@ class PlannedJob:
         return at + each * (micro_batches - steady)
 
     def _pipeline(self, stages: int, micro_batches: int) -> float:
-        """Its layers are partitioned so that the slowest stage is quickest."""
+        """Seconds of one pipeline, with its layers cut so that the slowest stage is as fast as possible."""
         if stages > len(self._stepping):
             return math.inf
         job = Job(1, stages, micro_batches, time_unit=self.job.time_unit, layers=self._stepping)
@@ -378,29 +380,30 @@ class PlannedJob:
 
     @cached_property
     def _stepping(self) -> tuple[LayerProfile, ...]:
-        """The layers, each with its reduction as a part of its step; none where they would be too many."""
+        """The layers, each with its all-reduce as a part of its step; empty where they would be too many."""
         layers = self.layered.layers if self.layered else ()
         made = {id(layer): replace(layer, reductions=(), optimizer=_step_of(layer)) for layer in layers}
         return tuple(made[id(layer)] for layer in layers)
 
 
 def evened(job: Job, *, technique: Technique, memory: MemoryLimit, layers: int = LAYERS_PER_STAGE) -> Job:
-    """As every policy begins it: cut as is best without failures, so that none is credited with what balance is worth.
+    """Return the job as every policy begins it: with the partition that is best without failures, so that no policy is
+    credited with a better balance.
 
-    What is balanced already stays as it is, a job of stages or of layers.
+    A job of stages or of layers that is balanced already is returned as it is.
     """
     by_layers = job if job.layers else _by_layers(job, layers) if layers > 0 else None
     if by_layers is None:
         return job
     try:
         even = best_at_home(by_layers, technique, memory)
-    except (InfeasibleError, InputError):  # none, or too many to choose from
+    except (InfeasibleError, InputError):  # there is none, or there are too many to choose from
         return job
     return job if even is by_layers else even
 
 
 def _by_layers(job: Job, most: int) -> Job | None:
-    """With so many equal layers in each stage, or as many as there may be; see `PlannedJob.layered`."""
+    """Cut each stage into so many equal layers, or as many as are allowed; see `PlannedJob.layered`."""
     each = min(most, MAX_LAYERS // job.stages)
     if not each:
         return None
@@ -419,13 +422,13 @@ def _by_layers(job: Job, most: int) -> Job | None:
 
 
 def _decimals(job: Job) -> int:
-    """Of a share of an op time: as many as a job twice as long may have, and no fewer than its own times."""
+    """Decimals of the op time of a layer: as many as a job twice as long may have, and no fewer than the job's own."""
     own = round(math.log10(job.ticks_per_unit))
     return max(own, min(MAX_DECIMALS, math.floor(math.log10(MAX_TICKS / (2 * job.longest)))))
 
 
 def _share_of(profile: StageProfile, layers: int, decimals: int) -> StageProfile:
-    """One of so many equal layers of a stage."""
+    """The profile of one of so many equal layers of a stage."""
 
     def share(time: float) -> float:
         return max(round(time / layers, decimals), 10.0**-decimals) if time else 0.0
@@ -436,23 +439,22 @@ def _share_of(profile: StageProfile, layers: int, decimals: int) -> StageProfile
 
 
 def _step_of(profile: StageProfile) -> float:
-    """With the reduction among the whole stage's peers."""
+    """The optimizer step together with the all-reduce among all peers of the stage."""
     return round(profile.optimizer + (profile.reductions[-1] if profile.reductions else 0.0), MAX_DECIMALS)
 
 
 # -- pipeline templates ------------------------------------------------------------------------------
 
-# As Oobleck (SOSP'23) plans them: pipelines of unlike depth that use every worker.
-#
-# Layers are partitioned over the stages of each template; templates are instantiated so that their
-# depths add up to the living workers; micro-batches are distributed so that the slowest is quickest.
+# Oobleck (SOSP'23) plans pipelines of different depth that use every worker. Layers are partitioned over the stages of
+# each template; templates are instantiated so that their depths add up to the number of living workers; micro-batches
+# are distributed so that the slowest pipeline is as fast as possible.
 
-# Up to so many workers every multiset of depths is looked at; beyond, the most even one of each size.
+# Up to so many workers every multiset of depths is tried; beyond, only the most even one of each size.
 ENUMERATED = 40
 
 
 def template_depths(workers: int, least: int, tolerated: int, most: int) -> range:
-    """Consecutive depths from the fewest workers that hold the model on.
+    """Return consecutive depths, from the fewest workers that hold the model on.
 
     With depths n0 to N - f n0 any number of workers of at least (f + 1) n0 is a sum of depths (no
     gap between consecutive numbers: the Frobenius argument). `most`: no more stages than layers.
@@ -461,7 +463,7 @@ def template_depths(workers: int, least: int, tolerated: int, most: int) -> rang
 
 
 def instantiations(workers: int, depths: range, pipelines: int) -> Iterator[tuple[int, ...]]:
-    """Multisets of at most `pipelines` depths that add up to `workers`, each in falling order."""
+    """Yield multisets of at most `pipelines` depths that add up to `workers`, each in falling order."""
     if workers <= ENUMERATED:
         yield from _sums(workers, depths, pipelines, depths.stop - 1)
         return
@@ -485,10 +487,10 @@ def _sums(total: int, depths: range, parts: int, largest: int) -> Iterator[tuple
 
 
 def distribute(total: int, depths: tuple[int, ...], time: Callable[[int, int], float]) -> tuple[float, tuple[int, ...]]:
-    """The least time within which pipelines of these depths run `total` micro-batches, and how many each has.
+    """Return the least time within which pipelines of these depths run `total` micro-batches, and how many each gets.
 
-    time(depth, micro_batches): of one pipeline; does not fall as micro-batches grow. The least time is one that some
-    pipeline has with some number of them, found by bisection over that number, depth by depth.
+    time(depth, micro_batches): of one pipeline; it does not fall as micro-batches grow. The least time is that of some
+    pipeline with some number of them; it is found by bisection over that number, depth by depth.
     """
     best = math.inf
     for kind in set(depths):
@@ -506,6 +508,6 @@ def distribute(total: int, depths: tuple[int, ...], time: Callable[[int, int], f
 
 
 def shares(total: int, depths: tuple[int, ...], time: Callable[[int, int], float], limit: float) -> list[int]:
-    """By pipeline, most micro-batches within `limit`, up to `total`."""
+    """Return by pipeline the most micro-batches that it runs within `limit`, up to `total`."""
     most = {kind: bisect_right(range(1, total + 1), limit, key=partial(time, kind)) for kind in set(depths)}
     return [most[depth] for depth in depths]

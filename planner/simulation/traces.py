@@ -1,8 +1,8 @@
-"""Failure traces: when which workers come and go; from files, from a job's past, or drawn from distributions.
+"""Failure traces: when workers come and go. They are read from files, made from a job's past, or drawn at random.
 
-There is a reader for each source of files; `read_trace` tells files apart by what is in them. `from_history` makes a
-trace of a job's own past, from the plain rows that its record of events gives. `generated` draws failures of workers,
-hosts, racks and switches, and their repair.
+There is a reader for each source of files; `read_trace` recognizes the format by the first line. `from_history` makes a
+trace of a job's own past, from the rows of its record of events. `generated` draws failures of workers, hosts, racks
+and switches, and their repair.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """Events in order of time. end: milliseconds; what happens then or later is outside the trace.
+    """Events in order of time. end: milliseconds; events then or later are outside the trace.
 
     Build it with `Trace.of`, which checks the order and that only living workers are removed.
     """
@@ -52,10 +52,10 @@ class Trace:
 
     @classmethod
     def of(cls, name: str, events: Iterable[Event], *, end: int | None = None, where: Sequence[str] = ()) -> Trace:
-        """Sorts by time and keeps the order of events of one time. end: the last event's time unless given. where: what
-        errors call each of the events, which are in order then; by default `name`.
+        """Sorts events by time; those of equal time keep their order. end: the last event's time unless given. where:
+        the name of each event in errors, if the events are in order already; by default `name`.
 
-        Each worker has one life: one that comes back gets a new name, W1_2#2, W1_2#3 and so on.
+        A worker that comes back gets a new name, W1_2#2, W1_2#3 and so on, since each name has one life only.
         Raises InputError for an empty trace, a worker that is added while it lives, or removed while it does not.
         """
         ordered = tuple(sorted(events, key=lambda e: e.time))
@@ -100,14 +100,14 @@ class Trace:
 
     @property
     def most(self) -> int:
-        """Most workers that live at once."""
+        """The most workers that live at once."""
         return max(n for _, n in self.counts)
 
 
 def scaled(trace: Trace, workers: int) -> Trace:
-    """The trace with `workers` where it has most: the share of workers that live stays, rounded.
+    """Scale the trace to at most `workers` at once: the fraction of workers that live stays, rounded.
 
-    Which worker leaves is no longer told: the youngest does.
+    Which worker leaves is no longer known; the newest does.
     """
     most = trace.most
     if most == workers:
@@ -122,20 +122,20 @@ def scaled(trace: Trace, workers: int) -> Trace:
     return Trace.of(trace.name, events, end=trace.end)
 
 
-# -- numbers from text, and workers for traces that only count them ----------------------------------
+# -- numbers from text, and names of workers for traces that only count them --------------------------
 
 MAX_WORKERS = 200_000
 
 
 def whole(text: str, where: str, what: str, *, most: int = MAX_HOURS * HOUR_MS) -> int:
-    """A whole number from 0 to `most`. Raises InputError naming `where`."""
+    """Parse a whole number from 0 to `most`. Raises InputError naming `where`."""
     if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) <= most):
         raise InputError(where, text, f"{what}, a whole number from 0 to {most}")
     return int(text)
 
 
 def milliseconds(text: str, where: str, unit_ms: int, what: str) -> int:
-    """A decimal number of a unit, in milliseconds. Raises InputError naming `where`."""
+    """Parse a decimal number of some unit, and return milliseconds. Raises InputError naming `where`."""
     value, most = number_of(text), MAX_HOURS * HOUR_MS // unit_ms
     if value is None or not 0 <= value <= most:
         raise InputError(where, text, f"{what}, a number from 0 to {most}")
@@ -143,10 +143,10 @@ def milliseconds(text: str, where: str, unit_ms: int, what: str) -> int:
 
 
 def events_of_counts(counts: Iterable[tuple[int, int]], *, name: str) -> list[Event]:
-    """Events for (time, how many live), where the source does not say who.
+    """Make events from (time, number of living workers), where the source does not name workers.
 
-    Who leaves is drawn at random from those who are there, with the trace's name as the seed: the
-    same file gives the same trace anywhere. A worker that comes is a new one.
+    A worker that leaves is drawn at random from the living ones, with the trace's name as the seed, so the
+    same file gives the same trace everywhere. A worker that comes is a new one.
     """
     noise = random.Random(name)
     living: list[str] = []
@@ -164,7 +164,7 @@ def events_of_counts(counts: Iterable[tuple[int, int]], *, name: str) -> list[Ev
 
 # -- ReCycle -----------------------------------------------------------------------------------------
 
-# `hour:GPUs` pairs and a closing `end hour`: how ReCycle's trace is written down.
+# ReCycle's trace is written as `hour:GPUs` pairs and a closing `end hour`.
 
 _PAIR = re.compile(r"([0-9]{0,18}\.?[0-9]{1,18}):([0-9]{1,18})")
 
@@ -174,7 +174,7 @@ def is_gpu_hours(line: str) -> bool:
 
 
 def read_gpu_hours(name: str, lines: list[tuple[int, str]]) -> Trace:
-    """Pairs over any number of lines. Without `end` the trace ends at its last pair."""
+    """Read pairs over any number of lines. Without `end` the trace ends at its last pair."""
     counts: list[tuple[int, int]] = []
     end: int | None = None
     closing = False
@@ -209,13 +209,13 @@ def read_gpu_hours(name: str, lines: list[tuple[int, str]]) -> Trace:
 
 
 def is_events(line: str) -> bool:
-    """Three fields, the middle one a word."""
+    """Has the line three fields, the middle one a word?"""
     fields = line.split(",")
     return len(fields) == 3 and ":" not in fields[1] and not fields[1].strip().isdigit()
 
 
 def read_events(name: str, lines: list[tuple[int, str]]) -> Trace:
-    """Raises InputError for a row of another form, a row out of order, or one that names the wrong worker."""
+    """Read events. Raises InputError for a row of another form, a row out of order, or one with the wrong worker."""
     events: list[Event] = []
     places: list[str] = []
     for number, line in lines:
@@ -238,7 +238,7 @@ def read_events(name: str, lines: list[tuple[int, str]]) -> Trace:
 
 # -- Bamboo, by count --------------------------------------------------------------------------------
 
-# How many instances live at what time: Bamboo's Google Cloud samples and its older AWS series.
+# How many instances live at what time: the format of Bamboo's Google Cloud samples and its older AWS series.
 
 _DATED = re.compile(r"([0-9]{4}-[0-9][0-9]-[0-9][0-9])\s*,\s*([0-9][0-9]:[0-9][0-9]:[0-9][0-9])\s*,\s*([0-9]+)")
 
@@ -248,7 +248,7 @@ def is_dated(line: str) -> bool:
 
 
 def read_dated(name: str, lines: list[tuple[int, str]]) -> Trace:
-    """`date, time, count` samples, in any order (the files have rows that are late); time 0 is the earliest."""
+    """Read `date, time, count` samples in any order (some files have late rows); time 0 is the earliest."""
     samples: list[tuple[datetime, int]] = []
     for number, line in lines:
         where = f"{name} line {number}"
@@ -267,13 +267,13 @@ def read_dated(name: str, lines: list[tuple[int, str]]) -> Trace:
 
 
 def is_steps(line: str) -> bool:
-    """Two fields that begin with a digit."""
+    """Has the line two fields that begin with a digit?"""
     fields = line.split(",")
     return len(fields) == 2 and all(field.strip()[:1].isdigit() for field in fields)
 
 
 def read_steps(name: str, lines: list[tuple[int, str]]) -> Trace:
-    """`seconds,count`, or `hours,count` where the times have decimals; two rows per change, before and after."""
+    """Read `seconds,count`, or `hours,count` if times have decimals; two rows per change, before and after."""
     hours = any("." in line.split(",")[0] for _, line in lines)
     unit, what = (HOUR_MS, "hours") if hours else (1000, "seconds")
     counts: list[tuple[int, int]] = []
@@ -299,7 +299,7 @@ def _counted(name: str, counts: list[tuple[int, int]]) -> Trace:
 
 # Parcae's replay segments: one JSON array per minute, `[milliseconds, action, {"nodes": [...], ...}]`.
 #
-# Only who comes and goes is read; the strategies that Parcae chose for each minute are left aside.
+# Only the workers that come and go are read; the strategies that Parcae chose for each minute are ignored.
 
 QUIET = ("no-op", "migration")
 
@@ -309,7 +309,7 @@ def is_replay(line: str) -> bool:
 
 
 def read_replay(name: str, lines: list[tuple[int, str]]) -> Trace:
-    """Ends when the last minute does. Raises InputError."""
+    """Read segments. The trace ends with the last minute. Raises InputError."""
     events: list[Event] = []
     places: list[str] = []
     end = 0
@@ -342,7 +342,7 @@ def _segment(line: str, where: str) -> tuple[int, str, list[str], int]:
     raise InputError(where, line[:80], expected)
 
 
-# -- which reader, and the traces that come with the product -----------------------------------------
+# -- the choice of a reader, and the traces that come with the product --------------------------------
 
 MAX_BYTES = 64_000_000
 
@@ -359,7 +359,7 @@ FORMATS: tuple[tuple[Callable[[str], bool], Callable[[str, Lines], Trace]], ...]
 
 
 def read_trace(path: Path) -> Trace:
-    """A trace from a file. Raises InputError naming file, line, value and what was expected."""
+    """Read a trace from a file. Raises InputError naming file, line, value and what was expected."""
     try:
         text = read_whole(path, most=MAX_BYTES).decode()
     except OSError as error:
@@ -370,7 +370,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def parse_trace(text: str, *, name: str) -> Trace:
-    """The same from text; `name` is what errors and the trace call it."""
+    """Read a trace from text; `name` is its name, also in errors."""
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise InputError(name, "an empty file", "a trace")
@@ -387,7 +387,7 @@ def parse_trace(text: str, *, name: str) -> Trace:
 
 @cache
 def public_traces() -> dict[str, Trace]:
-    """By `folder/name`, such as `recycle/gcp-6h`; sources and licences stand beside the files."""
+    """Return the traces by `folder/name`, such as `recycle/gcp-6h`; sources and licences are beside the files."""
     out: dict[str, Trace] = {}
     for folder in sorted(files("openrecycle.planner.simulation").joinpath("data").iterdir(), key=lambda f: f.name):
         if not folder.is_dir():
@@ -398,14 +398,14 @@ def public_traces() -> dict[str, Trace]:
             try:
                 trace = parse_trace(file.read_text(encoding="utf-8"), name=file.name)
             except InputError:
-                continue  # a table, not a trace
+                continue  # the file is a table, not a trace
             out[f"{folder.name}/{file.name.rsplit('.', 1)[0]}"] = trace
     return out
 
 
 # -- a job's own past --------------------------------------------------------------------------------
 
-# What a record calls it: the worker is gone, or is back.
+# The words of a record for a worker that is lost, and for one that is back.
 LOST = ("failed", "lost", "killed", "left", "remove")
 BACK = ("joined", "rejoined", "recovered", "restarted", "add")
 
@@ -413,10 +413,11 @@ BACK = ("joined", "rejoined", "recovered", "restarted", "add")
 def from_history(
     rows: Iterable[tuple[float, str, str]], workers: Iterable[str], *, end: float, name: str = "history"
 ) -> Trace:
-    """rows: (seconds since the job began, worker, event). workers: those it began with. end: seconds.
+    """Make a trace from a job's record. rows: (seconds since the job began, worker, event). workers: those that it
+    began with. end: seconds.
 
-    A worker's second loss in a row, or return, says nothing new and is left out. Raises InputError
-    for an event that is neither a loss nor a return.
+    A second loss of a worker in a row, or a second return, is left out. Raises InputError for an event that is neither
+    a loss nor a return.
     """
     living = set(workers)
     events = [Event(0, "add", worker) for worker in sorted(living)]
@@ -436,16 +437,16 @@ def from_history(
 # -- traces drawn from distributions ------------------------------------------------------------
 
 MOST_FAILURES = 2_000_000
-# Workers of one host.
+# Default number of workers per host.
 HOST = 8
-# Longer than any trace; of much larger numbers there are no whole milliseconds.
+# Longer than any trace; much larger numbers can't be converted to whole milliseconds.
 MOST_HOURS = 1e9
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Workers that fail together: groups of `size` neighbours (1: each for itself; 8: a host; a rack,
-    a switch), each group with a mean of `mtbf` hours between failures and `repair` hours until it is back.
+    """Workers that fail together, in groups of `size` neighbours: 1 for single workers, 8 for hosts, more for racks or
+    switches. Each group has a mean of `mtbf` hours between failures, and is back after `repair` hours.
 
     shape: of the Weibull distribution of times between failures; 1 is Poisson, below 1 failures
     come in bursts.
@@ -466,9 +467,9 @@ class Domain:
 
 
 def generated(workers: int, hours: float, domains: list[Domain], *, seed: int = 0, name: str = "generated") -> Trace:
-    """All workers live at 0; each domain's groups fail and return on their own. Raises InputError.
+    """Draw a trace. All workers live at 0; the groups of each domain fail and return independently. Raises InputError.
 
-    A worker that is down with one group stays down until every group that took it down is repaired.
+    A worker that several groups have taken down is back once all of them are repaired.
     """
     if isinstance(workers, bool) or not 1 <= workers <= MAX_WORKERS:
         raise InputError("workers", workers, f"a whole number from 1 to {MAX_WORKERS}")
@@ -478,7 +479,7 @@ def generated(workers: int, hours: float, domains: list[Domain], *, seed: int = 
         raise InputError("domains", 0, "at least one kind of failure")
     for i, domain in enumerate(domains):
         domain.check(f"domains[{i}]")
-    # In bursts (`shape`) there are far more failures than one expects, so those that are drawn are counted too.
+    # With a small `shape` far more failures are drawn than expected, so the number drawn is checked as well.
     lost = sum(hours / d.mtbf * workers for d in domains)
     too_many = InputError("mtbf", min(d.mtbf for d in domains), f"at most {MOST_FAILURES:,} lost workers in all")
     if lost > MOST_FAILURES:
@@ -486,7 +487,7 @@ def generated(workers: int, hours: float, domains: list[Domain], *, seed: int = 
     lost = 0
     noise = random.Random(seed)
     end = round(hours * HOUR_MS)
-    # (time, whether it ends, group, domain): the failures of each group one after the other.
+    # (time, is it a repair?, group, domain): the next event of each group.
     heap: list[tuple[int, int, int, int]] = []
     for d, domain in enumerate(domains):
         for group in range(-(-workers // domain.size)):
@@ -514,6 +515,6 @@ def generated(workers: int, hours: float, domains: list[Domain], *, seed: int = 
 
 
 def _wait(noise: random.Random, domain: Domain) -> int:
-    """Milliseconds until a group's next failure, of the mean asked for."""
+    """Draw the milliseconds until a group's next failure, with the mean asked for."""
     scale = domain.mtbf / math.gamma(1 + 1 / domain.shape)
     return max(1, round(noise.weibullvariate(scale, domain.shape) * HOUR_MS))
