@@ -1,7 +1,7 @@
-"""`python -m planner`: plans from the command line.
+"""The planner's command line, `python -m planner` and `openrecycle`.
 
-First what several commands share: the job of the options, and Ctrl-C. Then `catalog` and `migrations`, `export` and
-`compare`, `simulate`, and last `plan`, `check` and `schema`.
+The file begins with what several commands share: the job that the options describe, and Ctrl-C. Then come `catalog` and
+`migrations`, `export` and `compare`, `simulate`, and last `plan`, `check` and `schema`.
 
 Exit status: 0 done; 1 a checked plan is invalid; 2 the input is not acceptable or unreadable.
 """
@@ -101,7 +101,7 @@ UnitSeconds = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
-# What is not the result: progress, and what Ctrl-C does.
+# For what is not part of the result: progress, and the answer to Ctrl-C.
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -116,11 +116,11 @@ def job_of_options(
     *,
     moved: bool = False,
 ) -> Job:
-    """The job that `--profile`, or the sizes, `--layers` and `--durations`, describe. Raises InputError.
+    """Make the job that `--profile`, or the sizes, `--layers` and `--durations`, describe. Raises InputError.
 
-    A measured profile (by its file, or a shipped one by its name) takes other sizes too. With a partition its layers
-    are those that were measured. `auto` leaves the job at the partition that spreads work most evenly.
-    moved: from the partition that the profile says, if it does, to the one that is given.
+    A measured profile (a file, or a shipped one by its name) can be used with other sizes too. If a partition is given,
+    the job has the measured layers. `auto` leaves the job at the partition that spreads work most evenly.
+    moved: if the profile has a partition, that stays the job's home, and the given one is where layers have moved to.
     """
     sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches, "--durations": durations}
     if profile is not None:
@@ -146,7 +146,7 @@ def job_of_options(
 
 
 def _cut(job: Job, partition: str | None) -> Job:
-    """As `--partition` says."""
+    """Apply `--partition`."""
     counts = () if partition is None or partition == AUTO else parse_partition(partition, field="--partition")
     if partition is not None and not job.layers:
         raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
@@ -156,13 +156,13 @@ def _cut(job: Job, partition: str | None) -> Job:
 
 
 def failed_workers(given: list[str] | None, job: Job) -> frozenset[Worker]:
-    """Of `--fail`, which may be repeated or list several. Raises InputError."""
+    """Parse `--fail`, which may be repeated or list several workers. Raises InputError."""
     return parse_failed((name for text in given or [] for name in text.split(",")), job)
 
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """The first Ctrl-C only marks the list that is yielded; the second one ends the program."""
+    """Let the first Ctrl-C only add to the list that is yielded; the second one ends the program."""
     stop: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -323,7 +323,7 @@ def catalog_command(
 
 @contextmanager
 def _bar(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on a terminal; nothing elsewhere."""
+    """Show a progress bar on a terminal; nothing elsewhere."""
     if quiet or not err.is_terminal:
         yield None
         return
@@ -373,8 +373,8 @@ def compare_command(
 
 
 def _valid_plan(path: Path) -> Plan:
-    """Raises PlanError for a file that is no plan, and for one that planner.check finds invalid: its
-    picture and its numbers would mean nothing."""
+    """Load a plan. Raises PlanError for a file that is no plan, and for a plan that planner.check finds invalid, whose
+    picture and numbers would mean nothing."""
     if path.suffix.lower() in (".yaml", ".yml"):
         try:
             plan = parse_yaml(read_whole(path, most=PLAN_BYTES), source=str(path))
@@ -390,7 +390,7 @@ def _valid_plan(path: Path) -> Plan:
 
 
 def _short_names(paths: list[Path]) -> list[str]:
-    """File names, or whole paths where two are alike."""
+    """Return the file names, or whole paths where two names are equal."""
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
@@ -559,7 +559,8 @@ def _job(
     micro_batches: int | None,
     durations: str | None,
 ) -> Job:
-    """From the profile, the sizes beside it replacing its own; else from the sizes; else a model's shape."""
+    """Make the job from the profile, with the given sizes in place of its own; else from the sizes, or else from a
+    model's shape."""
     if profile is not None:
         _refuse("beside --profile", {"--durations": durations})
         return job_on(load(profile), pipelines, stages, micro_batches)
@@ -587,7 +588,7 @@ def _shared_domains(host_mtbf: float | None, rack: str | None, switch: str | Non
 
 
 def _domain(option: str, domain: Domain) -> Domain:
-    """Of that option. Raises InputError."""
+    """Check the domain of an option. Raises InputError."""
     try:
         domain.check("")
     except InputError as error:
@@ -608,7 +609,7 @@ def _refuse(where: str, options: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class _Show:
-    """How to print. dollars: per worker and hour, None where no price is known."""
+    """How to print. dollars: price per worker and hour; None where it is not known."""
 
     model: str
     dollars: float | None
@@ -687,7 +688,7 @@ app.command("simulate")(simulate_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line; every refusal is one sentence and exit status 2."""
+    """Run the command line; every refusal is one sentence and exit status 2."""
     run(app, arguments)
 
 
@@ -736,7 +737,7 @@ def plan(
         if partition == AUTO:
             layout = _laid_out(job, dead, of, limit, migrate=migrate)
         problem = Problem(job, dead, of, limit) if layout is None else layout.problem
-    check_out(out)  # said before time is spent on solving
+    check_out(out)  # before time is spent on solving
     if reference is not None:
         made = reference_plan(job, reference)
     else:
@@ -807,7 +808,7 @@ def _laid_out(job: Job, dead: frozenset[Worker], technique: Technique, memory: M
 
 
 def _moves(layout: Layout | None) -> list[str]:
-    """What has to move for a plan."""
+    """Say which layers and workers have to move for a plan."""
     if layout is None or not layout.problem.job.layers:
         return []
     moved = layers_move(layout.moved) if layout.moved else ""
@@ -845,7 +846,7 @@ def _summary(made: Plan) -> list[str]:
 
 @contextmanager
 def _progress(job: Job, *, quiet: bool) -> Iterator[Any]:
-    """A line that shows the best period and the bound while solving; nothing off a terminal."""
+    """Show the best period and the bound in one line while solving; nothing where there is no terminal."""
     if quiet or not err.is_terminal:
         yield None
         return
@@ -865,7 +866,7 @@ _STYLE = {"F": "blue", "I": "green", "W": "yellow", "B": "cyan", "O": "magenta",
 
 
 def gantt_lines(schedule: Schedule, *, width: int) -> Iterator[Text]:
-    """One line per worker (at most MAX_ROWS), then the key.
+    """Yield one line per worker (at most MAX_ROWS), then the legend.
 
     A column shows the op that runs in the middle of its slice; small letters are re-routed
     micro-batches, a dot is a bubble. width: columns of the terminal.

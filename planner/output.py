@@ -1,4 +1,4 @@
-"""Where a command's result goes: what `--out` names, or standard output. One way for all commands, of all rooms."""
+"""Writes a command's result to the file of `--out` or to standard output. All commands of all rooms use it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from openrecycle.planner.jobs.words import NUMBER, printable
 # -- where a command's result goes --------------------------------------------------------------
 
 _STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
-# A file without content is had on a full disk, too.
+# An empty file can be created even on a full disk, so `check_out` writes this many bytes.
 _PAGE = 4096
-# Wider than any line: what is no terminal has no edge at which to cut a table.
+# Wider than any line: where there is no terminal, tables must not be cut.
 _WIDE = 10_000
-# The base of what typer says of the words of a command line; it has no public name.
+# The base class of typer's errors about a command line; it has no public name.
 _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
-# What a number on a command line looks like, by its type.
+# The form that a number must have on a command line, by its type.
 _PLAIN: dict[Any, tuple[str, re.Pattern[str]]] = {
     int: ("a whole number", re.compile(r"[+-]?[0-9]+")),
     float: ("a number", NUMBER),
@@ -42,7 +42,7 @@ def is_stdout(path: Path) -> bool:
 
 
 def destination(path: Path) -> Path:
-    """The file that is to be written: `path`, or what it points at if it is a link. Nothing is written yet.
+    """Return the file that will be written: `path`, or what it points at if it is a link. Nothing is written yet.
 
     Raises InputError for a device, a pipe or a folder, and where the folder is missing or can't be written.
     """
@@ -62,7 +62,7 @@ def destination(path: Path) -> Path:
 
 
 def check_out(path: Path | None) -> None:
-    """What can be said before time is spent on making what is to be written: of a full disk, too. Raises InputError."""
+    """Check before time is spent on the result whether it can be written, also for a full disk. Raises InputError."""
     if path is not None and not is_stdout(path):
         with _part_of(destination(path), path) as part:
             part.write_bytes(bytes(_PAGE))
@@ -70,8 +70,8 @@ def check_out(path: Path | None) -> None:
 
 @contextmanager
 def _part_of(target: Path, path: Path) -> Iterator[Path]:
-    """A new file beside `target` to write to, which is gone when the block ends, unless that has moved it. path: as it
-    was given. Raises InputError."""
+    """Yield a new file beside `target` to write to. It is removed at the end, unless the block has moved it. path: as
+    the user gave it. Raises InputError."""
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         try:
@@ -83,17 +83,17 @@ def _part_of(target: Path, path: Path) -> Iterator[Path]:
 
 
 def write_out(path: Path | None, content: bytes) -> None:
-    """All of it or nothing, to standard output where `path` is None or names it. Raises InputError."""
+    """Write all of it or nothing; to standard output where `path` is None or names it. Raises InputError."""
     if path is None or is_stdout(path):
         try:
             sys.stdout.flush()
             sys.stdout.buffer.write(content)
             sys.stdout.buffer.flush()
-        except BrokenPipeError:  # its reader (head, a pager) has seen enough
+        except BrokenPipeError:  # the reader (head, a pager) has closed the pipe
             _no_more()
         return
     target = destination(path)
-    with _part_of(target, path) as part:  # takes its place once it is whole
+    with _part_of(target, path) as part:  # it replaces the target once it is complete
         part.write_bytes(content)
         if target.exists():
             part.chmod(stat.S_IMODE(target.stat().st_mode))
@@ -101,14 +101,15 @@ def write_out(path: Path | None, content: bytes) -> None:
 
 
 def console() -> Console:
-    """For tables on standard output: as wide as the terminal, and uncut where there is none."""
+    """Make a console for tables on standard output: as wide as the terminal, and without a limit where there is
+    none."""
     wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(highlight=False, width=_WIDE if wide else None)
 
 
 def _with_plain_numbers(app: typer.Typer) -> Any:
-    """The command of `app`, whose numbers are digits: pydantic, which reads them, takes 1_000, 4.0 and ' 12 ' for whole
-    numbers, and digits of all scripts."""
+    """Return the command of `app`, and make it accept plain digits only: pydantic, which reads the numbers, accepts
+    1_000, 4.0 and ' 12 ' for whole numbers, and digits of all scripts."""
     command: Any = typer.main.get_command(app)
     waiting = [command]
     while waiting:
@@ -132,14 +133,13 @@ def _plain(
 
 
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command line (a Typer app) and ends the process: 0 done, 2 refused with one sentence. arguments: None:
-    those of the process.
+    """Run a command line (a Typer app) and end the process: 0 done, 2 refused with one sentence. arguments: None: those
+    of the process.
 
-    Whatever goes wrong with standard output is a sentence too, and none if its reader (head, a pager) has
-    seen enough.
+    Errors of standard output are also reported in a sentence, except that its reader (head, a pager) has closed it.
     """
     try:
-        # Of `python -m openrecycle`, click would make a module that is none.
+        # For `python -m openrecycle`, click would show the name of a module that does not exist.
         name = sys.argv[0] if sys.argv[0].startswith("openrecycle") else None
         status = _with_plain_numbers(app)(arguments, standalone_mode=False, prog_name=name)
         sys.stdout.flush()
@@ -165,7 +165,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _no_more() -> None:
-    """Nothing more may be flushed to standard output at exit."""
+    """Make sure that nothing more is flushed to standard output at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

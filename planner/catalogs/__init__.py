@@ -1,1 +1,1 @@
-"""Plans for every failure that a job is to survive, made ahead."""
+"""Plans made ahead, for every failure that a job is to survive."""

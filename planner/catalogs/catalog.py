@@ -1,15 +1,15 @@
-"""Plans made ahead: one per failure pattern, so that recovery is a look-up; in memory and on disk.
+"""Plans made ahead: one per failure pattern, so that recovery needs only a look-up; in memory and on disk.
 
 Pipelines are interchangeable, so a plan for a pattern serves every failure set that differs from
 it only in which pipeline is called which: `Catalog.find` renames the pipelines of the stored plan.
 
-On disk no other plan is read to find one (`StoredCatalog`):
+On disk a plan is found without reading any other plan (`StoredCatalog`):
 
-    DIR/<fingerprint>/catalog.json       what the plans answer (`CatalogInfo`)
+    DIR/<fingerprint>/catalog.json       the question that the plans answer (`CatalogInfo`)
     DIR/<fingerprint>/<name>.plan        one plan each (planner.plans.packed)
 
-Files appear whole or not at all. A plan's name begins with its number of failures and is otherwise
-a hash of the failed workers, so that a failure set's own plan is found without a search.
+Files appear whole or not at all. A plan's name begins with its number of failures; the rest is a hash of the failed
+workers, so that the plan of a failure set is found without a search.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from openrecycle.planner.solvers.portfolio import make_plan
 
 # -- plans made ahead ---------------------------------------------------------------------------
 
-# More patterns than this per failure count are not planned ahead; the list scheduler takes over.
+# At most so many patterns per failure count are planned ahead; for others the list scheduler plans at once.
 MAX_PATTERNS = 10_000
 _NO_PLANS = '"plans":[]'
 
 
 KEPT_OPS = 200_000
-"""Of renamed plans: about those for each single failure of 64 workers."""
+"""Renamed plans are kept up to so many ops: about the plans for each single failure of 64 workers."""
 
 
 class CatalogDoc(RequestedPlan):
@@ -72,11 +72,11 @@ class Catalog:
         self.job = job
         self.technique = technique
         self.memory = memory
-        # As they came, with the place that each of their pipelines has in the pattern: renaming a plan of
-        # 2,048 workers takes seconds, and most are found for the very failures they were made for.
+        # Plans as they came, with the place of each of their pipelines in the pattern: renaming a plan of 2,048
+        # workers takes seconds, and most plans are found for the very failures that they were made for.
         self._plans: dict[frozenset[Worker], tuple[Plan, tuple[int, ...]]] = {}
         self._renamed: dict[frozenset[Worker], tuple[Plan, Plan]] = {}
-        """What was found last, by for whom: the plan as it is stored, and renamed."""
+        """The plans found last, by the failures asked for: each as it is stored, and renamed."""
         self._elsewhere: dict[tuple[int, ...], Catalog] = {job.partition: self}
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class Catalog:
         return tuple(plan.renamed(places) for plan, places in held)
 
     def patterns(self, tolerance: int) -> list[list[frozenset[Worker]]]:
-        """For each failure count 0..tolerance the canonical failure sets that leave every stage a
+        """Returns for each failure count 0..tolerance the canonical failure sets that leave every stage a
         living peer, at most MAX_PATTERNS per count. Raises InputError for a negative tolerance.
         """
         if tolerance < 0:
@@ -99,12 +99,12 @@ class Catalog:
         return [list(islice(patterns(self.job, count), MAX_PATTERNS)) for count in range(tolerance + 1)]
 
     def problem(self, failed: Iterable[Worker]) -> Problem:
-        """Raises InputError or InfeasibleError when `failed` can't be planned for."""
+        """Makes the Problem. Raises InputError or InfeasibleError when `failed` can't be planned for."""
         return Problem(self.job, frozenset(failed), self.technique, self.memory)
 
     def add(self, plan: Plan) -> None:
-        """Keeps `plan` for its pattern, unless one as short and with as high a bound is kept already. One with the
-        layers cut otherwise is kept with those of its partition (`at`).
+        """Keeps `plan` for its pattern, unless one as short and with as high a bound is kept already. A plan with
+        another partition goes to the catalog of that partition (`at`).
 
         Raises InputError for a plan of another job, technique or memory limit.
         """
@@ -124,7 +124,7 @@ class Catalog:
             self._plans[pattern] = plan, tuple(places)
 
     def find(self, failed: Iterable[Worker]) -> Plan | None:
-        """The stored plan with its pipelines renamed to fit exactly `failed`; None: none stored."""
+        """Returns the stored plan with its pipelines renamed to fit exactly `failed`; None if none is stored."""
         failed = frozenset(failed)
         pattern, wanted = canonical_pattern(failed, self.job)
         found = self._plans.get(pattern)
@@ -143,9 +143,8 @@ class Catalog:
         return renamed
 
     def make_ready(self, failed: Collection[Worker]) -> None:
-        """Of the plans for one failure more than these, those that are stored are renamed and packed, as far as they
-        are kept: whoever asks for one then has it, and can tell others of it, some milliseconds sooner. From any
-        thread."""
+        """Renames and packs the stored plans for one failure more than `failed`, as far as they can be kept. When such
+        a failure happens, its plan is found and sent some milliseconds sooner. Can be called from any thread."""
         room = KEPT_OPS
         for worker in self.job.workers():
             stored = self._plans.get(canonical_pattern([*failed, worker], self.job)[0])
@@ -159,7 +158,7 @@ class Catalog:
             plan.workers.stored = columns or pack(plan), document
 
     def at(self, partition: tuple[int, ...]) -> Catalog:
-        """That of the same job with its layers cut so; (): this one. Raises InputError."""
+        """Returns the catalog of the same job with this partition; (): this one. Raises InputError."""
         if not partition or not self.job.layers:
             return self
         if partition not in self._elsewhere:
@@ -173,10 +172,10 @@ class Catalog:
         return canonical_pattern(failed, self.job)[0] in self._plans
 
     def plan_for(self, failed: Iterable[Worker]) -> tuple[Plan, str]:
-        """A plan for `failed` at once, and in words where it comes from.
+        """Returns a plan for `failed` at once, and in words where it comes from.
 
-        Looked up, else made by the list scheduler now. Raises InfeasibleError when a stage has no
-        living peer, InputError for a worker that is not of the grid.
+        It is looked up or, if it is not stored, made by the list scheduler. Raises InfeasibleError when a stage has
+        no living peer, InputError for a worker that is not of the grid.
         """
         problem = self.problem(failed)
         count = len(problem.failed)
@@ -214,11 +213,11 @@ def _gap(plan: Plan) -> str:
     return f"at most {percent(plan.metrics.gap)} above the best"
 
 
-# -- catalogs on disk, and the look-up of one plan ----------------------------------------------
+# -- catalogs on disk, and the search for one plan ------------------------------------------------
 
 INFO = "catalog.json"
 SUFFIX = ".plan"
-# A file is written in far less; what is not done by then is of a run that was killed.
+# Writing a file takes far less time, so an older unfinished file is left from a run that was killed.
 KILLED_SECONDS = 3600.0
 _NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{24}")  # as `plan_name` makes it
 
@@ -259,7 +258,7 @@ class CatalogInfo(RequestedPlan):
 
 
 class PlanStore(Protocol):
-    """Where stored plans lie: a folder, or a database."""
+    """A place where stored plans are: a folder, or a database."""
 
     def names(self) -> list[str]: ...
 
@@ -267,7 +266,7 @@ class PlanStore(Protocol):
 
 
 def headers_of(store: PlanStore) -> dict[str, Header]:
-    """By name. What is damaged is left out: it counts as not there."""
+    """Return the headers by name. Damaged plans are left out, as if they were not there."""
     out = {}
     for name in store.names():
         with suppress(PlanError):
@@ -299,7 +298,7 @@ class FolderBlobs:
 
 
 class MappedBlobs:
-    """Plans that are in memory already, as those read from a database are."""
+    """Plans that are in memory, such as those read from a database."""
 
     def __init__(self, blobs: Mapping[str, bytes]) -> None:
         self._blobs = dict(blobs)
@@ -315,8 +314,8 @@ class MappedBlobs:
 
 
 class Fitting(NamedTuple):
-    """exact: is the plan `name` for these failures, up to the names of pipelines, and not for as many on each stage?
-    reason: the same in words."""
+    """A stored plan that fits some failures. exact: it is for these very failures, up to the names of pipelines;
+    otherwise for as many on each stage. reason: the same in words."""
 
     name: str
     exact: bool
@@ -335,7 +334,7 @@ class Found:
 
 
 class StoredCatalog:
-    """Reads a catalog. Headers are kept once read; plans are not. headers: those that are read already."""
+    """Reads a catalog. Headers are cached, plans are not. headers: those that have been read already."""
 
     def __init__(self, info: CatalogInfo, blobs: PlanStore, *, headers: Mapping[str, Header] | None = None) -> None:
         self.info = info
@@ -350,17 +349,17 @@ class StoredCatalog:
         return len(self.blobs.names())
 
     def header(self, name: str) -> Header:
-        """Raises PlanError when the plan is missing or damaged."""
+        """Returns a plan's header. Raises PlanError when the plan is missing or damaged."""
         if name not in self._headers:
             self._headers[name] = decode_header(self._blob(name), source=name)
         return self._headers[name]
 
     def headers(self) -> dict[str, Header]:
-        """By name, as they are stored now. What is damaged is left out: it counts as not there."""
+        """Reads all headers anew, by name. Damaged plans are left out, as if they were not there."""
         return headers_of(self.blobs)
 
     def plan(self, name: str) -> Plan:
-        """One stored plan as it was put in. Raises PlanError."""
+        """Returns one stored plan as it was put in. Raises PlanError."""
         return unpack(self._blob(name), self.question, source=name)
 
     def _blob(self, name: str) -> bytes:
@@ -370,9 +369,9 @@ class StoredCatalog:
         return blob
 
     def fitting(self, failed: Iterable[Worker]) -> Fitting | None:
-        """The plan that `find` would take, and why it fits; none is read for it: first that of the same
-        failures up to the names of pipelines; then one with as many failures on each stage. Raises InputError for a
-        worker that is not of the grid."""
+        """Returns the name of the plan that `find` would use, and why it fits, without reading the plan: that of the
+        same failures up to the names of pipelines or, without it, one with as many failures on each stage. Raises
+        InputError for a worker that is not of the grid."""
         job = self.question.job
         dead = frozenset(job.check_worker(w, field="failed") for w in failed)
         pattern, permutation = canonical_pattern(dead, job)
@@ -383,7 +382,8 @@ class StoredCatalog:
         return Fitting(same[0], exact=False) if same else None
 
     def find(self, failed: Iterable[Worker]) -> Found | None:
-        """The plan of `fitting`, renamed to fit exactly `failed`; None when no stored plan can. Raises InputError."""
+        """Returns the plan of `fitting`, renamed to fit exactly `failed`; None if no stored plan fits. Raises
+        InputError."""
         dead = frozenset(failed)
         if (fitting := self.fitting(dead)) is None:
             return None
@@ -398,7 +398,7 @@ class StoredCatalog:
         return frozenset(Worker(names[w.pipeline], w.stage) for w in self.header(name).workers) == dead
 
     def _for_as_many(self, failures: int) -> list[str]:
-        """The plans for so many failures, but those that are damaged: they count as not there."""
+        """Returns the plans for so many failures. Damaged plans are left out, as if they were not there."""
         prefix = name_prefix(failures)
         return [name for name in self.blobs.names() if name.startswith(prefix) and self._reads(name)]
 
@@ -410,17 +410,17 @@ class StoredCatalog:
         return True
 
     def _with_same_counts(self, dead: frozenset[Worker]) -> list[str]:
-        """Those of them with as many failures on each stage as `dead`, the shortest first."""
+        """Returns the plans with as many failures on each stage as `dead`, the shortest first."""
         counts = failures_per_stage(dead, self.question.job)
         fitting = [n for n in self._for_as_many(len(dead)) if self.header(n).counts == counts]
         return sorted(fitting, key=lambda n: (self.header(n).metrics.period, n))
 
     def _with_counts(self, name: str, dead: frozenset[Worker]) -> Plan:
-        """The plan with its workers renamed on each stage, so that exactly `dead` are left out."""
+        """Returns the plan with its workers renamed on each stage, so that exactly `dead` are left out."""
         job = self.question.job
         plan = unpack(self._blob(name), self.question, source=name, hashed=False)
         replaced = parse_workers(plan.failed)
-        # Pipelines with most failures take the place of such, so that few workers swap parts.
+        # Pipelines are matched by their number of failures, the most first, so that few workers swap parts.
         to_pattern = canonical_pattern(replaced, job)[1]
         from_pattern = inverse(canonical_pattern(dead, job)[1])
         names = [from_pattern[p] for p in to_pattern]
@@ -429,7 +429,7 @@ class StoredCatalog:
 
 
 def create_folder(root: Path, question: CatalogQuestion) -> tuple[StoredCatalog, FolderBlobs]:
-    """The catalog of `question` under `root`, made if it is not there. Raises InputError, PlanError."""
+    """Return the catalog of `question` under `root`; create it if it is not there. Raises InputError, PlanError."""
     info = CatalogInfo.of(question)
     path = root / info.fingerprint
     with _writable(root):
@@ -444,18 +444,18 @@ def create_folder(root: Path, question: CatalogQuestion) -> tuple[StoredCatalog,
 
 
 def open_folder(path: Path) -> StoredCatalog:
-    """A catalog by its own folder, whichever planner made it. Raises PlanError when there is none."""
+    """Return a catalog by its own folder, whichever planner version made it. Raises PlanError when there is none."""
     try:
         text = read_whole(path / INFO)
     except OSError as error:
         raise PlanError(f"{path / INFO} can't be read: {error.strerror or error}") from None
     info = CatalogInfo.from_json(text, source=str(path / INFO))
-    info.question  # noqa: B018 -- refuses a job that is none
+    info.question  # noqa: B018 -- raises for a job that is not valid
     return StoredCatalog(info, FolderBlobs(path))
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """All of it or nothing: neither a reader nor the next run sees half a file. Raises InputError."""
+    """Write a file whole or not at all: neither a reader nor the next run sees half a file. Raises InputError."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with _writable(path.parent):
         try:
@@ -474,7 +474,7 @@ def _writable(path: Path) -> Iterator[None]:
 
 
 def _swap(job: Job, stage: int, planned: set[Worker], dead: frozenset[Worker]) -> list[int]:
-    """By pipeline: who plays the part of its worker on `stage`, when `dead` fail instead of `planned`."""
+    """By pipeline: the pipeline whose worker plays its part on `stage` when `dead` fail instead of `planned`."""
     out = list(range(job.pipelines))
     here = {w.pipeline for w in planned if w.stage == stage}
     gone = {w.pipeline for w in dead if w.stage == stage}
@@ -483,5 +483,5 @@ def _swap(job: Job, stage: int, planned: set[Worker], dead: frozenset[Worker]) -
     return out
 
 
-# Raised when the same question may get another plan, or when stored catalogs change their form.
+# To be raised when the same question may get another plan, or when stored catalogs change their format.
 PLANNER_VERSION = "3"

@@ -1,11 +1,11 @@
-"""Makes a catalog: what to plan ahead, in parallel, resumable.
+"""Makes a catalog: decides what to plan ahead, plans in parallel, and can be resumed.
 
-Where all failure patterns can be listed each gets a plan. Larger grids get one plan per failure
-*count*, for the distribution over stages that costs least: any failures can be led there by
-migrations (planner.layers.migration), and failures with equal counts per stage need not even those.
+Where all failure patterns can be listed each gets a plan. Larger grids get one plan per failure *count*, for the
+distribution over stages that costs least. Migrations lead any failures to that distribution (planner.layers.migration);
+failures with equal counts per stage do not even need migrations.
 
-`work` plans some targets, in whichever process or on whichever machine; an engine runs it, in this process or in
-others; `CatalogBuild` gives them out and stores what comes back.
+`work` plans some targets, in any process or on any machine. An engine runs it, in this process or in others.
+`fill` hands out the targets and stores the results.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from openrecycle.planner.solvers.base import Cancelled, Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import best_solution, metrics_of, of_layout, solver_of
 
-# -- plans some targets of a catalog, in whichever process or on whichever machine --------------
+# -- planning some targets of a catalog, in any process or on any machine ------------------------
 
-# Ops from which alternatives are compared by a quick try, not solved in full.
+# From so many ops on, alternatives are compared by a quick try and not solved in full.
 LARGE = 50_000
-# Of such grids every TRIED-th count tries other places for its failures than its neighbour's.
+# On such grids a better distribution than the neighbour's plan is looked for only at every TRIED-th count.
 TRIED = 4
 
 Blobs = list[tuple[str, bytes]]
@@ -62,7 +62,7 @@ Rows = tuple[tuple[int, ...], ...]  # by stage, the pipelines whose worker is de
 
 @dataclass(frozen=True)
 class Target:
-    """One plan to make: for whichever of the `alternatives` comes out shortest."""
+    """One plan to make: for the one of the `alternatives` that has the shortest plan."""
 
     failures: int
     alternatives: tuple[Rows, ...]
@@ -70,7 +70,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Task:
-    """Targets of one question, for one process. Plain data: it goes to other processes as it is."""
+    """Targets of one question, for one process. Plain data, so that it can be sent to other processes."""
 
     question: CatalogQuestion
     effort: Effort
@@ -79,10 +79,10 @@ class Task:
 
 
 def work(task: Task) -> Blobs:
-    """Plans the targets of one task: (name, stored plan) of each.
+    """Plan the targets of one task; return (name, stored plan) of each.
 
-    From the largest count down: with `nested` failures a plan for more serves for fewer, and where
-    it is as short as the bound allows for fewer, nothing needs solving.
+    It begins with the largest count: if the failures are `nested`, a plan for more failures also serves for fewer.
+    Where it is as short as the bound for fewer failures allows, nothing needs solving.
     """
     question, effort, over = task.question, task.effort, task.question.over
     large = question.job.ops >= LARGE
@@ -97,14 +97,14 @@ def work(task: Task) -> Blobs:
         if taken is not None:
             problems = [p for p in problems if bound_over(p, over) < taken.period]
         if large and (taken or len(problems) > 1):
-            # What its neighbour did without is tried at every few counts only.
+            # An alternative that did not help the last count is tried again only every few counts.
             worth_trying = taken is None or solved or target.failures % TRIED == 0
             problems = _promising(problems, taken) if worth_trying else []
         solved = bool(problems)
         if problems:
             begin = time.perf_counter()
             limit = effort.time_limit or float("inf")
-            ahead = effort.solver != "list"  # its plans are compared with each other in the end
+            ahead = effort.solver != "list"  # for plans of the list scheduler, `_inherit` does this at the end
             layouts = [_laid_out(problem, over) for problem in problems]
             solutions = [
                 of_layout(best_solution(layout.problem, Run(limit), solver=effort.solver, look_ahead=ahead), layout)
@@ -123,14 +123,14 @@ def work(task: Task) -> Blobs:
 
 
 def _laid_out(problem: Problem, over: Over) -> Layout:
-    if over == "schedules":  # (nothing is planned to compare it)
+    if over == "schedules":  # (only one layout is possible, so its period is not needed)
         return Layout(problem, Bound(0, ""), over, 0, 0, (), "")
     return lay_out(problem.job, problem.failed, technique=problem.technique, memory=problem.memory, over=over)
 
 
 @dataclass(frozen=True)
 class ReusablePlan:
-    """A plan that may serve for fewer failures too. made_for: how many it was made for; solver: by whom."""
+    """A plan that may serve for fewer failures too. made_for: the number of failures it was made for."""
 
     schedule: Schedule
     made_for: int
@@ -141,17 +141,17 @@ class ReusablePlan:
         return self.schedule.period
 
     def for_fewer(self, problem: Problem) -> ReusablePlan | None:
-        """The same ops, when the failures of `problem` are among its own: whoever lives after all stays idle."""
+        """Returns the same ops for `problem`, if its failures are a subset of this plan's: extra workers stay idle."""
         own = self.schedule.problem
         if not problem.failed < own.failed:
             return None
-        if problem.job.layers:  # its partition goes with it
+        if problem.job.layers:  # the plan keeps its partition
             problem = replace(problem, job=problem.job.with_partition(own.job.partition))
         return replace(self, schedule=self.schedule.for_fewer(problem))
 
     def stored(self, bound: int, effort: Effort, over: Over) -> tuple[str, bytes]:
         problem = self.schedule.problem
-        if self.solver not in PROVERS:  # a bound that another solver has proven is not this one's to claim
+        if self.solver not in PROVERS:  # it may not claim a bound that another solver has proven
             bound = min(bound, period_bound(problem))
         message = f"the plan for {self.made_for} failures, which serves for {len(problem.failed)} as well"
         solution = Solution(self.schedule, bound, self.solver, 0.0, message, over)
@@ -159,7 +159,7 @@ class ReusablePlan:
 
 
 def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, bytes, ReusablePlan]:
-    """Name and stored form of a solution."""
+    """Return name and stored form of a solution, and the plan for use with fewer failures."""
     schedule, failed = solution.schedule, solution.schedule.problem.failed
     blob = _encoded(replace(solution, seconds=seconds), effort)
     return plan_name(failed), blob, ReusablePlan(schedule, len(failed), solution.solver)
@@ -167,15 +167,15 @@ def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, by
 
 def _encoded(solution: Solution, effort: Effort) -> bytes:
     metrics, solver = metrics_of(solution), solver_of(solution, seconds=solution.seconds)
-    # Nobody asks for its fingerprint, which takes as long as all else, before it is found in the catalog.
+    # The fingerprint takes as long as all else, and is not needed before the plan is found in the catalog.
     return pack(checked(Plan.of(solution.schedule, metrics=metrics, solver=solver, fingerprint="")), effort)
 
 
 def _promising(problems: Sequence[Problem], taken: ReusablePlan | None) -> list[Problem]:
-    """The one that comes out shortest under the list scheduler's first rule, when that beats `taken`.
+    """Return the problem with the shortest plan under the list scheduler's first rule, if it beats `taken`.
 
-    All rules for all alternatives would take several times as long on grids of this size, for
-    little: between rules periods differ by less than a percent.
+    On grids of this size all rules for all alternatives would take several times as long and gain little: between
+    rules, periods differ by less than a percent.
     """
     best: Problem | None = None
     shortest = taken.period if taken else None
@@ -186,23 +186,23 @@ def _promising(problems: Sequence[Problem], taken: ReusablePlan | None) -> list[
     return [] if best is None else [best]
 
 
-# -- where the plans of a catalog are made ------------------------------------------------------
+# -- engines: where the plans of a catalog are made -----------------------------------------------
 
-# Seconds after which a wait for the next result looks whether it is to stop.
+# Seconds between two checks for cancellation while waiting for a result.
 POLL = 0.2
 
 
 class Engine(Protocol):
-    """Runs tasks and yields what each made, in any order.
+    """Runs tasks and yields the results of each, in any order.
 
-    Once `cancelled` is true no further task is begun; those under way are waited for.
+    Once `cancelled` is true no further task begins; those that run are waited for.
     """
 
     def run(self, tasks: Iterator[Task], cancelled: Cancelled | None) -> Iterator[Blobs]: ...
 
 
 class InlineEngine:
-    """One after the other in this process."""
+    """Runs one task after the other in this process."""
 
     def run(self, tasks: Iterator[Task], cancelled: Cancelled | None) -> Iterator[Blobs]:
         for task in tasks:
@@ -212,10 +212,10 @@ class InlineEngine:
 
 
 class LocalEngine:
-    """`jobs` processes on this machine. Raises PlannerError when one of them dies.
+    """Runs tasks in `jobs` processes on this machine. Raises PlannerError when one of them dies.
 
-    Spawned, 0.4 s each, and not forked from the server of openrecycle.forking: so they have the process group, the
-    niceness and the limit on memory of whoever plans, which is a console's child or a command line, and end with it.
+    They are spawned, 0.4 s each, and not forked from the server of openrecycle.forking. So they have the process group,
+    the niceness and the memory limit of their parent, which is a console's child or a command line, and end with it.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -252,8 +252,8 @@ def _alive() -> Iterator[None]:
 
 @contextmanager
 def _no_ctrl_c() -> Iterator[None]:
-    """Processes that are started inside never see SIGINT, not even before `_prepare`: they inherit the
-    mask. This thread gets what came meanwhile at the end."""
+    """Processes that are started inside never see SIGINT, not even before `_prepare`, since they inherit the
+    mask. A SIGINT that arrives meanwhile reaches this thread at the end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -262,7 +262,7 @@ def _no_ctrl_c() -> Iterator[None]:
 
 
 def make_engine(jobs: int | None) -> Engine:
-    """jobs: processes, by default one per core. Raises InputError."""
+    """Make an engine. jobs: number of processes, by default one per core. Raises InputError."""
     count = os.cpu_count() or 1 if jobs is None else jobs
     if not 1 <= count <= 1024:
         raise InputError("--jobs", count, "a number of processes from 1 to 1024")
@@ -270,28 +270,28 @@ def make_engine(jobs: int | None) -> Engine:
 
 
 def _prepare() -> None:
-    """In a new process: Ctrl-C is for the parent, and no process outlives it."""
+    """Prepares a new process: only the parent reacts to Ctrl-C, and the process ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(partial(os._exit, 1))
 
 
-# -- makes a catalog ----------------------------------------------------------------------------
+# -- making a catalog -----------------------------------------------------------------------------
 
-# Up to so many patterns each gets its own plan.
+# With at most so many patterns each gets its own plan.
 LISTED = 500
-# Targets that one task plans, where nothing speaks for another number.
+# How many targets one task has by default.
 CHUNK = 16
 
 
 class WritablePlanStore(PlanStore, Protocol):
-    """Where plans lie that also takes new ones, one by one as they are made."""
+    """A PlanStore that also takes new plans, one by one as they are made."""
 
     def put(self, name: str, blob: bytes) -> None: ...
 
 
 @dataclass(frozen=True)
 class Filled:
-    """planned: made now. kept: there already. total: in all. finished: not stopped before its end."""
+    """planned: plans made now. kept: those that were there. total: all. finished: whether it ran to its end."""
 
     planned: int
     kept: int
@@ -301,7 +301,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class BuildReport(Filled):
-    """With the catalog."""
+    """The outcome of `build_catalog`, with the catalog."""
 
     catalog: StoredCatalog
     seconds: float
@@ -318,10 +318,10 @@ def build_catalog(
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Cancelled | None = None,
 ) -> BuildReport:
-    """Plans what is not there yet into a folder under `root`; a damaged plan counts as not there.
+    """Make the plans that are missing in a folder under `root`; damaged plans count as missing.
 
     per: `pattern`, `count`, or `auto`. on_progress gets (plans that are there, plans in all).
-    Once `cancelled` is true no further task is begun, and what is done is kept. Raises InputError.
+    Once `cancelled` is true no further task begins, and what is done is kept. Raises InputError.
     """
     begin = time.perf_counter()
     wanted = targets(question, tolerance, per)
@@ -341,7 +341,7 @@ def fill(
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Cancelled | None = None,
 ) -> Filled:
-    """Plans those of `wanted` (see `targets`) that `keeper` lacks; see `build_catalog`."""
+    """Make those of the `wanted` plans (see `targets`) that `keeper` lacks; see `build_catalog`."""
     there = _there(question, keeper, effort)
     missing = [t for t in wanted if not any(plan_name(workers_in(a)) in there for a in t.alternatives)]
     done = len(wanted) - len(missing)
@@ -364,7 +364,7 @@ def fill(
 
 
 def targets(question: CatalogQuestion, tolerance: int, per: str = "auto") -> list[Target]:
-    """Everything that a catalog up to `tolerance` failures holds. Raises InputError."""
+    """Return the plans of a catalog for up to `tolerance` failures. Raises InputError."""
     job = question.job
     most = job.stages * (job.pipelines - 1) if question.technique.reroutes else 0
     if not 0 <= tolerance <= most:
@@ -381,7 +381,7 @@ def targets(question: CatalogQuestion, tolerance: int, per: str = "auto") -> lis
 
 
 def listed_patterns(job: Job, tolerance: int, per: str = "auto") -> list[frozenset[Worker]] | None:
-    """The failure patterns that get a plan each; None where a plan is made per failure count instead."""
+    """Return the failure patterns, if each gets its own plan; None if a plan is made per failure count."""
     if per == "count":
         return None
     every = chain.from_iterable(patterns(job, count) for count in range(tolerance + 1))
@@ -390,10 +390,10 @@ def listed_patterns(job: Job, tolerance: int, per: str = "auto") -> list[frozens
 
 
 def _by_count(question: CatalogQuestion, tolerance: int) -> list[Target]:
-    """One target per count: the best distributions by each period model.
+    """Return one target per count: the best distributions by each period model.
 
-    The failures of all stages lie in the same pipelines, which makes shorter plans (measured:
-    up to 3 % on 64 x 32) and makes the plan of a count one for every smaller count as well.
+    The failures of all stages are in the same pipelines. That makes shorter plans (measured: up to 3 % on 64 x 32),
+    and a plan for a count then serves for every smaller count as well.
     """
     ranked = models(question.job, question.technique, question.memory)
     found: list[list[Counts]] = [list(best_distributions(model, tolerance)) for model in ranked]
@@ -405,13 +405,13 @@ def _by_count(question: CatalogQuestion, tolerance: int) -> list[Target]:
 
 
 def _there(question: CatalogQuestion, folder: PlanStore, effort: Effort) -> set[str]:
-    """Plans that need not be made again: undamaged, and optimal or made with as much effort."""
+    """Return the plans that need not be made again: undamaged, and optimal or made with as much effort."""
     headers = headers_of(folder)
     return {name for name, h in headers.items() if question.fits(h.partition) and _enough(h, effort)}
 
 
 def _better(question: CatalogQuestion, folder: PlanStore, name: str, blob: bytes) -> bytes:
-    """What is kept of a new plan and the one that is there, which another solver may have made with more effort."""
+    """Choose between a new plan and the stored one, which another solver may have made with more effort."""
     try:
         before = folder.get(name)
         kept = decode_header(before, source=name) if before is not None else None
@@ -441,10 +441,10 @@ def _tasks(question: CatalogQuestion, missing: Sequence[Target], effort: Effort)
 def _chunks(
     question: CatalogQuestion, missing: Sequence[Target], effort: Effort, nested: bool
 ) -> Iterator[Sequence[Target]]:
-    """Targets that go together: few enough to share out and to stop soon.
+    """Group the targets: few enough in each group to share them out and to stop soon.
 
-    With as many failures on every stage a plan is at its best, and serves for all counts down to
-    one stage less: so where there are many counts, each chunk ends with such a one.
+    With equally many failures on every stage a plan is at its best, and it serves for all counts down to
+    the next such count. So where there are many counts, the largest of each group is such a count.
     """
     stages = question.job.stages
     if nested and effort.solver == "list" and len(missing) >= 4 * stages:
@@ -458,11 +458,11 @@ def _chunks(
 
 
 def _inherit(question: CatalogQuestion, folder: WritablePlanStore) -> None:
-    """What `work` does within a task, across all of them, also where each pattern has a plan.
+    """Do across all tasks what `work` does within one, also where each pattern has its own plan.
 
-    A plan is replaced by that of a pattern with one failure more, its pipelines renamed, which is shorter when it
-    serves for these (a reduction among more peers may take longer); from the most failures down, so that it holds
-    for any number more. No plan of the catalog is beaten by its neighbour then.
+    A plan is replaced by the plan for a pattern with one failure more, with its pipelines renamed, where that is
+    shorter (though an all-reduce among more peers may take longer). It begins with the most failures, so that this
+    holds for any number of further failures. Then no plan of the catalog is longer than one for more failures.
     """
     job = question.job
     headers = {name: header for name, header in headers_of(folder).items() if question.fits(header.partition)}

@@ -16,8 +16,8 @@ from openrecycle.planner.plans.plan import Plan
 class ExportFormat:
     """name: as the user types it. suffix: with its dot. title: for a menu or a button.
 
-    exporter: a pure function of a valid plan (see planner.check), which raises PlannerError when it refuses; and, with
-    `of_pipeline`, of one pipeline of it, by its number.
+    exporter: a pure function of a valid plan (see planner.check), which raises PlannerError when it can't export it.
+    of_pipeline: whether it also takes the number of a pipeline, to export that one alone.
     """
 
     name: str
@@ -28,10 +28,10 @@ class ExportFormat:
     of_pipeline: bool = False
 
     def render(self, plan: Plan, *, pipeline: int | None = None) -> bytes:
-        """The file's bytes; text is UTF-8.
+        """Returns the file's bytes; text is UTF-8.
 
-        pipeline: this one alone, for the formats that can. Raises InputError for one that the job
-        has not, or that the format can't single out; PlannerError when the exporter refuses.
+        pipeline: export this one alone, if the format can. Raises InputError for a pipeline that the job does not
+        have, or where the format always holds the whole plan; PlannerError when the exporter refuses.
         """
         if pipeline is None:
             content = self.exporter(plan)
@@ -69,7 +69,7 @@ EXPORTERS: Mapping[str, ExportFormat] = MappingProxyType(
 
 
 def format_named(name: str) -> ExportFormat:
-    """Raises InputError for a format that there is none of."""
+    """Return a format by name. Raises InputError for an unknown name."""
     try:
         return EXPORTERS[name]
     except KeyError:

@@ -12,16 +12,17 @@ from openrecycle.planner.plans.schedule import Schedule
 Value = str | int | float | None
 Kind = Literal["text", "time", "fraction", "count", "bytes"]
 
-# (F, I or W; home pipeline; micro-batch; stage): which op it is, wherever and whenever it runs.
+# (F, I or W; home pipeline; micro-batch; stage): identifies an op, wherever and whenever it runs.
 _Key = tuple[str, int, int | None, int]
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """key: for programs. kind: how to write the values; a time is in its own plan's unit.
+    """One number of all plans. key: for programs. kind: how values are formatted; a time is in its plan's unit.
 
     values: one per plan; None where the plan can't be compared with the first one.
-    changes: of times, each as a fraction of the first (-0.1 = 10 % less), where they are `comparable`.
+    changes: for times, the difference to the first plan's as a fraction (-0.1 = 10 % less), where plans are
+    `comparable`.
     """
 
     key: str
@@ -31,7 +32,7 @@ class ComparisonRow:
     changes: tuple[float | None, ...] = ()
 
     def shown(self, index: int) -> str:
-        """The value for a person; times with their change against the first plan's."""
+        """Formats a value; times with their change against the first plan."""
         value = self.values[index]
         if value is None:
             return "-"
@@ -77,10 +78,10 @@ _MOVED = (
 
 @dataclass(frozen=True)
 class StageFigures:
-    """One stage of a schedule. Times in ticks; the last one that has to end is its step.
+    """The numbers of one stage of a schedule. Times in ticks; `end` is that of its optimizer steps.
 
-    living: workers. busy: of its busiest one, O included. bubble_fraction: 1 - the stage's busy time /
-    (living x period). peak: most activations on a worker. limit: of these. rerouted: micro-batches.
+    living: number of workers. busy: of the busiest worker, O included. bubble_fraction: 1 - the stage's busy time /
+    (living x period). peak: most activations on a worker. limit: of these. rerouted: number of micro-batches.
     """
 
     stage: int
@@ -95,7 +96,7 @@ class StageFigures:
 
 
 def by_stage(schedule: Schedule) -> list[StageFigures]:
-    """Stage by stage, by the definitions of planner.plans.schedule."""
+    """Compute the numbers of each stage, as planner.plans.schedule defines them."""
     out = []
     for stage in range(schedule.problem.job.stages):
         workers = [w for w in schedule.ops if w.stage == stage]
@@ -118,15 +119,15 @@ def by_stage(schedule: Schedule) -> list[StageFigures]:
 
 
 def comparable(first: Plan, other: Plan) -> bool:
-    """Do their times say something about each other? They do in one unit, of one grid with as many micro-batches."""
+    """Can the plans' times be compared? They must have the same unit, and the same grid with as many micro-batches."""
     return first.job.time_unit == other.job.time_unit and _grid(first) == _grid(other)
 
 
 def against_best(plans: Sequence[Plan]) -> tuple[float, ...]:
-    """Of each plan how much longer its period is than the best fault-free one that is known of its job, as a fraction.
+    """Return by how much each plan's period exceeds the best known fault-free period of its job, as a fraction.
 
-    The best of all techniques at each memory limit that is among the plans of that job, and the plans themselves: one
-    mark for all that stand beside each other, where each plan's own `slowdown_vs_best` knows its own limit only.
+    The best is over all techniques at each memory limit of the given plans of that job, and over these plans
+    themselves. So plans side by side have one mark, while a plan's own `slowdown_vs_best` knows only its own limit.
     """
 
     def best(of: Plan) -> float:
@@ -137,12 +138,11 @@ def against_best(plans: Sequence[Plan]) -> tuple[float, ...]:
 
 
 def compare(plans: Sequence[Plan], only: Container[str] | None = None) -> tuple[ComparisonRow, ...]:
-    """The numbers of all plans, then what moved against the first. only: the rows of these keys. Memory has no row
-    where no profile says what a worker holds.
+    """Return the numbers of all plans, then what moved against the first. only: just the rows with these keys. There is
+    no row for memory where no profile says what a worker holds.
 
-    Ops are matched by kind, micro-batch and stage, a B with an I, which begins the backward too.
-    They are counted only for plans whose grid is the first one's, and starts only where the time
-    unit is too.
+    Ops are matched by kind, micro-batch and stage; a B is matched with an I, since both begin the backward. Ops are
+    counted only for plans with the grid of the first one, and other starts only for plans with its time unit as well.
     """
     rows = []
     for key, label, kind, read in _NUMBERS:
@@ -180,7 +180,7 @@ def _row(plans: Sequence[Plan], key: str, label: str, kind: Kind, read: Callable
 
 
 def _moved(first: Plan, other: Plan) -> tuple[int | None, int | None, int | None]:
-    """Ops on another worker, ops on the same one at another start, backwards split in one only."""
+    """Count ops on another worker, ops on the same one at another start, and backwards split in one plan only."""
     if _grid(first) != _grid(other):
         return None, None, None
     before, after = _places(first), _places(other)
@@ -192,7 +192,7 @@ def _moved(first: Plan, other: Plan) -> tuple[int | None, int | None, int | None
 
 
 def _places(plan: Plan) -> dict[_Key, tuple[str, float]]:
-    """Where and when each op runs. O is left out: it is its worker's own."""
+    """Return worker and start of each op. O is left out, since it always runs on its own worker."""
     return {
         ("I" if op.kind == "B" else op.kind, op.pipeline, op.micro_batch, op.stage): (worker, op.start)
         for worker, ops in plan.workers.items()

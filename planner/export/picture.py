@@ -1,6 +1,6 @@
-"""A drawn schedule as a picture: shapes in pixels, which SVG and PNG draw alike, for export or for help.
+"""A drawn schedule as a picture: shapes in pixels, and their rendering as SVG or PNG.
 
-SVG needs no browser. PNG is drawn with Pillow and the font that Pillow carries: alike on every machine.
+SVG needs no browser. PNG is drawn with Pillow and the font that comes with Pillow, so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # -- a drawn schedule as shapes in pixels, which SVG and PNG draw alike -------------------------
 
-# Above either a bar per op can't be read; then a row is a stage.
+# With more rows or ops, single bars can't be read, so the picture has a row per stage.
 MAX_ROWS = 128
 MAX_OPS = 20_000
 MAX_STAGES = 256
@@ -53,9 +53,9 @@ LINE_HEIGHT = 19.0
 ROW = 26.0
 MIN_PLOT, MAX_PLOT = 960.0, 3_200.0
 OVERVIEW_PLOT = 1_400.0
-COLUMN = 2.0  # pixels over which shares are averaged
-OP_WIDTH = 30.0  # of an op of median length, where that fits between the limits
-# Mean width of a character in common sans-serif fonts, as a share of the size.
+COLUMN = 2.0  # pixels over which the fractions of a stage are averaged
+OP_WIDTH = 30.0  # pixels of an op of median length, as far as the limits of the page allow
+# Mean width of a character in common sans-serif fonts, as a fraction of the font size.
 DIGIT_WIDTH = 0.6
 PROSE_WIDTH = 0.52
 
@@ -66,7 +66,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """stroke is drawn inside the edge. hatch: colour of 45 degree lines over the fill."""
+    """stroke is drawn inside the edge. hatch: colour of the 45 degree lines over the fill; None: no lines."""
 
     x: float
     y: float
@@ -97,7 +97,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """x, y: of the anchor on the vertical middle of the letters."""
+    """x, y: the anchor, at half the height of the letters."""
 
     x: float
     y: float
@@ -113,7 +113,7 @@ Shape = Rect | Polygon | Line | Text
 
 @dataclass(frozen=True)
 class Picture:
-    """Sizes in pixels. title and description: for those who can't see it."""
+    """Sizes in pixels. title and description: for people who can't see the picture."""
 
     width: float
     height: float
@@ -124,12 +124,12 @@ class Picture:
 
 
 def text_width(text: str, size: float, *, character: float = DIGIT_WIDTH) -> float:
-    """Pixels that `text` takes, near enough to decide whether it fits."""
+    """Estimate the width of `text` in pixels, to decide whether it fits."""
     return len(text) * size * character
 
 
 def hatch_lines(rect: Rect) -> Iterator[tuple[Point, Point]]:
-    """45 degree lines across `rect`, cut off at its edges."""
+    """Yield the 45 degree lines across `rect`, cut off at its edges."""
     left, right = rect.x, rect.x + rect.width
     bottom = rect.y + rect.height
     foot = left - rect.height + HATCH.size / 2
@@ -141,15 +141,15 @@ def hatch_lines(rect: Rect) -> Iterator[tuple[Point, Point]]:
 
 
 def blend(over: str, under: str, opacity: float) -> str:
-    """`over` at `opacity` on `under`, as one opaque colour: pictures need no transparency then."""
+    """Return `over` at `opacity` on `under` as one opaque colour, so that pictures need no transparency."""
     channels = [(int(over[i : i + 2], 16), int(under[i : i + 2], 16)) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(o * opacity + u * (1 - opacity)):02X}" for o, u in channels)
 
 
 @dataclass(frozen=True)
 class ChartFrame:
-    """Where in the picture the rows lie, and where in them a moment is. left, top, width, height: pixels. end: the tick
-    at the right edge; 0 is at the left."""
+    """The part of the picture in which the rows are. left, top, width, height: pixels. end: the tick at the right edge;
+    0 is at the left edge."""
 
     left: float
     top: float
@@ -173,9 +173,9 @@ class ChartFrame:
 
 
 def gantt(plan: Plan, pipeline: int | None = None, colours: Colours = LIGHT) -> Picture:
-    """A row per worker; for a large plan a row per stage, whose heights are shares of its workers.
+    """Draw a row per worker; for a large plan a row per stage, with bands as high as the fraction of its workers.
 
-    pipeline: only its workers. Raises PlannerError for more than MAX_STAGES stages in rows by stage.
+    pipeline: show only its workers. Raises PlannerError for more than MAX_STAGES stages with a row per stage.
     """
     schedule = plan.schedule()
     job = schedule.problem.job
@@ -207,7 +207,7 @@ def gantt(plan: Plan, pipeline: int | None = None, colours: Colours = LIGHT) -> 
 
 
 def _plot_width(drawing: Drawing, end: int) -> float:
-    """Wide enough for numbers in the bars, within the limits of a page."""
+    """Choose a width with room for numbers in the bars, within the limits of a page."""
     lengths = sorted(op.duration for op in drawing.ops if op.kind != "O")
     median = lengths[len(lengths) // 2] if lengths else end
     return min(MAX_PLOT, max(MIN_PLOT, OP_WIDTH * end / max(median, 1)))
@@ -236,7 +236,7 @@ def _facts(plan: Plan) -> list[str]:
 def _head(
     plan: Plan, drawing: Drawing, frame: ChartFrame, colours: Colours, *, detailed: bool, pipeline: int | None
 ) -> Iterator[Shape]:
-    """Title, facts and key, each broken into lines that fit."""
+    """Draw title, facts and legend, each broken into lines that fit."""
     room = frame.right - MARGIN
     y = MARGIN + 8
     yield Text(MARGIN, y, _title(plan, pipeline), TITLE, colours.text, bold=True)
@@ -291,7 +291,7 @@ def _axis(drawing: Drawing, frame: ChartFrame, colours: Colours) -> Iterator[Sha
 
 
 def _worker_rows(drawing: Drawing, frame: ChartFrame, colours: Colours, *, following: bool = False) -> Iterator[Shape]:
-    """Labels, tracks and bars, in the frame's height. following: the next iteration's bars, faint."""
+    """Draw labels, tracks and bars in the frame. following: also the bars of the next iteration, faint."""
     row = frame.height / drawing.rows.extent
     bar = row * BAR_HEIGHT
     size = min(SMALL, 0.6 * row)
@@ -327,7 +327,7 @@ def _bar(op: Op, drawing: Drawing, frame: ChartFrame, top: float, bar: float, co
     width = frame.x(min(op.end, frame.end)) - x
     fill = colours.ops[op.kind]
     if op.duration == 0:
-        # No length, and still to be seen: that and when the stage steps is what staggering is about.
+        # An op without length must still be seen: when each stage steps is the point of staggering.
         yield Line((x, top), (x, top + bar), fill, 2.0)
         return
     gap = min(1.0, width / 4)
@@ -340,7 +340,7 @@ def _bar(op: Op, drawing: Drawing, frame: ChartFrame, top: float, bar: float, co
     size = next((s for s in LABEL_SIZES if text_width(label, s) + 4 <= width), None)
     if label and size is not None:
         middle = x + (width - gap) / 2
-        if op.rerouted:  # the number stands on plain ground, or the hatching runs through it
+        if op.rerouted:  # the number gets a plain ground, so that the hatching does not run through it
             ground = text_width(label, size)
             yield Rect(middle - ground / 2, top + (bar - size) / 2, ground, size, fill)
         yield Text(middle, top + bar / 2, label, size, colours.ops_text[op.kind], "middle", bold=op.rerouted)
@@ -358,7 +358,8 @@ def _stage_row(stages: int) -> float:
 
 
 def _stage_rows(drawing: Drawing, frame: ChartFrame, colours: Colours) -> Iterator[Shape]:
-    """Stacked shares of each stage's living workers; what is left is the bubble."""
+    """Draw for each stage stacked bands, the fractions of its living workers in each kind of op; the rest is the
+    bubble."""
     stages = drawing.job.stages
     row = frame.height / stages
     bar = row * BAR_HEIGHT
@@ -381,7 +382,7 @@ def _stage_rows(drawing: Drawing, frame: ChartFrame, colours: Colours) -> Iterat
 def _areas(
     shares: dict[str, NDArray[np.float64]], frame: ChartFrame, top: float, bar: float, stage: int, colours: Colours
 ) -> Iterator[Shape]:
-    """Each kind a band on those before it, as steps; where nobody is in it, there is no band."""
+    """Draw a band of each kind on top of those before it, in steps; there is no band where no worker runs that kind."""
     lower = np.zeros(max((len(row) for row in shares.values()), default=0))
     for kind in filter(shares.__contains__, KINDS):
         upper = lower + shares[kind]
@@ -396,7 +397,7 @@ def _areas(
 def _steps(
     heights: NDArray[np.float64], first: int, end: int, frame: ChartFrame, bottom: float, bar: float
 ) -> list[Point]:
-    """Corner points from column `first` to behind the last, equal neighbours left out."""
+    """Return the corner points from column `first` to behind the last, without repeated heights."""
     width = frame.width / len(heights)
     levels = bottom - np.minimum(1.0, heights[first:end]) * bar
     points: list[Point] = []
@@ -414,7 +415,7 @@ def _steps(
 
 
 def small(drawing: Drawing, colours: Colours, end: int, description: str) -> Picture:
-    """All rows over ticks 0 to `end` and the period below them, with little else: 22 pixels for a slot."""
+    """Draw all rows over ticks 0 to `end` and the period below them, with little else; a unit of time is 22 pixels."""
     frame = ChartFrame(46.0, 22.0, 22.0 * drawing.job.units(end), 19.0 * drawing.rows.extent, end)
     foot, until = frame.bottom + 10, frame.x(drawing.schedule.period)
     words = planned(drawing.job.units(drawing.schedule.period), drawing.job.time_unit)
@@ -438,12 +439,12 @@ def small(drawing: Drawing, colours: Colours, end: int, description: str) -> Pic
 # -- the Gantt chart as SVG, drawn without a browser --------------------------------------------
 
 FONT = "'Source Sans 3', 'Source Sans Pro', Helvetica, Arial, 'DejaVu Sans', sans-serif"
-# What XML 1.0 has no place for, escaped or not.
+# Characters that XML 1.0 does not allow, escaped or not.
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_svg(plan: Plan, pipeline: int | None = None) -> str:
-    """pipeline: only its rows. Bars have a tooltip each. See planner.export.picture for refusals."""
+    """Export as SVG, with a tooltip for each bar. pipeline: show only its rows. Raises as `gantt` does."""
     return draw_svg(gantt(plan, pipeline))
 
 
@@ -517,13 +518,13 @@ def _number(value: float) -> str:
 SCALE = 2  # pixels of the file per pixel of the drawing: sharp on dense screens and in print
 MAX_PIXELS = 100_000_000
 _ANCHOR = {"start": "ls", "middle": "ms", "end": "rs"}
-# Letters that the font lacks.
+# Replacements for letters that the font lacks.
 _PLAIN = {"µ": "u", "μ": "u", "×": "x", "–": "-", "−": "-"}
 
 
 def to_png(plan: Plan, pipeline: int | None = None) -> bytes:
-    """pipeline: only its rows. Raises PlannerError where Pillow is not installed, and as
-    planner.export.picture does."""
+    """Export as PNG. pipeline: show only its rows. Raises PlannerError where Pillow is not installed, and as `gantt`
+    does."""
     return draw_png(gantt(plan, pipeline))
 
 
@@ -545,7 +546,7 @@ def draw_png(picture: Picture) -> bytes:
 
 
 def raster_png(image: NDArray[np.uint8], colours: Colours) -> bytes:
-    """image: as of planner.plans.drawing.raster; a pixel of the file for each of its cells."""
+    """Encode a raster of planner.plans.drawing.raster, with one pixel per cell."""
     from PIL import Image
 
     made = Image.fromarray(image).convert("P")

@@ -1,5 +1,5 @@
-"""A plan as text: traces for Perfetto, the CSV of torch.distributed.pipelining, one line per op; and the plan document
-as YAML for people, one op a line. `parse_yaml` gives an equal plan back.
+"""A plan as text: a trace for Perfetto, the CSV of torch.distributed.pipelining, a CSV with one line per op, and the
+plan document as YAML for people, with one op per line. `parse_yaml` reads the YAML back into an equal plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CATEGORY = {"F": "forward", "I": "backward-input", "W": "backward-weight", "B": 
 
 
 def to_chrome_trace(plan: Plan) -> str:
-    """`otherData` says how many microseconds one unit of the plan's times became."""
+    """Export a trace. `otherData` says how many microseconds one unit of the plan's times has in it."""
     schedule = plan.schedule()
     unit = plan.job.time_unit
     per_unit = round(1e6 * SECONDS.get(unit, SECONDS_OF_OTHERS), 3)
@@ -81,8 +81,8 @@ class _ChromeTrace:
         return int(value) if value == int(value) else value
 
     def _thread_of(self, worker: Worker) -> dict[str, int]:
-        """Ids from 1 on, no thread's that of a process: 0 is the idle task to Perfetto, and a
-        thread with its process's id the main thread, which it lists first."""
+        """Chooses ids from 1 on, and no thread id equal to a process id: Perfetto takes 0 for the idle task, and a
+        thread with its process's id for the main thread, which it lists first."""
         job = self.job
         return {
             "pid": worker.pipeline + 1,
@@ -121,7 +121,7 @@ class _ChromeTrace:
         }
 
     def _flows(self) -> Iterator[dict[str, Any]]:
-        """An arrow per transfer that begins or ends at a worker of another pipeline."""
+        """Yields an arrow for each transfer that begins or ends at a worker of another pipeline."""
         forward: dict[tuple[int, int, int], Op] = {}
         backward: dict[tuple[int, int, int], Op] = {}
         for op in self.schedule.compute_ops():
@@ -135,14 +135,14 @@ class _ChromeTrace:
                     continue
                 number += 1
                 what = {"name": "activation" if towards > 0 else "gradient", "cat": "transfer", "id": number}
-                # The arrow leaves from inside the slice: at its very end the next one may begin.
+                # The arrow starts inside the slice, since the next one may begin at its very end.
                 leaves = self._time(sender.end - sender.duration / 64)
                 yield {**what, "ph": "s", "ts": leaves, **self.threads[sender.worker]}
                 yield {**what, "ph": "f", "bp": "e", "ts": self._time(receiver.start), **self.threads[receiver.worker]}
 
     def _counter(self, worker: Worker) -> Iterator[dict[str, Any]]:
         for tick, held in self.schedule.held_activations(worker):
-            # Perfetto calls the track by both: "W0_0 activations held".
+            # Perfetto joins both names for the track: "W0_0 activations held".
             event = {"name": f"{worker} activations", "ph": "C", "ts": self._time(tick)}
             yield {**event, **self.threads[worker], "args": {"held": held}}
 
@@ -166,12 +166,11 @@ ONE_RANK = "torch.distributed.pipelining runs each stage of a pipeline on one ra
 
 
 def to_torch_csv(plan: Plan, pipeline: int | None = None) -> str:
-    """One pipeline of a fault-free plan. pipeline: which; None when all are alike.
+    """Export one pipeline of a fault-free plan. pipeline: its number; None when all are alike.
 
-    A cell is one slot where the ops fit a grid of slots as long as the shortest op (an op of n
-    slots has n - 1 empty cells behind it). Otherwise a line is the stage's ops by start time,
-    without bubbles: torch runs them in that order, and it is consistent with the dependencies
-    because the plan's times are.
+    A cell is one slot where the ops fit a grid of slots as long as the shortest op (an op of n slots has n - 1 empty
+    cells behind it). Otherwise a line is the stage's ops by start time, without bubbles. Torch runs them in that order,
+    which is consistent with the dependencies because the plan's times are.
 
     Raises InputError for a plan that re-routes, and for pipelines that differ when none is named.
     """
@@ -197,7 +196,7 @@ def _refuse_rerouted(schedule: Schedule) -> None:
 
 
 def _the_one_of_all(schedule: Schedule) -> int:
-    """0, if every pipeline does the same at the same time."""
+    """Return 0 if every pipeline does the same at the same time; else raise InputError."""
     job = schedule.problem.job
 
     def shape(pipeline: int) -> list[list[tuple[str, int, int]]]:
@@ -219,12 +218,12 @@ def _compute_ops(schedule: Schedule, worker: Worker) -> list[Op]:
     return [op for op in schedule.ops[worker] if op.kind != "O"]
 
 
-# Cells of a file, at most: an op may be a billion times as long as another.
+# The most cells of a file; one op may be a billion times as long as another.
 MOST_CELLS = 1_000_000
 
 
 def _slots(lines: list[list[Op]]) -> list[list[str]] | None:
-    """One cell per slot; None when some op doesn't fill whole slots, or there would be more than MOST_CELLS."""
+    """Fill one cell per slot; None when an op doesn't fill whole slots, or there would be more than MOST_CELLS."""
     slot = min(op.duration for line in lines for op in line)
     if slot == 0 or any(op.start % slot or op.duration % slot for line in lines for op in line):
         return None
@@ -259,7 +258,7 @@ COLUMNS = (
 
 
 def to_tidy_csv(plan: Plan) -> str:
-    """Times in `time_unit`; micro_batch is empty for O, rerouted_from for what runs at home."""
+    """Export one line per op. Times are in `time_unit`; micro_batch is empty for O, rerouted_from for ops at home."""
     unit = _no_formula(plan.job.time_unit)
     schedule = plan.schedule()
     units = schedule.problem.job.units
@@ -286,7 +285,7 @@ def to_tidy_csv(plan: Plan) -> str:
 
 
 def _no_formula(text: str) -> str:
-    """The unit is free text from the plan's author; a spreadsheet must not run it."""
+    """Keep a spreadsheet from running the unit as a formula: it is free text from the plan's author."""
     return "'" + text if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
 
 
@@ -297,18 +296,18 @@ MAX_OPS = 50_000
 
 
 def to_yaml(plan: Plan) -> str:
-    """Raises PlannerError for a plan above MAX_OPS ops: YAML is read by people."""
+    """Export as YAML. Raises PlannerError for a plan above MAX_OPS ops: YAML is for people to read."""
     ops = plan.op_count
     if ops > MAX_OPS:
         raise PlannerError(f"the plan has {ops:,} ops and YAML is written for at most {MAX_OPS:,}; use json or csv")
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Leaves on one line. Text that begins with a digit is quoted: YAML 1.2 readers take more
-        of it for numbers (12e34) than YAML 1.1's PyYAML does."""
+        """Puts leaves on one line. Quotes text that begins with a digit, since YAML 1.2 readers take more such text
+        for numbers (12e34) than PyYAML, a YAML 1.1 writer, does."""
 
         def ignore_aliases(self, data: Any) -> bool:
-            return True  # equal tuples are written out, since people read them
+            return True  # equal tuples are written out, for the people who read them
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'" if value[:1].isdigit() else None)
@@ -325,7 +324,8 @@ def to_yaml(plan: Plan) -> str:
 
 
 def parse_yaml(text: str | bytes, *, source: str = "plan") -> Plan:
-    """Raises PlanError when `text` is not a plan; aliases are refused, since they can blow up."""
+    """Read a plan. Raises PlanError when `text` is not one. Aliases are refused, since they can expand without
+    limit."""
     import yaml
 
     class WithoutAliases(yaml.SafeLoader):
@@ -344,7 +344,7 @@ def parse_yaml(text: str | bytes, *, source: str = "plan") -> Plan:
 
     try:
         document = yaml.load(text, Loader=WithoutAliases)
-    # PyYAML lets through what its own constructors raise: of the date 2021-13-45, or `!!bool x`.
+    # PyYAML does not wrap what its own constructors raise, for instance for the date 2021-13-45 or `!!bool x`.
     except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise PlanError(f"{source} is not YAML: {' '.join(str(error).split())[:200]}") from None
     try:

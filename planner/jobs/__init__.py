@@ -1,1 +1,1 @@
-"""What is to be planned: a job, its op times, its limits; and errors and words that all use."""
+"""The planning question: a job, its op times and its limits. Also the errors and the wording that all rooms use."""

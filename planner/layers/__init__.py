@@ -1,1 +1,1 @@
-"""Which stage has which layers, and which worker has which stage."""
+"""Decides which layers each stage has, and which stage each worker has."""

@@ -1,1 +1,1 @@
-"""A plan and its schedule: forms, bounds, what is computed from them."""
+"""Plans and their schedules: their formats, their bounds, and the numbers computed from them."""

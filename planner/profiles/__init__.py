@@ -1,9 +1,9 @@
-"""Profiles that go by name or come from a file: measured ones, and analytic ones of the papers' models.
+"""Profiles by name or from a file: measured ones, and analytic ones of the models in the papers.
 
-What the agent's profiler writes holds *parts*: the stages of one cut model, all its layers, or the pieces of one whose
-layers are alike (embedding, one layer, head); of layers the stages of any grid are put together. Each time comes with
-its spread, and the document says on what it was measured. The profiles in this folder go by name (`shipped`).
-Where a profile is asked for, the document of a job will do, too (`load`).
+A file that the agent's profiler writes has *parts*: the stages of one cut model, all its layers, or the pieces of a
+model whose layers are alike (embedding, one layer, head). From layers the stages of any grid are put together. Each
+time comes with its spread, and the document says on which hardware it was measured. The profiles in this folder go by
+name (`shipped`). Where a profile is asked for, the document of a job is accepted too (`load`).
 
 An analytic profile (`ModelShape`) is a first guess from FLOPs and bandwidth; a measured one is better. FLOPs and bytes
 per layer are those of Narayanan et al. (Efficient Large-Scale Language Model Training on GPU Clusters, 2021) and
@@ -60,17 +60,17 @@ class ModelShape:
 
     @property
     def layer_flops(self) -> float:
-        """Of one layer's forward of a sample; the gradients of input and weights take as many each."""
+        """FLOPs of one layer's forward of a sample; the gradients of input and weights take as many each."""
         return self.sequence * (24 * self.hidden**2 + 4 * self.sequence * self.hidden)
 
     @property
     def head_flops(self) -> float:
-        """Of the forward of the vocabulary's projection."""
+        """FLOPs of the forward of the projection to the vocabulary."""
         return 2.0 * self.sequence * self.hidden * self.vocabulary
 
     @property
     def layer_activation_bytes(self) -> float:
-        """What one layer keeps of a sample between forward and backward, in 16 bits."""
+        """Bytes that one layer keeps of a sample between forward and backward, in 16 bits."""
         return self.sequence * self.hidden * (34 + 5 * self.heads * self.sequence / self.hidden)
 
 
@@ -91,17 +91,18 @@ SHAPES = {
 }
 
 
-# A worker: A100 80 GB, 100 Gb/s. FLOPS in 16 bits, of which ops reach a share; bytes per second between workers; bytes.
+# A worker: A100 80 GB, 100 Gb/s. FLOPS: peak in 16 bits; EFFICIENCY: the fraction of it that ops reach; BANDWIDTH:
+# bytes per second between workers; MEMORY: bytes.
 FLOPS, EFFICIENCY, BANDWIDTH, MEMORY = 312e12, 0.45, 12.5e9, 80 * 10**9
 
 
 def shape_name(text: str) -> str:
-    """As it is spelled here and in the published tables: `gpt3-6.7b` is taken for gpt-3-6.7b."""
+    """Return a model's name as it is spelled here; the published tables spell gpt-3-6.7b `gpt3-6.7b`."""
     return f"gpt-3-{text[5:]}" if text.startswith("gpt3-") else text
 
 
 def model_shape(name: str) -> ModelShape:
-    """Raises InputError."""
+    """Return a shape by name. Raises InputError."""
     name = shape_name(name)
     if name not in SHAPES:
         raise InputError("--model", name, "one of " + ", ".join(SHAPES))
@@ -109,7 +110,7 @@ def model_shape(name: str) -> ModelShape:
 
 
 def analytic_job(shape: ModelShape, pipelines: int, stages: int, micro_batches: int) -> Job:
-    """The job in milliseconds; each micro-batch has one sample. Raises InputError.
+    """Make the job of a shape, in milliseconds; each micro-batch has one sample. Raises InputError.
 
     The first stage also holds the embedding, the last one the projection to the vocabulary, tied to it.
     """
@@ -118,7 +119,7 @@ def analytic_job(shape: ModelShape, pipelines: int, stages: int, micro_batches: 
     share, more = divmod(shape.layers, stages)
     profiles = []
     for stage in range(stages):
-        # Stages in the middle take what does not divide: the ends have the embedding.
+        # Layers left over go to stages in the middle first, since the ends have the embedding.
         layers = share + (1 <= stage <= more if more < stages - 1 else stage < more)
         parameters = layers * shape.layer_parameters
         flops = layers * shape.layer_flops
@@ -155,7 +156,7 @@ def analytic_job(shape: ModelShape, pipelines: int, stages: int, micro_batches: 
 
 
 def _milliseconds(seconds: float) -> float:
-    """To 4 decimals, which the planner keeps; what takes any time takes at least the last of them."""
+    """Round to 4 decimals, which the planner keeps; a time above 0 becomes at least 0.0001."""
     return max(round(seconds * 1000, 4), 1e-4) if seconds else 0.0
 
 
@@ -187,7 +188,7 @@ class Timing(DocumentModel):
 
     @property
     def spread(self) -> float:
-        """(p90 - p10) / median; 0 for what takes no time."""
+        """(p90 - p10) / median; 0 where the median is 0."""
         return (self.p90 - self.p10) / self.median if self.median else 0.0
 
 
@@ -211,7 +212,7 @@ class Part(DocumentModel):
 
     @property
     def spread(self) -> float:
-        """The largest of its ops and its step, each weighed by its share of the part's time."""
+        """The largest spread of its ops and its step, each weighted by its time relative to the longest."""
         timings = (self.forward, self.input_backward, self.weight_backward, self.step)
         longest = max(t.median for t in timings)
         return max((t.spread * t.median / longest for t in timings), default=0.0) if longest else 0.0
@@ -225,8 +226,8 @@ class Reductions(DocumentModel):
     by_peers: Annotated[tuple[Timing, ...], Field(fail_fast=True)]
 
     def milliseconds(self, size: int, peers: int) -> float:
-        """For `size` bytes: in proportion. Beyond the largest group measured, as a ring's traffic
-        grows, (n - 1) / n of the bytes; an estimate."""
+        """Estimates the time for `size` bytes, in proportion. For more peers than were measured it grows as a ring's
+        traffic does, (n - 1) / n of the bytes."""
         if peers < 2 or not self.by_peers or not size:
             return 0.0
         known = min(peers, len(self.by_peers) + 1)
@@ -289,16 +290,16 @@ class Measurements(DocumentModel):
 
     @property
     def spread(self) -> float:
-        """The largest of any part; transfers and reductions have their own."""
+        """The largest spread of any part; transfers and reductions are left out."""
         return max(part.spread for part in self.parts)
 
     @property
     def sharding(self) -> Literal["none", "zero1"]:
-        """As the option has it."""
+        """The value of the agent's option for sharding."""
         return "zero1" if self.sharded_over else "none"
 
     def job_for(self, pipelines: int, stages: int, micro_batches: int) -> Job:
-        """The job of this model on a grid. Raises InputError when the model can't be cut so."""
+        """Makes the job of this model on a grid. Raises InputError when the model can't be cut into these stages."""
         Job.uniform(pipelines, stages, micro_batches)  # the sizes are refused before anything is built
         members, transfers = self._cut(stages), tuple(t.median for t in self.transfers)
         if self.cut == "layers":
@@ -318,7 +319,7 @@ class Measurements(DocumentModel):
         )
 
     def layered_job_for(self, pipelines: int, stages: int, micro_batches: int) -> Job:
-        """The same by layers, of which any partition can be made: the embedding and the head are layers too.
+        """Makes the job with layers, which can have any partition; the embedding and the head are layers too.
 
         Raises InputError where the profile is of whole stages.
         """
@@ -326,7 +327,7 @@ class Measurements(DocumentModel):
             raise InputError("--partition", self.cut, "a profile by layers: this one was measured by stages")
         Job.uniform(pipelines, stages, micro_batches)
         decimals = _decimals([part.forward.median for part in self.parts])
-        # Behind the last layer nothing is sent.
+        # Nothing is sent behind the last layer.
         wires = [round(t.median, decimals) for t in self.transfers] or [0.0]
         wires = wires * 3 if self.cut == "layers" else [*wires, wires[-1]]
         made = [
@@ -346,7 +347,7 @@ class Measurements(DocumentModel):
         )
 
     def _cut(self, stages: int) -> list[list[Part]]:
-        """The parts of each stage."""
+        """Returns the parts of each stage."""
         if self.cut == "stages":
             if stages != len(self.parts):
                 raise InputError("--stages", stages, f"{len(self.parts)}, as the profile was measured so")
@@ -371,7 +372,8 @@ class Measurements(DocumentModel):
         size = sum(p.reduced_bytes for p in group)
         reduce = self.reductions.milliseconds if self.reductions else lambda _size, _peers: 0.0
         measured = total("step") / self._share(self.sharded_over)
-        # Fewer workers have more to step; what that takes longer than with all comes on top of their sums.
+        # With a sharded optimizer fewer workers have more to step. The time beyond that with all workers is added to
+        # their all-reduce.
         least = round(measured * self._share(pipelines), decimals)
         beyond = (measured * (self._share(n) - self._share(pipelines)) for n in range(1, pipelines + 1))
         times = tuple(round(reduce(size, n) + more, decimals) for n, more in enumerate(beyond, start=1))
@@ -388,11 +390,11 @@ class Measurements(DocumentModel):
         )
 
     def _share(self, peers: int) -> float:
-        """Of a stage's step, what each of so many workers takes."""
+        """The fraction of a stage's optimizer step that each of `peers` workers makes."""
         return min(1.0, 2 / max(1, peers)) if self.sharded_over else 1.0
 
     def profile(self, pipelines: int, stages: int, micro_batches: int) -> Profile:
-        """The document for that grid. Raises InputError."""
+        """Makes the document for a grid. Raises InputError."""
         make = self.layered_job_for if self.cut == "each" else self.job_for
         job = job_doc(make(pipelines, stages, micro_batches))
         return Profile(job=job, **{name: getattr(self, name) for name in Measurements.model_fields})
@@ -405,8 +407,8 @@ class Profile(Measurements):
 
 
 def spread_layers(parts: tuple[Part, ...], layers: int, stages: int) -> list[int]:
-    """Layers of each stage: one each, then every further one to the stage with the least work so
-    far, the embedding's and the head's included. Raises InputError for more stages than layers."""
+    """Return layers of each stage: one each, then every further one to the stage with the least work so
+    far, the work of the embedding and the head included. Raises InputError for more stages than layers."""
     if stages > layers:
         raise InputError("--stages", stages, f"at most {layers}, one layer for each")
     first, layer, last = map(_work, parts)
@@ -425,24 +427,24 @@ def _work(part: Part) -> float:
 
 
 def shipped() -> list[str]:
-    """Names of the profiles in this folder."""
+    """Return the names of the profiles in this folder."""
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
 def _path(name: str | Path) -> Path:
-    """Of a shipped profile by its name, or of a file."""
+    """Return the path of a shipped profile by its name, or of a file."""
     known = shape_name(str(name))
     return _FOLDER / f"{known}.json" if known in shipped() else Path(name)
 
 
 def load_profile(name: str | Path) -> Profile:
-    """A shipped profile by its name, or a file. Raises PlanError naming the field that is wrong."""
+    """Load a shipped profile by its name, or a file. Raises PlanError naming the field that is wrong."""
     path = _path(name)
     return _profile(path, _read(path))
 
 
 def load(name: str | Path) -> Profile | JobDoc:
-    """As `load_profile`, or the document of a job. Raises PlanError naming the field that is wrong."""
+    """Load a profile as `load_profile`, or a job's document. Raises PlanError naming the field that is wrong."""
     path = _path(name)
     text = _read(path)
     try:
@@ -465,10 +467,10 @@ def job_on(
     *,
     by_layers: bool = False,
 ) -> Job:
-    """The job of a profile on a grid; what is None is as the document has it. by_layers: with the layers measured.
+    """Make the job of a profile on a grid; sizes that are None are the document's. by_layers: with its measured layers.
 
-    Raises InputError where there is none of that size: of stages that can't be cut, or of more pipelines than the
-    document has times of reductions for.
+    Raises InputError where the document has no job of that size: its stages can't be cut, or it has times of the
+    all-reduce for fewer pipelines only.
     """
     own = document.job if isinstance(document, Profile) else document
     pipelines = own.pipelines if pipelines is None else pipelines
@@ -485,7 +487,7 @@ def job_on(
 
 
 def of_layers(document: JobDoc, stages: int, **changes: Any) -> JobDoc:
-    """The same layers, cut as evenly as they can be, with what follows from that left out."""
+    """Cut the same layers as evenly as possible into `stages`, and leave out what follows from the partition."""
     derived = {"profiles": (), "transfers": (), "backward_transfers": ()}
     capacity = document.capacity_bytes if isinstance(document.capacity_bytes, int) else ()
     inside = {w: x for w, x in document.speeds.items() if Worker.parse(w).stage < stages}
@@ -494,7 +496,7 @@ def of_layers(document: JobDoc, stages: int, **changes: Any) -> JobDoc:
 
 
 def on_grid(document: JobDoc, pipelines: int, micro_batches: int) -> JobDoc:
-    """Reductions of fewer peers and speeds of fewer workers are among those of more."""
+    """Change the grid. For fewer pipelines the all-reduce times and the speeds are those of the document that apply."""
 
     def fewer(items: tuple[T, ...]) -> tuple[T, ...]:
         return tuple(item.model_copy(update={"reductions": item.reductions[:pipelines]}) for item in items)
@@ -515,7 +517,7 @@ def _read(path: Path) -> bytes:
     try:
         return read_whole(path)
     except OSError as error:
-        # 6.7b is no suffix of a file.
+        # The name of a profile, such as 6.7b, may look like a file with a suffix.
         named = f"; profiles by name: {', '.join(shipped())}" if path.suffix != ".json" else ""
         raise PlanError(f"{path} can't be read: {error.strerror or error}{named}") from None
 
@@ -528,6 +530,6 @@ def _profile(path: Path, text: bytes) -> Profile:
 
 
 def _decimals(forwards: list[float]) -> int:
-    """So many that the shortest forward has four significant digits; ticks stay few, at most 3."""
+    """Choose decimals that give the shortest forward four significant digits, but at most 3, so that ticks stay few."""
     least = min((f for f in forwards if f > 0), default=1.0)
     return min(3, max(0, 3 - math.floor(math.log10(least))))
