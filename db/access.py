@@ -1,6 +1,4 @@
-"""Rows of who may ask, who did what, and what was answered: tokens, the audit log, and the answers to requests that
-carried an idempotency key.
-"""
+"""Access tokens, the audit log, and the answers to requests that carried an idempotency key."""
 
 from __future__ import annotations
 
@@ -13,28 +11,28 @@ from sqlalchemy import Table, bindparam, delete, insert, or_, select, update
 from openrecycle.db.models import AuditRow, IdempotentRequestRow, TokenRow
 from openrecycle.db.session import Database, Record
 
-# -- rows of who may ask, and of who did what ---------------------------------------------------
+# -- access tokens and the audit log ------------------------------------------------------------
 
 
 def audit_row(actor: str, action: str, target: str = "", *, job_id: str | None = None, detail: str = "") -> Record:
-    """A line of now. action: a verb and what it is done to. detail: of which so much is kept as anybody reads."""
+    """Make an audit line with the present time. action: a verb and its object. Long targets and details are cut."""
     what = {"actor": actor, "action": action, "job_id": job_id, "target": target[:255], "detail": detail[:2000]}
     return {"at": time.time(), **what}
 
 
 class AuditStore:
-    """Thread-safe. Lines that belong to a change of a job are stored with that change, by db.store."""
+    """The audit log. Thread-safe. Lines about a change of a job are stored together with that change, by db.store."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def add(self, row: Record) -> None:
-        """row: columns of db.models.AuditRow, without the id."""
+        """Adds a line. row: columns of db.models.AuditRow, without the id."""
         with self._database.write() as session:
             self._database.write_audit(session, row)
 
     def read(self, *, after: int = 0, limit: int = 200, job_id: str | None = None) -> list[Record]:
-        """Lines with an id > after, oldest first. job_id: those of one job alone."""
+        """Returns lines with an id > after, oldest first. job_id: only those of one job."""
         query = select(AuditRow.__table__).where(AuditRow.id > after).order_by(AuditRow.id).limit(limit)
         if job_id is not None:
             query = query.where(AuditRow.job_id == job_id)
@@ -42,7 +40,8 @@ class AuditStore:
 
 
 class TokenStore:
-    """Thread-safe. Rows as in db.models.TokenRow, as dictionaries. Times are POSIX seconds."""
+    """The tokens. Thread-safe. Rows are dictionaries with the columns of db.models.TokenRow. Times are POSIX
+    seconds."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -55,7 +54,7 @@ class TokenStore:
         return self._database.row(select(TokenRow.__table__).where(TokenRow.id == token_id))
 
     def all(self, *, valid_at: float | None = None) -> list[Record]:
-        """Newest first; with valid_at, those alone that are neither revoked nor expired then."""
+        """Returns all tokens, newest first; with valid_at, only those that are neither revoked nor expired then."""
         query = select(TokenRow.__table__).order_by(TokenRow.created_at.desc(), TokenRow.id)
         if valid_at is not None:
             query = query.where(
@@ -64,20 +63,20 @@ class TokenStore:
         return self._database.rows(query)
 
     def revoke(self, token_id: str, at: float) -> bool:
-        """False when there is no such token, or it was revoked before."""
+        """Revokes a token. Returns False when there is no such token, or it was revoked before."""
         statement = update(TokenRow).where(TokenRow.id == token_id, TokenRow.revoked_at.is_(None))
         with self._database.write() as session:
             done = session.execute(statement.values(revoked_at=at).returning(TokenRow.id))
             return done.first() is not None
 
     def end_job(self, job_id: str, at: float) -> None:
-        """The job's own tokens end then, unless they end before."""
+        """Makes the job's own tokens expire then, unless they expire before."""
         ends_later = or_(TokenRow.expires_at.is_(None), TokenRow.expires_at > at)
         with self._database.write() as session:
             session.execute(update(TokenRow).where(TokenRow.job_id == job_id, ends_later).values(expires_at=at))
 
     def used(self, when: Mapping[str, float]) -> None:
-        """Writes when tokens were used last: id -> time."""
+        """Stores when tokens were last used: id -> time."""
         table = TokenRow.__table__
         assert isinstance(table, Table)
         statement = update(table).where(table.c.id == bindparam("_id")).values(last_used_at=bindparam("_at"))
@@ -85,7 +84,7 @@ class TokenStore:
             session.connection().execute(statement, [{"_id": name, "_at": at} for name, at in when.items()])
 
 
-# -- what was answered to requests that carried an idempotency key ------------------------------
+# -- answers to requests that carried an idempotency key ----------------------------------------
 
 # Keys are kept for a day.
 KEPT_SECONDS = 86_400.0
@@ -93,7 +92,7 @@ KEPT_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class Earlier:
-    """A request that came under the key before. status, media_type, body: of its answer; status 0: it has none yet."""
+    """An earlier request with the same key. status, media_type, body: of its answer; status 0: it has none yet."""
 
     request: str
     status: int
@@ -104,14 +103,14 @@ class Earlier:
 
 
 class IdempotentRequests:
-    """Thread-safe. Each function is one transaction. key: a hash of the key and of who used it for what."""
+    """Thread-safe. Each function is one transaction. key: a hash of the key, and of who used it for what."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def begin(self, key: str, request: str, *, stale: float) -> Earlier | None:
-        """None: the key is new, and taken now for this request (a hash of it). One that was taken `stale` seconds
-        ago and never answered is taken again: the console that had it is gone."""
+        """Takes a new key for this request (a hash of it), and returns None; for a known key it returns the earlier
+        request. A key that was taken `stale` seconds ago and never answered is taken again: its console is gone."""
         now = time.time()
         table = IdempotentRequestRow
         with self._database.write() as session:
@@ -138,6 +137,6 @@ class IdempotentRequests:
             session.execute(update(IdempotentRequestRow).where(IdempotentRequestRow.key == key).values(row))
 
     def forget(self, key: str) -> None:
-        """It came to nothing, and may be tried again."""
+        """Forgets a request that came to nothing, so that it can be tried again."""
         with self._database.write() as session:
             session.execute(delete(IdempotentRequestRow).where(IdempotentRequestRow.key == key))

@@ -1,14 +1,13 @@
-"""The history of heartbeats: what workers reported over time, as columns, in blocks of the table `heartbeat` that are
-rolled up and expire.
+"""The history of heartbeats: what workers reported over time, stored as columns in blocks of the table `heartbeat`.
+Blocks are rolled up and expire.
 
-A sample stands for the heartbeats of one worker in one step of time: of each metric it has the smallest, the mean and
-the largest value, and how many heartbeats brought it. Samples of steps of one second, one minute and one hour have the
-same form, so that one function makes the longer out of the shorter, exactly.
+A sample stands for the heartbeats of one worker in one step of time. It has the smallest, the mean and the largest
+value of each metric, and the number of heartbeats with that metric. Samples of one second, one minute and one hour have
+the same form, so one function makes longer ones out of shorter ones, exactly.
 
-A minute is written when it is over: its seconds as one block per group of workers, and its roll-up. When
-an hour is over, its minutes become one block, and the hour's roll-up is written; a day's hours likewise.
-Each step is one transaction, so that nothing is counted twice or lost between two levels, wherever the
-console dies.
+When a minute is over, its seconds are written as one block per group of workers, together with their roll-up. When an
+hour is over, its minutes become one block, and the hour's roll-up is written; likewise the hours of a day.
+Each step is one transaction, so nothing is counted twice or lost between two levels, whenever the console dies.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from sqlalchemy import and_, delete, func, insert, or_, select
 from openrecycle.db.models import HeartbeatRow
 from openrecycle.db.session import Database
 
-# Milliseconds of each op kind, bytes of the process, seconds since the worker's heartbeat before.
+# Milliseconds of each op kind, bytes of the process, seconds since the worker's previous heartbeat.
 METRICS = ("F", "I", "W", "B", "O", "resident_bytes", "silence_seconds")
 PHASES = ("starting", "waiting", "forming", "training", "draining", "paused")
 FORMAT = 1
-# Of one block: a damaged or hostile one can't ask for more memory than this takes, about 27 MB.
+# The most samples of one block: a damaged or hostile block can't ask for more memory than these take, about 27 MB.
 MAX_SAMPLES = 200_000
 
-# Bits of a value's fraction that are kept: 12 are 0.012 % of it at most. The rest is noise, and costs.
+# How many bits of a value's fraction are kept: 12 bits are precise to 0.012 %. More bits are noise, and take space.
 _BITS = 12
 _DROPPED = 23 - _BITS
 _HEAD = struct.Struct("<BI")
@@ -45,16 +44,16 @@ Whole = NDArray[np.int64]
 
 
 class BlockError(ValueError):
-    """Bytes that are no block of samples. `str(error)` says what is wrong with them."""
+    """Bytes that are not a block of samples. `str(error)` says what is wrong with them."""
 
 
 @dataclass(frozen=True)
 class Samples:
     """n samples, ordered by worker and time.
 
-    worker: its place in the grid, pipeline x stages + stage. at: POSIX seconds, the begin of the step.
-    beats: how many heartbeats came in it. iteration, phase (index into PHASES): of the last one. Of
-    each of METRICS (n x 7): low, mean and high, NaN where counts, the heartbeats that brought it, is 0.
+    worker: its place in the grid, pipeline x stages + stage. at: begin of the step in POSIX seconds. beats: number of
+    heartbeats in the step. iteration, phase (index into PHASES): of the last heartbeat. By metric [n, 7]: counts, the
+    heartbeats that had it; low, mean and high, NaN where counts is 0.
     """
 
     worker: Whole
@@ -71,14 +70,14 @@ class Samples:
         return len(self.worker)
 
     def where(self, chosen: NDArray[Any]) -> Samples:
-        """Those that a mask or a list of indices names."""
+        """Returns the samples that a mask or a list of indices selects."""
         return Samples(*(getattr(self, f.name)[chosen] for f in fields(self)))
 
 
 def from_beats(rows: NDArray[np.float64]) -> Samples:
-    """One sample per heartbeat, in the order of `rows`: worker, POSIX seconds, iteration, phase, METRICS.
+    """Make one sample per heartbeat, in the order of `rows`: worker, POSIX seconds, iteration, phase, METRICS.
 
-    NaN: a metric that a heartbeat did not bring. The step is that of the heartbeat's whole second.
+    NaN: the heartbeat did not have this metric. The step is the heartbeat's whole second.
     """
     values = _rounded(rows[:, 4:].astype(np.float32))
     worker, at, iteration = (np.floor(rows[:, i]).astype(np.int64) for i in range(3))
@@ -88,7 +87,7 @@ def from_beats(rows: NDArray[np.float64]) -> Samples:
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
-    """All of them; of one worker and step, in the order given."""
+    """Join all samples; those of one worker and step stay in the order given."""
     if not parts:
         return from_beats(np.empty((0, 4 + len(METRICS))))
     together = Samples(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Samples)))
@@ -96,7 +95,7 @@ def joined(parts: Sequence[Samples]) -> Samples:
 
 
 def rolled_up(samples: Samples, step: int) -> Samples:
-    """One sample per worker and `step` seconds; those of equal time are taken in their order."""
+    """Make one sample per worker and `step` seconds; samples of equal time count in their order."""
     samples = replace(samples, at=samples.at // step * step)
     samples = samples.where(np.lexsort((samples.at, samples.worker)))
     if not len(samples):
@@ -117,14 +116,14 @@ def rolled_up(samples: Samples, step: int) -> Samples:
         phase=samples.phase[last],
         counts=counts,
         low=low,
-        # Rounding must not carry a mean past its own extremes.
+        # Rounding must not move a mean beyond its own extremes.
         mean=np.clip(_rounded(mean.astype(np.float32)), low, high),
         high=high,
     )
 
 
 def pack(samples: Samples) -> bytes:
-    """A block. Neighbours are alike, so each column holds differences, and like bytes stand together.
+    """Make a block. Neighbours are similar, so each column holds differences, and bytes of equal weight stand together.
 
     low and high are stored as differences of bits from the mean, counts from beats: mostly zeros.
     """
@@ -145,7 +144,7 @@ def pack(samples: Samples) -> bytes:
 
 
 def unpack(data: bytes) -> Samples:
-    """Raises BlockError; takes no more memory than MAX_SAMPLES need."""
+    """Read a block. Raises BlockError; takes no more memory than MAX_SAMPLES need."""
     if len(data) < _HEAD.size:
         raise BlockError("a block of samples ends early")
     version, n = _HEAD.unpack_from(data)
@@ -188,7 +187,7 @@ class _Reader:
 
 
 def _shuffled(column: NDArray[Any]) -> bytes:
-    """The first byte of every value, then the second of every one, and so on."""
+    """Put the first bytes of all values first, then all second bytes, and so on."""
     flat = np.ascontiguousarray(column).reshape(-1)
     return np.ascontiguousarray(flat.view(np.uint8).reshape(len(flat), flat.itemsize).T).tobytes()
 
@@ -206,25 +205,25 @@ def _floats(bits: NDArray[np.uint32]) -> Floats:
 
 
 def _rounded(values: Floats) -> Floats:
-    """To the nearest value with so few bits of fraction; NaN all of one kind."""
+    """Round to the bits that are kept; every NaN becomes the same one."""
     half, mask = np.uint32(1 << (_DROPPED - 1)), np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)
     rounded = ((_bits(values) + half) & mask).view(np.float32)
     return np.where(np.isnan(values), np.float32("nan"), rounded)
 
 
-# Workers in one block. More are packed a little better, and cost more to read one of.
+# Workers per block. With more, blocks are a little smaller, and reading one worker takes longer.
 GROUP = 32
 
 
 class Level(IntEnum):
-    """Seconds that a sample stands for."""
+    """How many seconds a sample stands for."""
 
     SECOND = 1
     MINUTE = 60
     HOUR = 3600
 
 
-# The roll-ups of a level, and how many seconds of it become one block.
+# By level, how many seconds become one block, and the level of the roll-up.
 SPAN = {Level.SECOND: 60, Level.MINUTE: 3600, Level.HOUR: 86_400}
 NEXT = {Level.SECOND: Level.MINUTE, Level.MINUTE: Level.HOUR}
 
@@ -240,13 +239,13 @@ class Open:
 
 
 class HeartbeatStore:
-    """Thread-safe. Raises SQLAlchemyError."""
+    """The table of heartbeats. Thread-safe. Raises SQLAlchemyError."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def add(self, job_id: str, groups: Iterable[Samples]) -> None:
-        """Stores samples of one second, each of the workers of one group, and their roll-up; one transaction."""
+        """Stores samples of one second, group by group of workers, and their roll-up, in one transaction."""
         rows = []
         for samples in groups:
             seconds = rolled_up(samples, Level.SECOND)
@@ -258,9 +257,9 @@ class HeartbeatStore:
                 session.execute(insert(HeartbeatRow), rows)
 
     def read(self, job_id: str, level: Level, worker: int, since: float, until: float) -> Samples:
-        """The samples of one worker that begin in [since, until), in order. Damaged blocks are left out."""
+        """Returns one worker's samples that begin in [since, until), in order. Damaged blocks are left out."""
         wanted = HeartbeatRow.level == level
-        if level is Level.HOUR:  # of hours that are not over there are only minutes
+        if level is Level.HOUR:  # an hour that is not over has only minutes
             wanted = or_(wanted, and_(HeartbeatRow.level == Level.MINUTE, HeartbeatRow.whole.is_(False)))
         query = select(HeartbeatRow.data).where(
             HeartbeatRow.job_id == job_id,
@@ -277,16 +276,16 @@ class HeartbeatStore:
                 except BlockError:
                     continue
                 found.append(samples.where(samples.worker == worker))
-        # A console that died or was started again within the step has left two of it.
+        # If a console died or was restarted within a step, there are two samples of that step.
         made = rolled_up(joined(found), level)
         return made.where((made.at >= since) & (made.at < until))
 
     def spans_to_pack(self, now: float, limit: int) -> list[Open]:
-        """Up to `limit` spans that are over and still in parts."""
+        """Returns up to `limit` spans that are over and not one block yet."""
         found: list[Open] = []
         with self._database.read() as session:
             for level in (Level.MINUTE, Level.HOUR):
-                # Some minutes are given to whoever writes the last of it.
+                # Waits two more minutes, for the process that writes the last part of the span.
                 over = (int(now) - 2 * Level.MINUTE) // SPAN[level] * SPAN[level]
                 query = (
                     select(HeartbeatRow.job_id, HeartbeatRow.worker_group, HeartbeatRow.begin)
@@ -302,7 +301,7 @@ class HeartbeatStore:
         return found[:limit]
 
     def pack(self, span: Open) -> None:
-        """Makes one block of a span's parts, and a sample of the next level out of it."""
+        """Makes one block of a span's parts, and from it a sample of the next level."""
         end = span.begin + SPAN[span.level]
         where = (
             HeartbeatRow.job_id == span.job_id,
@@ -316,7 +315,7 @@ class HeartbeatStore:
         taken = delete(HeartbeatRow).where(*where).returning(*columns)
         with self._database.write(lasting=False) as session:
             parts = []
-            # Deleted first: of two processes that do this at once, one gets the rows.
+            # Deletes first: if two processes do this at once, only one of them gets the rows.
             for row in sorted(session.execute(taken), key=lambda row: (row.begin, row.id)):
                 try:
                     parts.append(unpack(row.data))
@@ -331,8 +330,8 @@ class HeartbeatStore:
             session.execute(insert(HeartbeatRow), rows)
 
     def expire(self, level: Level, before: float, limit: int) -> int:
-        """Deletes up to `limit` blocks of a level that end before this time; returns how many it were. What is still
-        in parts is made into the next level first, however long nobody was there to do it."""
+        """Deletes up to `limit` blocks of a level that end before this time; returns how many. Parts of a span stay
+        until they have been rolled up, however long no console was there to do it."""
         old = (
             select(HeartbeatRow.id)
             .where(
@@ -351,7 +350,7 @@ class HeartbeatStore:
         return len(ids)
 
     def bytes_by_level(self, job_id: str) -> dict[Level, int]:
-        """Of the blocks alone, without what the database adds."""
+        """Returns the bytes of the blocks alone, without what the database adds."""
         query = (
             select(HeartbeatRow.level, func.sum(func.length(HeartbeatRow.data)))
             .where(HeartbeatRow.job_id == job_id)
@@ -362,13 +361,13 @@ class HeartbeatStore:
 
 
 def groups(samples: Samples) -> Sequence[Samples]:
-    """By the group that each worker is in."""
+    """Divide samples by the group of their worker."""
     of = samples.worker // GROUP
     return [samples.where(of == group) for group in sorted(set(of.tolist()))]
 
 
 def _spans(samples: Samples, level: Level) -> list[Samples]:
-    """Their roll-up to `level`, cut so that no part reaches beyond a span of it."""
+    """Roll samples up to `level`, and cut them so that each part lies in one span of it."""
     made = rolled_up(samples, level)
     span = made.at // SPAN[level]
     return [made.where(span == one) for one in sorted(set(span.tolist()))]

@@ -1,7 +1,6 @@
-"""The tables. Times are POSIX seconds (float, wall clock); JSON is kept as text.
+"""The tables. Times are POSIX seconds (float, wall clock); JSON is stored as text.
 
-Whether a stored value makes sense is the business of whoever writes it: the store takes what the
-coordinator has accepted.
+The tables do not check whether values make sense. The store takes what the coordinator has accepted.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ def _job_key() -> Mapped[str]:
 
 
 class JobRow(Base):
-    """One training job. spec: the JobSpec as JSON. reason: why it is in `state`, where that needs one.
+    """One training job. spec: the JobSpec as JSON. reason: why it is in `state`, where that needs a reason.
 
-    unheard: it is halted for nothing but the silence of all its workers.
-    mode: who decides how it goes on, automatic or manual. choice_timeout: seconds that it waits in manual mode.
+    unheard: it is halted only because none of its workers has been heard.
+    mode: how the next generation is chosen, automatic or manual. choice_timeout: seconds that it waits in manual mode.
     frozen_by: the operator who has frozen its plan; "": nobody. broken: the transfer that broke in the generation in
     force, as JSON (reporter, worker, detail); "": none. moves: (from, to) of workers that have taken another place
-    in a generation which is still to open, as JSON. baseline: what its throughput is measured by
-    (app.jobs.throughput);
-    waits: when it waited for a person's choice, (begin, end, generation that it led to); both as JSON.
-    lead_term: of several nodes, the newest leadership, and lead_node whose it is (agent.coordination.membership); 0:
-    none.
+    in a generation which has not opened yet, as JSON. baseline: what its throughput is compared with
+    (app.jobs.throughput), as JSON.
+    waits: when it waited for a person's choice, (begin, end, generation that followed), as JSON.
+    lead_term, lead_node: in a job of several nodes, the newest leadership and the node that has it
+    (agent.coordination.membership); 0: none.
     """
 
     __tablename__ = "job"
@@ -83,12 +82,12 @@ class JobRow(Base):
 
 
 class WorkerRow(Base):
-    """The latest of one cell of the grid. What a heartbeat brings is written behind, in batches.
+    """The latest state of one cell of the grid. What heartbeats bring is written later, in batches.
 
-    retired: the incarnations that came before, a JSON list: they are fenced for good. member_generation:
-    the newest generation that its incarnation is in, 0: none yet, -1: it has left as it was asked to, -2: it is there
-    without a state; generation: the one it says it is in. detail: why it has failed, in words; let_go: the same, where
-    it was let go, as JSON [actor, does it stand by?, for whom], else null. leaving: its launcher may not know that yet.
+    retired: earlier incarnations, a JSON list: they are fenced for good. member_generation: the newest generation that
+    its incarnation is in; 0: none yet, -1: it has left as it was asked to, -2: it is there without a state. generation:
+    the one that the worker reports. detail: why it has failed, in words. let_go: the same where it was let go, as JSON
+    [actor, does it stand by?, for whom], else null. leaving: its launcher may not know yet that it is to leave.
     processes: those that were started for this cell, wherever they are by now, as JSON.
     """
 
@@ -115,7 +114,7 @@ class WorkerRow(Base):
 
 
 class PlanRow(Base):
-    """A Plan document, deflated. Equal plans share a fingerprint and so a row, across all jobs."""
+    """A Plan document, deflated. Equal plans share a fingerprint and so one row, across all jobs."""
 
     __tablename__ = "plan"
 
@@ -125,7 +124,7 @@ class PlanRow(Base):
 
 
 class PlanColumnsRow(Base):
-    """A large plan once more, in columns (planner.plans.packed.pack)."""
+    """The packed form of a large plan (planner.plans.packed.pack), in addition to its document."""
 
     __tablename__ = "plan_columns"
 
@@ -136,7 +135,7 @@ class PlanColumnsRow(Base):
 
 
 class SavedPlanRow(Base):
-    """A plan that somebody keeps under a name. summary: what a list of plans says of it, as JSON."""
+    """A plan that somebody has saved under a name. summary: data for lists of plans, as JSON."""
 
     __tablename__ = "saved_plan"
 
@@ -147,8 +146,8 @@ class SavedPlanRow(Base):
 
 
 class ProfileRow(Base):
-    """Op times and bytes that somebody keeps under a name. document: a measured profile or a job's, JSON, deflated.
-    summary: what a list of profiles says of it, as JSON. saved_by: who did so last."""
+    """Op times and bytes that somebody has saved under a name. document: a measured profile or a job's, JSON, deflated.
+    summary: data for lists of profiles, as JSON. saved_by: the person who saved it last."""
 
     __tablename__ = "profile"
 
@@ -161,7 +160,7 @@ class ProfileRow(Base):
 
 
 class CatalogRow(Base):
-    """Plans made ahead for one job, technique and memory limit. info: what they answer, as JSON."""
+    """Plans made ahead for one job, technique and memory limit. info: the question that they answer, as JSON."""
 
     __tablename__ = "catalog"
 
@@ -171,7 +170,7 @@ class CatalogRow(Base):
 
 
 class CatalogPlanRow(Base):
-    """One plan of a catalog in its stored form (planner.plans.packed). failures: how many it is for."""
+    """One plan of a catalog in its stored form (planner.plans.packed). failures: the number of failures it is for."""
 
     __tablename__ = "catalog_plan"
 
@@ -184,7 +183,7 @@ class CatalogPlanRow(Base):
 
 
 class JobPlanRow(Base):
-    """Which plans a job has. ahead: made before its failure happened."""
+    """A plan of a job. ahead: it was made before its failure happened."""
 
     __tablename__ = "job_plan"
 
@@ -196,14 +195,14 @@ class JobPlanRow(Base):
 
 
 class GenerationRow(Base):
-    """One deployment: who is in the generation, and the plan it runs.
+    """One deployment: the workers of a generation, and the plan that it runs.
 
-    living, failed, joining: JSON lists of workers; moves: of [from, to]. restore: from a checkpoint. interim_plan: the
-    fingerprint of what it runs until newcomers have their state, "": of nothing; interim_failed: whom that goes
-    without, a JSON list. partition: layers per stage that the plan is for, a JSON list; moved_at: the iteration from
-    which on the workers had them, where they had others before. let_go: of those that are out since the generation
-    before, who is not lost, a JSON list of [worker, does it stand by?]; lost: those of it whose process there has died
-    or was given up, a JSON list.
+    living, failed, joining: JSON lists of workers; moves: a JSON list of [from, to]. restore: it begins from a
+    checkpoint. interim_plan: fingerprint of the plan that it runs until newcomers have their state, "": it runs none;
+    interim_failed: the workers which that plan goes without, a JSON list. partition: layers per stage of the plan, a
+    JSON list; moved_at: the iteration from which on the workers had them, where they had others before. let_go: of the
+    workers that are out since the generation before, those that are not lost, a JSON list of [worker, does it stand
+    by?]; lost: workers of the generation before whose process has died or was given up, a JSON list.
     """
 
     __tablename__ = "generation"
@@ -227,7 +226,7 @@ class GenerationRow(Base):
 
 
 class AcknowledgementRow(Base):
-    """How far a worker came in taking up a generation: a row each for adopted, formed, resumed."""
+    """A worker's progress in taking up a generation: one row each for adopted, formed, resumed."""
 
     __tablename__ = "acknowledgement"
 
@@ -241,8 +240,8 @@ class AcknowledgementRow(Base):
 
 
 class EventRow(Base):
-    """One line of a job's history. seq counts from 1 within the job, without gaps. count: how often it was said;
-    last_at: the last time, where that was more than once, else 0."""
+    """One line of a job's history. seq counts from 1 within the job, without gaps. count: how often it happened;
+    last_at: the last time, if it happened more than once, else 0."""
 
     __tablename__ = "event"
 
@@ -258,8 +257,8 @@ class EventRow(Base):
 
 
 class IterationRow(Base):
-    """One committed iteration; the first report of it counts. loss_hex: exact. skipped: JSON list of micro-batches,
-    numbered over the pipelines, that are in no sum of it."""
+    """One committed iteration; the first report of it counts. loss_hex: the exact loss. skipped: JSON list of the
+    micro-batches (numbered over all pipelines) that are left out of its sums."""
 
     __tablename__ = "iteration"
 
@@ -277,7 +276,7 @@ class IterationRow(Base):
 class RecoveryRow(Base):
     """Milliseconds from a worker's death to each step of the recovery, as the launcher measured them.
 
-    death_known: False when they count from the moment the death was seen.
+    death_known: False where they count from the moment at which the death was noticed.
     """
 
     __tablename__ = "recovery"
@@ -294,8 +293,8 @@ class RecoveryRow(Base):
 
 
 class MeasuredIterationRow(Base):
-    """Iterations of a job that were measured op by op: the newest one, and those that links name. document: JSON,
-    deflated."""
+    """An iteration of a job that was measured op by op. The newest one is kept, and those that links name. document:
+    JSON, deflated."""
 
     __tablename__ = "measured_iteration"
 
@@ -306,7 +305,7 @@ class MeasuredIterationRow(Base):
 
 
 class WorkerStateRow(Base):
-    """A worker of the grid came into a state; a row for each change, and none in between."""
+    """A worker of the grid came into another state; there is one row for each change."""
 
     __tablename__ = "worker_state"
     __table_args__ = (Index(None, "job_id", "worker"),)
@@ -322,7 +321,7 @@ class HeartbeatRow(Base):
     """Samples of the workers of one group over some time (db.heartbeats).
 
     level: seconds of one sample. begin, end: when the first and the last sample begin (POSIX seconds).
-    whole: will not be joined with others of its span any more.
+    whole: the block is complete; it will not be joined with others of its span.
     """
 
     __tablename__ = "heartbeat"
@@ -339,7 +338,7 @@ class HeartbeatRow(Base):
 
 
 class EventSeenRow(Base):
-    """An operator has taken note of an event; the first one counts."""
+    """An operator has acknowledged an event; the first one counts."""
 
     __tablename__ = "event_seen"
 
@@ -350,7 +349,7 @@ class EventSeenRow(Base):
 
 
 class CommandRow(Base):
-    """What an operator asked of the launcher. seq counts from 1 within the job."""
+    """An operator's request to the launcher. seq counts from 1 within the job."""
 
     __tablename__ = "command"
 
@@ -363,7 +362,7 @@ class CommandRow(Base):
 
 
 class AuditRow(Base):
-    """Every operator action: who, what, on what. Kept when the job it speaks of is gone."""
+    """An operator's action: who did what to what. It is kept when the job is deleted."""
 
     __tablename__ = "audit"
     __table_args__ = (Index(None, "job_id", "at"),)
@@ -378,10 +377,10 @@ class AuditRow(Base):
 
 
 class TokenRow(Base):
-    """An access token, without its secret: `orc_<id>_<secret>` is known again by the secret's hash.
+    """An access token, without its secret: `orc_<id>_<secret>` is recognized by the secret's hash.
 
-    role: view, operate or agent. job_id: the only job that it is good for; None: any. created_by: whose
-    token, or which operator, made it.
+    role: view, operate or agent. job_id: the only job that it is valid for; None: any. created_by: the token, or the
+    operator, that made it.
     """
 
     __tablename__ = "token"
@@ -401,7 +400,7 @@ class TokenRow(Base):
 class LeadershipRow(Base):
     """The only row: which console leads on PostgreSQL (db.session).
 
-    term: how many leads there were. holder: the console that leads, "" when it has resigned. renewed_at:
+    term: number of leads so far. holder: the console that leads, "" when it has resigned. renewed_at:
     by the database's clock.
     """
 
@@ -415,7 +414,7 @@ class LeadershipRow(Base):
 
 
 class IdempotentRequestRow(Base):
-    """A POST with an Idempotency-Key, and what was answered: db.access. status: 0 until then."""
+    """A POST with an Idempotency-Key, and its answer (db.access). status: 0 until it is answered."""
 
     __tablename__ = "idempotent_request"
 
@@ -429,6 +428,6 @@ class IdempotentRequestRow(Base):
 
 
 def listed(column: Any) -> ColumnElement[int]:
-    """How many a JSON list has of names or numbers, which hold no commas; 0 where there is none."""
+    """The length of a JSON list of names or numbers without commas; 0 for NULL."""
     commas = func.length(column) - func.length(func.replace(column, ",", ""))
     return case((column.is_(None), 0), (column == "[]", 0), else_=commas + 1)

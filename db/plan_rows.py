@@ -1,4 +1,4 @@
-"""Plan documents in the `plan` table, which jobs and saved plans share; and the plans and profiles that people keep
+"""Plan documents in the `plan` table, which jobs and saved plans share; and the plans and profiles that people save
 under a name.
 """
 
@@ -17,18 +17,18 @@ from openrecycle.db.models import GenerationRow, JobPlanRow, PlanColumnsRow, Pla
 from openrecycle.db.session import Database
 from openrecycle.planner.plans.packed import Packed, bound_of
 
-# -- plan documents, and the plans that people keep under a name --------------------------------
+# -- plan documents, and the plans that people save under a name --------------------------------
 
 
 def keep_plan(database: Database, session: Session, fingerprint: str, document: str | Packed) -> bool:
-    """Stores a plan that is not stored already, and holds its row until the transaction ends. document: JSON; or what
-    a process has packed, which is stored as it is.
+    """Stores a plan unless it is stored already, and locks its row until the transaction ends. document: JSON; or a
+    Packed, which is stored as it is.
 
-    A fingerprint is of the ops alone, so the same plan may come again with a better proof, and takes the place of the
-    other then. False: what is stored has the better one.
+    A fingerprint is of the ops alone, so the same plan may come again with a better proof; it then replaces the stored
+    one. Returns False if the stored one has the better proof.
 
-    Without the hold, whoever forgets the plan at the same moment would delete it under the row that
-    is about to refer to it. SQLite has one writer, and needs none.
+    Without the lock, a transaction that deletes unused plans could delete this one just before a row refers to it.
+    SQLite has one writer and needs no lock.
     """
     given = document if isinstance(document, Packed) else Packed(b"", zlib.compress(document.encode()))
     row = {"fingerprint": fingerprint, "document": given.document, "created_at": time.time()}
@@ -38,7 +38,7 @@ def keep_plan(database: Database, session: Session, fingerprint: str, document: 
         held = {"created_at": PlanRow.created_at}
         insert = postgresql.insert(PlanRow).values(row)
         put = insert.on_conflict_do_update(index_elements=[PlanRow.fingerprint], set_=held)
-    if session.scalar(put.returning(PlanRow.created_at)) != row["created_at"]:  # it was there
+    if session.scalar(put.returning(PlanRow.created_at)) != row["created_at"]:  # it was stored before
         said, stored = bound_of(given), bound_of(_stored(session, fingerprint))
         if said < stored:
             return False
@@ -52,7 +52,7 @@ def keep_plan(database: Database, session: Session, fingerprint: str, document: 
 
 
 def _stored(session: Session, fingerprint: str) -> Packed:
-    """The columns, or where there are none the document."""
+    """Return the packed form of a stored plan or, where it has none, its document."""
     columns = session.scalar(select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint))
     if columns:
         return Packed(columns, b"")
@@ -60,22 +60,22 @@ def _stored(session: Session, fingerprint: str) -> Packed:
 
 
 def plan_document(session: Session | Connection, fingerprint: str) -> str | None:
-    """As JSON."""
+    """Return a plan's document as JSON."""
     data = session.scalar(select(PlanRow.document).where(PlanRow.fingerprint == fingerprint))
     return None if data is None else zlib.decompress(data).decode()
 
 
 class SavedPlans:
-    """Thread-safe. A plan that a job has too is stored once for both."""
+    """The plans that people save. Thread-safe. A plan that a job has too is stored once for both."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def save(self, fingerprint: str, document: str | Packed, name: str, summary: dict[str, Any]) -> bool:
-        """Under a new name if it is kept already; the time it was first saved stays.
+        """Saves a plan. One that is saved already gets the new name, and keeps the time when it was first saved.
 
-        summary: plain data for lists of plans, given back by `saved`. False: it is stored with a better proof, which
-        the summary does not tell.
+        summary: plain data for lists of plans, which `saved` returns. Returns False if the plan is stored with a better
+        proof, so that the stored summary stays.
         """
         row = {"fingerprint": fingerprint, "name": name, "summary": json.dumps(summary), "created_at": time.time()}
         with self._database.write() as session:
@@ -86,7 +86,8 @@ class SavedPlans:
         return taken
 
     def saved(self) -> list[dict[str, Any]]:
-        """Newest first: fingerprint, name, created (POSIX seconds), and what the summary says."""
+        """Returns the saved plans, newest first: fingerprint, name, created (POSIX seconds), and the summary's
+        fields."""
         order = (SavedPlanRow.created_at.desc(), SavedPlanRow.fingerprint)
         rows = self._database.rows(select(SavedPlanRow.__table__).order_by(*order))
         return [
@@ -104,14 +105,15 @@ class SavedPlans:
         return self._database.scalar(query) is not None
 
     def document(self, fingerprint: str) -> str | None:
-        """The Plan document as JSON; None when no plan is saved under that fingerprint."""
+        """Returns the Plan document as JSON; None when no plan is saved under that fingerprint."""
         if not self.has(fingerprint):
             return None
         with self._database.read() as session:
             return plan_document(session, fingerprint)
 
     def forget(self, fingerprint: str) -> bool:
-        """False when it is not saved. The plan itself goes too, unless a job has it."""
+        """Forgets a saved plan. The plan itself is deleted too, unless a job has it. Returns False if it is not
+        saved."""
         of_job = exists().where(JobPlanRow.fingerprint == PlanRow.fingerprint)
         of_generation = exists().where(GenerationRow.plan_fingerprint == PlanRow.fingerprint)
         of_interim = exists().where(GenerationRow.interim_plan == PlanRow.fingerprint)
@@ -119,14 +121,15 @@ class SavedPlans:
             gone = delete(SavedPlanRow).where(SavedPlanRow.fingerprint == fingerprint)
             if session.scalar(gone.returning(SavedPlanRow.fingerprint)) is None:
                 return False
-            # Whoever takes the plan up at this moment holds its row (keep_plan): seen first, or it waits for us.
+            # A transaction that begins to use the plan locks its row (keep_plan). So either its reference is seen here,
+            # or it waits for this transaction.
             session.execute(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update())
             unused = (~of_job, ~of_generation, ~of_interim)
             session.execute(delete(PlanRow).where(PlanRow.fingerprint == fingerprint, *unused))
         return True
 
 
-# -- the profiles that people keep under a name -------------------------------------------------
+# -- the profiles that people save under a name -------------------------------------------------
 
 _LISTED = (
     ProfileRow.name,
@@ -138,7 +141,7 @@ _LISTED = (
 
 
 class Profiles:
-    """Thread-safe. Raises SQLAlchemyError."""
+    """The profiles that people save. Thread-safe. Raises SQLAlchemyError."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -153,7 +156,7 @@ class Profiles:
         }
 
     def put(self, name: str, document: str, summary: dict[str, Any], actor: str) -> bool:
-        """Keeps `document` in the place of what had the name before, if anything; says whether it is new."""
+        """Saves `document` in place of any that had the name. Returns whether the name is new."""
         values = self._values(document, summary, actor)
         with self._database.write() as session:
             row = {"name": name, "created_at": values["updated_at"], **values}
@@ -166,9 +169,10 @@ class Profiles:
     def put_over(
         self, name: str, document: str, summary: dict[str, Any], actor: str, *, updated_at: float | None
     ) -> bool:
-        """Keeps `document` in the place of the one that was saved then (POSIX seconds, as `all` says); None: of none.
+        """Saves `document` in place of the one that was saved at `updated_at` (POSIX seconds, as in `all`); None: only
+        if the name is free.
 
-        False, and nothing is changed, where another has the name meanwhile, or the one before is gone.
+        Changes nothing and returns False if another has been saved under the name since, or that one is gone.
         """
         values = self._values(document, summary, actor)
         with self._database.write() as session:
@@ -181,12 +185,12 @@ class Profiles:
             return session.scalar(changed) is not None
 
     def all(self) -> list[dict[str, Any]]:
-        """By name: name, saved_by, created_at, updated_at (POSIX seconds), and what the summary says."""
+        """Returns by name: name, saved_by, created_at, updated_at (POSIX seconds), and the summary's fields."""
         rows = self._database.rows(select(*_LISTED).order_by(ProfileRow.name))
         return [_plain(dict(row)) for row in rows]
 
     def get(self, name: str) -> tuple[dict[str, Any], str] | None:
-        """What `all` says of it, and its document."""
+        """Returns the fields that `all` has of a profile, and its document."""
         found = select(*_LISTED, ProfileRow.document).where(ProfileRow.name == name)
         row = self._database.row(found)
         if row is None:
@@ -196,7 +200,7 @@ class Profiles:
         return _plain(fields), document
 
     def delete(self, name: str) -> bool:
-        """False when there is none."""
+        """Deletes a profile. Returns False when there is none."""
         gone = delete(ProfileRow).where(ProfileRow.name == name).returning(ProfileRow.name)
         with self._database.write() as session:
             return session.scalar(gone) is not None

@@ -1,16 +1,15 @@
-"""Opens a database: SQLite in a file (WAL) or PostgreSQL; brings its tables up to date; and which of the consoles on
-one PostgreSQL database leads.
+"""Opens a database, SQLite in a file (WAL) or PostgreSQL, and brings its tables up to date. Also decides which of the
+consoles on one PostgreSQL database leads.
 
-`Database.write()` is a transaction that may read and then write: on SQLite it takes the write lock
-at its start, so that it can't fail half way because another writer came first. On PostgreSQL, where
-several consoles share a database, it first makes sure that its own is still the one that leads.
+`Database.write()` is a transaction that may read and then write. On SQLite it takes the write lock at its start, so
+that it can't fail half way because another process wrote first. On PostgreSQL, where several consoles share a database,
+it first makes sure that its own console still leads.
 
-Who leads is two things together. A *lock* (an advisory lock of one session) falls free the moment a console's
-process dies. A *lease* (a row with a term, renewed every second) runs out when the process is there
-and does not run, or its machine is gone and the database has not noticed. Each new leader has a
-higher term, and a transaction that writes checks its own: one of an earlier leader fails.
-When it was renewed is the database's time, and for how long it was not is measured by whoever watches: no clock is
-compared with another, and each may be set.
+The lead has two parts. A *lock* (an advisory lock of one session) becomes free the moment the leading console's process
+dies. A *lease* (a row with a term, renewed every second) runs out when the process exists but does not run, or when its
+machine is gone and the database has not noticed. Each new leader has a higher term, and a transaction that writes
+checks its own term, so a write of an earlier leader fails. The time of renewal is the database's. How long it has not
+been renewed is measured by the console that watches. So no two clocks are compared, and each may be set.
 """
 
 from __future__ import annotations
@@ -48,44 +47,45 @@ from openrecycle.db.models import AuditRow, Base
 if TYPE_CHECKING:
     from alembic.config import Config
 
-# Any numbers, so that our advisory locks don't meet those of other users of the database; db.session has another.
+# Arbitrary numbers, so that our advisory locks don't meet those of other users of the database; _LOCK is another.
 _MIGRATION_LOCK, _AUDIT_LOCK = 0x0C1E_0001, 0x0C1E_0003
 
-# -- opens a database ---------------------------------------------------------------------------
+# -- opening a database -------------------------------------------------------------------------
 
 NOT_LEADING = -1
-"""The term of a console that does not lead: it may read, and write nothing."""
+"""The term of a console that does not lead: it may read, but writes nothing."""
 
-# Seconds until a PostgreSQL server that has become unreachable without a word counts as lost.
+# Seconds until a PostgreSQL server that no longer answers counts as lost.
 _CONNECT_SECONDS, _UNANSWERED_SECONDS = 4, 5
 
-# Of an SQLite file that another process writes: how long a transaction waits; and once one has waited in vain, each of
-# those behind it, until one gets its turn. There may be dozens, and the last would wait for all before it.
+# How long a transaction waits while another process writes the same SQLite file. Once one has waited in vain, each of
+# those behind it waits for the second time only, until one succeeds: there may be dozens, and the last would wait for
+# all before it.
 PATIENCE_SECONDS, _HELD_SECONDS = 5.0, 0.05
 
-# On PostgreSQL, where others read a table that gets a column: how often that is tried, and seconds between two tries.
+# On PostgreSQL, where others may be reading a table that gets a column: number of tries, and seconds between two.
 _UPGRADES, _BETWEEN_UPGRADES = 5, 0.5
 _LOCK_NOT_AVAILABLE = "55P03"
-# How often it is looked whether a console that runs has added the columns, with the same seconds between: one that has
-# just begun to lead is about to.
+# How often to look whether a running console has added the columns, with the same seconds in between: a console that
+# has just begun to lead is about to add them.
 _LOOKS = 10
-# How long a command that looks whether a console has an SQLite file may hold that console's lock.
+# How long a command that checks whether a console uses an SQLite file may hold that console's lock.
 _LOOK_SECONDS = 0.1
 
 _MIGRATING = threading.Lock()
-"""Alembic keeps what it is at in names of its module: two threads, each with a database of its own, break both."""
+"""Alembic keeps its state in global names of its module: two threads with a database each would break both."""
 
 HERE = Path(__file__).parent
 
-# What its files begin with; one that is empty becomes one.
+# An SQLite file begins with these bytes; an empty file becomes an SQLite file.
 _SQLITE = b"SQLite format 3\0"
 
-# SQLite's write-ahead log needs memory shared between processes, which these do not have.
+# SQLite's write-ahead log needs memory that processes share, which these file systems do not have.
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "glusterfs", "fuse.sshfs", "fuse.glusterfs")
 
 
 Record = dict[str, Any]
-"""A row by the names of its columns."""
+"""A row, by column names."""
 
 
 class DatabaseError(Exception):
@@ -93,20 +93,20 @@ class DatabaseError(Exception):
 
 
 class WriteFenced(SQLAlchemyError):
-    """A write of a console that does not lead, or leads no more. Nothing of it has been stored."""
+    """A write of a console that does not lead, or no longer leads. Nothing of it has been stored."""
 
 
 class FileGone(SQLAlchemyError):
-    """The SQLite file is not there any more, or another one is. Nothing has been stored. `str(error)` says which."""
+    """The SQLite file is gone, or another file has its name. Nothing has been stored. `str(error)` says which file."""
 
 
 class Database:
     """One database. Thread-safe.
 
-    url: `sqlite:///path/to/file.db` or `postgresql://user:password@host/name`. me: the console whose
-    connections these are. term: the one in which it leads (db.session); its writes raise Fenced, and
-    call `on_fenced`, as soon as there is a later one. None: written to whoever leads. make: an SQLite file that is not
-    there. patience: seconds that a write waits for another process that writes the same SQLite file.
+    url: `sqlite:///path/to/file.db` or `postgresql://user:password@host/name`. me: the name of the console whose
+    connections these are. term: the one in which the console leads; once there is a later term, its writes raise
+    WriteFenced and call `on_fenced`. None: writes are not checked. make: create an SQLite file that does not exist.
+    patience: seconds that a write waits for another process that writes the same SQLite file.
     Raises DatabaseError when it can't be opened.
     """
 
@@ -122,15 +122,15 @@ class Database:
         self.url = _parse(url)
         self._term, self._on_fenced = term, on_fenced
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
-        # SQLite has one writer; waiting here is fairer and quicker than its own polling.
+        # SQLite has one writer at a time; to wait for this lock is fairer and quicker than SQLite's own polling.
         self._writer = threading.Lock()
         self.patience = PATIENCE_SECONDS
-        self._held = False  # has the last one found that another process writes, and goes on to?
+        self._held = False  # has the last write waited in vain for another process?
         self._lead: IO[str] | None = None
         if self.is_sqlite:
             self._path = _sqlite_path(self.url, make=make)
             self._file = _identity(self._path)
-            # Nothing makes another one in the place of a file that is gone.
+            # mode=rw: SQLite must not create a new file in the place of one that is gone.
             there = self.url.set(database=f"file://{quote(str(self._path))}")
             there = there.update_query_dict({"mode": "rw", "uri": "true"})
             self.engine = create_engine(there, pool_size=16, max_overflow=16)
@@ -148,9 +148,9 @@ class Database:
         return self.url.render_as_string(hide_password=True)
 
     def lead(self) -> None:
-        """Claims an SQLite file for this process until `close`: two consoles would decide twice.
+        """Claims an SQLite file for this process until `close`, so that no second console decides as well.
 
-        Raises DatabaseError when another console has it. Who leads on PostgreSQL: db.session.
+        Raises DatabaseError when another console has it. On PostgreSQL, LeaderSession decides who leads.
         """
         assert self.is_sqlite
         claimed = self._claimed()
@@ -164,8 +164,8 @@ class Database:
         self._lead = claimed
 
     def _claimed(self) -> IO[str] | None:
-        """The lock of an SQLite file, until it is closed; None: another has it."""
-        handle = Path(f"{self._path}.lock").open("w")  # noqa: SIM115 (whoever has it closes it)
+        """Returns the locked lock file, whose lock lasts until it is closed; None: another process has the lock."""
+        handle = Path(f"{self._path}.lock").open("w")  # noqa: SIM115 (the caller closes it)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -175,8 +175,8 @@ class Database:
 
     def upgrade(self) -> None:
         """Brings the tables to this version of the program. Processes that start together take turns. Raises
-        DatabaseError, also where a console runs that does not know what is to be added: nobody would ever fill it in
-        what that console writes."""
+        DatabaseError, also where a console is running that does not know the new columns: what it writes would never
+        have them filled in."""
         with explained(self.shown_url):
             for left in reversed(range(_LOOKS)):
                 with self._alone():
@@ -190,7 +190,7 @@ class Database:
         )
 
     def _upgraded(self) -> bool:
-        """False: a console runs that has not added columns."""
+        """Returns False if a running console has not added the new columns."""
         from openrecycle.db import later_columns
 
         if self._migrate() != [later_columns.FIRST]:
@@ -208,8 +208,8 @@ class Database:
         return True
 
     def _migrate(self) -> Sequence[str]:
-        """To the newest revisions, which it returns."""
-        # 0.15 CPU seconds, which child processes that read a database have no use for.
+        """Runs the migrations, and returns the newest revisions."""
+        # Importing alembic takes 0.15 CPU seconds, which child processes that only read need not spend.
         from alembic import command
         from alembic.script import ScriptDirectory
         from alembic.util import CommandError
@@ -223,7 +223,7 @@ class Database:
             return ScriptDirectory.from_config(config).get_heads()
 
     def _patiently(self, change: Callable[[Connection], None]) -> None:
-        """A change of tables that others may be reading."""
+        """Changes tables that others may be reading, with several tries."""
         for left in reversed(range(_UPGRADES)):
             try:
                 with self._writing() as connection:
@@ -237,7 +237,7 @@ class Database:
                         f"database {self.shown_url}: a table that gets a column is in use all the time; end what "
                         "reads it, such as a backup, and start again"
                     ) from None
-            time.sleep(_BETWEEN_UPGRADES)  # those who have waited behind this one get their turn
+            time.sleep(_BETWEEN_UPGRADES)  # lets those that have waited behind this one have their turn
 
     def _of_another_version(self) -> DatabaseError:
         return DatabaseError(
@@ -246,9 +246,9 @@ class Database:
         )
 
     def _console_runs(self) -> bool:
-        """Another than this one. Nothing is kept from one that starts later: it waits in its `upgrade` before it
-        writes."""
-        if self._lead is not None or self._term is not None:  # this one, which leads
+        """Is a console other than this one running? This keeps no lock: a console that starts later waits in its own
+        `upgrade` before it writes."""
+        if self._lead is not None or self._term is not None:  # this console leads itself
             return False
         if self.is_sqlite:
             free = self._claimed()
@@ -260,21 +260,21 @@ class Database:
 
     @contextmanager
     def _session(self) -> Iterator[Connection]:
-        """On PostgreSQL, for locks: they are free when it ends."""
+        """A PostgreSQL session of its own for locks, which become free when it ends."""
         with self.engine.connect() as made:
             connection = made.execution_options(isolation_level="AUTOCOMMIT")
-            connection.detach()  # it is closed, and not used again
+            connection.detach()  # closed at the end, not returned to the pool
             yield connection
 
     def check_file(self) -> None:
-        """Raises FileGone where SQLite's file is not the one that was opened. What is written to that is in no folder
-        any more, and goes with this process; and what opens the file anew makes another one, or reads it."""
+        """Raises FileGone where SQLite's file is not the one that was opened. What is written to an unlinked file is
+        lost with this process, and a new connection would create or read another file."""
         if self.is_sqlite and _identity(self._path) != self._file:
             raise FileGone(f"{self._path} was moved, deleted or replaced")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """SQLite does not wait for its lock while a new file changes to WAL: whoever comes second waits here."""
+        """Lets one process at a time upgrade. SQLite does not wait for its lock while a new file changes to WAL."""
         if not self.is_sqlite:
             with self._session() as connection:
                 connection.execute(text("select pg_advisory_lock(:key)"), {"key": _MIGRATION_LOCK})
@@ -294,38 +294,39 @@ class Database:
             return [dict(row) for row in session.execute(query).mappings()]
 
     def row(self, query: Executable) -> Record | None:
-        """The first; None: there is none."""
+        """Returns the first row; None if there is none."""
         with self.read() as session:
             found = session.execute(query).mappings().first()
             return None if found is None else dict(found)
 
     def scalar(self, query: Executable) -> Any:
-        """The first column of the first row; None: there is none."""
+        """Returns the first column of the first row; None if there is none."""
         with self.read() as session:
             return session.scalar(query)
 
     def scalars(self, query: Executable) -> list[Any]:
-        """The first column of every row."""
+        """Returns the first column of every row."""
         with self.read() as session:
             return list(session.scalars(query))
 
     @contextmanager
     def write(self, *, lasting: bool = True) -> Iterator[Session]:
-        """Commits at the end, rolls back on an exception. lasting: what is committed is there also after the machine
-        has lost its power; else on SQLite the last moments of it may not be, and nothing waits for the disk."""
+        """Commits at the end, rolls back on an exception. lasting: what is committed survives a loss of power; if
+        False, SQLite does not wait for the disk, and the last moments may be lost."""
         with self._writing(lasting) as connection, Session(connection) as session:
             yield session
             session.flush()
 
     def write_audit(self, session: Session, line: Mapping[str, Any]) -> None:
-        """Adds a line to the audit log, as the last thing that a transaction does: those who add others wait for its
-        end, so that ids rise as lines come to be seen, and whoever reads on after an id misses none."""
-        if not self.is_sqlite:  # which has one writer anyway
+        """Adds a line to the audit log. This must be the last action of a transaction: others that add a line wait for
+        its end. So lines become visible in the order of their ids, and a reader that goes on after an id misses
+        none."""
+        if not self.is_sqlite:  # SQLite has one writer anyway
             session.execute(text("select pg_advisory_xact_lock(:key)"), {"key": _AUDIT_LOCK})
         session.execute(insert(AuditRow).values(dict(line)))
 
     def insert_new(self, model: type[Base]) -> Any:
-        """INSERT that leaves a row alone which is there already."""
+        """Makes an INSERT that leaves an existing row as it is."""
         assert isinstance(model.__table__, Table)
         dialect = sqlite if self.is_sqlite else postgresql
         return dialect.insert(model.__table__).on_conflict_do_nothing()
@@ -352,7 +353,7 @@ class Database:
                 yield connection
 
     def _turn(self, connection: Connection) -> RootTransaction:
-        """Begins a transaction that writes an SQLite file, once no other process does. Raises FileGone."""
+        """Begins a writing transaction on an SQLite file once no other process writes. Raises FileGone."""
         self.check_file()
         driver: Any = connection.connection.driver_connection
         driver.execute(_busy(_HELD_SECONDS if self._held else self.patience))
@@ -367,7 +368,7 @@ class Database:
         return transaction
 
     def _check_term(self, connection: Connection) -> None:
-        """Holds the row of the lead until the transaction ends: a new leader waits for it before it leads."""
+        """Locks the row of the lead until the transaction ends: a new leader waits for it before it leads."""
         if self._term is None:
             return
         held = text("select 1 from leadership where id = 1 and term = :term for key share")
@@ -389,12 +390,12 @@ def explained(shown_url: str) -> Iterator[None]:
 
 
 def application_name(me: str) -> str:
-    """What PostgreSQL lists the connections of the console `me` under."""
+    """Return the name under which PostgreSQL lists the connections of the console `me`."""
     return f"openrecycle {me}".strip()
 
 
 def connect_arguments(url: URL, me: str) -> dict[str, Any]:
-    """For psycopg: a server that is gone without a word is noticed in seconds. What `url` says goes first."""
+    """Return arguments for psycopg, so that a lost server is noticed in seconds. Values in `url` take precedence."""
     ours = {
         "application_name": application_name(me),
         "connect_timeout": _CONNECT_SECONDS,
@@ -403,12 +404,12 @@ def connect_arguments(url: URL, me: str) -> dict[str, Any]:
         "keepalives_count": 3,
         "tcp_user_timeout": _UNANSWERED_SECONDS * 1000,
     }
-    # Consoles find each other's connections by this name; it is not the user's to choose.
+    # Consoles find each other's connections by this name, so a user can't choose it.
     return {key: value for key, value in ours.items() if key not in url.query or key == "application_name"}
 
 
 def alembic_config(connection: Connection) -> Config:
-    """Alembic's configuration; migrations run on `connection`, inside its transaction."""
+    """Return Alembic's configuration; migrations run on `connection`, inside its transaction."""
     from alembic.config import Config
 
     config = Config(str(HERE / "alembic.ini"))
@@ -423,7 +424,7 @@ def _parse(url: str) -> URL:
         parsed = make_url(url)
         backend = parsed.get_backend_name()
     except (ArgumentError, ValueError):
-        # The text may hold a password: it is not repeated.
+        # The text may hold a password, so the error does not repeat it.
         raise DatabaseError(f"--database-url: can't be read as an address, expected {expected}") from None
     if backend in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
@@ -438,10 +439,10 @@ def _sqlite_path(url: URL, *, make: bool) -> Path:
     path = Path(url.database).absolute()
     try:
         str(path).encode()
-    except UnicodeEncodeError:  # no address can hold it
+    except UnicodeEncodeError:  # a URL can't hold such a name
         raise DatabaseError(f"--database-url: got the file {str(path)!r}, expected a name in UTF-8") from None
-    newest = Path(f"{path.resolve()}-wal")  # beside the file that a link leads to
-    # Beside a file that is not there, or empty, SQLite deletes it; a console that runs may have it open.
+    newest = Path(f"{path.resolve()}-wal")  # SQLite puts it beside the file that a link points to
+    # If the file is gone or empty, SQLite deletes its log; a running console may have the log open.
     if _size(newest) and not _size(path):
         raise DatabaseError(
             f"database file {path} is not there, or empty, and {newest} has what was stored last: "
@@ -451,15 +452,15 @@ def _sqlite_path(url: URL, *, make: bool) -> Path:
         raise DatabaseError(f"database file {path} is not there, expected the one that `openrecycle serve` uses")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        special = path.exists() and not path.is_file() and not path.is_dir()  # a device, or a pipe, which opens never
-        # Tells "not allowed" from other troubles before SQLite's own "unable to open database file".
+        special = path.exists() and not path.is_file() and not path.is_dir()  # a device, or a pipe, which never opens
+        # Finds out the reason before SQLite says only "unable to open database file".
         if not special:
             with path.open("a+b") as file:
                 file.seek(0)
                 begins = file.read(len(_SQLITE))
     except OSError as error:
         raise DatabaseError(f"database file {path} can't be written: {error.strerror or error}") from None
-    # Before anything is written beside it.
+    # Checked before anything is written beside the file.
     if special or begins not in (b"", _SQLITE):
         raise DatabaseError(f"database file {path} can't be used: file is not a database")
     kind = file_system(path)
@@ -472,7 +473,7 @@ def _sqlite_path(url: URL, *, make: bool) -> Path:
 
 
 def _size(path: Path) -> int:
-    """Bytes; 0: there is no such file, or it can't be seen."""
+    """Return the size in bytes; 0 if there is no such file, or it can't be seen."""
     try:
         return path.stat().st_size
     except OSError:
@@ -480,7 +481,7 @@ def _size(path: Path) -> int:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Of the file that has this name; None: there is none."""
+    """Return device and inode of the file with this name; None if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -489,7 +490,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that `path` is on; empty where that can't be told."""
+    """Return the type of the file system that `path` is on; empty where that is not known."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -518,7 +519,7 @@ def _prepare_sqlite(engine: Engine) -> None:
     def _begin(connection: Connection) -> None:
         options = connection.get_execution_options()
         if options.get("immediate"):
-            # With WAL, FULL is one more wait for the disk in each transaction: 8 ms where it is slow.
+            # With WAL, FULL means one more wait for the disk in each transaction: 8 ms on a slow disk.
             connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if options['lasting'] else 'NORMAL'}")
         connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("immediate") else "BEGIN")
 
@@ -527,26 +528,26 @@ def _busy(seconds: float) -> str:
     return f"PRAGMA busy_timeout={round(1000 * seconds)}"
 
 
-# -- which of the consoles on one PostgreSQL database leads -------------------------------------
+# -- which console leads, of several on one PostgreSQL database ---------------------------------
 
-# Any number, so that our lock doesn't meet those of other users of the database.
+# An arbitrary number, so that our lock doesn't meet those of other users of the database.
 _LOCK = 0x0C1E_0002
 
 STATEMENT_SECONDS = 4.0
-"""The longest that one question may take before the database counts as not answering."""
+"""The longest time for one statement before the database counts as not answering."""
 WRITERS_SECONDS = 2.0
-"""How long a new leader waits for the transactions of the one before, which it has ended by then."""
+"""How long a new leader waits for transactions of the one before, which it has ended by then."""
 
 _NOW = "extract(epoch from clock_timestamp())"
 
 
 @dataclass(frozen=True)
 class Lease:
-    """What the database holds of the lead.
+    """The row of the lead in the database.
 
-    term: how many leads there were. holder: the console that leads, "" after it has resigned; address:
-    where it is reached. age: for how long whoever reads has seen it not renewed, in seconds. renewed: when it was, by
-    the database's clock, which may be set: to be compared with itself alone.
+    term: number of leads so far. holder: the console that leads, "" after it has resigned; address: where it is
+    reached. renewed: when it was renewed last, by the database's clock; since that may be set, it is compared only with
+    other values of itself. age: seconds for which the reader has seen `renewed` unchanged.
     """
 
     term: int
@@ -557,11 +558,10 @@ class Lease:
 
 
 class LeaderSession:
-    """One console's session with the database, about nothing but the lead. Not thread-safe.
+    """One console's session with the database for the lead alone. Not thread-safe.
 
-    me: what this process calls itself, no two the same. Every method raises SQLAlchemyError when the
-    database does not answer; the session, and a lock that it held, may be gone then: close it.
-    Opening it raises DatabaseError.
+    me: the name of this process; no two have the same. Every method raises SQLAlchemyError when the database does not
+    answer. The session, and a lock that it held, may be gone then: close it. Opening it raises DatabaseError.
     """
 
     def __init__(self, database: Database, me: str) -> None:
@@ -575,12 +575,12 @@ class LeaderSession:
             self._connection: Connection = engine.connect()
 
     def try_lock(self) -> bool:
-        """Takes the lock if it is free, and keeps it until `close`."""
+        """Takes the lock if it is free, and keeps it until `close`. Returns whether it has the lock."""
         with self._connection.begin():
             return bool(self._connection.scalar(text("select pg_try_advisory_lock(:key)"), {"key": _LOCK}))
 
     def lease(self) -> Lease | None:
-        """None in a database whose tables are older than leases."""
+        """Reads the lease; None in a database whose tables are older than leases."""
         with self._connection.begin():
             if self._connection.scalar(text("select to_regclass('leadership')")) is None:
                 return None
@@ -590,13 +590,13 @@ class LeaderSession:
         return Lease(row[0], row[1], row[2], renewed=float(row[3]))
 
     def claim(self, address: str) -> int:
-        """The new term, in which this console leads. Call with the lock held.
+        """Begins a new term in which this console leads, and returns it. Call this with the lock held.
 
-        From its return on, nothing that another console writes reaches the database any more.
+        After it returns, no other console can write to the database any more.
         """
         with self._connection.begin():
             self._connection.execute(text(f"set local lock_timeout = {round(WRITERS_SECONDS * 1000)}"))
-            # Writing transactions share this row until they end: here they are waited for.
+            # Writing transactions share a lock on this row until they end, so this waits for them.
             before = self._connection.scalar(text("select term from leadership where id = 1 for update"))
             term = int(before or 0) + 1
             self._connection.execute(
@@ -609,7 +609,7 @@ class LeaderSession:
         return term
 
     def renew(self, term: int) -> bool:
-        """False when another console has a later term."""
+        """Renews the lease. Returns False when another console has a later term."""
         with self._connection.begin():
             done = self._connection.execute(
                 text(f"update leadership set renewed_at = {_NOW} where id = 1 and term = :term and holder = :me"),
@@ -618,7 +618,7 @@ class LeaderSession:
             return done.rowcount == 1
 
     def resign(self, term: int) -> None:
-        """Says that nobody leads; the lock goes with `close`."""
+        """Records that nobody leads; the lock is released by `close`."""
         with self._connection.begin():
             self._connection.execute(
                 text("update leadership set holder = '' where id = 1 and term = :term and holder = :me"),
@@ -627,7 +627,8 @@ class LeaderSession:
 
     def evict(self, holder: str, renewed: float | None) -> int:
         """Ends every session of the console `holder`, if it still holds the lead and has not renewed its lease since
-        `renewed` (None: also if it has); returns how many. Its transactions are rolled back, its lock falls free."""
+        `renewed` (None: even if it has). Returns how many were ended. Their transactions are rolled back, and the lock
+        becomes free."""
         with self._connection.begin():
             ended = self._connection.execute(
                 text(
@@ -640,6 +641,6 @@ class LeaderSession:
             return len(ended.all())
 
     def close(self) -> None:
-        """Gives up the lock."""
+        """Closes the session, and so releases the lock."""
         with suppress(SQLAlchemyError):
             self._connection.close()

@@ -1,5 +1,5 @@
-"""The queries of jobs: their state, and what was seen of them (measured iterations, workers' states over time, events
-somebody has seen). Each function is one transaction and returns plain data.
+"""The queries about jobs: their state, and what was observed of them (measured iterations, workers' states over time,
+events that somebody has seen). Each function is one transaction and returns plain data.
 
 Thread-safe: a Store holds nothing but the Database.
 """
@@ -44,22 +44,23 @@ from openrecycle.db.session import Database
 from openrecycle.db.session import Record as Record
 from openrecycle.planner.plans.packed import Packed
 
-# -- every query there is -----------------------------------------------------------------------
+# -- all queries about jobs ---------------------------------------------------------------------
 
-# More than fits beside other rows of a page: the database has to find others for it, since PostgreSQL can't press it.
+# Larger than a page can hold beside other rows. The bytes are random, so PostgreSQL can't compress them, and the
+# database has to find free pages.
 PROBE_BYTES = 16 * 1024
 
-CATALOG_BATCH = 64  # plans per statement; a large one has some 10^5 bytes
+CATALOG_BATCH = 64  # plans per statement; a large plan has some 10^5 bytes
 
 
 @dataclass(frozen=True)
 class JobUpdate:
-    """What one step of the coordinator adds to a job's history: stored in one transaction.
+    """What one step of the coordinator adds to a job's history; it is stored in one transaction.
 
     job: columns of the job row that changed. workers, generation, events, acknowledgements, states, audit: rows
-    without their job_id; `plan` is (fingerprint, document as for `keep_plan`, failed workers, made ahead). states:
-    which workers came into another state. later: numbers of generations, and their columns that changed. audit: what an
-    operator did. repeats: columns of events that are stored already, by their seq.
+    without their job_id. plan: (fingerprint, document as for `keep_plan`, failed workers, made ahead). states: workers
+    that came into another state. later: (number of a stored generation, its columns that changed). audit: an
+    operator's action. repeats: changed columns of events that are stored already, with their seq.
     """
 
     job: Record = field(default_factory=dict)
@@ -79,8 +80,9 @@ class JobUpdate:
 
     @property
     def lasting(self) -> bool:
-        """Would launchers, who have heard of it, not understand a console that has forgotten it? Acknowledgements come
-        by the hundred, and the last one changes the job: what is stored of the others is safe with that."""
+        """Must it survive a loss of power? Launchers that have been told of it could not go on with a console that has
+        forgotten it. Acknowledgements come by the hundred and need not: the last one changes the job, and what is
+        stored of the others becomes safe with that."""
         parts = (self.job, self.plan, self.generation, self.later, self.audit)
         return any(parts) or (bool(self.workers) and not self.acknowledgements)
 
@@ -90,13 +92,13 @@ class Store:
         self.database = database
 
     def ping(self) -> None:
-        """Raises when the database does not answer."""
+        """Raises an error when the database does not answer."""
         with self.database.read() as session:
             session.execute(select(1))
 
     def try_to_write(self) -> None:
-        """Raises when nothing can be stored: on a full disk reading goes on. What is written is gone with the same
-        transaction, and yet reaches the disk."""
+        """Raises an error when nothing can be stored: on a full disk reading still works. It writes a row and deletes
+        it in the same transaction; the row reaches the disk nevertheless."""
         key = "is there room?"
         row = {"key": key, "request": "", "status": 0, "media_type": "", "location": "", "at": time.time()}
         with self.database.write() as session:
@@ -118,7 +120,7 @@ class Store:
         workers: Sequence[Record],
         idempotency_key: str | None = None,
     ) -> Record:
-        """The new job's row, or that of the job which was created under this key before."""
+        """Stores a new job, and returns its row. If a job was created under this key before, returns that job's row."""
         with self.database.write() as session:
             row = {
                 "id": job_id,
@@ -138,30 +140,30 @@ class Store:
             return row
 
     def job_of_key(self, idempotency_key: str) -> Record | None:
-        """One of `jobs`: that was created under this key."""
+        """Returns the job that was created under this key, unless it is hidden (being imported or deleted)."""
         query = select(JobRow.__table__).where(JobRow.idempotency_key == idempotency_key)
         return self.database.row(query.where(JobRow.state.not_in(HIDDEN)))
 
     def jobs(self) -> list[Record]:
-        """Every job, oldest first; without those on their way in or out."""
+        """Returns every job, oldest first, except those that are being imported or deleted."""
         query = select(JobRow.__table__).where(JobRow.state.not_in(HIDDEN)).order_by(JobRow.created_at, JobRow.id)
         return self.database.rows(query)
 
     def job_states(self) -> dict[str, str]:
-        """Of every job, oldest first; without those on their way in or out."""
+        """Returns the state of every job, oldest first, except those that are being imported or deleted."""
         query = select(JobRow.id, JobRow.state).where(JobRow.state.not_in(HIDDEN))
         with self.database.read() as session:
             return {row.id: row.state for row in session.execute(query.order_by(JobRow.created_at, JobRow.id))}
 
     def jobs_over(self, job_ids: Collection[str] | None = None) -> list[Record]:
-        """Jobs that are over (all of them, or these), oldest first: id, name, spec, state, reason, created_at, and of
-        the newest generation its number and how many are living in it (0: there was none)."""
+        """Returns the jobs that are over (all, or these), oldest first: id, name, spec, state, reason, created_at, and
+        of the newest generation its number and how many workers live in it (0: there was no generation)."""
         newest = (
             select(GenerationRow.job_id, func.max(GenerationRow.generation).label("generation"))
             .group_by(GenerationRow.job_id)
             .subquery()
         )
-        living = listed(GenerationRow.living)  # it may be long, and there may be thousands
+        living = listed(GenerationRow.living)  # only the count is read: lists may be long, and jobs thousands
         columns = (JobRow.id, JobRow.name, JobRow.spec, JobRow.state, JobRow.reason, JobRow.created_at)
         query = (
             select(*columns, func.coalesce(newest.c.generation, 0).label("generation"), living.label("living"))
@@ -177,12 +179,13 @@ class Store:
         return self.database.rows(query)
 
     def job(self, job_id: str) -> Record | None:
-        """One of `jobs`."""
+        """Returns one job; None if there is none, or it is being imported or deleted."""
         query = select(JobRow.__table__).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN))
         return self.database.row(query)
 
     def take_lead(self, job_id: str, term: int, node: int, before: int) -> bool:
-        """Stores who leads a job of several nodes from now on. False: its newest term is not `before` any more."""
+        """Stores which node leads a job of several nodes from now on. Returns False if its newest term is no longer
+        `before`."""
         same = (JobRow.id == job_id, JobRow.lead_term == before)
         with self.database.write() as session:
             done = update(JobRow).where(*same).values(lead_term=term, lead_node=node).returning(JobRow.id)
@@ -194,7 +197,8 @@ class Store:
     # -- the coordinator's steps ------------------------------------------------------------
 
     def apply(self, job_id: str, change: JobUpdate) -> bool:
-        """All of it or nothing. False: the job's row was to change, and it is deleted, or on its way out."""
+        """Stores all of `change` or nothing. Returns False if the job's row was to change, and the job has been deleted
+        or is being deleted."""
         with self.database.write(lasting=change.lasting) as session:
             if change.job:
                 done = update(JobRow).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN)).values(change.job)
@@ -224,7 +228,7 @@ class Store:
             return True
 
     def heartbeats(self, beats: Mapping[str, Sequence[Record]]) -> None:
-        """Writes the latest heartbeat of many workers at once. beats: job -> worker columns."""
+        """Stores the latest heartbeat of many workers at once. beats: job -> worker columns."""
         with self.database.write(lasting=False) as session:
             for job_id, workers in beats.items():
                 update_workers(session, job_id, workers)
@@ -233,19 +237,20 @@ class Store:
         return self.database.scalar(select(func.max(EventRow.seq)).where(EventRow.job_id == job_id)) or 0
 
     def events(self, job_id: str, *, after: int = 0, limit: int = 200, newest: bool = False) -> list[Record]:
-        """Events with seq > after: the first `limit`, oldest first; or the newest, newest first. last_at: also of
-        those that came once."""
+        """Returns events with seq > after: the first `limit`, oldest first; or the newest, newest first. last_at is set
+        for events that happened once, too."""
         order = EventRow.seq.desc() if newest else EventRow.seq
         where = (EventRow.job_id == job_id, EventRow.seq > after)
         rows = self.database.rows(select(EventRow.__table__).where(*where).order_by(order).limit(limit))
         return [{**row, "last_at": row["last_at"] or row["at"]} for row in rows]
 
     def generations(self, job_id: str, *, after: int = 0, limit: int | None = None) -> list[Record]:
-        """Generations with a number > after, oldest first; living, failed and joining as lists."""
+        """Returns generations with a number > after, oldest first; living, failed and joining as lists."""
         return self._generations(list(GenerationRow.__table__.columns), job_id, after, limit)
 
     def all_generations(self, job_id: str, *, after: int = 0, limit: int | None = None) -> list[Record]:
-        """As `generations`, without `living`: of thousands of workers those would be megabytes, of weeks gigabytes."""
+        """As `generations`, but without `living`, which would be megabytes for thousands of workers, and gigabytes for
+        weeks of generations."""
         columns = [c for c in GenerationRow.__table__.columns if c.name != "living"]
         return self._generations(columns, job_id, after, limit)
 
@@ -262,12 +267,12 @@ class Store:
         return rows
 
     def generation(self, job_id: str, number: int) -> Record | None:
-        """One of `generations`."""
+        """Returns one generation; None if there is none of this number."""
         found = self.generations(job_id, after=number - 1, limit=1)
         return found[0] if found and found[0]["generation"] == number else None
 
     def newest_move(self, job_id: str) -> Record | None:
-        """The last generation in which layers came to other stages: its number, `partition` and `moved_at`."""
+        """Returns the last generation in which layers moved to other stages: its number, `partition` and `moved_at`."""
         row = GenerationRow
         query = select(row.generation, row.partition, row.moved_at).where(
             row.job_id == job_id, row.moved_at.is_not(None)
@@ -276,14 +281,15 @@ class Store:
         return {**found, "partition": json.loads(found["partition"])} if found else None
 
     def newest_generation(self, job_id: str) -> Record | None:
-        """The last of `generations`."""
+        """Returns the newest generation; None if there is none."""
         last = self.database.scalar(select(func.max(GenerationRow.generation)).where(GenerationRow.job_id == job_id))
         return None if last is None else self.generation(job_id, last)
 
     def acknowledgements(
         self, job_id: str, generation: int | None = None, *, after: int = 0, last: int | None = None
     ) -> list[Record]:
-        """Of one generation; or of those with a number > after, up to and with `last`."""
+        """Returns the acknowledgements of one generation; or of those with a number > after, up to and including
+        `last`."""
         where = [AcknowledgementRow.job_id == job_id]
         if generation is not None:
             where.append(AcknowledgementRow.generation == generation)
@@ -294,8 +300,8 @@ class Store:
         return self.database.rows(select(AcknowledgementRow.__table__).where(*where).order_by(AcknowledgementRow.at))
 
     def last_acknowledgements(self, job_id: str) -> list[Record]:
-        """Of each generation and state (generation, state, at) that of the last worker: of thousands, one row is
-        enough."""
+        """Returns (generation, state, at) for each generation and state, of the worker that came last: there may be
+        thousands of workers, and one row is enough."""
         key = (AcknowledgementRow.generation, AcknowledgementRow.state)
         query = select(*key, func.max(AcknowledgementRow.at).label("at")).where(AcknowledgementRow.job_id == job_id)
         return self.database.rows(query.group_by(*key).order_by(*key))
@@ -305,14 +311,14 @@ class Store:
     def put_plan(
         self, job_id: str, fingerprint: str, document: str | Packed, failed: Sequence[str], ahead: bool
     ) -> None:
-        """A plan that is stored already, by this or another job, is not stored twice."""
+        """Stores a plan of a job. A plan that is stored already, for this or another job, is not stored twice."""
         with self.database.write() as session:
             self._put_plan(session, job_id, fingerprint, document, failed, ahead)
 
     def link_plan(self, job_id: str, fingerprint: str, failed: Sequence[str]) -> bool:
-        """A plan that is stored is the job's, too. False: it is not stored."""
+        """Makes a stored plan one of the job's plans. Returns False if it is not stored."""
         with self.database.write() as session:
-            # Whoever would delete it waits for us, or has done so.
+            # Locks the row: a transaction that would delete the plan waits for this one, or has deleted it before.
             held = select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update()
             if session.scalar(held) is None:
                 return False
@@ -320,19 +326,20 @@ class Store:
             return True
 
     def plan(self, fingerprint: str) -> str | None:
-        """The plan document as JSON."""
+        """Returns the plan document as JSON."""
         with self.database.read() as session:
             return plan_document(session, fingerprint)
 
     def plan_columns(self, fingerprint: str) -> bytes | None:
-        """A large plan as planner.plans.packed has it; None: it has only the document."""
+        """Returns a large plan in its packed form (planner.plans.packed); None if only its document is stored."""
         found: bytes | None = self.database.scalar(
             select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint)
         )
         return found
 
     def deflated_plan(self, fingerprint: str, job_id: str) -> bytes | None:
-        """The JSON of one of the job's plans as it is stored, for a process that has more time to read it."""
+        """Returns the document of one of the job's plans, still deflated: another process has more time to inflate
+        it."""
         of_job = (JobPlanRow.fingerprint == fingerprint) & (JobPlanRow.job_id == job_id)
         query = select(PlanRow.document).where(PlanRow.fingerprint == fingerprint)
         found: bytes | None = self.database.scalar(query.where(select(JobPlanRow.job_id).where(of_job).exists()))
@@ -342,7 +349,7 @@ class Store:
         return self.database.scalar(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint)) is not None
 
     def is_plan_of(self, job_id: str, fingerprint: str) -> bool:
-        """Has the job this plan, or has it run it?"""
+        """Has the job this plan, or has it ever run it?"""
         link, ran = JobPlanRow, GenerationRow
         has = select(link.job_id).where(link.job_id == job_id, link.fingerprint == fingerprint)
         run = or_(ran.plan_fingerprint == fingerprint, ran.interim_plan == fingerprint)
@@ -350,7 +357,7 @@ class Store:
         return self.database.scalar(has.limit(1)) is not None or self.database.scalar(had.limit(1)) is not None
 
     def job_plans(self, job_id: str) -> list[Record]:
-        """What plans a job has, without the documents; `failed` as a list, fewest failures first."""
+        """Returns the job's plans without their documents, with `failed` as a list; fewest failures first."""
         rows = self.database.rows(select(JobPlanRow.__table__).where(JobPlanRow.job_id == job_id))
         for row in rows:
             row["failed"] = json.loads(row["failed"])
@@ -359,9 +366,9 @@ class Store:
     # -- catalogs ---------------------------------------------------------------------------
 
     def save_catalog(self, fingerprint: str, info: str, plans: Iterable[tuple[str, int, bytes]]) -> None:
-        """Adds plans (name, failures, stored form) to a catalog, which is made if it is not there.
+        """Adds plans (name, failures, stored form) to a catalog, which is created if it is not there.
 
-        A plan of the same name is replaced. All of it or nothing.
+        A plan of the same name is replaced. Stores all of them or none.
         """
         with self.database.write() as session:
             row = {"fingerprint": fingerprint, "info": info, "created_at": time.time()}
@@ -380,8 +387,8 @@ class Store:
                 session.execute(insert(CatalogPlanRow), batch)
 
     def catalogs(self) -> list[Record]:
-        """Every catalog, oldest first: fingerprint, info, created_at, and of its plans the number,
-        the most failures and the bytes."""
+        """Returns every catalog, oldest first: fingerprint, info, created_at, and the number of its plans, the most
+        failures of one, and their bytes."""
         plans = (
             select(
                 CatalogPlanRow.fingerprint,
@@ -409,7 +416,7 @@ class Store:
         return found
 
     def catalog_blobs(self, fingerprint: str) -> CatalogBlobs:
-        """The plans of a catalog, read one by one (planner.catalogs.catalog.Blobs)."""
+        """Returns the plans of a catalog, which are read one by one (a planner.catalogs.catalog.PlanStore)."""
         return CatalogBlobs(self.database, fingerprint)
 
     def delete_catalog(self, fingerprint: str) -> None:
@@ -420,14 +427,15 @@ class Store:
     # -- reports ----------------------------------------------------------------------------
 
     def add_iterations(self, job_id: str, rows: Sequence[Record]) -> None:
-        """The first report of an iteration counts; later ones are ignored."""
+        """Stores reports of iterations. The first report of an iteration counts; later ones are ignored."""
         if rows:
             with self.database.write(lasting=False) as session:
                 own = ({k: _text(v) for k, v in row.items()} for row in rows)
                 session.execute(self.database.insert_new(IterationRow), [{"job_id": job_id, **row} for row in own])
 
     def iterations(self, job_id: str, *, after: int = -1, limit: int = 1000, newest: bool = False) -> list[Record]:
-        """Iterations with a number > after, oldest first: the first `limit`, or the newest."""
+        """Returns iterations with a number > after, oldest first: the first `limit` or, with `newest`, the last
+        ones."""
         order = IterationRow.iteration.desc() if newest else IterationRow.iteration
         where = (IterationRow.job_id == job_id, IterationRow.iteration > after)
         rows = self.database.rows(select(IterationRow.__table__).where(*where).order_by(order).limit(limit))
@@ -436,12 +444,12 @@ class Store:
         return rows[::-1] if newest else rows
 
     def committed_iterations(self, job_id: str) -> int:
-        """How many are committed; they are numbered from 0 and committed in order."""
+        """Returns how many are committed; they are numbered from 0 and committed in order."""
         last = self.database.scalar(select(func.max(IterationRow.iteration)).where(IterationRow.job_id == job_id))
         return 0 if last is None else last + 1
 
     def add_recovery(self, job_id: str, row: Record, events: Sequence[Record] = ()) -> bool:
-        """False when it was reported before; then its events are not stored either."""
+        """Stores a recovery and its events. Returns False, and stores nothing, if it was reported before."""
         with self.database.write() as session:
             statement = self.database.insert_new(RecoveryRow).values(job_id=job_id, **row)
             if session.scalar(statement.returning(RecoveryRow.worker)) is None:
@@ -451,7 +459,8 @@ class Store:
             return True
 
     def recoveries(self, job_id: str, *, after: int = 0) -> list[Record]:
-        """Oldest first. after: of generations with a number > after alone, and the latest, in whichever it was."""
+        """Returns recoveries, oldest first. after: only those of generations with a number > after, and the latest
+        recovery, whatever its generation."""
         row = RecoveryRow
         query = select(row.__table__).where(row.job_id == job_id)
         if after:
@@ -462,7 +471,7 @@ class Store:
     # -- operators --------------------------------------------------------------------------
 
     def add_command(self, job_id: str, *, kind: str, worker: str, actor: str, events: Sequence[Record]) -> int:
-        """Stores the command, its line in the audit log and its events; returns the command's seq."""
+        """Stores a command, its line in the audit log and its events; returns the command's seq."""
         now = time.time()
         with self.database.write() as session:
             # Locks the job's row, so that two operators on PostgreSQL get different numbers.
@@ -485,7 +494,7 @@ class Store:
     def put_measured(
         self, job_id: str, iteration: int, document: str, at: float, *, keep: Collection[int] = ()
     ) -> None:
-        """Takes the place of what was measured of the job before, but for the iterations `keep`. document: JSON."""
+        """Stores a measured iteration, and deletes the job's earlier ones except those in `keep`. document: JSON."""
         row = {"job_id": job_id, "iteration": iteration, "document": zlib.compress(document.encode()), "at": at}
         left = MeasuredIterationRow.iteration.notin_(set(keep) - {iteration})
         with self.database.write() as session:
@@ -493,7 +502,7 @@ class Store:
             session.execute(insert(MeasuredIterationRow).values(row))
 
     def measured(self, job_id: str, iteration: int | None = None) -> str | None:
-        """One as JSON, else the newest; None: it is not kept."""
+        """Returns one measured iteration as JSON, by default the newest; None if it is not stored."""
         query = select(MeasuredIterationRow.document).where(MeasuredIterationRow.job_id == job_id)
         if iteration is not None:
             query = query.where(MeasuredIterationRow.iteration == iteration)
@@ -501,15 +510,15 @@ class Store:
         return None if data is None else zlib.decompress(data).decode()
 
     def measured_iterations(self, job_id: str) -> list[int]:
-        """Those that are kept, in the order in which they were measured."""
+        """Returns the numbers of the stored ones, in the order in which they were measured."""
         row = MeasuredIterationRow
         query = select(row.iteration).where(row.job_id == job_id).order_by(row.at, row.iteration)
         return self.database.scalars(query)
 
-    # -- what was seen of workers ---------------------------------------------------------------
+    # -- what was observed of workers -----------------------------------------------------------
 
     def worker_states(self, job_id: str, worker: str, *, limit: int = 200) -> list[Record]:
-        """The newest changes of a worker's state, oldest first: state, at."""
+        """Returns the newest changes of a worker's state, oldest first: state, at."""
         query = (
             select(WorkerStateRow.state, WorkerStateRow.at)
             .where(WorkerStateRow.job_id == job_id, WorkerStateRow.worker == worker)
@@ -519,7 +528,7 @@ class Store:
         return self.database.rows(query)[::-1]
 
     def events_of(self, job_id: str, worker: str, *, limit: int = 20) -> list[Record]:
-        """The newest events that name this worker, newest first."""
+        """Returns the newest events that name this worker, newest first."""
         query = (
             select(EventRow.__table__)
             .where(EventRow.job_id == job_id, EventRow.worker == worker)
@@ -531,7 +540,7 @@ class Store:
     # -- events that somebody has seen ----------------------------------------------------------
 
     def see_events(self, job_id: str, seqs: Sequence[int], actor: str) -> int:
-        """Marks events as seen; returns how many were not before. Those that the job does not have are left out."""
+        """Marks events as seen; returns how many are new to that. Events that the job does not have are left out."""
         now = time.time()
         with self.database.write() as session:
             known = select(EventRow.seq).where(EventRow.job_id == job_id, EventRow.seq.in_(seqs))
@@ -550,15 +559,15 @@ class Store:
             return len(new)
 
     def seen_events(self, job_id: str, seqs: Sequence[int]) -> dict[int, tuple[str, float]]:
-        """Of these events those that somebody has seen: seq -> (who, when)."""
+        """Returns which of these events somebody has seen: seq -> (who, when)."""
         query = select(EventSeenRow.__table__).where(EventSeenRow.job_id == job_id, EventSeenRow.seq.in_(seqs))
         return {row["seq"]: (row["actor"], row["at"]) for row in self.database.rows(query)}
 
     # -- iterations, added up -------------------------------------------------------------------
 
     def iteration_sums(self, job_id: str, through: int) -> list[Record]:
-        """Of each generation's iterations up to `through`: generation, living, count, seconds, how many micro-batches
-        were skipped, and of the first one its number and seconds; oldest generation first."""
+        """Returns for each generation, oldest first, its iterations up to `through`: generation, living, count,
+        seconds, how many micro-batches were skipped, and the number and the seconds of the first iteration."""
         where = (IterationRow.job_id == job_id, IterationRow.iteration <= through)
         sums = (
             select(
@@ -588,9 +597,9 @@ class Store:
         return self.database.rows(query)
 
     def committed_after(self, job_id: str, at: float) -> Record | None:
-        """The first iteration that was committed at this time (POSIX seconds) or later; None: there is none yet. There
-        may be millions, and pages ask again and again: it is looked for by halves. Where a clock was put back, it is
-        one of those before which there is an earlier one."""
+        """Returns the first iteration that was committed at this time (POSIX seconds) or later; None if there is none
+        yet. It is found by bisection: there may be millions, and pages ask again and again. Where a clock was put back,
+        there may be several iterations whose predecessor was committed earlier than `at`; it is one of those."""
         row = IterationRow
         query = select(row.iteration, row.generation, row.seconds, row.committed_at).where(row.job_id == job_id)
         with self.database.read() as session:
@@ -609,8 +618,8 @@ class Store:
             return dict(found)
 
     def last_commit(self, job_id: str, before: int | None = None) -> float:
-        """When the newest iteration was committed, of all or of those with a smaller number (POSIX seconds); 0: there
-        is none."""
+        """Returns when the newest iteration was committed (POSIX seconds), of all or of those with a smaller number;
+        0 if there is none."""
         row = IterationRow
         query = select(row.committed_at).where(row.job_id == job_id)
         if before is not None:
@@ -643,16 +652,16 @@ class Store:
 
 
 def _text(value: object) -> object:
-    """As a column has it: of a list, JSON."""
+    """Convert a value to what its column holds: a list becomes JSON."""
     return json.dumps(value) if isinstance(value, (list, tuple)) else value
 
 
 def update_workers(session: Session, job_id: str, workers: Iterable[Mapping[str, Any]]) -> None:
-    """Updates many rows per statement.
+    """Update many rows per statement.
 
-    Whoever else does so takes the same rows, in the same order: one of two transactions that take them in different
-    ones is ended by PostgreSQL. So all rows are taken by the first statement, sorted; it sets what all have, and those
-    after it what only some have.
+    Other transactions may update the same rows. If two take them in different orders, PostgreSQL ends one of the two.
+    So the first statement takes all rows, sorted, and sets the columns that all of them have. The statements after it
+    set what only some have.
     """
     rows = sorted(workers, key=lambda row: str(row["name"]))
     if not rows:
@@ -697,7 +706,7 @@ class CatalogBlobs:
         return found
 
     def all(self) -> dict[str, bytes]:
-        """Every plan by its name, at once."""
+        """Returns every plan by its name, all at once."""
         query = select(CatalogPlanRow.name, CatalogPlanRow.data).where(CatalogPlanRow.fingerprint == self._fingerprint)
         with self._database.read() as session:
             return {row.name: row.data for row in session.execute(query)}
