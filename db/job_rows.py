@@ -1,10 +1,10 @@
-"""Everything that is stored of one job, table by table: to be exported, imported, and deleted.
+"""Everything that is stored of one job, table by table, for export, import and deletion.
 
-A job that is on its way in or out has a state of its own (HIDDEN), under which no console takes it up;
-what a process left half done when it died is found by it, and deleted.
+A job that is being imported or deleted has a state of its own (HIDDEN), so no console runs it. If the process dies
+meanwhile, what it left half done is found by this state and deleted.
 
-What is deleted when there is enough of it, and what nobody refers to any more, goes a bounded number of rows in each
-transaction.
+Old rows that are deleted beyond some number, and plans that nobody refers to any more, are deleted a bounded number at
+a time, each in a transaction of its own.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ from openrecycle.db.session import Database
 from openrecycle.db.session import Record as Record
 from openrecycle.planner.plans.packed import Packed
 
-# -- what is deleted when there is enough of it -------------------------------------------------
+# -- rows that are deleted beyond some number ---------------------------------------------------
 
 ROWS = 5_000
-"""That are taken at a time."""
+"""How many rows one transaction deletes at most."""
 PLANS = 100
 
 
 class Retention:
-    """Thread-safe. Raises SQLAlchemyError."""
+    """Deletes old rows. Thread-safe. Raises SQLAlchemyError."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def trim_job(self, job_id: str, *, events: int, states: int, generations: int, plans: int) -> int:
-        """Deletes some of a job's oldest rows beyond these numbers; returns how many it were (0: none are left).
+        """Deletes some of a job's oldest rows beyond these numbers; returns how many (0: none are left to delete).
 
-        events: the newest lines of the feed that are kept. states: changes of workers' states; the last
-        one of each worker always is. generations: those whose acknowledgements are kept. plans: those made
-        ahead that no generation has run.
+        events: how many of the newest lines of the feed are kept. states: changes of workers' states; the last one of
+        each worker is always kept. generations: those whose acknowledgements are kept. plans: those made ahead that no
+        generation has run.
         """
         with self._database.write() as session:
             return (
@@ -82,7 +82,7 @@ class Retention:
             )
 
     def drop_orphans(self) -> int:
-        """Deletes some of the plans that no job, generation or name refers to; returns how many it were."""
+        """Deletes some of the plans that no job, generation or name refers to; returns how many."""
         with self._database.write() as session:
             return drop_orphans(session)
 
@@ -92,9 +92,9 @@ def drop_orphans(session: Session) -> int:
         PlanRow.fingerprint.not_in(select(JobPlanRow.fingerprint)),
         PlanRow.fingerprint.not_in(select(GenerationRow.plan_fingerprint)),
         PlanRow.fingerprint.not_in(select(SavedPlanRow.fingerprint)),
-        PlanRow.fingerprint.not_in(select(GenerationRow.interim_plan)),  # it has no index, and is looked at last
+        PlanRow.fingerprint.not_in(select(GenerationRow.interim_plan)),  # last, since this column has no index
     )
-    # Whoever takes a plan up at this moment holds its row (db.plan_rows): it is left for another time.
+    # A transaction that begins to use a plan locks its row (db.plan_rows): such a plan is skipped this time.
     found = select(PlanRow.fingerprint).where(*used).limit(PLANS).with_for_update(skip_locked=True)
     orphans = list(session.scalars(found))
     if not orphans:
@@ -132,7 +132,7 @@ def _trim_acknowledgements(session: Session, job_id: str, keep: int) -> int:
     ).one()
     if last is None or last - first < keep:
         return 0
-    # One generation at a time: of a large job it has thousands.
+    # One generation at a time, since in a large job it has thousands of rows.
     return _deleted(session, delete(AcknowledgementRow).where(of_job, AcknowledgementRow.generation == first))
 
 
@@ -165,15 +165,15 @@ HIDDEN = (IMPORTING, DELETING)
 
 
 class HiddenJob(NamedTuple):
-    """One on its way in or out. note: of who brings it; of one that is deleted, its reason."""
+    """A job that is being imported or deleted. note: of an import, the importer; of a deletion, the job's reason."""
 
     job_id: str
     state: str
     note: str
 
 
-# In the order in which they can be written. The first columns of each are its key, in which rows of a
-# job are unique and ordered; tables with an `id` of their own go by that.
+# In the order in which they can be written. The first columns of each table are its key, by which a job's rows are
+# unique and ordered; tables with an `id` of their own are ordered by that.
 MODELS: dict[str, type[Base]] = {
     model.__tablename__: model
     for model in (
@@ -200,7 +200,7 @@ def table(name: str) -> Table:
 
 
 class JobRows:
-    """Thread-safe. Raises SQLAlchemyError."""
+    """Exports, imports and deletes jobs. Thread-safe. Raises SQLAlchemyError."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -209,7 +209,7 @@ class JobRows:
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """The job as it was at one moment, however long reading takes."""
+        """Yields a view of the database at one moment, however long reading takes."""
         with self._database.engine.connect() as connection:
             if not self._database.is_sqlite:
                 connection = connection.execution_options(isolation_level="REPEATABLE READ")
@@ -219,7 +219,7 @@ class JobRows:
     # -- in -------------------------------------------------------------------------------------
 
     def begin(self, job: Record, note: str) -> HiddenJob | None:
-        """Stores the row of a job that is on its way in. note: who brings it. None: there is a job of that id."""
+        """Stores the row of a job that is being imported. note: the importer. Returns None if the id is taken."""
         try:
             with self._database.write() as session:
                 session.execute(insert(JobRow).values({**job, "state": IMPORTING, "reason": note}))
@@ -230,19 +230,19 @@ class JobRows:
     def add(
         self, name: str, job_id: str, rows: Sequence[Record], plans: Iterable[tuple[str, str | Packed]] = ()
     ) -> None:
-        """A column that a row does not have gets its default. plans: (fingerprint, as `keep_plan` takes it) that these
-        rows refer to and that may not be stored yet."""
+        """Adds rows. A column that a row does not have gets its default. plans: (fingerprint, document as `keep_plan`
+        takes it) of plans that these rows refer to and that may not be stored yet."""
         with self._database.write() as session:
             for fingerprint, document in plans:
                 keep_plan(self._database, session, fingerprint, document)
-            for _, alike in groupby(rows, key=dict.keys):  # one statement takes no others
+            for _, alike in groupby(rows, key=dict.keys):  # the rows of one statement must have the same columns
                 session.connection().execute(insert(table(name)), [{"job_id": job_id, **row} for row in alike])
 
     def exists(self, job_id: str) -> bool:
         return self._database.scalar(select(JobRow.id).where(JobRow.id == job_id)) is not None
 
     def finish(self, job: Record, audit: Record) -> None:
-        """From now on it is a job as any other. audit: who wanted it."""
+        """Ends the import: from now on it is a job like any other. audit: the line about the person who asked."""
         columns = {"state": job["state"], "reason": job["reason"]}
         with self._database.write() as session:
             session.execute(update(JobRow).where(JobRow.id == job["id"]).values(columns))
@@ -251,8 +251,8 @@ class JobRows:
     # -- away -----------------------------------------------------------------------------------
 
     def hide(self, job_id: str, audit: Record) -> HiddenJob | None:
-        """The first step of deleting a job, whose idempotency key is free from then on. None: there is none. audit:
-        who wanted it."""
+        """Takes the first step of deleting a job, whose idempotency key is free from then on. Returns None if there is
+        no such job. audit: the line about the person who asked."""
         with self._database.write() as session:
             done = update(JobRow).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN))
             reason = session.scalar(done.values(state=DELETING, idempotency_key=None).returning(JobRow.reason))
@@ -262,10 +262,10 @@ class JobRows:
         return HiddenJob(job_id, DELETING, reason)
 
     def delete_some(self, job: HiddenJob) -> bool:
-        """Deletes a bounded number of a hidden job's rows, at last the job; False when nothing is left of it, or of its
-        id there is another by now.
+        """Deletes a bounded number of a hidden job's rows, and finally the job. Returns False when nothing is left of
+        it, or its id has been taken by another job.
 
-        Plans that others have, or that are kept under a name, stay. The audit log stays.
+        Plans that other jobs have, or that are saved under a name, stay. The audit log stays.
         """
         job_id = job.job_id
         place: ColumnElement[Any] = literal_column("rowid" if self._database.is_sqlite else "ctid")
@@ -284,7 +284,7 @@ class JobRows:
         return True
 
     def hidden(self) -> list[HiddenJob]:
-        """The jobs that are on their way in or out."""
+        """Returns the jobs that are being imported or deleted."""
         query = select(JobRow.id, JobRow.state, JobRow.reason).where(JobRow.state.in_(HIDDEN))
         with self._database.read() as session:
             return [HiddenJob(*row) for row in session.execute(query)]
@@ -299,7 +299,7 @@ class Snapshot:
         return None if row is None or row["state"] in HIDDEN else dict(row)
 
     def rows(self, name: str, job_id: str) -> Iterator[Record]:
-        """In the order of the table's key, text by its bytes; read as they are taken."""
+        """Yields a table's rows in the order of its key, texts by their bytes; they are read as they are taken."""
         rows = table(name)
         bytewise = "C" if self._connection.dialect.name == "postgresql" else "BINARY"
         keys = [c.collate(bytewise) if isinstance(c.type, String) else c for c in rows.primary_key.columns]
@@ -312,7 +312,7 @@ class Snapshot:
         return plan_document(self._connection, fingerprint)
 
     def fingerprints(self, job_id: str) -> list[str]:
-        """Of every plan that the job has or has run."""
+        """Returns the fingerprints of all plans that the job has or has run."""
         plans, generations = table("job_plan"), table("generation")
         ran = select(generations.c.plan_fingerprint).where(generations.c.job_id == job_id)
         query = select(plans.c.fingerprint).where(plans.c.job_id == job_id).union(ran)

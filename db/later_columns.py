@@ -1,5 +1,5 @@
-"""Until the first release: columns that a table has got since it was made, and what was stored before in sentences
-alone. With the first migration after that release this file goes.
+"""Until the first release: adds columns that the models have got since a table was created, and fills some of them from
+the sentences in older rows. This file is to be deleted with the first migration after that release.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ Row = dict[str, Any]
 _Begin = Callable[[], AbstractContextManager[Connection]]
 
 FIRST = "first_release"
-"""The only migration as long as this is done."""
+"""The only migration, as long as this file is used."""
 LOCK_SECONDS = 2.0
-"""How long a table is waited for. Whoever wants to read it meanwhile waits behind."""
+"""How long to wait for a table. Others that want to read it meanwhile wait behind this."""
 BATCH = 500
-"""Rows of before that one transaction fills."""
+"""How many old rows one transaction fills."""
 
-# Of these, rows of before say in sentences what they hold. A column has its name once it is filled: where a process
-# ends half way, the next one finds it under the other.
+# For these columns, old rows have the content only in sentences. Such a column has the suffix until it is filled: if a
+# process ends half way, the next one finds it by the suffix.
 _TOLD = {"job.unheard", "worker.let_go", "generation.let_go", "generation.lost"}
 _UNFILLED = "_unfilled"
 
-# As agent.coordination worded it: in reasons of generations, in details of workers, and of a job that is halted.
+# The wording of agent.coordination: in reasons of generations, in details of workers, and in the reason of a halted
+# job.
 _WORKER, _LONGEST_ACTOR = re.compile(r"\bW[0-9]{1,6}_[0-9]{1,6}\b"), 80
 _ASKED = re.compile(r".* asked (W[0-9]+_[0-9]+) to leave", re.DOTALL)
 _STANDS_BY = f" is to {STAND_BY}", f" are to {STAND_BY}"
@@ -55,8 +56,8 @@ _DRAINED = '"drained"'
 
 
 def compared(connection: Connection) -> tuple[list[Column[Any]], bool]:
-    """Columns of the models that are missing, or not filled yet, in tables that are there; and is there one of which
-    only a newer program knows?"""
+    """Return the columns of the models that are missing or not filled yet, in tables that exist; and whether there is a
+    column that only a newer program knows."""
     tables, missing, unknown = inspect(connection), list[Column[Any]](), False
     there = set(tables.get_table_names())
     for ours in Base.metadata.sorted_tables:
@@ -68,7 +69,7 @@ def compared(connection: Connection) -> tuple[list[Column[Any]], bool]:
 
 
 def add(connection: Connection, missing: Iterable[Column[Any]]) -> None:
-    """On PostgreSQL what holds a table longer than LOCK_SECONDS makes it fail."""
+    """Add columns. Fails on PostgreSQL if something holds a table for longer than LOCK_SECONDS."""
     from alembic.migration import MigrationContext
     from alembic.operations import Operations
 
@@ -83,7 +84,7 @@ def add(connection: Connection, missing: Iterable[Column[Any]]) -> None:
 
 
 def fill(begin: _Begin, missing: Iterable[Column[Any]]) -> None:
-    """begin: a transaction. Each is short."""
+    """Fill the new columns of old rows. begin: starts a transaction; each one is short."""
     unfilled = {str(column) for column in missing} & _TOLD
     if "job.unheard" in unfilled:
         job = _table("job", "state", "reason", "unheard_unfilled")
@@ -97,7 +98,7 @@ def fill(begin: _Begin, missing: Iterable[Column[Any]]) -> None:
 
 
 def named(connection: Connection, missing: Iterable[Column[Any]]) -> None:
-    """Once they are filled. Fails as `add` does."""
+    """Remove the suffix of columns that have been filled. Fails as `add` does."""
     _wait_at_most(connection)
     for new in missing:
         if str(new) in _TOLD:
@@ -113,12 +114,12 @@ def _rename(connection: Connection, new: Column[Any], before: str, after: str) -
     connection.execute(text(f"alter table {new.table.name} rename column {before} to {after}"))
 
 
-# -- what rows of before say in sentences ---------------------------------------------------------
+# -- what old rows say in sentences ---------------------------------------------------------------
 
 
 def worker_of_before(row: Row) -> Row:
-    """What its details alone say: whether the worker was let go, and which of its processes stand by; as WorkerRow has
-    it, of which there are `detail` and `processes`."""
+    """Read from a worker's details whether it was let go, and which of its processes stand by. row: a WorkerRow with
+    `detail` and `processes`. Returns the columns `let_go` and `processes`."""
     processes = json.loads(row["processes"])
     for process in processes:
         if process.get("ended") == "drained" and process.get("detail", "").startswith(_STANDS_BY_FOR):
@@ -135,8 +136,8 @@ def _release(detail: str) -> tuple[str, bool, list[str]] | None:
 
 
 class GenerationsOfBefore:
-    """Of one job. processes: of all its workers, as WorkerRow has them: who was drained, where the reason of a
-    generation does not name all."""
+    """Reads the old generations of one job. processes: of all its workers, as in WorkerRow; they tell which worker was
+    drained where the reason of a generation does not name all."""
 
     def __init__(self, processes: Iterable[Row]) -> None:
         self._before: Row | None = None
@@ -146,8 +147,8 @@ class GenerationsOfBefore:
                 self._held.setdefault(role, []).append((since, process))
 
     def read(self, row: Row) -> Row:
-        """Who was let go, and who was lost; as GenerationRow has it and the others of its columns. To be called for one
-        after the other, the first one first."""
+        """Returns the columns `let_go` and `lost` of a generation, from its other columns. Must be called for one
+        generation after the other, beginning with the first."""
         before, self._before = self._before, row
         failed, out = json.loads(row["failed"]), set(json.loads(before["failed"]) if before else ())
         let_go = {**_let_go(row["reason"]), **dict(json.loads(row.get("let_go") or "[]"))}
@@ -167,7 +168,7 @@ class GenerationsOfBefore:
 
 
 def _let_go(reason: str) -> dict[str, bool]:
-    """By name, whether it stands by or a person has asked it to leave."""
+    """Return the workers that a reason says were let go; True: the worker stands by, False: it was asked to leave."""
     found = dict[str, bool]()
     for words in reason.split("; "):
         if asked := _ASKED.fullmatch(words):
@@ -178,18 +179,18 @@ def _let_go(reason: str) -> dict[str, bool]:
 
 
 def _lost(before: Row, row: Row, let_go: Iterable[str]) -> list[str]:
-    """Who was in the generation before, and is out, or joins anew; but for those that were let go, and for whose
-    process took another's place. Nor has anybody died who joined before and has no state yet, nor, where the state of a
-    whole stage is gone, one of those that have held it (StateLost begins with the stage)."""
+    """Return the workers of the generation before that are out now, or join anew. Left out are those that were let go,
+    and those whose process took another place. A worker that joined before and has no state yet has not died, nor has a
+    worker of a stage whose state is lost as a whole (such a reason begins with the stage)."""
     reason = row["reason"]
     stayed = {*json.loads(before["failed"]), *(source for source, _ in json.loads(row["moves"])), *let_go}
     joins = {n for n in json.loads(row["joining"]) if not reason.startswith(f"stage {n.partition('_')[2]}: ")}
-    # One that joined before, and is named, joins with a new process.
+    # A worker that joined before, and is named in the reason, joins with a new process.
     same = {name for name in json.loads(before["joining"]) if not re.search(rf"\b{name}\b", reason)}
     return sorted(({*json.loads(row["failed"])} | (joins - same)) - stayed)
 
 
-# -- into the columns -----------------------------------------------------------------------------
+# -- filling the columns --------------------------------------------------------------------------
 
 
 def _fill_workers(begin: _Begin) -> None:
@@ -210,7 +211,7 @@ def _fill_workers(begin: _Begin) -> None:
 
 
 def _fill_generations(begin: _Begin, unfilled: Set[str]) -> None:
-    """unfilled: one of the two may be older than the other."""
+    """unfilled: the columns that need filling; one of the two may have been added before the other."""
     columns = {name: name + _UNFILLED * (f"generation.{name}" in unfilled) for name in ("let_go", "lost")}
     row, drained = GenerationRow, select(WorkerRow.job_id).where(WorkerRow.processes.contains(_DRAINED))
     query = select(
@@ -238,7 +239,7 @@ def _fill_generations(begin: _Begin, unfilled: Set[str]) -> None:
 
 
 def _fill(connection: Connection, name: str, key: str, columns: Mapping[str, str], rows: Sequence[Row]) -> None:
-    """columns: what they are called for now, by their names in `rows`."""
+    """Update rows. columns: the present column names, by their names in `rows`."""
     if rows:
         filled = _table(name, "job_id", key, *columns.values())
         same = filled.c.job_id == bindparam("_job_id"), filled.c[key] == bindparam(f"_{key}")
@@ -248,5 +249,5 @@ def _fill(connection: Connection, name: str, key: str, columns: Mapping[str, str
 
 
 def _table(name: str, *columns: str) -> TableClause:
-    """As it is for now."""
+    """Return a table with the columns that it has at present."""
     return table(name, *map(column, columns))

@@ -1,9 +1,9 @@
 """OpenReCycle: pipeline-parallel training that survives failures without spare GPUs.
 
 `ResilientTrainer` trains, `load_weights` gives a model what was trained, `Reporter` tells a console about a job that
-keeps its own loop. Names are loaded when they are used: torch takes seconds to import. In a clone `agent`, `app`, `db`
-and `planner` lie at the top; they are added to this package's path, so that all code has one name there and in
-site-packages.
+keeps its own loop. Names are loaded when they are used, since torch takes seconds to import. In a clone `agent`, `app`,
+`db` and `planner` are folders at the top. They are added to this package's path, so that all code has one name there
+and in site-packages.
 """
 
 from __future__ import annotations
@@ -113,5 +113,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """For who completes names at a prompt."""
+    """Lists the lazy names too, for completion at a prompt."""
     return [*{*globals(), *__all__}]

@@ -1,4 +1,4 @@
-"""The command `openrecycle`, and what `python -m agent`, `app` and `planner` run in a clone."""
+"""The command `openrecycle`. In a clone `python -m agent`, `app` and `planner` run it too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 _ROOMS = {"agent": "", "app": "[console]", "planner": "[planner]"}
-"""What is behind the folder of the clone that pip installs, for each."""
+"""For each room, the extra that pip must install for it: what follows the clone's path on pip's command line."""
 
 COMMANDS = {
     "demo": ("app", "The console and a real training job on this machine."),
@@ -39,10 +39,10 @@ HISTORY = {
 
 
 def main(room: str | None = None) -> NoReturn:
-    """room: run this folder's own command line; None: `openrecycle COMMAND`. Ends the process."""
-    # Rounds of Python's collector are a sixth of what it takes to import torch.
+    """Runs a command line and ends the process. room: the folder whose own one runs; None: `openrecycle COMMAND`."""
+    # With the default thresholds, garbage collection takes a sixth of the time that importing torch needs.
     gc.set_threshold(20_000, 20, 50)
-    # And those that Python makes when it ends: half a second of a processor where torch is there.
+    # Avoids the collection that Python makes when it ends: half a second of a processor where torch is loaded.
     atexit.register(gc.freeze)
     if room is None:
         room = _chosen()
@@ -63,7 +63,7 @@ def main(room: str | None = None) -> NoReturn:
 
 
 def _chosen() -> str:
-    """Of which folder the command is. What is left in sys.argv is for its own command line."""
+    """Return the folder that has the command. The rest of sys.argv is for its own command line."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name == "--version":
         _end(f"openrecycle {version('openrecycle')}", 0)
@@ -73,7 +73,7 @@ def _chosen() -> str:
         _end(f"error: no such command: {name!r}; one of {', '.join(COMMANDS)}", 2)
     sys.argv[0] = "openrecycle"
     if name == "history":
-        # The console's command line has these beside its others.
+        # The console's command line has these commands beside its others.
         sys.argv[:2] = ["openrecycle history"]
         if sys.argv[1:2] in ([], ["--help"], ["-h"]):
             _list("openrecycle history", HISTORY, 0 if sys.argv[1:] else 2)

@@ -1,14 +1,14 @@
-"""Imported first by the server that workers, and children of a console, are forked from.
+"""Settings of the fork server: the server that workers, and children of a console, are forked from imports this first.
 
-Python's collector leaves alone what was imported there: a worker's first full round went through all objects of torch,
-and so copied every page that they are on: 0.3 s of CPU and about 150 MB for each worker, in the midst of its training.
-And the imports take a sixth less without rounds.
+The garbage collector does not touch what was imported there. Otherwise a worker's first full collection would go
+through all objects of torch and so copy every page that they are on: 0.3 s of CPU and about 150 MB for each worker, in
+the midst of its training. And without collections the imports take a sixth less time.
 
-A fork that fails, since there is no memory or there are too many processes, ends the server no more, and with it every
-other worker as its launcher saw it: multiprocessing waits for their ends by pipes of this server.
+A fork that fails, for lack of memory or because there are too many processes, does not end the server. If it did, the
+launcher would take all other workers for dead: multiprocessing waits for their ends by pipes of this server.
 
-Nor does Ctrl-C end the server while it imports, which takes seconds, with a traceback: multiprocessing ignores it only
-from then on. It reaches the whole group, and who started the server decides.
+Ctrl-C does not end the server with a traceback while it imports, which takes seconds; multiprocessing itself ignores
+Ctrl-C only after the imports. It reaches the whole process group, and the process that started the server decides.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def _before_fork() -> None:
 
 
 def _in_worker() -> None:
-    if os.getppid() == _SERVER:  # what a worker forks, as a data loader does, is its own affair
+    if os.getppid() == _SERVER:  # processes that a worker forks itself, as a data loader does, are left alone
         gc.enable()
 
 
 def _not_here(number: int, frame: FrameType | None) -> None:
-    if os.getpid() != _SERVER:  # what is forked takes it as any Python does
+    if os.getpid() != _SERVER:  # forked processes handle it as any Python process does
         signal.default_int_handler(number, frame)
 
 
 def _fork_or_go_on() -> int:
-    """os.fork for multiprocessing.forkserver.main, which goes on after a connection that was aborted, and ends at any
-    other error. Who asked finds its pipe closed: OSError or EOFError."""
+    """os.fork for multiprocessing.forkserver.main, which goes on after an aborted connection, and ends at any other
+    error. The process that asked for the fork finds its pipe closed: OSError or EOFError."""
     try:
         return _fork()
     except OSError as error:

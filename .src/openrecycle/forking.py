@@ -1,12 +1,13 @@
-"""Processes that are forked from a server, which has imported what they need: a start costs 10 ms instead of 400 ms for
-a console's child, or some seconds for a worker, and they share the memory of what is imported.
+"""Forks processes from a server that has imported what they need. A start takes 10 ms instead of 400 ms for a console's
+child, or some seconds for a worker, and the processes share the memory of what is imported.
 
-By multiprocessing's own fork server: nothing is forked from a process that has threads, or somebody else's connections.
+It uses multiprocessing's own fork server, so that nothing is forked from a process that has threads, or connections of
+others.
 
-A process that ends is taken apart by the system, which gives back its memory first, and closes its connections then: 20
-ms for a small worker, and a second for some gigabytes, in which nobody knows. But it closes those of a thread that has
-descriptors of its own when that thread ends, and a process's threads end at once: so whoever is to know soon holds the
-other end of a pipe that is open in such a thread alone (`ForkedProcess.start_watched`).
+When a process ends, the system first frees its memory and closes its connections afterwards. That takes 20 ms for a
+small worker, and a second for some gigabytes; until then nobody else sees the end. But a process's threads end at once,
+and a thread that has descriptors of its own closes them when it ends. So a parent that must know soon holds the other
+end of a pipe that is open in such a thread alone (`ForkedProcess.start_watched`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _READING = threading.Lock()
 
 class _Popen(popen_forkserver.Popen):  # type: ignore[misc]
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """An exit status is in a pipe, once: of two threads that read it, one would take 255 for it."""
+        """Reads the exit status, with a lock: it comes by a pipe and only once, and a second thread that reads it would
+        return 255."""
         if flag != os.WNOHANG and self.returncode is None:
             wait([self.sentinel])
         with _READING:
@@ -40,58 +42,60 @@ class _Popen(popen_forkserver.Popen):  # type: ignore[misc]
             return status
 
     def is_ending(self, *, ends: bool) -> bool:
-        """ends: as of `exit_status`."""
+        """Does the process run no more code of its own? ends: as in `exit_status`."""
         with _READING:
             if self.returncode is None:
                 self.returncode = exit_status(self.pid, ends=ends)
-            if self.returncode is None:  # of one that its server has waited for already there is nothing in /proc
+            if self.returncode is None:  # a process that its server has reaped already is no longer in /proc
                 super().poll(os.WNOHANG)
             return self.returncode is not None
 
 
 _EXITING = 0x4
-"""PF_EXITING, in the flags of /proc."""
+"""The flag PF_EXITING in /proc/PID/stat."""
 
 
 def exit_status(pid: int, *, ends: bool = False) -> int | None:
-    """As multiprocessing has it, of a process that runs no code of its own any more, though the system may still be
-    taking it apart: with a CUDA context that takes 0.4 s (H100), in which its connections are closed already. None: it
-    runs, or that can't be known. ends: is it known that it ends, so that its code is all there is to ask?"""
+    """Return the exit status, in multiprocessing's form, of a process that runs no more code of its own, though the
+    system may still be taking it apart: with a CUDA context that takes 0.4 s (H100), and its connections are closed by
+    then. None: it still runs, or that can't be determined. ends: it is known to be ending, so a code other than 0 is
+    final."""
     try:
         about = Path(f"/proc/{pid}")
         state, flags, code = _of_task(about)
         if ends and code:
             return os.waitstatus_to_exitcode(code)
-        # The first thread may have ended alone.
+        # The first thread may have ended while others still run.
         if not flags & _EXITING or not all(_of_task(task)[1] & _EXITING for task in (about / "task").iterdir()):
             return None
         if code == 0 and state != "Z":
-            return None  # it may not be written yet
+            return None  # the code may not be written yet
         return os.waitstatus_to_exitcode(code)
     except (OSError, ValueError, IndexError):
         return None
 
 
 def _of_task(about: Path) -> tuple[str, int, int]:
-    """(state, flags, exit code)"""
+    """Return (state, flags, exit code)."""
     fields = (about / "stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[6]), int(fields[49])
 
 
 _CLOSE_RANGE, _UNSHARE, _LAST = 436, 1 << 1, 2**32 - 1
-"""The system call that closes descriptors (since Linux 5.9; the same number on every processor), and what has it give
-the thread its own first."""
+"""The system call close_range (since Linux 5.9; its number is the same on every processor), and the flag by which the
+calling thread first gets descriptors of its own."""
 
 
 def _hold_alone(end: Connection) -> None:
-    """Has a thread hold this end of a pipe, and nothing else; where that can't be done, the process goes on to."""
+    """Lets a new thread hold this end of a pipe and no other descriptor. Where that fails, the process keeps the
+    end."""
     if sys.platform != "linux":
         return
     call, number, held = ctypes.CDLL(None).syscall, end.fileno(), threading.Event()
 
     def hold() -> None:
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the process's own threads
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals are for the other threads
             if call(_CLOSE_RANGE, ctypes.c_uint(number + 1), ctypes.c_uint(_LAST), _UNSHARE):
                 return
             if number:
@@ -111,11 +115,11 @@ def _hold_alone(end: Connection) -> None:
 class ForkedProcess(ForkServerProcess):
     _popen: _Popen
     ends: Connection | None = None
-    """Ends as soon as the process does, where it was `start_watched`."""
+    """Closes as soon as the process ends, if it was started by `start_watched`."""
     _held: Connection | None = None
 
     def start_watched(self) -> None:
-        """As `start`; that it ends is known at once, then, by `ends`."""
+        """As `start`, but the end of the process is seen at once, by `ends`."""
         ends, self._held = Pipe(duplex=False)
         try:
             self.start()
@@ -133,12 +137,12 @@ class ForkedProcess(ForkServerProcess):
         return _Popen(process_obj)
 
     def is_ending(self) -> bool:
-        """Does it run no code of its own any more? From then on `exitcode` is known, and `join` waits for nothing."""
+        """Does it run no more code of its own? From then on `exitcode` is known, and `join` does not wait."""
         return self._popen.is_ending(ends=self.ends is not None and self.ends.poll())
 
 
 class ForkContext(ForkServerContext):
-    """multiprocessing's own, with processes whose end is known sooner."""
+    """multiprocessing's fork server context, with processes whose end is seen sooner."""
 
     Process: ClassVar[type[ForkedProcess]] = ForkedProcess
 
@@ -147,12 +151,12 @@ _CONTEXT = ForkContext()
 
 
 def fork_context(preload: Sequence[str] = ()) -> ForkContext:
-    """What starts them. preload: modules that the server imports, where none runs yet. In a process that is itself
-    forked from one of ours, that one serves."""
+    """Return the context that starts processes. preload: modules that the server imports, if none runs yet. A process
+    that was itself forked from our server uses that same server."""
     if _SERVER._forkserver_pid is not None:
         return _CONTEXT
     if _forked_from_ours():
-        # A forked process knows its server's address, and would start another one, which imports everything again.
+        # A forked process knows its server's address, but would start another server, which imports everything again.
         _SERVER.ensure_running = lambda: None
     else:
         _CONTEXT.set_forkserver_preload(["openrecycle.fork_server", *preload])
@@ -160,12 +164,12 @@ def fork_context(preload: Sequence[str] = ()) -> ForkContext:
 
 
 def start_server(preload: Sequence[str], without: Sequence[str] = (), *, safe_path: bool = False) -> ForkContext:
-    """Starts the server, unless it runs; it imports `preload` while the caller goes on. without: environment variables
-    that it, and with it all processes, does not get. safe_path: it imports nothing from the current folder. Raises
-    OSError."""
+    """Start the server unless it runs; it imports `preload` while the caller goes on. without: environment variables
+    that the server, and so every process forked from it, does not get. safe_path: it imports nothing from the current
+    folder. Raises OSError."""
     context = fork_context(preload)
     if _runs() or _forked_from_ours():
-        return context  # the environment is the whole process's: it is changed for no more than a start
+        return context  # nothing to start, so the environment, which all threads share, is left alone
     keep_sockets_here()
     kept = {name: os.environ.pop(name, None) for name in (*without, "PYTHONSAFEPATH")}
     if safe_path or kept["PYTHONSAFEPATH"] is not None:
@@ -180,8 +184,9 @@ def start_server(preload: Sequence[str], without: Sequence[str] = (), *, safe_pa
 
 
 def _start_tracker() -> None:
-    """What removes the semaphores of processes that have ended, as tqdm makes one where a layer is compiled. Those of a
-    worker that was killed, or that ended without waiting for its threads, are left to it: it would warn of each."""
+    """Start the process that removes the semaphores of processes which have ended; tqdm makes one where a layer is
+    compiled. A worker that was killed, or that ended without waiting for its threads, leaves its semaphores to that
+    process, which would warn of each."""
     given = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, "ignore:resource_tracker:UserWarning")))
     try:
@@ -204,12 +209,12 @@ def _runs() -> bool:
 
 def _forked_from_ours() -> bool:
     ours = _SERVER._forkserver_address is not None and "openrecycle.fork_server" in sys.modules
-    # From Python 3.14 on nobody else knows the key.
+    # From Python 3.14 on a process needs the server's key, which only processes forked from it have.
     return _SERVER._forkserver_pid is None and ours and getattr(_SERVER, "_forkserver_authkey", "") is not None
 
 
 def end_with_parent(end: Callable[[], object]) -> None:
-    """In a process that multiprocessing has started: `end` is called once its parent is gone, however that ended."""
+    """In a process that multiprocessing has started: call `end` once its parent is gone, however that ended."""
     if (parent := parent_process()) is None:
         return
 
@@ -221,9 +226,9 @@ def end_with_parent(end: Callable[[], object]) -> None:
 
 
 def keep_from_children(pipes: Sequence[Connection]) -> None:
-    """Whatever this process forks or starts by itself, as a user's code may, gets neither these ends of pipes nor that
-    by which its server knows that it is needed: a child may outlive it, and neither those at the other ends would see
-    that it is gone, nor the server that all have ended."""
+    """Close these ends of pipes in everything that this process forks or starts by itself, as a user's code may; also
+    the pipe by which the server knows that it is still needed. A child may outlive this process. If it held the pipes,
+    neither the processes at the other ends would see that this one is gone, nor the server that all have ended."""
     for number in (_SERVER._forkserver_alive_fd, *(pipe.fileno() for pipe in pipes)):
         if number is not None:
             os.set_inheritable(number, False)
@@ -233,7 +238,7 @@ def keep_from_children(pipes: Sequence[Connection]) -> None:
             pipe.close()
         if _SERVER._forkserver_alive_fd is not None:
             os.close(_SERVER._forkserver_alive_fd)
-            # It may start a server of its own.
+            # The child may start a server of its own.
             _SERVER._forkserver_alive_fd = _SERVER._forkserver_address = None
             vars(_SERVER).pop("ensure_running", None)
 

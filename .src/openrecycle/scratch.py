@@ -1,8 +1,8 @@
-"""The folder of this process's temporary files, which is removed when it ends; of one that was killed, by the next
-process that makes such a folder.
+"""The folder of this process's temporary files. It is removed when the process ends. If the process was killed, the
+next process that makes such a folder removes it.
 
-Whether the owner lives is told by a lock on the folder, which the system lets go when a process ends, however that
-happens: pids come again, and mean nothing in another container with the same folder for temporary files.
+A lock on the folder shows whether its owner lives: the system releases it when a process ends, however that happens. A
+pid would not do, since pids are used again, and mean nothing in another container with the same temporary folder.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import threading
 from multiprocessing import process, util
 from pathlib import Path
 
-# No longer than multiprocessing's own name: the path of a socket in the folder may have 107 bytes.
+# The name is no longer than multiprocessing's own: the path of a socket in the folder may have at most 107 bytes.
 _PREFIX, _MARK = "orec-", ".openrecycle"
 _NAME = re.compile(_PREFIX + "[a-z0-9_]{8}")
 _MAKING = threading.Lock()
 _own: tuple[int, str] | None = None
-"""The process that made it, and the folder: a process that is forked makes another."""
+"""The process that made the folder, and the folder. A forked process has another pid, so it makes its own."""
 
 
 def scratch() -> str:
-    """The folder; the same one each time. Raises OSError."""
+    """Return the folder, the same one each time. Raises OSError."""
     global _own
     with _MAKING:
         if _own is None or _own[0] != os.getpid() or not Path(_own[1]).is_dir():
@@ -36,7 +36,7 @@ def scratch() -> str:
 
 
 def keep_sockets_here() -> None:
-    """Has multiprocessing put what it has in files into this folder, where it has none yet. Raises OSError."""
+    """Make multiprocessing put its files into this folder, unless it already has one. Raises OSError."""
     about = process.current_process()._config  # type: ignore[attr-defined]
     if about.get("tempdir") is None:
         about["tempdir"] = scratch()
@@ -44,16 +44,16 @@ def keep_sockets_here() -> None:
 
 def _make() -> str:
     folder = tempfile.mkdtemp(prefix=_PREFIX)
-    # When multiprocessing would remove its own: after the children have ended.
+    # Runs when multiprocessing would remove its own folder: after the children have ended.
     util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody takes it for left behind, either
+    with contextlib.suppress(OSError):  # a file system without locks: then no process will take it for left behind
         _lock(folder)
-        Path(folder, _MARK).touch()  # from now on it is not locked if its owner is gone
+        Path(folder, _MARK).touch()  # from now on, a folder without a lock has lost its owner
     return folder
 
 
 def _lock(folder: str | Path) -> int:
-    """Returns what holds the lock for as long as it is open: here, until the process ends."""
+    """Return the descriptor that holds the lock as long as it is open; callers that keep it hold it until they end."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,9 +64,9 @@ def _lock(folder: str | Path) -> int:
 
 
 def _remove_left() -> None:
-    """The folders of this user's processes that have ended without removing them."""
+    """Remove the folders of this user's processes that ended without removing them."""
     found = list[Path]()
-    with contextlib.suppress(OSError):  # one that can be written need not be one that can be read
+    with contextlib.suppress(OSError):  # a folder that can be written may still not be readable
         found = [path for path in Path(tempfile.gettempdir()).iterdir() if _NAME.fullmatch(path.name)]
     for folder in found:
         with contextlib.suppress(OSError):  # its owner lives, or it is somebody else's
