@@ -468,7 +468,7 @@ def simulate_command(
     names = [name for text in policy for name in text.split(",") if name]
     if not names:
         raise InputError("--policy", ",".join(policy), "at least one policy")
-    # Also of what this simulation has no use for: whoever gave it means something else.
+    # Options that this simulation does not use are checked too: a wrong one is a mistake.
     check_spares(spares)
     check_sizes(samples, layers_per_stage, least_stages, unit_seconds)
     charges, of, limit = RecoveryCosts.parse(cost), Technique.of(technique), MemoryLimit.parse(memory)
@@ -491,7 +491,7 @@ def simulate_command(
             even = evened(
                 job, technique=of if of.reroutes else Technique.STAGGERED, memory=limit, layers=layers_per_stage
             )
-            if catalog is not None and even is not job:  # its plans say where layers are
+            if catalog is not None and even is not job:  # its plans are for another partition
                 what = (
                     f"none with {' or '.join(cutting)}: its plans are for the stages as they are given, and what these "
                     "policies gain would be a better partition, which the job could begin with"

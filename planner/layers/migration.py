@@ -54,7 +54,7 @@ class BoundModel:
 
     @cached_property
     def _bounds(self) -> CountBounds | None:
-        """None: the job has no schedule even without failures."""
+        """The bounds; None if the job has no schedule even without failures."""
         try:
             return CountBounds(self.job, self.technique, self.memory)
         except InfeasibleError:

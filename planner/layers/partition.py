@@ -229,7 +229,7 @@ def with_stages(job: Job, stages: int, workers: int) -> Job | None:
         return None
 
     def reductions(layer: LayerProfile) -> tuple[float, ...]:
-        """By living peers, from 1 to all rows; for more than were measured, the value for the most."""
+        """Makes the list by living peers, from 1 to all rows; beyond those measured, the last value is repeated."""
         known = layer.reductions[-job.pipelines :]
         return known and tuple(known[min(n, len(known)) - 1] for n in range(1, rows + 1))
 

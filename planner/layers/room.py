@@ -43,7 +43,7 @@ class LayerRoom:
     resumed: tuple[_Bytes, ...] = ()
 
     def suits(self, stages: int, layers: int) -> bool:
-        """Has it as many stages and layers as a job of this form?"""
+        """Does it have these numbers of stages and layers?"""
         by_stage = (self.beside, self.held, *(workers for _, workers, _ in self.places))
         by_layer = (self.layers, self.activations, self.resumed or self.layers)
         return all(len(x) == stages for x in by_stage) and all(len(x) == layers for x in by_layer)

@@ -54,7 +54,7 @@ _LEVEL = 5
 
 
 class Effort(BaseModel):
-    """What was asked for: enough to know whether a plan needs to be made again."""
+    """The solver and time limit that a plan was asked for with; they tell whether it needs to be made again."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -63,7 +63,7 @@ class Effort(BaseModel):
 
 
 class RequestedPlan(BaseModel):
-    """What a plan is for, beside its failures: the beginning of whatever says so."""
+    """What a plan is for, except for its failures. Documents that state it inherit these fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,7 +73,7 @@ class RequestedPlan(BaseModel):
 
     @property
     def question(self) -> CatalogQuestion:
-        """Raises PlannerError when it describes no job."""
+        """Makes the question. Raises PlannerError when the document describes no job."""
         return CatalogQuestion(self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
 
@@ -86,10 +86,11 @@ def merit(metrics: MetricsDoc) -> tuple[float, float]:
 
 
 class Header(BaseModel):
-    """failed: by stage, the pipelines whose worker is dead. metrics: without peak_activations.
+    """The header of a packed plan. failed: by stage, the pipelines whose worker is dead. metrics: without
+    peak_activations.
 
     partition: of the plan, where its job has layers.
-    rows: for each pipeline, which of the stored rows is its own. types: of the columns (`_pack`).
+    rows: by pipeline, the index of its row among the stored ones. types: of the columns (`_pack`).
     peaks: by stage, the most activations that one of its workers holds. asked: None in a catalog.
     """
 

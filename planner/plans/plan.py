@@ -161,7 +161,7 @@ class StageDoc(DocumentModel):
 
 
 class LayerDoc(StageDoc):
-    """The same of one layer, and what is sent if a stage ends behind it; see planner.jobs.job.LayerProfile."""
+    """Op times and memory of one layer, and transfers if a stage ends behind it; see planner.jobs.job.LayerProfile."""
 
     transfer: Annotated[Time, _WHERE_GIVEN] = 0
     backward_transfer: Annotated[Time | None, Field(exclude_if=lambda value: value is None)] = None
@@ -172,10 +172,10 @@ _Size = Annotated[int, INTEGER, Field(json_schema_extra={"minimum": 1})]
 
 
 class JobDoc(DocumentModel):
-    """See planner.jobs.job.Job. `capacity_bytes`: one number for all workers, or one per stage.
+    """A job; see planner.jobs.job.Job. `capacity_bytes`: one number for all workers, or one per stage.
 
     partition: layers per stage without failures; a plan has its own. With `layers`, profiles and transfers follow from
-    both, and may be left out.
+    layers and partition, and may be left out.
     """
 
     pipelines: _Size
@@ -448,9 +448,9 @@ def _ticks(job: Job, times: Numbers) -> Numbers:
 
 
 class MetricsDoc(DocumentModel):
-    """All as defined in planner.plans.schedule; `gap` and the slowdowns are fractions (0.08 = +8 %).
+    """Numbers of a plan, defined in planner.plans.schedule; `gap` and the slowdowns are fractions (0.08 = +8 %).
 
-    bound_over: see planner.jobs.job.Over. The slowdowns are against the job as it is cut without failures.
+    bound_over: see planner.jobs.job.Over. The slowdowns are against the job with its partition without failures.
     """
 
     makespan: Time
@@ -483,7 +483,8 @@ class SolverDoc(DocumentModel):
 
 
 class Plan(DocumentModel):
-    """See the module. `fingerprint` is a hash of the problem and the ops; equal plans share it."""
+    """A solved schedule with its problem, metrics and proven bound. `fingerprint` is a hash of the problem and the ops;
+    equal plans share it."""
 
     schema_version: Annotated[Literal[1], INTEGER] = SCHEMA_VERSION
     job: JobDoc

@@ -195,8 +195,8 @@ class Timing(DocumentModel):
 class Part(DocumentModel):
     """A measured piece of a model: its ops for one micro-batch, its step, and the bytes it keeps.
 
-    The bytes are those of planner.jobs.job.StageProfile, of a sharded optimizer all of it, as two workers that are left
-    keep it. reduced_bytes: what its peers sum.
+    The bytes are defined as in planner.jobs.job.StageProfile. A sharded optimizer's state is counted as a whole, since
+    the last two workers of a stage would each hold all of it. reduced_bytes: what the peers' all-reduce sums.
     """
 
     name: Text
@@ -219,8 +219,8 @@ class Part(DocumentModel):
 
 
 class Reductions(DocumentModel):
-    """All-reduce of `bytes` among 2, 3, ... peers, in order; all of them on the profiled machine. Where the optimizer's
-    state is sharded, the sums of each part for those who step it, and its parameters for all."""
+    """Times of the all-reduce of `bytes` among 2, 3, ... peers, in order, all on the profiled machine. Where the
+    optimizer's state is sharded, the sums of each part go to the workers that step it, and its parameters to all."""
 
     bytes: Annotated[int, Field(ge=1), INTEGER]
     by_peers: Annotated[tuple[Timing, ...], Field(fail_fast=True)]
@@ -236,8 +236,8 @@ class Reductions(DocumentModel):
 
 
 class Hardware(DocumentModel):
-    """accelerator: empty when the ops ran on the processor. clock: `wall`, or `cpu` for processor
-    time, which other programs on the machine hardly lengthen. load: of the machine while measuring."""
+    """What the ops were measured on. accelerator: empty when they ran on the processor. clock: `wall`, or `cpu` for
+    processor time, which other programs on the machine hardly lengthen. load: of the machine while measuring."""
 
     processor: Text
     cores: Count
@@ -252,13 +252,13 @@ class Hardware(DocumentModel):
 
 
 class Measurements(DocumentModel):
-    """What was measured of a model, whatever grid it will train on.
+    """The measurements of a model, for any grid.
 
-    cut: `stages` (each part is one), `each` (each part is a layer of the model), or `layers` (parts: first, layer,
-    last; `layers` of the middle one). mode: how gradients were summed. sharded_over: the workers of a stage over which
-    the optimizer's state was sharded, of whom one was measured; 0: it was not. clipped: did steps take the norm of the
-    gradients? transfers: of the tensor between stages, or layers, one per boundary; one for all where cut is `layers`.
-    capacity_bytes: memory of one worker; 0 when not known.
+    cut: what the parts are. `stages`: each is a stage; `each`: each is a layer; `layers`: they are the first layer, one
+    of `layers` equal middle ones, and the last. mode: how gradients were summed. sharded_over: number of workers over
+    which a stage's optimizer state was sharded, one of which was measured; 0: it was not sharded. clipped: whether
+    steps computed the norm of the gradients. transfers: times for the tensor between stages or layers, one per
+    boundary; a single one where cut is `layers`. capacity_bytes: memory of one worker; 0 when not known.
     """
 
     profile_version: Annotated[Literal[1], INTEGER] = 1
@@ -401,7 +401,7 @@ class Measurements(DocumentModel):
 
 
 class Profile(Measurements):
-    """job: on the grid the profile was made for; `job_for` gives others."""
+    """Measurements with a job: that on the grid the profile was made for; `job_for` makes others."""
 
     job: JobDoc
 

@@ -1,5 +1,5 @@
-"""All tables, as db.models has them: until the first release is out, that alone says what they are. At the release this
-file is written out (`alembic revision --autogenerate` on an empty database), and does not change any more.
+"""All tables, as db.models has them: until the first release, db.models alone defines them. At the release this file is
+written out (`alembic revision --autogenerate` on an empty database), and does not change any more.
 """
 
 from __future__ import annotations
