@@ -97,7 +97,7 @@ def work(task: Task) -> Blobs:
         if taken is not None:
             problems = [p for p in problems if bound_over(p, over) < taken.period]
         if large and (taken or len(problems) > 1):
-            # An alternative that did not help the last count is tried again only every few counts.
+            # If the last count needed no plan of its own, one is tried only at every few counts.
             worth_trying = taken is None or solved or target.failures % TRIED == 0
             problems = _promising(problems, taken) if worth_trying else []
         solved = bool(problems)

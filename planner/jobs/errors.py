@@ -74,7 +74,7 @@ _PYTHON = str(Path(os.__file__).parent)
 
 
 def in_user_code(frame: FrameType) -> bool:
-    """Or is it a frame of this product (its examples apart), of torch or of Python?"""
+    """Is this a frame of the user's code, or of an example, rather than of this product, of torch or of Python?"""
     module, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
     if file.startswith("<frozen ") or (file.startswith(_PYTHON) and "-packages" not in file):
         return False
@@ -82,8 +82,10 @@ def in_user_code(frame: FrameType) -> bool:
 
 
 def in_short(error: BaseException) -> BaseException:
-    """The same, with what it takes to find the mistake in one's own code, and without the way through this product: as
-    its cause what code of the user's raised, from the first line of theirs on, or none."""
+    """Shorten the traceback of `error` to what a user needs to find the mistake in their own code.
+
+    Frames of this product are removed. The cause becomes what the user's code raised, from its first line on, or none.
+    """
     cause = error.__cause__
     while cause is not None and not _theirs(cause.__traceback__):
         cause = cause.__cause__
@@ -99,7 +101,7 @@ def in_short(error: BaseException) -> BaseException:
 
 
 def _theirs(place: TracebackType | None) -> bool:
-    """Has it come through the user's code?"""
+    """Does the traceback pass through the user's code?"""
     while place is not None:
         if in_user_code(place.tb_frame):
             return True

@@ -71,7 +71,7 @@ class Layout:
     problem: the job with this partition and these workers. bound: no plan is shorter, of all that `over` names. period:
     ticks, of the list scheduler's plan. moved: layers that change their stage from the partition before. migrations:
     workers that change their stage. reason: a sentence. refused: why there is no memory for a better partition; "":
-    there is no better one.
+    none was refused.
     """
 
     problem: Problem
