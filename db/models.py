@@ -400,7 +400,7 @@ class TokenRow(Base):
 class LeadershipRow(Base):
     """The only row: which console leads on PostgreSQL (db.session).
 
-    term: number of leads so far. holder: the console that leads, "" when it has resigned. renewed_at:
+    term: number of leaderships so far. holder: the console that leads, "" when it has resigned. renewed_at:
     by the database's clock.
     """
 

@@ -5,7 +5,7 @@ consoles on one PostgreSQL database leads.
 that it can't fail half way because another process wrote first. On PostgreSQL, where several consoles share a database,
 it first makes sure that its own console still leads.
 
-The lead has two parts. A *lock* (an advisory lock of one session) becomes free the moment the leading console's process
+Leadership has two parts. A *lock* (an advisory lock of one session) becomes free the moment the leader's process
 dies. A *lease* (a row with a term, renewed every second) runs out when the process exists but does not run, or when its
 machine is gone and the database has not noticed. Each new leader has a higher term, and a transaction that writes
 checks its own term, so a write of an earlier leader fails. The time of renewal is the database's. How long it has not
@@ -150,7 +150,7 @@ class Database:
     def lead(self) -> None:
         """Claims an SQLite file for this process until `close`, so that no second console decides as well.
 
-        Raises DatabaseError when another console has it. On PostgreSQL, LeaderSession decides who leads.
+        Raises DatabaseError when another console has it. On PostgreSQL, consoles decide by LeaderSession who leads.
         """
         assert self.is_sqlite
         claimed = self._claimed()
@@ -368,7 +368,7 @@ class Database:
         return transaction
 
     def _check_term(self, connection: Connection) -> None:
-        """Locks the row of the lead until the transaction ends: a new leader waits for it before it leads."""
+        """Locks the leadership row until the transaction ends: a new leader waits for it before it leads."""
         if self._term is None:
             return
         held = text("select 1 from leadership where id = 1 and term = :term for key share")
@@ -543,9 +543,9 @@ _NOW = "extract(epoch from clock_timestamp())"
 
 @dataclass(frozen=True)
 class Lease:
-    """The row of the lead in the database.
+    """The leadership row in the database.
 
-    term: number of leads so far. holder: the console that leads, "" after it has resigned; address: where it is
+    term: number of leaderships so far. holder: the console that leads, "" after it has resigned; address: where it is
     reached. renewed: when it was renewed last, by the database's clock; since that may be set, it is compared only with
     other values of itself. age: seconds for which the reader has seen `renewed` unchanged.
     """
@@ -558,7 +558,7 @@ class Lease:
 
 
 class LeaderSession:
-    """One console's session with the database for the lead alone. Not thread-safe.
+    """One console's session with the database, for leadership alone. Not thread-safe.
 
     me: the name of this process; no two have the same. Every method raises SQLAlchemyError when the database does not
     answer. The session, and a lock that it held, may be gone then: close it. Opening it raises DatabaseError.
@@ -626,7 +626,7 @@ class LeaderSession:
             )
 
     def evict(self, holder: str, renewed: float | None) -> int:
-        """Ends every session of the console `holder`, if it still holds the lead and has not renewed its lease since
+        """Ends every session of the console `holder`, if it still leads and has not renewed its lease since
         `renewed` (None: even if it has). Returns how many were ended. Their transactions are rolled back, and the lock
         becomes free."""
         with self._connection.begin():

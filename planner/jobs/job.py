@@ -299,7 +299,7 @@ class WorkerRank(NamedTuple):
 
 
 class Technique(StrEnum):
-    """The set of means that a plan may use; each technique includes the ones before it."""
+    """The means that a plan may use; each technique includes those of the ones before it."""
 
     FAULT_FREE = "fault-free"
     ADAPTIVE = "adaptive"

@@ -254,9 +254,9 @@ class Hardware(DocumentModel):
 class Measurements(DocumentModel):
     """The measurements of a model, for any grid.
 
-    cut: what the parts are. `stages`: each is a stage; `each`: each is a layer; `layers`: they are the first layer, one
-    of `layers` equal middle ones, and the last. mode: how gradients were summed. sharded_over: number of workers over
-    which a stage's optimizer state was sharded, one of which was measured; 0: it was not sharded. clipped: whether
+    cut: what the parts are. `stages`: each is a stage; `each`: each is a layer; `layers`: they are the first piece,
+    one of `layers` equal layers, and the last piece. mode: how gradients were summed. sharded_over: number of workers
+    over which a stage's optimizer state was sharded, one of which was measured; 0: it was not sharded. clipped: whether
     steps computed the norm of the gradients. transfers: times for the tensor between stages or layers, one per
     boundary; a single one where cut is `layers`. capacity_bytes: memory of one worker; 0 when not known.
     """

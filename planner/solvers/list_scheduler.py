@@ -451,8 +451,8 @@ def _coupled() -> Iterator[Rule]:
         yield from (replace(rule, order=order) for rule in plain)
 
 
-# Above so many items it takes longer than it is worth to find out who need not split B, or to plan for more failures
-# than there are.
+# Above so many items it takes longer than it is worth to find out which workers need not split B, or to plan for more
+# failures than there are.
 SELECTIVE_ITEMS = 30_000
 
 
