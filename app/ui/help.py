@@ -1,4 +1,5 @@
-"""Help: the idea in five pictures, what words and colours mean, first steps, one's own job."""
+"""The Help page: the idea in five pictures, first steps, how to connect a job of one's own, and what the colours and
+words of the pages mean. Each section is a function, which is drawn when it is chosen."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def _idea(colours: Palette) -> None:
 
 
 def _drawn(theme: str, _colours: Palette) -> list[tuple[str, str, str, str]]:
-    """(title, text, SVG in base64, words) of each picture, all on one time axis."""
+    """Returns (title, text, SVG in base64, words for those who can't see it) of each picture. All have the same time
+    axis. Streamlit caches them by the theme."""
     made: list[IntroductionPicture] = list(pictures())
     end = max(max(s.period, s.makespan) for s in (one.drawing.schedule for one in made)) + 3
     out = []
@@ -92,7 +94,7 @@ def _steps(colours: Palette) -> None:
 
 
 def _address() -> str:
-    """Of this console, as the reader's browser reaches it."""
+    """Returns the address of this console as the reader's browser reaches it."""
     return (st.context.url or "http://127.0.0.1:8501").split("?")[0].removesuffix("/help").rstrip("/")
 
 
@@ -148,7 +150,7 @@ def _keys(colours: Palette) -> None:
     )
 
 
-# By what stands in the address.
+# The titles of the sections, by their names in the address.
 SECTIONS = {
     "idea": "The idea",
     "steps": "First steps",
@@ -239,7 +241,7 @@ WORDS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
 
 
 def token_line() -> str:
-    """The token's name; its value is for whoever runs the console to give."""
+    """Returns the line that sets the token. Its value is left out: the person who runs the console gives it."""
     return "export OPENRECYCLE_TOKEN=...   # an agent's: openrecycle token create --role agent"
 
 
