@@ -1,4 +1,4 @@
-"""What one job has planned: plans made ahead, those that it waits for, and the one that is at hand."""
+"""The plans of one job: those made ahead, those that it waits for, and those that are made at once when needed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from openrecycle.planner.plans.plan import Plan, PlanError
 
 log = structlog.get_logger()
 
-# Below this many ops a plan that is missing is made at once, by the thread that needs it: a few ms.
+# A missing plan of up to this many ops is made by the thread that needs it, in a few milliseconds.
 INLINE_OPS = 1_500
 
 LookUp = Callable[[CatalogQuestion, frozenset[Worker]], tuple[Plan, str] | None]
 
 
 def stored_plan(store: Store, fingerprint: str) -> Plan | None:
-    """Out of its columns where it has any. Raises PlanError for a document that can't be read, SQLAlchemyError."""
+    """Reads a plan from the database, from its packed columns where there are any, else from its JSON document.
+
+    Returns None if there is no such plan. Raises PlanError for a document that can't be read, and SQLAlchemyError.
+    """
     data = store.plan_columns(fingerprint)
     if data is not None:
         try:
@@ -48,8 +51,8 @@ def stored_plan(store: Store, fingerprint: str) -> Plan | None:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Plans for failures that may come: so many are made of those that are wanted. patterns: canonical ones that were
-    asked for."""
+    """How many plans for failures that may come are made, and how many are wanted. patterns: the failure patterns that
+    were asked for, in canonical form."""
 
     made: int = 0
     wanted: int = 0
@@ -57,14 +60,16 @@ class Ahead:
 
 
 class JobPlans:
-    """Of one job; a part of its LiveJob. Thread-safe.
+    """The plans of one job; a part of its LiveJob. Thread-safe.
 
-    What it holds, anybody may read: `nominal`, the job with its layers cut as for the generation in force, or the one
-    that is to open; `job`, the same with the speeds that its workers turned out to have; `catalog`, its plans; `ahead`,
-    how many were made ahead; `asked_for`, what was to be planned elsewhere last. Others change it by what happens.
+    Anybody may read these fields; only the methods change them. `nominal`: the job, with its layers cut as for the
+    generation in force or the one that is to open. `job`: the same, with the measured speeds of its workers. `catalog`:
+    its plans. `ahead`: how many were made ahead. `asked_for`: the failed workers of the plan that is being made
+    elsewhere, or None.
 
-    lock: the job's. look_up: a plan made ahead that is kept elsewhere, and where it is from. answer: takes a PlanReady,
-    with the plan that it speaks of, or a PlanRefused; raises ConsoleError. stored: called when a plan was stored.
+    lock: the LiveJob's. look_up: finds a plan made ahead that is kept elsewhere, and says where it is from. answer:
+    takes a PlanReady with its plan, or a PlanRefused with None; raises ConsoleError. stored: called after a plan was
+    stored.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class JobPlans:
         self._over = False
 
     def cut(self, partition: tuple[int, ...]) -> None:
-        """From now on plans are for stages of so many layers; (): as they are."""
+        """Plans for this partition (layers per stage) from now on; (): the partition stays as it is."""
         with self._lock:
             if not partition or partition == self.nominal.partition:
                 return
@@ -98,12 +103,12 @@ class JobPlans:
             self.ahead = Ahead()
 
     def take_plan(self, plan: Plan) -> None:
-        """Keeps a plan for the failures and the layers that it is for. Raises InputError for one of another job."""
+        """Keeps a plan for the failures and the partition that it is for. Raises InputError for another job's plan."""
         if not self._over:
             self.catalog.at(plan.partition).add(plan)
 
     def let_go(self) -> None:
-        """Of a job that is over: its plans are in the database alone from now on."""
+        """Frees the memory of a job that is over: from now on its plans are in the database alone."""
         with self._lock:
             self._over = True
             self.catalog = Catalog(self.job, self.catalog.technique, self.catalog.memory)
@@ -115,11 +120,11 @@ class JobPlans:
 
     @property
     def ops(self) -> int:
-        """Of one plan, steps left out."""
+        """The number of ops in one plan, without the optimizer steps."""
         return self.job.ops
 
     def plan_made(self, failed: tuple[str, ...], made: Plan | None, why: str) -> None:
-        """Takes the answer to `want_plan`. why: where the plan is from, or why none exists."""
+        """Takes the answer to LiveJob's `want_plan`. why: where the plan is from, or why none exists."""
         try:
             if made is None:
                 self._answer(PlanRefused(failed, why), None)
@@ -134,22 +139,22 @@ class JobPlans:
             self.give_up()
 
     def asks_for(self, failed: tuple[str, ...]) -> None:
-        """Somebody makes that plan elsewhere."""
+        """Notes that the plan without these workers is being made elsewhere."""
         self.asked_for = failed
 
     def give_up(self) -> None:
-        """Nobody makes the plan that was asked for any more: where it is still missing, it is asked for again."""
+        """Notes that nobody makes the plan that was asked for any more. While it is missing, it is asked for again."""
         self.asked_for = None
 
     # -- plans made ahead ---------------------------------------------------------------------
 
     def want_none_ahead(self) -> None:
-        """Those that were wanted are not made any more, or all anew."""
+        """Sets the counts back to 0, because no plans are made ahead any more or because all are made anew."""
         with self._lock:
             self.ahead = Ahead(patterns=self.ahead.patterns)
 
     def want_ahead(self, patterns: Collection[frozenset[Worker]]) -> list[frozenset[Worker]]:
-        """Plans for these are wanted, too; returns those that are not here yet."""
+        """Adds failure patterns to those for which plans are wanted; returns those that have no plan yet."""
         missing = [pattern for pattern in patterns if self.catalog.find(pattern) is None]
         with self._lock:
             before = self.ahead
@@ -158,23 +163,24 @@ class JobPlans:
         return missing
 
     def made_ahead(self, asked: Job) -> None:
-        """One more is made, or can't be. asked: what it is for; of a job that is planned otherwise by now it is no
-        matter."""
+        """Counts one more plan that is made, or can't be made. asked: the job that it is for; if the job is planned
+        differently by now, the plan does not count."""
         with self._lock:
             if self.job is asked:
                 self.ahead = replace(self.ahead, made=self.ahead.made + 1)
 
     def filled(self, made: int, wanted: int | None = None) -> None:
-        """They are made into a catalog, which has so many of them by now. wanted: None: as many as before."""
+        """Notes how many plans the catalog that is made ahead has by now. wanted: None leaves that number as it is."""
         with self._lock:
             self.ahead = replace(self.ahead, made=made, wanted=self.ahead.wanted if wanted is None else wanted)
 
     # -- plans that are needed now ------------------------------------------------------------
 
     def is_for(self, plan: Plan, failed: tuple[str, ...]) -> bool:
-        """Does a plan that comes from memory or was stored go without these workers? Whoever made it has checked it.
+        """Says whether a plan from memory or the database goes without exactly these workers, at this partition.
 
-        One that does not is an error of ours, and is not used.
+        Its schedule was checked when it was made. A plan that does not fit is an error of the console's, and is not
+        used.
         """
         cut = plan.partition == self.nominal.partition
         if cut and sorted(plan.failed) == sorted(failed):
@@ -184,9 +190,9 @@ class JobPlans:
         return False
 
     def plan_with(self, job: Job, plan: Plan) -> None:
-        """From now on `job` is planned for, which differs from the one before in its workers' speeds.
+        """Plans for `job` from now on, which differs from the one before in its workers' speeds.
 
-        plan: one for it. What was planned before is of no use any more.
+        plan: the first plan for it. All earlier plans are dropped.
         """
         with self._lock:
             catalog = Catalog(job, self.catalog.technique, self.catalog.memory)
@@ -195,7 +201,7 @@ class JobPlans:
             self.ahead = Ahead()
 
     def file_plan(self, plan: Plan) -> None:
-        """Adds a plan that was made ahead, unless the speeds that it is for have changed since."""
+        """Keeps and stores a plan that was made ahead, unless the speeds that it is for have changed since."""
         with self._lock:
             if plan.job.speeds != {str(worker): speed for worker, speed in self.job.speeds}:
                 return
@@ -204,8 +210,10 @@ class JobPlans:
         self._stored()
 
     def plan_now(self, failed: tuple[str, ...]) -> tuple[PlanReady | PlanRefused, Plan | None] | None:
-        """The plan, if it is there or can be made in milliseconds; None: it must be made elsewhere, since what is
-        there is for other failures, too."""
+        """Returns the plan, with its answer for the coordinator, if it is here or can be made in milliseconds.
+
+        Returns None if it has to be made elsewhere: it is missing and large, or the one that is here does not fit.
+        """
         workers = _workers(failed)
         small = self.ops <= self.inline_ops
         try:
@@ -221,7 +229,7 @@ class JobPlans:
         except PlannerError as error:
             return PlanRefused(failed, str(error)), None
         except Exception as error:
-            # The survivors wait for an answer: one that stops the job and says why is better than none.
+            # The survivors wait for an answer: a refusal, which halts the job and says why, is better than none.
             log.exception("the planner failed", job=self._job_id, failed=failed)
             why = f"the planner failed ({type(error).__name__}); the console's log says more"
             return PlanRefused(failed, why), None

@@ -1,12 +1,13 @@
-"""One job in memory: the coordinator's state, its plans, what its workers said last, who leads it; and its rows.
+"""One job in the console's memory (`LiveJob`), and the conversion between it and its rows in the database.
 
-The database is the truth: a step of the coordinator is stored before it can be seen from outside.
-Readers take `job.state`, which is replaced as a whole, and need no lock.
+A LiveJob owns the job's membership (the coordinator's state), its event feed and its lead. Its other parts, such as
+plans and measurements, own theirs. The database is the truth: a step of the coordinator is stored before anybody can
+see it. Readers take `job.state`, which is replaced as a whole, and need no lock.
 
-The event feed: lines that say the same again and again are one line with a count, and when it was said last. On a
-machine that is busy for an hour the console stands still every other minute, and workers fall silent and are heard
-again: dozens of lines would hide the one that matters. Only such lines are folded, and only as long as nothing else
-happens in the job: the feed stays in order.
+The event feed folds lines that say the same again and again into one line with a count and the time of the last one.
+On a machine that is busy for an hour the console stands still every other minute, and workers fall silent and are
+heard again: dozens of lines would hide the one that matters. Only such lines are folded, and only as long as nothing
+else happens in the job, so that the feed stays in order.
 """
 
 from __future__ import annotations
@@ -80,13 +81,14 @@ from openrecycle.planner.plans.plan import Plan
 
 # -- the event feed of a job --------------------------------------------------------------------
 
+# Only lines of these kinds are folded.
 KINDS = frozenset({"console", "worker"})
-# A line that was not repeated for so long has come to its end: seconds.
+# A line that was not repeated for this many seconds is not folded into any more.
 WITHIN = 600.0
-# So many of the newest lines may be folded into.
+# Only this many of the newest lines may be folded into.
 LOOK_BACK = 50
 
-# What differs from one time to the next; not the digits of a worker's name.
+# The numbers by which repeated lines differ; the digits in a worker's name are not among them.
 _NUMBER = re.compile(r"(?<!\w)\d+(?:[.,]\d+)*")
 
 Key = tuple[str, str, str | None, str]
@@ -99,25 +101,28 @@ class _FoldedLine(NamedTuple):
 
 
 def _key(kind: str, severity: str, worker: str | None, text: str) -> Key | None:
-    """Equal for lines that say the same; None for those that are never folded."""
+    """Returns a key that is equal for lines that say the same, or None for a line that is never folded."""
     return (kind, severity, worker, _NUMBER.sub("#", text)) if kind in KINDS else None
 
 
 class JobFeed:
-    """What the next lines of one job's feed go by: the number of the newest line, and which may still be repeated.
-    For whoever holds the job's lock; `last` may be read by anybody."""
+    """The end of one job's event feed: the number of the newest line, and the lines that new ones may be folded into.
+
+    Callers hold the job's lock; only `last` may be read without it.
+    """
 
     def __init__(self) -> None:
         self.last = 0
         self._lines: dict[Key, _FoldedLine] = {}
 
     def rows(self, notes: Iterable[Note]) -> list[Record]:
-        """Numbered, of now."""
+        """Returns rows for `notes`, numbered after the newest line and dated now. Does not fold."""
         now = time.time()
         return [{"seq": self.last + i, "at": now, **vars(note)} for i, note in enumerate(notes, start=1)]
 
     def split(self, notes: Iterable[Note], now: float) -> tuple[list[Record], list[Record]]:
-        """Numbered rows of new lines; and rows (seq, count, last_at, text) of those that are repeated."""
+        """Sorts `notes` into rows of new lines (numbered) and updates (seq, count, last_at, text) of lines that are
+        there already. Changes nothing here: `stored` does, once the database has them."""
         fresh: list[Note] = []
         repeats: dict[int, Record] = {}
         lines = dict(self._lines)
@@ -134,7 +139,7 @@ class JobFeed:
         return self.rows(fresh), list(repeats.values())
 
     def stored(self, events: Sequence[Record], repeats: Sequence[Record]) -> None:
-        """Such rows are in the database."""
+        """Notes that the rows that `split` returned are in the database."""
         self.last += len(events)
         counted = {row["seq"]: row for row in repeats}
         for known, line in self._lines.items():
@@ -150,17 +155,17 @@ class JobFeed:
         self._lines = dict(newest)
 
     def added(self, events: int) -> None:
-        """So many numbered rows that are not to be repeated are in the database."""
+        """Notes that `events` more numbered rows are in the database, into which nothing is folded."""
         if events:
             self.unfold()
         self.last += events
 
     def unfold(self) -> None:
-        """What was said so far has been seen, or something else has happened: said again, it is a new line."""
+        """Ends folding into the lines so far, since somebody has seen them or something else has happened."""
         self._lines = {}
 
     def read(self, last: int, newest: Iterable[Record]) -> None:
-        """As the database has it. newest: the newest LOOK_BACK rows, newest first."""
+        """Takes the feed's end from the database. newest: the newest LOOK_BACK rows, newest first."""
         self.last, self._lines = last, {}
         for row in newest:
             key = _key(row["kind"], row["severity"], row["worker"], row["text"])
@@ -173,10 +178,11 @@ class JobFeed:
 
 
 class JobLead:
-    """Of one job. `newest` is stored by whoever has it changed; the rest is of this console alone.
+    """Which node leads one job of several nodes.
 
-    unheard: seconds since the newest lead was heard, that this console itself was at work: one that stood still, or has
-    just started, has not waited for anybody.
+    newest: the newest leadership, which callers store in the database before they pass it to `read`.
+    unheard: seconds since its launcher was heard, known to this console alone. Only time in which this console was at
+    work counts: a console that stood still or has just started has not waited for anybody.
     """
 
     def __init__(self) -> None:
@@ -188,7 +194,11 @@ class JobLead:
             self.newest, self.unheard = stored, 0.0
 
     def heard(self, sender: LeadTerm) -> bool:
-        """False: it is of a later term, which is to be stored first. Raises ConsoleError for one that leads no more."""
+        """Notes that a launcher that leads has been heard.
+
+        Returns False if its term is later than `newest`: the caller has to store that term first. Raises ConsoleError
+        if the launcher leads no more.
+        """
         speaks, reason = may_speak_as_lead(self.newest, sender)
         if not speaks:
             raise ConsoleError(409, DEPOSED, reason)
@@ -201,25 +211,25 @@ class JobLead:
         return may_take_lead(self.newest, wanted, after, self.unheard, borne)
 
     def wait(self, seconds: float) -> None:
-        """So long this console has been at work."""
+        """Adds time in which this console was at work and may not have heard the lead."""
         self.unheard += seconds
 
 
 # -- between the coordinator's objects and the rows of the database -----------------------------
 
-# Of the processes that were started for one place, the newest so many.
+# How many of the processes that were started for one place are remembered.
 KEPT = 16
 
 
 def differs(a: Member, b: Member) -> bool:
-    """Is there a change to store? `last_heard` alone is none."""
+    """Says whether there is a change to store; a change of `last_heard` alone is not stored."""
     return (a.state, a.incarnation, a.generation, a.draining, a.detail, a.retired, a.leaving, a.let_go) != (
         *(b.state, b.incarnation, b.generation, b.draining, b.detail, b.retired, b.leaving, b.let_go),
     )
 
 
 def member_row(member: Member) -> Record:
-    """The worker columns that the coordinator decides on."""
+    """Returns the columns of a worker's row that the coordinator decides on."""
     return {
         "name": member.name,
         "state": member.state.value,
@@ -256,7 +266,7 @@ def read_member(row: Record, stage: int, acknowledged: dict[str, str]) -> Member
 
 
 def job_columns(old: State, new: State) -> Record:
-    """Those of the job's row that changed."""
+    """Returns the columns of the job's row that differ between two states."""
     row: Record = {}
     if new.job_state != old.job_state or new.halted != old.halted:
         row = {"state": new.job_state.value, "reason": new.halted or new.over_reason, "unheard": new.unheard}
@@ -275,13 +285,13 @@ _BROKEN: TypeAdapter[tuple[Broken | None, Links]] = TypeAdapter(tuple[Broken | N
 
 
 def _broken_text(state: State) -> str:
-    """The transfer that waits for its explanation, and what is remembered of links that broke; "": neither."""
+    """Encodes the broken transfer that waits for its explanation and the record of links that broke; "" for neither."""
     known = state.broken, state.links
     return "" if known == (None, Links()) else _BROKEN.dump_json(known).decode()
 
 
 def read_broken(text: str) -> tuple[Broken | None, Links]:
-    """What `_broken_text` wrote, at the beginning of another clock."""
+    """Decodes what `_broken_text` wrote. The transfer broke at 0 of the new process's clock."""
     broken, links = _BROKEN.validate_json(text) if text else (None, Links())
     return broken and replace(broken, since=0.0), links
 
@@ -291,7 +301,8 @@ def _moves_text(state: State) -> str:
 
 
 def _read_pending(row: Record) -> PendingGeneration | None:
-    """A generation that was to open is worked out anew; of its moves nobody but the database knows."""
+    """Returns the pending generation with its moves alone, which only the database knows; the coordinator works out
+    the rest anew."""
     moves = tuple((source, to) for source, to in json.loads(row["moves"]))
     return PendingGeneration((), (), (), "", moves) if moves else None
 
@@ -323,8 +334,8 @@ def read_generation(row: Record) -> Generation:
 
 
 def later_columns(old: State, new: State) -> list[tuple[int, Record]]:
-    """What is known of a generation after it has opened: the interim plan that it runs, and since when the workers have
-    its layers. Numbers, and the columns that changed."""
+    """Returns (generation number, changed columns) for what becomes known only after a generation has opened: the
+    interim plan that it runs, and since which iteration the workers have its layers."""
     found = list[tuple[int, Record]]()
     current = new.current
     known = old.current.interim if old.current else None
@@ -338,11 +349,12 @@ def later_columns(old: State, new: State) -> list[tuple[int, Record]]:
 
 
 def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[int, ...] = ()) -> State:
-    """What the database says of a job; nobody has been heard in it yet. partition: layers per stage at its start."""
+    """Reads a job's membership from the database, with no worker heard yet. partition: layers per stage at the job's
+    start."""
     job_id = job_row["id"]
     newest = store.newest_generation(job_id)
     current = read_generation(newest) if newest else None
-    acknowledged: dict[str, str] = {}  # by incarnation: a process may still use the name it had
+    acknowledged: dict[str, str] = {}  # by incarnation, since a process may still report under its former name
     for row in store.acknowledgements(job_id, current.number) if current else ():
         key = row["incarnation"]
         acknowledged[key] = max(acknowledged.get(key, ""), row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
@@ -378,35 +390,36 @@ def waits_row(waits: Sequence[Wait]) -> Record:
 
 
 def state_rows(old: WorkerStates, new: WorkerStates, at: float) -> list[Record]:
-    """Which role came into another state. at: POSIX seconds."""
+    """Returns a row for each role whose state (a RoleState) changed. at: POSIX seconds."""
     rows: list[Record] = []
     if new.state.current is None and not new.state.over:
         return rows  # nobody trains yet
     for name, member in new.state.members.items():
         before = old.state.members[name]
-        # A role that its process has left is another's matter: it is empty once that has ended elsewhere.
+        # A role whose process has moved on turns from MOVED to EMPTY when that process ends at its new place, though
+        # its own member stays the same.
         left = member.state is WorkerState.FAILED and member.incarnation is None
         if (member is not before or left) and (state := new.role(member).state) is not old.role(before).state:
             rows.append({"worker": name, "state": state.value, "at": at})
     return rows
 
 
-# By name, without what is as usual: fields may come and go, and there is a list for each of thousands of places.
+# Written by field name and without defaults: fields may come and go, and each of thousands of places has a list.
 _PROCESSES: TypeAdapter[list[ProcessState]] = TypeAdapter(list[ProcessState])
 
 
 def process_rows(
     known: Mapping[str, ProcessState], changed: Mapping[str, ProcessState]
 ) -> tuple[list[Record], dict[str, ProcessState]]:
-    """The worker columns of the places that processes were started for, where one of those has changed; and those that
-    are known from then on."""
+    """Returns worker columns for each place (slot) with a process in `changed`, and the processes that are known from
+    now on: `known` without the oldest ended ones of these places. known, changed: processes by incarnation."""
     of: dict[str, list[ProcessState]] = {process.slot: [] for process in changed.values()}
     for process in known.values() if of else ():
         if process.slot in of:
             of[process.slot].append(process)
     rows, left = [], dict(known)
     for slot, own in of.items():
-        # What became of the oldest nobody asks for any more.
+        # Nobody asks any more what became of the oldest processes.
         gone = {p.incarnation for p in own[:-KEPT] if p.ended}
         kept = [p for p in own if p.incarnation not in gone]
         text = _PROCESSES.dump_json(kept, exclude_defaults=True).decode()
@@ -417,7 +430,7 @@ def process_rows(
 
 
 def read_processes(rows: Iterable[Record]) -> dict[str, ProcessState]:
-    """By incarnation, those that came first first."""
+    """Reads the processes of all places, by incarnation, in the order in which they came."""
     found = [process for row in rows for process in _PROCESSES.validate_json(row["processes"])]
     return {process.incarnation: process for process in sorted(found, key=lambda p: p.since)}
 
@@ -428,11 +441,12 @@ Row = tuple[float, str, str]
 
 
 def changes(generations: Iterable[Record], begin: float = 0.0) -> list[Row]:
-    """(seconds since `begin`, worker, `failed` or `joined`) of a job's generations, oldest first. None is earlier than
-    the one before: where the clock was put back meanwhile, it goes on from there.
+    """Lists failures and returns as (seconds since `begin`, worker, `failed` or `joined`). generations: oldest first.
 
-    A worker that changes its stage is neither: the failure goes on at the place that it gave up, under
-    the name that it began with.
+    Times never decrease: where the system clock was put back, later times are shifted to follow on.
+
+    A worker that changes its stage neither fails nor joins. The failure lasts on at the place that it gave up, and is
+    listed under the place where it began.
     """
     rows: list[Row] = []
     at, put_back = -math.inf, 0.0
@@ -453,8 +467,8 @@ def changes(generations: Iterable[Record], begin: float = 0.0) -> list[Row]:
 
 
 def repair_times(rows: Iterable[Row]) -> list[float]:
-    """Seconds from each failure to the return, of those that have come back; where the clock was put back just then,
-    nobody knows them."""
+    """Returns the seconds from failure to return of each worker that came back. Those that are unknown because the
+    system clock was put back in between are left out."""
     times: list[float] = []
     since: dict[str, float] = {}
     for at, worker, what in rows:
@@ -471,12 +485,13 @@ log = structlog.get_logger()
 
 TICK_SECONDS = 0.25
 
-# How a job stands to a plan. SOON: an interim plan is run, which was too large to be sent here.
+# How a job uses the plan that is shown. SOON: the workers still run an interim plan, which was too large to be sent to
+# the console, so the generation's own plan is shown.
 IN_FORCE, LAST, INTERIM, SOON = "in force", "last in force", "interim", "in force soon"
 
 
 class PlanRun(NamedTuple):
-    """A plan that workers run. failed: whom it goes without. words: one of those above."""
+    """A plan that workers run. failed: the workers that it goes without. words: IN_FORCE, LAST, INTERIM or SOON."""
 
     fingerprint: str
     generation: int
@@ -486,8 +501,11 @@ class PlanRun(NamedTuple):
 
 @dataclass(frozen=True)
 class IncomingReport:
-    """An event, and what is stored beside it if it is accepted. process: of a worker that registers. spare: of one that
-    has exited, the ranks that are spare; restart: what its launcher does about it. acknowledgement: a row."""
+    """An event, and what is stored with it if it is accepted.
+
+    process: of a worker that registers. spare: the spare ranks of a worker that has exited; restart: what its launcher
+    does about the exit. acknowledgement: a database row.
+    """
 
     event: WorkerRegistered | GenerationAcknowledged | Exited
     process: Arrival | None = None
@@ -499,9 +517,9 @@ class IncomingReport:
 def run_together(
     state: State, reports: Sequence[IncomingReport], now: float, failure_timeouts: FailureTimeouts
 ) -> tuple[State, list[Note], list[str | Refuse]]:
-    """Takes reports up to the first one that asks for a plan or opens a generation, which is not taken.
+    """Takes reports until one asks for a plan or opens a generation; that one and those after it are not taken.
 
-    Returns the state after them, what they add to the event feed, and for each the reason or refusal.
+    Returns the state after those taken, their lines for the event feed, and for each its reason or refusal.
     """
     notes: list[Note] = []
     answers: list[str | Refuse] = []
@@ -517,14 +535,16 @@ def run_together(
 
 
 class LiveJob:
-    """Thread-safe. want_plan: called with the failed workers when a plan has to be made elsewhere;
-    the answer comes back by `plans.plan_made`. on_generation: called after a generation has
-    opened. look_up: a plan made ahead that is kept elsewhere, and where it is from.
+    """One job as the console has it. Thread-safe.
 
-    Its parts, each with a state of its own: `state`, the membership as the coordinator has it, and `processes`, which
-    hold the roles; `plans`; `measurements`, what workers say of themselves; `feed`; `commands` of operators;
-    `choices`, when it waited for one; `baseline`, what its throughput is measured by, which `pin` alone changes;
-    `lead`, which node leads, where there are several.
+    want_plan: called with the job and its failed workers when a plan has to be made elsewhere; the answer comes back
+    through `plans.plan_made`. on_generation: called after a generation has opened. look_up: finds a plan made ahead
+    that is kept elsewhere, and says where it is from.
+
+    Its parts: `state`, the membership as the coordinator has it; `processes`, which hold the roles; `plans`;
+    `measurements`, what workers report of themselves; `feed`, the event feed; `commands` of operators; `choices`, the
+    times in which the job waited for an operator's choice; `baseline`, what its throughput is compared with, which
+    only `pin` changes; `lead`, which node leads where there are several.
     """
 
     def __init__(
@@ -543,9 +563,9 @@ class LiveJob:
         self.job_id, self.spec, self.created_at = job_id, spec, created_at
         self.failure_timeouts = failure_timeouts
         self.lock = threading.RLock()
-        self.version = 0  # rises with everything that is stored: what views are cached by
-        self.topic = Topic()  # anything that is stored
-        self.generation_topic = Topic()  # what thousands of workers may wait for: no other change wakes them
+        self.version = 0  # rises with everything that is stored; cached views are keyed by it
+        self.topic = Topic()  # published whenever anything is stored
+        self.generation_topic = Topic()  # thousands of workers may wait for it: only a new generation wakes them
         self.plans = JobPlans(job_id, spec, store, self.lock, look_up, self._answered, self.stored)
         self.state = State.new(
             spec.pipelines,
@@ -554,7 +574,7 @@ class LiveJob:
             back_to=back_to(spec.checkpoints, spec.max_restarts),
             partition=self.plans.nominal.partition,
         )
-        self.processes: dict[str, ProcessState] = {}  # by incarnation, those that came first first
+        self.processes: dict[str, ProcessState] = {}  # by incarnation, in the order in which they came
         self.measurements = JobMeasurements(self.state.members, spec.stages)
         self.feed = JobFeed()
         self.commands = CommandQueue()
@@ -571,12 +591,13 @@ class LiveJob:
         self._refused = ""
 
     def ask_for(self, failed: tuple[str, ...]) -> None:
-        """Has the plan made elsewhere."""
+        """Has the plan without these workers made elsewhere, by `want_plan`."""
         self.plans.asks_for(failed)
         self._want_plan(self, failed)
 
     def plan_missing(self) -> tuple[str, ...] | None:
-        """What a pending generation waits for, if nobody makes it: its answer could not be stored, say."""
+        """Returns the failed workers of the plan that a pending generation waits for and nobody makes, for example
+        because the answer could not be stored; else None."""
         pending = self.state.pending
         return pending.failed if pending and pending.until is None and self.plans.asked_for is None else None
 
@@ -585,34 +606,36 @@ class LiveJob:
 
     @property
     def paused(self) -> bool:
-        """Has an operator asked all workers to stop, and nobody yet to go on?"""
+        """Whether an operator has paused the job and nobody has resumed it."""
         return self.commands.paused_at is not None and not self.state.over
 
     @property
     def waits(self) -> tuple[Wait, ...]:
-        """When it waited for a person: for a choice, or for the end of a pause."""
+        """The times in which the job waited for a person: for a choice, or for the end of a pause."""
         return *self.choices, *pauses(self.commands.held)
 
     @property
     def stopped(self) -> frozenset[str]:
-        """Who has said, since an operator asked for it, that it waits before an iteration."""
+        """The workers that have reported, since an operator paused the job, that they wait before an iteration."""
         since = self.commands.paused_at
         if since is None or self.state.over:
             return frozenset()
         return self.measurements.stopped(since, self.state.members)
 
     def last_heard(self, member: Member) -> float | None:
-        """When its process was heard last, in monotonic seconds; None: never. A console that has begun anew judges
-        nobody by the time before; what it shows is as old as it is."""
+        """Returns when the member's process was last heard, in monotonic seconds; None: never.
+
+        For display. A console that has just started judges no worker by an older heartbeat, but shows its true age.
+        """
         contact = self.measurements.contacts.get(member.name)
         if contact is not None and contact.beat.incarnation == member.incarnation:
             return contact.heard
-        # In a job that is over it judges nobody at all, and `last_heard` says nothing.
+        # In a job that is over nobody is judged, so `last_heard` is not kept up to date.
         return None if self.state.over else member.last_heard
 
     @property
     def plan_run(self) -> PlanRun | None:
-        """What its workers run; None before the first generation."""
+        """The plan that the workers run; None before the first generation."""
         state = self.state
         if (current := state.current) is None:
             return None
@@ -622,7 +645,8 @@ class LiveJob:
         return PlanRun(current.plan_fingerprint, current.number, current.failed, words)
 
     def worker_states(self, rerouted: Mapping[str, int] | None = None) -> WorkerStates:
-        """Which process holds which role, and how each is. rerouted: by the plan that they run."""
+        """Returns which process holds which role, and the state of each. rerouted: by role, how many micro-batches of
+        other pipelines it runs by the plan in force."""
         return WorkerStates(
             self.state,
             self.processes,
@@ -636,7 +660,7 @@ class LiveJob:
 
     @property
     def quiet(self) -> bool:
-        """Is it over, and nothing heard since that would have to be taken?"""
+        """Whether the job is over and no heartbeat waits to be taken."""
         return bool(self.state.over) and not self.measurements.fresh
 
     # -- events -----------------------------------------------------------------------------
@@ -653,8 +677,8 @@ class LiveJob:
     ) -> str:
         """Takes one event, stores what follows from it, and returns the reason.
 
-        beside: the report of the event, if it is one. audit: a row that is stored if the event is
-        accepted. plan: the one that a PlanReady speaks of. now: when it happened; None: at this moment. sender: see
+        beside: the report that the event came in, if any. audit: a row that is stored if the event is accepted. plan:
+        the plan that a PlanReady names. now: monotonic seconds when it happened; None: this moment. sender: see
         `taking`. Raises ConsoleError when the event is refused or can't be stored; then nothing has changed.
         """
         with self.taking(sender):
@@ -663,7 +687,7 @@ class LiveJob:
             if step.refusal:
                 raise refused(step.refusal.code, step.refusal.detail)
             if (step.state is old or step.passing) and not (step.decisions or beside or audit):
-                self.state = step.state  # as most ticks: nothing to look for among thousands of workers
+                self.state = step.state  # most ticks end here, without a search among thousands of workers
                 return step.reason
             decisions, wanted = list(step.decisions), None
             state, reason = step.state, step.reason
@@ -686,10 +710,10 @@ class LiveJob:
         return reason
 
     def apply_all(self, reports: Sequence[IncomingReport], sender: LeadTerm | None = None) -> list[str | ConsoleError]:
-        """Takes reports as `apply` would take each, with few transactions; the reason or the error of each.
+        """Takes reports as `apply` would take each, but in few transactions. Returns the reason or the error of each.
 
-        Raises ConsoleError where the database fails: nobody knows which are stored, and all are to be sent again; and
-        where another node leads than the one that sends them.
+        Raises ConsoleError when the database fails (nobody knows which reports are stored, and all have to be sent
+        again) or when another node leads than the one that sends them.
         """
         out: list[str | ConsoleError] = []
         while left := reports[len(out) :]:
@@ -702,7 +726,8 @@ class LiveJob:
         return out
 
     def _apply_quiet(self, reports: Sequence[IncomingReport], sender: LeadTerm | None) -> list[str | ConsoleError]:
-        """Those up to the first that asks for a plan, in one transaction. Raises ConsoleError if it fails."""
+        """Takes the reports before the first that asks for a plan or opens a generation, in one transaction. Raises
+        ConsoleError if that fails."""
         with self.taking(sender):
             state, notes, answers = run_together(self.state, reports, self._clock(), self.failure_timeouts)
             taken = [report for report, answer in zip(reports, answers, strict=False) if isinstance(answer, str)]
@@ -727,12 +752,15 @@ class LiveJob:
         return self.state.generation
 
     def asked(self, command: Command) -> None:
-        """By an operator, just now; it is stored."""
+        """Notes a command that an operator has just given, and that is stored."""
         self.commands.add(command, time.time(), self._clock())
 
     def sender(self, worker: str, incarnation: str) -> Member:
-        """Whose report it is that comes from `incarnation`, as `worker`: one that was given another place may
-        not know it yet. Raises ConsoleError for an unknown or fenced one."""
+        """Returns the member whose process sent a report as `worker` from `incarnation`. A process that was given
+        another place may not know that yet, and still report under its former name.
+
+        Raises ConsoleError for an unknown or fenced worker.
+        """
         state = self.state
         member = membership.holder(state, worker, incarnation)
         if member is None:
@@ -742,7 +770,8 @@ class LiveJob:
         return member
 
     def writer(self, worker: str, incarnation: str) -> Member:
-        """As `sender`, of what a process has written: one that is out of the job wrote last why."""
+        """Does the same as `sender` for lines that a process printed, but takes them from a process that is out of the
+        job, too: its last lines say why."""
         member = membership.holder(self.state, worker, incarnation)
         known = member is not None and incarnation in member.incarnations
         return member if member is not None and known else self.sender(worker, incarnation)
@@ -750,7 +779,8 @@ class LiveJob:
     # -- which node leads -------------------------------------------------------------------
 
     def heard_lead(self, sender: LeadTerm) -> None:
-        """The launcher that leads, of several nodes, asks something. Raises ConsoleError when another leads since."""
+        """Notes that the launcher that leads a job of several nodes was heard. Raises ConsoleError when another node
+        leads by now."""
         if not self.lead.heard(sender):
             with self.writing():
                 if not self.lead.heard(sender):
@@ -758,15 +788,17 @@ class LiveJob:
 
     @contextmanager
     def taking(self, sender: LeadTerm | None) -> Iterator[None]:
-        """As `writing`, for what the launcher that led in `sender` has sent: it may have waited for a thread since it
-        came, and counts only if that launcher still leads. None: of a job on one node. Raises ConsoleError."""
+        """Does the same as `writing`, for something that the launcher that led in `sender` has sent. It may have waited
+        for a thread, and counts only if that launcher still leads. None: the job is on one node. Raises ConsoleError.
+        """
         with self.writing():
             if sender is not None:
                 self.heard_lead(sender)
             yield
 
     def claim_lead(self, wanted: LeadTerm, after: int, *, ask: bool) -> tuple[bool, str]:
-        """One that too few others follow would lead; see LeadClaim. Whether it may, and why."""
+        """Decides whether a node that too few others follow may lead (see LeadClaim). Returns the decision and why.
+        ask: only ask, and change nothing."""
         with self.writing():
             granted, reason = self.lead.may_take(wanted, after, self.failure_timeouts.dead)
             if self.state.over:
@@ -786,10 +818,10 @@ class LiveJob:
         log.info("a node leads a job", job=self.job_id, node=lead.node, term=lead.term)
 
     def tick(self) -> None:
-        """Takes the heartbeats that came in, then looks for those that did not.
+        """Takes the heartbeats that came in, then looks for workers that are silent.
 
-        Time in which the console did not get to run is nobody's silence: how long that was is known when the moment
-        is taken that silences are counted to, and not before.
+        Time in which the console did not get to run is no worker's silence. So that time is measured against the same
+        moment to which silences are counted.
         """
         self.take_heartbeats()
         if self.state.over:
@@ -802,12 +834,13 @@ class LiveJob:
         self.apply(Tick(), now=now)
 
     def stood_still(self, now: float) -> float:
-        """Seconds for which the console has not looked at it, though it should have; 0: none to speak of."""
+        """Returns for how many seconds beyond the usual the console has not looked at the job; 0: not long enough to
+        matter."""
         late = now - self._ticked - TICK_SECONDS
         return late if late > self.failure_timeouts.heartbeat and not self.state.over else 0.0
 
     def take_heartbeats(self) -> None:
-        """Gives the coordinator, and the next write to the database, what came in since the last call."""
+        """Passes the heartbeats since the last call to the coordinator, and marks them for the next write."""
         if beats := self.measurements.take():
             self.apply(HeartbeatsReceived(beats))
 
@@ -826,7 +859,7 @@ class LiveJob:
         self.version += 1
 
     def pin(self, baseline: Baseline, note: Note | None = None, audit: Record | None = None) -> None:
-        """What its throughput is measured by from now on. Raises ConsoleError."""
+        """Stores what the job's throughput is compared with from now on. Raises ConsoleError."""
         with self.writing():
             events = self.feed.rows([note] if note else [])
             self._save(JobUpdate(job={"baseline": baseline.to_json()}, events=events, audit=audit))
@@ -842,13 +875,13 @@ class LiveJob:
         reports: Sequence[IncomingReport],
         audit: Record | None,
     ) -> JobUpdate:
-        """Stores that `old` has become `new`, and then has it so here."""
+        """Stores the change from `old` to `new`, then makes it visible here."""
         now = time.time()
         before = old.members
         workers = [
             member_row(m) for name, m in new.members.items() if m is not before[name] and differs(m, before[name])
         ]
-        # Most reports of a large job change nobody's role, and everybody's is looked at for those that do.
+        # To find changed roles takes a look at every role; most reports of a large job change none, so it is skipped.
         spare = {r.event.incarnation: r.spare for r in reports if r.spare}
         restarts = {r.event.incarnation: (r.event.worker, r.restart) for r in reports if r.restart}
         changed, states = dict[str, ProcessState](), list[Record]()
@@ -873,7 +906,7 @@ class LiveJob:
             generation=generation_row(opened) if opened else None,
             later=later,
             events=events,
-            # Of a job that is over none counts any more.
+            # In a job that is over no acknowledgement counts any more.
             acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement and not old.over],
             audit=audit,
             states=states,
@@ -884,7 +917,7 @@ class LiveJob:
         return change
 
     def _save(self, change: JobUpdate) -> None:
-        """Raises ConsoleError (404) where the job was deleted since whoever changes it has found it."""
+        """Stores a change. Raises ConsoleError (404) if the job has been deleted meanwhile."""
         if change:
             if not self._store.apply(self.job_id, change):
                 raise unknown_job(self.job_id)
@@ -893,7 +926,8 @@ class LiveJob:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """The lock, for whoever changes what is stored of the job: what is in memory is what the database has.
+        """Holds the lock while the caller changes what is stored of the job. Before that, memory is made equal to the
+        database, if a failed write has left that in doubt.
 
         Raises ConsoleError when the database fails.
         """
@@ -903,7 +937,7 @@ class LiveJob:
             try:
                 yield
             except SQLAlchemyError as error:
-                # The database may have taken it all the same, and only its answer was lost.
+                # The database may have stored it all the same, and only its answer was lost.
                 self._doubtful = True
                 refused = unavailable(error)
                 self._refused = refused.detail if refused.status == 503 else ""
@@ -911,14 +945,14 @@ class LiveJob:
 
     @property
     def unstorable(self) -> str:
-        """Why nothing of it can be stored at present, in words; empty: it can. Of a job that is paused there is nothing
-        to be stored but heartbeats."""
+        """Why nothing of the job can be stored at present, in words; empty: it can be. A failed write of heartbeats
+        counts too: in a paused job there is nothing else to store."""
         return (self._refused if self._doubtful else self.measurements.refused).partition("; ")[0]
 
     # -- reading back -----------------------------------------------------------------------
 
     def restore(self, job_row: Record) -> None:
-        """Takes the job up where the database says it was."""
+        """Takes the job up from the database, when the console starts or becomes the one that leads."""
         self._read(job_row)
         self.measurements.read(self._store.workers(self.job_id))
         if not self.state.over:
@@ -951,7 +985,7 @@ class LiveJob:
         self.lead.read(job_row["lead_term"], job_row["lead_node"])
         self.version += 1
         self.plans.cut(state.current.partition if state.current else ())
-        # As ConsoleRestarted has it, which may not be stored for long.
+        # All were heard just now, as after ConsoleRestarted: that event may not be stored for a long time.
         self.state = state.with_heard(
             {n: m if m.last_heard is None else replace(m, last_heard=self._clock()) for n, m in state.members.items()}
         )

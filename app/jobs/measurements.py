@@ -1,5 +1,5 @@
-"""What a job's workers say of themselves, in memory: their newest heartbeats, op times, what is on its way into the
-history, and what they print. None of it is a matter of the coordinator, and none waits for the database.
+"""What a job's workers report of themselves, in memory: their newest heartbeats, op times, samples on their way into
+the history, and the lines that they print. The coordinator needs none of it, and nothing here waits for the database.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from openrecycle.planner.jobs.job import Worker
 
 
 class JobMeasurements:
-    """Of one job. workers: the names of its grid. stages: of its pipelines.
+    """The measurements of one job. workers: the names of its grid. stages: the number of stages of a pipeline.
 
-    Heartbeats are appended to `fresh` by any thread, each with the monotonic time at which it was heard; one thread
-    alone takes them. slow: workers, and how many times the others' op times they take, as was found last.
+    Any thread appends heartbeats to `fresh`, each with the monotonic time at which it was heard; only one thread takes
+    them. slow: by worker, how many times the others' op times it takes, as was found last.
     """
 
     def __init__(self, workers: Iterable[str], stages: int) -> None:
@@ -39,11 +39,11 @@ class JobMeasurements:
         self.logs = LogBook(len(self.recording.places))
         self.slow: Mapping[str, float] = {}
         self._unsaved: dict[str, None] = {}
-        # Why the database took no heartbeats when they were to be stored last; empty: it did.
+        # Why the last write of heartbeats to the database failed; empty: it did not.
         self.refused = ""
 
     def take(self) -> dict[str, LastHeartbeat]:
-        """What came in since the last call, for the coordinator; the rest of it is noted here."""
+        """Takes the heartbeats since the last call. Returns what the coordinator needs of them, and keeps the rest."""
         beats: dict[str, LastHeartbeat] = {}
         news: list[tuple[Heartbeat, float]] = []
         fresh, contacts = self.fresh, self.contacts
@@ -51,8 +51,8 @@ class JobMeasurements:
             beat, heard = arrived = fresh.popleft()
             name, incarnation = beat.worker, beat.incarnation
             known = contacts.get(name)
+            # A heartbeat that comes after a newer one shows that the worker lives, but nothing else of it is used.
             if known is None or known.beat.incarnation != incarnation or beat.seq > known.beat.seq:
-                # An older one that came late still shows that the worker lives, and no more.
                 contacts[name] = Contact(beat, heard)
                 news.append(arrived)
             beats[name] = LastHeartbeat(incarnation, heard, beat.phase == "draining")
@@ -63,28 +63,31 @@ class JobMeasurements:
         return beats
 
     def unsaved(self, most: int) -> list[Record]:
-        """Worker columns out of the heartbeats since the last call, of `most` workers at most: those first that have
-        waited longest."""
+        """Returns the worker columns that new heartbeats have changed, for at most `most` workers, those first that
+        have waited longest. They count as saved from then on."""
         names = list(islice(self._unsaved, most))
         for name in names:
             del self._unsaved[name]
         return [_contact_row(name, self.contacts[name]) for name in names]
 
     def read(self, worker_rows: Iterable[Record]) -> None:
-        """Takes the newest heartbeats out of the database."""
+        """Takes each worker's newest heartbeat from the rows of the database."""
         for row in worker_rows:
             if row["incarnation"] and row["heard_at"] is not None:
                 self.contacts[row["name"]] = _read_contact(row)
 
     def found_slow(self, factors: Mapping[str, float]) -> None:
-        """By how many times the others' op times each takes; of those that it does not name none is slow."""
+        """Sets which workers are slow: by worker, how many times the others' op times it takes. All other workers are
+        not slow."""
         self.slow = factors
 
     def stopped(self, since: float, members: Mapping[str, Member]) -> frozenset[str]:
-        """Who has said since then (monotonic seconds) that it waits before an iteration."""
+        """Returns the workers that have reported, after `since` (monotonic seconds), that they wait before an
+        iteration."""
         return frozenset(
             name
-            # Another thread adds those that come; to make a list of pairs may be to collect garbage, and so to let it.
+            # Another thread adds workers. A list of the items could start the garbage collector, and so let that thread
+            # run in the middle; `copy` can't.
             for name, known in self.contacts.copy().items()
             if known.beat.phase == "paused"
             and known.heard >= since
@@ -93,15 +96,15 @@ class JobMeasurements:
 
 
 class Contact(NamedTuple):
-    """The newest heartbeat of a worker, and when it came, in monotonic seconds. Only the database has it by the wall
-    clock, which outlives a process."""
+    """The newest heartbeat of a worker, and when it came, in monotonic seconds. The database has the time by the wall
+    clock instead, which means the same to the next process."""
 
     beat: Heartbeat
     heard: float
 
 
 def _contact_row(name: str, contact: Contact) -> Record:
-    """The worker columns that a heartbeat brings."""
+    """Returns the columns of a worker's row that a heartbeat sets."""
     beat = contact.beat
     return {
         "name": name,
@@ -131,7 +134,7 @@ def _read_contact(row: Record) -> Contact:
 
 # -- op times ----------------------------------------------------------------------------------
 
-# Weight of the newest report; older ones fade with a half-life of three.
+# Weight of the newest report in the running mean; older reports fade with a half-life of three.
 NEWEST = 0.2
 
 
@@ -142,14 +145,14 @@ class _Times:
 
 
 class OpTimes:
-    """Of one job. Not thread-safe."""
+    """The smoothed op times of one job's workers, in milliseconds. Not thread-safe."""
 
     def __init__(self) -> None:
         self._of: dict[str, _Times] = {}
         self._fresh: dict[str, tuple[str, Mapping[OpKind, float]]] = {}
 
     def report(self, beats: Iterable[Heartbeat]) -> None:
-        """Each with the mean of each op kind since the worker's last one; kinds that did not run are not in it."""
+        """Takes op times out of heartbeats. Each has the mean of every op kind that ran since the worker's last one."""
         known, fresh = self._of, self._fresh
         for beat in beats:
             worker, incarnation, milliseconds = beat.worker, beat.incarnation, beat.op_milliseconds
@@ -165,12 +168,12 @@ class OpTimes:
             fresh[worker] = incarnation, milliseconds
 
     def smoothed(self, worker: str) -> dict[OpKind, float]:
-        """Milliseconds by op kind; {} for a worker that has reported none."""
+        """Returns milliseconds by op kind; {} for a worker that has reported none."""
         times = self._of.get(worker)
         return dict(times.milliseconds) if times else {}
 
     def take(self) -> dict[str, tuple[str, Mapping[OpKind, float]]]:
-        """The newest report, with its incarnation, of each worker that has made one since the last call."""
+        """Returns, by worker, (incarnation, newest report) of each worker that has reported since the last call."""
         fresh, self._fresh = self._fresh, {}
         return fresh
 
@@ -180,12 +183,15 @@ class OpTimes:
 _WIDTH = 4 + len(METRICS)
 _PHASES = {phase: float(i) for i, phase in enumerate(PHASES)}
 _NAN = float("nan")
-# Heartbeats of one group that wait, at most: some minutes' worth; 3 MB.
+# At most this many heartbeats of one group wait to be stored: some minutes' worth; 3 MB.
 _MOST = 32_768
 
 
 class Recording:
-    """Thread-safe. workers: the names of the grid. stages: of its pipelines."""
+    """Heartbeats on their way into the history, by groups of GROUP workers. Thread-safe.
+
+    workers: the names of the grid. stages: the number of stages of a pipeline.
+    """
 
     def __init__(self, workers: Iterable[str], stages: int) -> None:
         self.places = {name: grid_place(name, stages) for name in workers}
@@ -194,8 +200,8 @@ class Recording:
         self._lock = threading.Lock()
 
     def take(self, beats: Iterable[tuple[Heartbeat, float]]) -> None:
-        """Each with when it was heard, in monotonic seconds. Of a worker that is not of the grid any more, nothing
-        is kept."""
+        """Keeps heartbeats, each with the monotonic time at which it was heard, until they are drained. Heartbeats of
+        workers that are not in the grid are dropped."""
         places, last, rows = self.places, self._heard, dict[int, list[float]]()
         for beat, heard in beats:
             name, incarnation = beat.worker, beat.incarnation
@@ -227,14 +233,14 @@ class Recording:
                 waiting = self._waiting.get(group)
                 if waiting is None:
                     waiting = self._waiting[group] = array("d")
-                if len(waiting) >= _MOST * _WIDTH:  # the database has been down for long: state goes before history
+                if len(waiting) >= _MOST * _WIDTH:  # the database has long been down: history goes, state is kept
                     del waiting[: len(waiting) // 2 // _WIDTH * _WIDTH]
                 waiting.extend(row)
 
     def drain(self, until: float, offset: float) -> list[Samples]:
-        """Those heard before `until` (POSIX seconds), one Samples per group; they are not kept any longer.
+        """Removes and returns the heartbeats heard before `until` (POSIX seconds), one Samples per group.
 
-        offset: what, added to the monotonic clock, gives POSIX seconds.
+        offset: POSIX seconds minus monotonic seconds.
         """
         with self._lock:
             waiting, self._waiting = self._waiting, {}
@@ -251,7 +257,7 @@ class Recording:
         return [from_beats(rows) for rows in done]
 
     def peek(self, place: int, offset: float) -> Samples:
-        """Those of one worker, which are still kept."""
+        """Returns one worker's heartbeats that wait, and keeps them. place, offset: see `grid_place` and `drain`."""
         with self._lock:
             rows = np.array(self._waiting.get(place // GROUP, ())).reshape(-1, _WIDTH)
         rows = rows[rows[:, 0] == place]
@@ -260,22 +266,24 @@ class Recording:
 
 
 def grid_place(name: str, stages: int) -> int:
+    """Returns the number of a worker's place in the grid, counted along the pipelines. stages: of a pipeline."""
     worker = Worker.parse(name)
     return worker.pipeline * stages + worker.stage
 
 
 # -- what workers print --------------------------------------------------------------------------
 
+# Lines that are kept of a worker, and of all workers of a job together: of large jobs, each worker's are fewer, but not
+# fewer than FEWEST.
 LINES = 200
-# Of all workers of a job together; of large jobs each keeps less.
 ALL_LINES = 50_000
 FEWEST = 20
 
 
 class LogBook:
-    """What workers print. Lines of a process that has ended stay until its successor has as many. Thread-safe.
+    """The newest lines that each worker has printed. Thread-safe.
 
-    workers: how many the grid has.
+    Lines of a process that has ended stay until newer lines replace them. workers: how many the grid has.
     """
 
     def __init__(self, workers: int) -> None:
@@ -291,6 +299,6 @@ class LogBook:
             lines.extend(message.lines)
 
     def lines(self, worker: str) -> tuple[LogLine, ...]:
-        """Oldest first."""
+        """Returns the lines of a worker, oldest first."""
         with self._lock:
             return tuple(self._of.get(worker, ()))

@@ -1,8 +1,9 @@
-"""Machines and roles: which process holds which place of the grid, and in what state each of both is; and one sentence
-that says what the coordinator does or waits for, and why. Pure.
+"""The states of processes and roles in a job, and one sentence about what the coordinator does or waits for, and why.
+Pure.
 
-A worker process (host, process id, since when) holds a role (stage 2 of pipeline 1). Roles are given to other
-processes, and processes end; neither is the other. Whatever says of a worker how it is has it from here.
+A worker process (host, process id, since when) holds a role (a place of the grid, such as stage 2 of pipeline 1). A
+role can be given to another process, and a process can end or take another role, so each has a state of its own.
+Everything that shows the state of a worker takes it from here.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from openrecycle.planner.jobs.words import counts, layers_move, layers_moved, na
 
 
 class RoleState(StrEnum):
-    """Of a role and of a process.
+    """The state of a role or of a process.
 
-    RUNNING: its process trains. REROUTED: and runs other pipelines' micro-batches beside its own. SLOW: and takes
-    longer than its peers. WAITING: for a person to choose how the job goes on, or in a job that is halted. PAUSED: it
-    waits, since an operator has stopped the job. SUSPECT: heartbeats overdue.
-    JOINING: registered, does not train yet. LEAVING: asked to go, and has not gone yet. FINISHED: left after the last
-    iteration. ENDED: with its job, which was stopped before that.
-    Of a role that nobody holds: DRAINED, FAILED: as its last process ended. MOVED: that process holds another role.
-    EMPTY: nobody has held it yet, or its process moved on and has ended since.
+    RUNNING: the process trains. REROUTED: it also runs micro-batches of other pipelines. SLOW: it trains, but takes
+    longer than its peers. WAITING: for a person to choose how the job goes on, or because the job is halted. PAUSED: it
+    waits because an operator has paused the job. SUSPECT: its heartbeats are overdue.
+    JOINING: it has registered and does not train yet. LEAVING: it was asked to go, and has not gone yet. FINISHED: it
+    left after the last iteration. ENDED: the job was stopped before that.
+    A role that nobody holds is DRAINED or FAILED, as its last process ended; MOVED if that process holds another role;
+    EMPTY if no process has held it yet, or its process moved on and has ended since.
     """
 
     RUNNING = "running"
@@ -49,21 +50,21 @@ class RoleState(StrEnum):
     ENDED = "ended"
 
 
-# Nobody trains there.
+# Nobody trains in a role of these states.
 OUT = frozenset({RoleState.LEAVING, RoleState.MOVED, RoleState.DRAINED, RoleState.FAILED, RoleState.EMPTY})
-# Its process has the weights of its stage.
+# The process of such a role has the weights of its stage.
 HOLDING = frozenset(
     {RoleState.RUNNING, RoleState.REROUTED, RoleState.SLOW, RoleState.WAITING, RoleState.PAUSED, RoleState.SUSPECT}
 )
-# Its process can be killed.
+# The process of such a role can be killed.
 ALIVE = HOLDING | {RoleState.JOINING}
 
 
 class Condition(StrEnum):
-    """Of a job, in the word that stands first wherever it is spoken of.
+    """The condition of a job, in the word that stands first wherever the job is shown.
 
-    DEGRADED: some are out of the plan. SILENT: heartbeats are overdue of workers that the plan needs, so that nobody
-    knows whether they train."""
+    DEGRADED: the plan goes without some workers. SILENT: heartbeats of workers that the plan needs are overdue, so that
+    nobody knows whether they train."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -79,7 +80,7 @@ class Condition(StrEnum):
 
 
 class Arrival(NamedTuple):
-    """What a process says of itself when it registers; see ProcessState."""
+    """What a process reports of itself when it registers; the fields are those of ProcessState."""
 
     host: str = ""
     pid: int = 0
@@ -89,8 +90,8 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedRestart:
-    """What a launcher does by itself about a process that is gone, as agent.messages.protocol.Restart has it. at: POSIX
-    seconds."""
+    """What a launcher does by itself about a process that has ended: agent.messages.protocol.Restart, with the time of
+    the restart (`at`, POSIX seconds)."""
 
     number: int
     most: int
@@ -103,7 +104,7 @@ class PlannedRestart:
 
     @property
     def comes(self) -> bool:
-        """Is another one started?"""
+        """Whether another process is started; not if the launcher has used up its restarts."""
         return self.number <= self.most
 
     def words(self, now: float) -> str:
@@ -113,12 +114,15 @@ class PlannedRestart:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """held: the roles that it was given, oldest first, and since when (POSIX seconds; 0: not known). ended: how it
-    left the job; "": it has not, or with the job. stands_by: it was drained with the rest of its pipeline. detail: why.
+    """A worker's process, living or ended.
 
-    Of a worker of several ranks, ranks: the process ids of all of them, pid being that of rank 0. spare: of one that
-    has ended, the ranks that had to, since another one of them had. made_of: the ranks, as (incarnation, number), that
-    were spare and in whose place its own are. restart: of one that has ended, what its launcher does about it."""
+    held: the roles that it was given, oldest first, and since when (POSIX seconds; 0: not known). ended: how it left
+    the job; "": it has not left, or ended with the job. detail: why it left, in words. stands_by: it was drained with
+    the rest of its pipeline. restart: what its launcher does about its end.
+
+    For a worker of several ranks, ranks: their process ids (pid is that of rank 0). spare: once the worker has ended,
+    the ranks that had to end only because another rank had. made_of: the spare ranks, as (incarnation, number), whose
+    places its own ranks took."""
 
     incarnation: str
     host: str
@@ -134,17 +138,17 @@ class ProcessState:
 
     @property
     def slot(self) -> str:
-        """The place of its host's launcher that it was started in."""
+        """The place that the process was started for by its host's launcher."""
         return self.held[0][0]
 
     @property
     def role(self) -> str:
-        """That it holds, or held last."""
+        """The role that the process holds, or held last."""
         return self.held[-1][0]
 
     @property
     def name(self) -> str:
-        """As people call it: what it was started as, and what it is by now."""
+        """The process's name for people: the place that it was started for, and its role if that is another one."""
         return self.slot if self.role == self.slot else f"{self.slot} (as {self.role})"
 
     @property
@@ -153,7 +157,8 @@ class ProcessState:
 
 
 class WorkerRole(NamedTuple):
-    """process: that holds it, or did last. moved_to: the role that it holds now instead. detail: why it is so."""
+    """A role and its state. process: the one that holds the role, or held it last. moved_to: the role that this process
+    holds now instead. detail: the reason for the state, in words."""
 
     name: str
     stage: int
@@ -168,12 +173,13 @@ class WorkerRole(NamedTuple):
 
 
 def words_of(state: RoleState, moved_to: str) -> str:
-    """As a cell has it."""
+    """Returns the words for a state, as a cell of the grid shows them."""
     return f"moved to {moved_to}" if state is RoleState.MOVED else state.value
 
 
 def lost_name(process: ProcessState, held: bool) -> str:
-    """Of a process that has left the job. held: does another one hold the place that it was started in?"""
+    """Returns the name of a process that has left the job. held: whether another process holds the place that it was
+    started for."""
     return f"{process.name}'s former process" if held else process.name
 
 
@@ -186,9 +192,11 @@ def follow(
     spare: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     restarts: Mapping[str, tuple[str, PlannedRestart]] = MappingProxyType({}),
 ) -> dict[str, ProcessState]:
-    """The processes, by incarnation, that are other than in `known` once `old` has become `new`. came: those that have
-    registered in between. at: POSIX seconds. spare: of those whose end was reported in between, the ranks that are
-    spare; restarts: their places, and what is done about them."""
+    """Returns the processes that differ from `known`, by incarnation, after `old` has become `new`.
+
+    By incarnation, as reported in between: came: processes that registered; spare: the spare ranks of processes that
+    ended; restarts: their places, and what their launchers do about their ends. at: POSIX seconds.
+    """
     changed: dict[str, ProcessState] = {}
 
     def known_as(incarnation: str, role: str) -> ProcessState:
@@ -228,7 +236,7 @@ def follow(
     for incarnation, (role, restart) in restarts.items():
         found, member = changed.get(incarnation) or known.get(incarnation), new.members[role]
         if found is None and member.state is WorkerState.FAILED:
-            # That one has ended before it registered: it is about the one before.
+            # The process ended before it registered: the restart is noted at the one that held the place before.
             found = changed.get(member.incarnation or "") or known.get(member.incarnation or "")
         if found is not None:
             changed[found.incarnation] = replace(found, restart=restart)
@@ -236,8 +244,9 @@ def follow(
 
 
 class RankState(StrEnum):
-    """Of one rank of a worker. RUNNING: its process is there. DEAD: it has ended. SPARE: it had to end since another
-    one of its worker had, and nothing runs in its place. USED: a rank of another worker does by now."""
+    """The state of one rank of a worker. RUNNING: its process is there. DEAD: it has ended. SPARE: it had to end
+    because another rank of its worker had, and nothing runs in its place. USED: like SPARE, but by now a rank of
+    another worker runs in its place."""
 
     RUNNING = "running"
     DEAD = "dead"
@@ -246,7 +255,7 @@ class RankState(StrEnum):
 
 
 class Rank(NamedTuple):
-    """One of a worker's processes. used_by: the worker whose rank is in its place now."""
+    """One of a worker's processes. used_by: the role of the worker whose rank is in its place now."""
 
     number: int
     pid: int
@@ -257,9 +266,12 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerStates:
-    """waiting: does the job wait for a person's choice? paused: has an operator stopped it? stopped: the roles whose
-    processes have said that they wait for that. rerouted: micro-batches of other pipelines that a role runs in an
-    iteration, by the plan in force. slow: how many times its peers' op times a role takes. now: POSIX seconds."""
+    """The states of all roles and processes of one job at one moment.
+
+    state: the membership. known: the processes, by incarnation. paused: an operator has paused the job. stopped: the
+    roles whose processes have reported that they wait for that. rerouted: by role, how many micro-batches of other
+    pipelines it runs in an iteration by the plan in force. slow: by role, how many times its peers' op times it takes.
+    waiting: the job waits for a person's choice. now: POSIX seconds."""
 
     state: State
     known: Mapping[str, ProcessState]
@@ -272,21 +284,21 @@ class WorkerStates:
 
     @cached_property
     def roles(self) -> dict[str, WorkerRole]:
-        """In grid order."""
+        """All roles by name, in grid order."""
         return {name: self.role(member) for name, member in self.state.members.items()}
 
     def count(self) -> Counter[RoleState]:
-        """How many roles are in each state: in 10 ms for 16,384, of which `roles` takes 40."""
+        """Counts the roles in each state. Takes 10 ms for 16,384 roles; to make `roles` takes 40."""
         counts = Counter(self._held(m) for m in self.state.members.values() if m.state is not WorkerState.FAILED)
         counts.update(self.role(m).state for m in self.state.members.values() if m.state is WorkerState.FAILED)
         return counts
 
     def alive(self) -> list[Member]:
-        """Those whose process should speak."""
+        """Returns the members whose processes should send heartbeats."""
         return [m for m in self.state.members.values() if self._held(m) in ALIVE]
 
     def ranks(self, process: ProcessState) -> tuple[Rank, ...]:
-        """Of a worker of several, in order."""
+        """Returns the ranks of a worker, in order; none for a worker of one rank."""
         out = []
         for number, pid in enumerate(process.ranks):
             state, used_by = RankState.RUNNING, ""
@@ -299,30 +311,30 @@ class WorkerStates:
 
     @cached_property
     def spares(self) -> tuple[Rank, ...]:
-        """The ranks that run nothing since another one of their worker has ended."""
+        """The ranks that had to end because another rank of their worker had, and in whose places nothing runs."""
         ended = (process for process in self.known.values() if process.spare)
         return tuple(rank for process in ended for rank in self.ranks(process) if rank.state is RankState.SPARE)
 
     @cached_property
     def _spares_used(self) -> dict[tuple[str, int], ProcessState]:
-        """By (incarnation, number), the process in whose place a rank of which is."""
+        """By the (incarnation, number) of a spare rank: the process that has a rank in its place."""
         return {rank: process for process in self.known.values() for rank in process.made_of}
 
     @cached_property
     def missing(self) -> tuple[ProcessState, ...]:
-        """The processes that the empty roles are empty for: those that have ended, and that no other has replaced.
-        A role whose process took the place of a lost one is empty for the lost one."""
+        """The processes that have ended and whose work no other process has taken up: one for each empty role. A role
+        whose process took the place of a lost one counts for the lost one."""
         empty = (self.role(m) for m in self.state.members.values() if m.state is WorkerState.FAILED)
         lost = (self._lost_for(role) for role in empty)
         return tuple({process.incarnation: process for process in lost if process is not None}.values())
 
     @cached_property
     def moved(self) -> tuple[ProcessState, ...]:
-        """The processes that hold another role than that which they were started for."""
+        """The living processes that hold another role than the one that they were started for."""
         return tuple(p for p in self.known.values() if p.role != p.slot and self.of(p) in ALIVE)
 
     def why_out(self, names: Iterable[str]) -> dict[str, str]:
-        """Of roles that the plan goes without: in words, how each is."""
+        """Returns the state of each of these roles in words. names: roles that the plan goes without."""
         return {name: self.roles[name].words for name in names}
 
     @property
@@ -343,14 +355,14 @@ class WorkerStates:
 
     @property
     def waits_for_operator(self) -> bool:
-        """Does nobody train, until a person does something?"""
+        """Whether nobody trains until a person does something."""
         state = self.state
         paused = self.paused and state.current is not None and not self.running_on
         return bool(paused or state.halted or state.choosing) and not state.over
 
     @cached_property
     def running_on(self) -> tuple[str, ...]:
-        """Of a job that an operator has asked to pause: who is in it, and has not said that it waits."""
+        """Once an operator has paused the job: the workers in its generation that have not reported that they wait."""
         current = self.state.current
         there = (name for name in (current.living if current else ()) if name not in self.stopped)
         gone = (WorkerState.FAILED, WorkerState.FINISHED)
@@ -374,7 +386,7 @@ class WorkerStates:
     # -- details ----------------------------------------------------------------------------
 
     def _held(self, member: Member) -> RoleState:
-        """EMPTY: nobody holds the role, whatever became of its last process."""
+        """Returns a role's state without a look at former holders: EMPTY whenever nobody holds it."""
         match member.state:
             case WorkerState.STARTING:
                 return RoleState.EMPTY if member.incarnation is None else RoleState.JOINING
@@ -407,7 +419,7 @@ class WorkerStates:
 
     @cached_property
     def _holders(self) -> dict[str, list[tuple[float, ProcessState]]]:
-        """Of each role, oldest first."""
+        """By role, its holders and since when, oldest first."""
         found: dict[str, list[tuple[float, ProcessState]]] = {}
         for process in self.known.values():
             for role, since in process.held:
@@ -421,12 +433,12 @@ class WorkerStates:
         return holders[-1][1] if holders else None
 
     def _lost_for(self, role: WorkerRole) -> ProcessState | None:
-        """None: nobody has held it."""
+        """Returns the lost process for which a role is empty; None: no process has held it."""
         name, process = role.name, role.process
         for _ in range(len(self.known) + 1):
             if process is None or process.role == name:
                 return process
-            # It went from here to a place that was empty, for the process that had held that before.
+            # The process left this role for a place that was empty: the lost one is the last that held that place.
             left = max(i for i, (held, _) in enumerate(process.held) if held == name)
             name, since = process.held[left + 1]
             before = [p for at, p in self._holders[name] if at < since and p is not process]
@@ -435,9 +447,9 @@ class WorkerStates:
 
 
 class Loss(NamedTuple):
-    """What the coordinator would do about a worker's end. halts: can nobody go on before others are back? restore: do
-    all go back? by: the worker of another stage that takes its place then, "": none, as where they go back for
-    something else. share: of the fault-free plan's throughput, that is left; None: not planned yet."""
+    """What the coordinator would do if a worker ended. halts: the job could not go on before other workers are back.
+    restore: all workers would go back to a checkpoint or the start. by: the worker of another stage that would take its
+    place; "": none. share: the share of the fault-free plan's throughput that would be left; None: not planned yet."""
 
     halts: bool = False
     restore: bool = False
@@ -446,15 +458,15 @@ class Loss(NamedTuple):
 
 
 def loss_of(state: State, worker: str, now: float, failure_timeouts: FailureTimeouts) -> Loss:
-    """By the coordinator itself. worker: who is lost now, of a job that has begun."""
+    """Asks the coordinator's own step what it would do if `worker` were lost now, in a job that has begun."""
     gone = Exited(worker, state.members[worker].incarnation or "", "launcher")
     after = step(state, gone, now, failure_timeouts).state
     if after.pending is None:
         return Loss(bool(after.halted))
     stage_of = {name: member.stage for name, member in after.members.items()}
-    # Without a worker for each stage there is no plan, and the job halts for that.
+    # The job would halt without a worker for each stage, since no plan exists then.
     empty = set(stage_of.values()) - {stage_of[name] for name in after.pending.living}
-    # Of those that go there by this step alone: an older move may be in the pending generation, too.
+    # Only moves of this very step count: the pending generation may also hold older ones.
     places = {member.incarnation: name for name, member in state.members.items() if member.incarnation is not None}
     came = {m.name: places.get(m.incarnation or "", m.name) for m in after.members.values()}
     by = [source for to, source in came.items() if source != to and stage_of[to] == stage_of[worker]]
@@ -463,7 +475,7 @@ def loss_of(state: State, worker: str, now: float, failure_timeouts: FailureTime
 
 MOST_MOVES = 4
 TRAINING_ALONE = "Training goes on, unless a worker dies: then the others wait for a console."
-"""While no console is known to lead, or that one does not get on."""
+"""Shown while no console is known to lead, or the one that leads stands still."""
 
 
 def sentence(
@@ -475,15 +487,18 @@ def sentence(
     stood_still: float = 0.0,
     unstorable: str = "",
 ) -> str:
-    """share: of the fault-free throughput, that it trains at of late; None: not known. stood_still: seconds for which
-    the console has not looked at the job, which are nobody's silence. unstorable: why the database takes nothing."""
+    """Returns one sentence about what the job does or waits for.
+
+    share: the share of the fault-free throughput at which it has trained of late; None: not known. stood_still: seconds
+    for which the console has not looked at the job; they count as no worker's silence. unstorable: why the database
+    takes nothing, in words."""
     said = _sentence(worker_states, now - stood_still, failure_timeouts, share)
     state = worker_states.state
     if state.over or (stood_still <= failure_timeouts.suspect and not unstorable):
         return said
     silence = _silence(state, now - stood_still, failure_timeouts)
     if state.settled and not (state.halted or state.broken or worker_states.paused or silence):
-        said = TRAINING_ALONE  # what else there is to say may have changed
+        said = TRAINING_ALONE  # anything more may have changed meanwhile
     if unstorable:
         return f"The console can decide nothing, and what is shown may be old: {whole_sentence(unstorable)} {said}"
     return (
@@ -493,7 +508,7 @@ def sentence(
 
 
 def _sentence(worker_states: WorkerStates, now: float, failure_timeouts: FailureTimeouts, share: float | None) -> str:
-    """See `sentence`."""
+    """Returns the sentence of a console that runs without a break."""
     state = worker_states.state
     if not worker_states.paused or state.over:
         return whole_sentence(_text(worker_states, now, failure_timeouts, share))
@@ -507,7 +522,7 @@ def _sentence(worker_states: WorkerStates, now: float, failure_timeouts: Failure
 
 
 def over_sentence(state: JobState, reason: str) -> str:
-    """Of a job that has ended."""
+    """Returns the sentence for a job that has ended."""
     ended = f"The job has {'been stopped' if state is JobState.STOPPED else 'finished'}"
     return whole_sentence(f"{ended}: {reason}" if reason else ended)
 
@@ -538,7 +553,7 @@ def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTime
 
 
 def _silence(state: State, now: float, failure_timeouts: FailureTimeouts) -> str:
-    """Who is not heard, and what will come of it; "": heartbeats of all are in time."""
+    """Says which workers are silent, and what will come of it; "": all heartbeats are in time."""
     if (nobody := nobody_heard(state, now)) > failure_timeouts.suspect:
         return (
             f"Waiting for all workers: none has been heard for {nobody:.0f} s. Look at their launcher: it has ended, "
@@ -555,7 +570,7 @@ def _silence(state: State, now: float, failure_timeouts: FailureTimeouts) -> str
 
 def _waiting_for_a_choice(state: State, left: float) -> str:
     assert state.pending is not None
-    # In minutes while there are many: the sentence is read out whenever it changes.
+    # Long times are in minutes: a screen reader reads the sentence whenever it changes.
     failed, seconds = state.pending.failed, f"{max(0.0, left):.0f} s" if left < 120 else f"{left / 60:.0f} min"
     offer = state.offer if state.offer and state.offer.failed == failed else None
     if offer is None:
@@ -569,7 +584,7 @@ def _before_the_first_generation(worker_states: WorkerStates) -> str:
     state = worker_states.state
     failed = [worker_states.role(m) for m in state.members.values() if m.state is WorkerState.FAILED]
     if failed:
-        # Of those that are started again by themselves, the detail says when.
+        # For workers that launchers start again by themselves, the role's detail says when.
         left = [role for role in failed if not (role.process and role.process.restart and role.process.restart.comes)]
         if left:
             who = names([role.name for role in left])
@@ -613,7 +628,7 @@ def _moving(state: State) -> str:
 
 
 def _who_is_out(worker_states: WorkerStates) -> str:
-    """Which processes are gone, and who took their places."""
+    """Says which processes are gone, and which others took their places."""
     state, missing = worker_states.state, worker_states.missing
     if state.current is None or not state.current.failed:
         return ""
@@ -634,8 +649,8 @@ def _who_is_out(worker_states: WorkerStates) -> str:
 
 
 def _restarts(worker_states: WorkerStates, named: Mapping[ProcessState, str]) -> list[str]:
-    """What launchers do by themselves about those that have failed, in a sentence for all of whom the same is true.
-    named: all that are missing."""
+    """Says what launchers do by themselves about failed processes, with one sentence for all that share the same fate.
+    named: all missing processes, with their names."""
     said: dict[str, list[str]] = {}
     for process, name in named.items():
         if process.ended == "failed" and process.restart is not None:
@@ -644,7 +659,7 @@ def _restarts(worker_states: WorkerStates, named: Mapping[ProcessState, str]) ->
 
 
 def _spare(worker_states: WorkerStates) -> str:
-    """Which ranks run nothing, and what for."""
+    """Says which hosts have spare ranks, and how many ranks make a worker."""
     on = Counter(rank.host for rank in worker_states.spares)
     if not on:
         return ""
@@ -664,8 +679,11 @@ def _frozen(state: State) -> str:
 
 
 def _overdue(state: State, now: float, failure_timeouts: FailureTimeouts) -> list[Member]:
-    """Whose heartbeats are, the longest silent first. Of a running one the coordinator says so, which knows when it was
-    late itself (its database was locked): its age alone would put that on the worker."""
+    """Returns the members whose heartbeats are overdue, the longest silent first.
+
+    RUNNING members are left out. For these the coordinator decides (SUSPECT), since it knows when it was late itself,
+    for example because its database was locked; the heartbeat's age alone would blame the worker for that.
+    """
     overdue = [
         m
         for m in state.members.values()
@@ -680,8 +698,7 @@ def _overdue(state: State, now: float, failure_timeouts: FailureTimeouts) -> lis
 @dataclass(frozen=True)
 class JobSummary:
     """One line of the list of jobs. created_at: POSIX seconds. living: workers in the generation whose processes have
-    not ended; workers: size of the grid. condition: how it is, in the word that the pages use: also whether it is
-    degraded, paused, or waits for a person, and whether workers that it needs are silent."""
+    not ended; workers: size of the grid. condition: finer than `state`, in the word that the pages use."""
 
     job_id: str
     name: str

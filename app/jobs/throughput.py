@@ -1,18 +1,19 @@
-"""What of a job's time counts, and what its throughput is measured by: one definition for all who show it. Pure.
+"""Which part of a job's time is productive, and what its throughput is compared with: the definitions for all that show
+them. Pure.
 
-ETTR is productive time / wall time, goodput the same weighted with throughput / fault-free
-throughput, that is samples that count / (fault-free rate x wall time). Wall time runs from the first
-generation's opening until now, or to the last commit of a job that is over, without the time in which the job waited
-for a person: for a choice, or for the end of a pause. That is no cost of any recovery, and is shown apart. The first
-iteration of a generation takes from the last commit of the generation before, so it has the failure, the redone work
-and the recovery in it: what it took beyond a usual iteration of its generation is not productive.
+ETTR is productive time / wall time. Goodput is the same weighted with throughput / fault-free throughput, that is
+samples that count / (fault-free rate x wall time). Wall time runs from the opening of the first generation until now,
+or to the last commit of a job that is over, without the time in which the job waited for a person (for a choice, or for
+the end of a pause). That time is no cost of any recovery, and is shown apart. The first iteration of a generation
+counts from the last commit of the generation before, so it includes the failure, the redone work and the recovery: what
+it took beyond a usual iteration of its generation is not productive.
 
-The fault-free rate is pinned and named (Baseline). It is the rate of the first stable window of whole iterations with
-all workers living; until there is one, that of the fault-free plan where its times are real ones. Those are not real
-whose rate the job exceeds: from then on it has no fault-free rate, and no goodput, until one is measured. Once measured
-it stays: a machine that becomes slower does not make the job any healthier. It changes when an operator has it measured
-anew, and when a fault-free plan that is quicker than the one it was measured with turns out to be; each change is a
-line of the event feed.
+The fault-free rate is pinned, and says where it is from (Baseline). It is the rate of the first stable window of whole
+iterations with all workers living. Until there is one, it is the rate of the fault-free plan, if that plan's op times
+are real ones. They are not if the job exceeds the plan's rate: then it has no fault-free rate, and no goodput, until
+one is measured. A measured rate stays, because a machine that becomes slower does not make the job any healthier. It
+changes only when an operator has it measured anew, or when there is a fault-free plan that is quicker than the one that
+it was measured with. Each change is a line of the event feed.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from openrecycle.planner.jobs.words import percent
 
 
 class CommandQueue:
-    """What operators have asked the launchers and workers of one job for. Written under the job's lock.
+    """The commands of operators to the launchers and workers of one job. Written under the job's lock.
 
-    sent: oldest first. held: `pause` or `resume`, and when (POSIX seconds). paused_at: since when all workers are to
-    stop, by this process' monotonic clock, which nobody puts back; -inf: since before it began; None: nobody has asked
-    for that, or somebody to go on since.
+    sent: all commands, oldest first. held: each `pause` and `resume`, and when (POSIX seconds). paused_at: since when
+    the job is to pause, by this process' monotonic clock, which nobody puts back; -inf: since before this process
+    began; None: the job is not to pause.
     """
 
     def __init__(self) -> None:
@@ -48,14 +49,14 @@ class CommandQueue:
         self.paused_at: float | None = None
 
     def add(self, command: Command, at: float, now: float = -math.inf) -> None:
-        """One that is stored. now: by the monotonic clock; -inf: before this process."""
+        """Adds a command that is stored. at: POSIX seconds. now: monotonic seconds; -inf: before this process began."""
         self.sent.append(command)
         if command.kind in ("pause", "resume"):
             self.held.append((command.kind, at))
             self.paused_at = now if command.kind == "pause" else None
 
     def read(self, rows: Iterable[Record]) -> None:
-        """As the database has them."""
+        """Takes all commands from the rows of the database."""
         read = CommandQueue()
         for row in rows:
             read.add(Command(seq=row["seq"], kind=row["kind"], worker=row["worker"] or None), row["at"])
@@ -66,8 +67,8 @@ class CommandQueue:
 
 
 class Wait(NamedTuple):
-    """POSIX seconds. end: None while it lasts. generation: that a choice led to, the first time it was asked for; 0: a
-    pause."""
+    """A time in which the job waited for a person, in POSIX seconds. end: None while it lasts. generation: the one that
+    was to open next when a choice was first asked for; 0: a pause."""
 
     begin: float
     end: float | None
@@ -75,7 +76,7 @@ class Wait(NamedTuple):
 
 
 def read_waits(stored: str) -> tuple[Wait, ...]:
-    """Those for a choice."""
+    """Reads the stored waits for a choice."""
     try:
         return _WAITS.validate_json(stored)
     except ValueError:
@@ -86,7 +87,8 @@ _WAITS: TypeAdapter[tuple[Wait, ...]] = TypeAdapter(tuple[Wait, ...])
 
 
 def after_change(waits: tuple[Wait, ...], choosing: bool, generation: int, now: float) -> tuple[Wait, ...]:
-    """choosing: does the job wait for a choice by now? generation: that is to open next."""
+    """Returns the waits for a choice after a change of the job. choosing: whether the job waits for one now.
+    generation: the one that is to open next."""
     last = waits[-1] if waits else None
     lasts = last is not None and last.end is None
     if choosing and not lasts:
@@ -97,7 +99,7 @@ def after_change(waits: tuple[Wait, ...], choosing: bool, generation: int, now: 
 
 
 def pauses(held: Iterable[tuple[str, float]]) -> tuple[Wait, ...]:
-    """held: (`pause` or `resume`, POSIX seconds) of what operators asked for."""
+    """Returns the times in which the job was paused. held: (`pause` or `resume`, POSIX seconds) of operators."""
     found: list[Wait] = []
     for kind, at in held:
         if kind == "pause" and (not found or found[-1].end is not None):
@@ -109,9 +111,11 @@ def pauses(held: Iterable[tuple[str, float]]) -> tuple[Wait, ...]:
 
 @dataclass(frozen=True)
 class Waited:
-    """Seconds. by_iteration: of those that were committed after a wait; by_generation: that a choice which led to the
-    generation took; pauses: each from the last commit in it, since workers end first what they are at, and but for what
-    of them is in a choice. waits: all of them, in order, of which no two overlap."""
+    """How long a job waited for a person, in seconds.
+
+    by_iteration: how much of an iteration's time was waiting. by_generation: how long the choice that led to a
+    generation took. pauses: each begins with the last commit in it, since workers finish their iteration first; time
+    that is also in a choice is left out. waits: all waits, in order; no two overlap."""
 
     by_iteration: Mapping[int, float] = field(default_factory=dict)
     by_generation: Mapping[int, float] = field(default_factory=dict)
@@ -123,8 +127,8 @@ class Waited:
         return _within(self.waits, begin, end)
 
     def in_recovery(self, row: Record) -> tuple[float, float]:
-        """Of a recovery (a row of the database): seconds of choosing, which are before anybody took up the plan that
-        came of it, and of a pause, which is before training resumed."""
+        """Returns how many seconds of a recovery were (choosing, pause). A choice is over before anybody takes up the
+        plan, and a pause before training resumes. row: the recovery's, of the database."""
         begin, end = row["at"] - row["resumed_ms"] / 1000, row["at"]
         return self.by_generation.get(row["generation"], 0.0), _within(self.pauses, begin, end)
 
@@ -137,12 +141,12 @@ NOTHING = Waited()
 
 
 def trained(row: Record, waited: Waited) -> float:
-    """Seconds of an iteration (a row of the database) without those of waiting for a person."""
+    """Returns the seconds of an iteration without those of waiting for a person. row: of the database."""
     return float(max(0.0, row["seconds"] - waited.by_iteration.get(row["iteration"], 0.0)))
 
 
 def joined(waits: Iterable[Wait]) -> list[Wait]:
-    """Where two overlap, one."""
+    """Returns the waits in order, with those that overlap made into one."""
     out: list[Wait] = []
     for wait in sorted(waits, key=lambda w: w.begin):
         last = out[-1] if out else None
@@ -155,7 +159,7 @@ def joined(waits: Iterable[Wait]) -> list[Wait]:
 
 
 def apart(waits: Iterable[Wait], others: Iterable[Wait]) -> tuple[Wait, ...]:
-    """What of `waits` is in none of `others`, in order."""
+    """Returns the parts of `waits` that are in none of `others`, in order."""
     left = list(waits)
     for other in others:
         ends = math.inf if other.end is None else other.end
@@ -171,14 +175,15 @@ def apart(waits: Iterable[Wait], others: Iterable[Wait]) -> tuple[Wait, ...]:
 
 
 def segments(row: Record, waited: Waited) -> list[tuple[str, float]]:
-    """The steps of a recovery, in milliseconds that add up to the whole, each with its words; a person's time apart."""
+    """Returns the steps of a recovery as (words, milliseconds), which add up to the whole. The time in which it waited
+    for a person is a step of its own. row: the recovery's, of the database."""
     marks = [0.0]
     for name in ("detected_ms", "unblocked_ms", "reformed_ms", "resumed_ms"):
         marks.append(max(marks[-1], row[name]))
     steps = [after - before for before, after in pairwise(marks)]
     chose, paused = (1000 * seconds for seconds in waited.in_recovery(row))
     left = chose
-    for i in (1, 2):  # survivors let go, and form anew, by the plan that was chosen
+    for i in (1, 2):  # survivors leave the iteration and form groups by the chosen plan: both may include the choice
         steps[i], left = max(0.0, steps[i] - left), max(0.0, left - steps[i])
     took = min(steps[3], paused)
     steps[3] -= took
@@ -186,8 +191,8 @@ def segments(row: Record, waited: Waited) -> list[tuple[str, float]]:
     return [*zip(words, steps, strict=True), ("waited for a person", chose - left + took)]
 
 
-# So many iterations make a window; it is stable where their middle four fifths differ by no more than this share of
-# the median. Where none is after so many iterations, the newest window is taken, and said to be unsteady.
+# WINDOW iterations make a window. It is stable if their middle four fifths differ by no more than STABLE of the median.
+# If no window is stable after PATIENCE iterations, the newest one is taken, and said to be unsteady.
 WINDOW, STABLE, PATIENCE = 20, 0.15, 200
 
 
@@ -196,9 +201,11 @@ WINDOW, STABLE, PATIENCE = 20, 0.15, 200
 
 @dataclass(frozen=True)
 class Baseline:
-    """first, last: the iterations that it was measured at, and plan: the fingerprint of the fault-free plan that they
-    ran by, where the source is `measured`. renew: look for a window from this iteration on; None: it stays. refuted: it
-    is a prediction that the job has exceeded, and counts for nothing, however slow the job becomes."""
+    """The fault-free rate of a job, and where it is from.
+
+    If the source is `measured`, first and last: the iterations of the window, and plan: the fingerprint of the
+    fault-free plan that they ran. renew: look for a new window from this iteration on; None: the rate stays. refuted:
+    it is a prediction that the job has exceeded once; it does not count any more, however slow the job becomes."""
 
     samples_per_second: float
     source: Literal["measured", "planned"]
@@ -216,7 +223,8 @@ class Baseline:
         return f"measured at iterations {self.first:,} to {self.last:,}"
 
     def holds(self, samples: float, productive: float) -> bool:
-        """Not a prediction that the job has exceeded. samples: that it has trained in so many productive seconds."""
+        """Says whether the rate counts: it is measured, or the job has not exceeded it. samples: how many the job has
+        trained in `productive` seconds."""
         exceeded = self.source == "planned" and samples > self.samples_per_second * productive
         return not (self.refuted or exceeded)
 
@@ -225,7 +233,7 @@ class Baseline:
 
 
 def read_baseline(stored: str) -> Baseline | None:
-    """None: there is none, or what is stored is none (of a file from elsewhere)."""
+    """Reads a stored baseline. Returns None if there is none, or if it can't be read (from somebody else's file)."""
     try:
         made = _BASELINE.validate_json(stored) if stored else None
         return made if made is None or 0 < made.samples_per_second < math.inf else None
@@ -238,8 +246,10 @@ _BASELINE = TypeAdapter(Baseline)
 
 @dataclass
 class Window:
-    """The newest iterations with all workers living and no micro-batch left out, one after the other, in one
-    generation: (number, seconds)."""
+    """The newest consecutive iterations of one generation, with all workers living and no micro-batch skipped.
+
+    through: the last iteration that was added. seen: how many have counted in all. newest: (iteration, seconds), at
+    most WINDOW of them."""
 
     through: int
     generation: int = 0
@@ -247,11 +257,12 @@ class Window:
     newest: list[tuple[int, float]] = field(default_factory=list)
 
     def add(self, iteration: int, seconds: float, generation: int, *, whole: bool) -> None:
-        """The next iteration. whole: all workers lived, and all of it was trained, and nothing else was in it."""
+        """Adds the next iteration. whole: all workers lived, all micro-batches were trained, and nothing else, such as
+        a wait, took time."""
         first = generation != self.generation
         self.through, self.generation = iteration, generation
         if first or not whole or seconds <= 0:
-            # The first iteration of a generation has what came before it in it.
+            # The time of a generation's first iteration includes what came before it, such as the recovery.
             self.newest = []
             return
         self.seen += 1
@@ -259,7 +270,8 @@ class Window:
 
     @property
     def spread(self) -> float | None:
-        """Of its middle four fifths, as a share of the median; None: it is not full."""
+        """The spread of the middle four fifths of the window, as a share of the median; None: the window is not
+        full."""
         if len(self.newest) < WINDOW:
             return None
         tenths = quantiles([seconds for _, seconds in self.newest], n=10)
@@ -275,7 +287,7 @@ class Window:
         return spread is not None and (spread <= STABLE or self.seen >= PATIENCE)
 
     def baseline(self, samples: float, plan: str) -> tuple[Baseline, str]:
-        """The rate, and what is to be said of how steady it is. samples: of one iteration."""
+        """Returns the window's rate, and a clause that says if it is unsteady. samples: of one iteration."""
         first, last, spread = self.newest[0][0], self.newest[-1][0], self.spread or 0.0
         unsteady = f", which vary by {percent(spread, 0)}" if spread > STABLE else ""
         return Baseline(samples / self.seconds, "measured", first, last, plan), unsteady
@@ -283,9 +295,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one job so far. baseline: its fault-free rate, None while that is not known. Fractions are None before the
-    first commit, goodput also without a fault-free rate. Seconds of wall time, of productive time in it, and, apart
-    from it, of waiting for a person."""
+    """The figures of one job so far. baseline: its fault-free rate, None while that is not known. ettr and goodput are
+    fractions; both are None before the first commit, and goodput also without a fault-free rate. wall, productive,
+    waited: seconds; the time of waiting for a person is not part of the wall time."""
 
     baseline: Baseline | None
     ettr: float | None
@@ -302,38 +314,39 @@ class Figures:
 
 @dataclass
 class GenerationSum:
-    """The iterations of one generation, whose first one took `first` seconds and the others `rest`."""
+    """The iterations of one generation: the first one took `first` seconds, and the `others` took `rest` together."""
 
     first: float
     rest: float = 0.0
     others: int = 0
 
     def productive(self, usual: float | None) -> float:
-        """Seconds. usual: what an iteration takes elsewhere, where this generation has had no other yet."""
+        """Returns the productive seconds. usual: seconds of an iteration in an earlier generation, which stand in while
+        this generation has only its first one; None: not known."""
         if self.others:
             usual = self.rest / self.others
         return self.rest + (self.first if usual is None else min(self.first, usual))
 
 
 class Account:
-    """What is known of one job's iterations, added up once each."""
+    """The running sums over one job's iterations, each of which is added once, in order."""
 
     def __init__(self) -> None:
         self.through = -1
         self.count = 0
         self.skipped = 0
-        """Micro-batches that are in no sum of them."""
+        """Micro-batches that were left out of their iterations' sums."""
         self.last_at = 0.0
         self.took = 0.0
-        """Seconds of all of them, whatever they were for."""
+        """Seconds of all iterations, productive or not."""
         self._closed = 0.0
-        """Productive seconds of generations that are done."""
+        """Productive seconds of the generations before the newest."""
         self._generation = 0
         self._sum: GenerationSum | None = None
         self._usual: float | None = None
 
     def add(self, iteration: int, seconds: float, generation: int, skipped: int = 0) -> None:
-        """The next iteration. seconds: without those of waiting for a person. skipped: micro-batches."""
+        """Adds the next iteration. seconds: without those of waiting for a person. skipped: how many micro-batches."""
         if self._sum is None or generation != self._generation:
             self._close()
             self._generation, self._sum = generation, GenerationSum(seconds)
@@ -346,7 +359,7 @@ class Account:
         self.skipped += skipped
 
     def add_sum(self, row: Record) -> None:
-        """A whole generation up to some iteration; see db.store.iteration_sums."""
+        """Adds a generation's iterations up to some one at once. row: of db.store.iteration_sums."""
         self._close()
         first, others = row["first_seconds"], row["count"] - 1
         self._generation, self._sum = row["generation"], GenerationSum(first, max(0.0, row["seconds"] - first), others)
@@ -367,7 +380,7 @@ class Account:
 
 
 def without_waits(row: Record, waited: Waited) -> Record:
-    """A row of db.store.iteration_sums without the seconds of waiting for a person."""
+    """Returns a row of db.store.iteration_sums without the seconds of waiting for a person."""
     last = row["first"] + row["count"] - 1
     out = sum(seconds for n, seconds in waited.by_iteration.items() if row["first"] <= n <= last)
     first = max(0.0, row["first_seconds"] - waited.by_iteration.get(row["first"], 0.0))
@@ -394,7 +407,7 @@ class IterationView:
 
 
 def iteration_view(row: Record, spec: JobSpec, waited: Waited = NOTHING) -> IterationView:
-    """row: of the database."""
+    """Makes the view of one iteration. row: of the database."""
     seconds = trained(row, waited)
     samples = spec.samples - len(row["skipped"]) * spec.samples_per_micro_batch
     rate = samples / seconds if seconds > 0 else 0.0
@@ -405,11 +418,11 @@ def iteration_view(row: Record, spec: JobSpec, waited: Waited = NOTHING) -> Iter
 
 
 def recent_rate(iterations: Sequence[IterationView]) -> float | None:
-    """Samples per second over the newest iterations of the newest generation."""
+    """Returns the samples per second over the newest iterations of the newest generation; None: there are none."""
     if not iterations:
         return None
     newest = [i for i in iterations[-RECENT:] if i.generation == iterations[-1].generation]
-    # The first iteration of a generation holds the recovery itself; later ones tell the pace.
+    # The first iteration of a generation includes the recovery; later ones show the pace.
     settled = newest[1:] if len(newest) > 1 else newest
     seconds = sum(i.seconds for i in settled)
     return sum(i.samples_per_second * i.seconds for i in settled) / seconds if seconds else None
@@ -422,7 +435,7 @@ def has_settled(iterations: Sequence[IterationView]) -> bool:
 
 
 def share_of(rate: float | None, figures: Figures | None) -> float | None:
-    """rate / the fault-free rate; None: one of them is not known."""
+    """Returns rate / fault-free rate; None if one of them is not known."""
     if rate is None or figures is None or not figures.fault_free:
         return None
     return rate / figures.fault_free
