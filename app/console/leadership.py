@@ -1,13 +1,13 @@
-"""Two consoles on one database: keeps the lead or waits for it, and brings the console up and down with it.
+"""Leadership among several consoles on one database: keeps the lead or waits for it, and brings the console up and
+down.
 
-What a console does about the lead is a function without a clock or a database (`decide`), and a thread of its own does
-that and nothing else. In front of the application, a gate: the console's routes while it leads, and who leads while it
-does not.
+`decide` is a pure function that says what a console does about the lead. `Leadership` does that in a thread of its own,
+`ConsoleHost` starts and ends the console accordingly, and `Gate` stands in front of the application: it serves the
+console's routes while this process leads, and otherwise says who leads.
 
-A standby answers the API with 503 and never passes a request on or redirects it. A client that has
-several addresses asks the next one, and so does a proxy that asks `/readyz`; a redirect would lead
-clients to an address that they may not reach, and without their token, which HTTP clients rightly keep
-from other hosts.
+A standby answers the API with 503, and never passes a request on or redirects it. A client that has several addresses
+asks the next one, and so does a proxy that asks `/readyz`. A redirect could lead clients to an address that they can't
+reach, and would come without their token, since HTTP clients rightly keep it from other hosts.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class LeaseTimes:
-    """Seconds. renew: between two renewals of the lease. lease: without renewal, after which it has run out.
-    poll: between two looks of a console that does not lead. A takeover takes at most about lease + 2 poll,
-    and the reading of the jobs."""
+    """Times in seconds. renew: between two renewals of the lease. lease: time without renewal after which the lease has
+    run out. poll: between two looks of a console that does not lead. A takeover takes at most about lease + 2 poll,
+    plus the reading of the jobs."""
 
     renew: float = 1.0
     lease: float = 4.0
@@ -63,8 +63,8 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """reached: the database answered. locked: this console's session holds the lock. lease: None where there
-    is none yet."""
+    """What a console sees of the lead. reached: the database answered. locked: this console's session holds the lock.
+    lease: None if there is none yet."""
 
     reached: bool
     locked: bool = False
@@ -73,14 +73,15 @@ class Seen:
 
 @dataclass(frozen=True)
 class Decision:
-    """reason: a sentence for people, without a full stop."""
+    """What to do about the lead. reason: a sentence for people, without a full stop."""
 
     action: Action
     reason: str
 
 
 def decide(me: str, term: int | None, seen: Seen, times: LeaseTimes) -> Decision:
-    """me: this console. term: the one in which it leads, or None."""
+    """Decides what a console does about the lead. me: this console's name. term: the term in which it leads, or
+    None."""
     return _waiting(me, seen, times) if term is None else _leading(me, term, seen)
 
 
@@ -102,10 +103,10 @@ def _waiting(me: str, seen: Seen, times: LeaseTimes) -> Decision:
     if seen.locked:
         return Decision(Action.LEAD, f"nobody leads{_after(lease)}")
     if lease is None or not lease.holder:
-        # Between a lock and a lease; or a version of this program that knew the lock alone.
+        # The other one has the lock, but no lease yet; or it is an old version of this program, which has no leases.
         return Decision(Action.WAIT, "another console is about to lead")
     if lease.holder == me:
-        # Its connection broke, and the database has not noticed: nobody but this console knows that.
+        # This console's connection broke, and the database has not noticed; nobody else knows that.
         reason = f"the database still holds the lead of term {lease.term} for an earlier connection of this console"
         return Decision(Action.EVICT, reason)
     if lease.age >= times.lease:
@@ -122,18 +123,18 @@ def _after(lease: Lease | None) -> str:
 
 
 def boot_seconds() -> float:
-    """Seconds that also count while the machine sleeps, where the system has such a clock."""
+    """Returns monotonic seconds that also count while the machine sleeps, if the system has such a clock."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 @dataclass(frozen=True)
 class LeaderStatus:
-    """Who leads, as this console knows it.
+    """Which console leads, as this one knows it.
 
-    term: the one in which this console leads; None: it does not. leader: the address of who does, "" where
-    that is not known. reason: a sentence for people, without a full stop. doubt: this console led last, and nobody
-    else is known to. again: seconds from one look to the next.
+    term: the term in which this console leads; None: it does not lead. leader: the address of another console that
+    leads, "" if none is known. reason: a sentence for people, without a full stop. doubt: this console led last, and no
+    other is known to lead. again: seconds from one look to the next.
     """
 
     term: int | None
@@ -144,7 +145,7 @@ class LeaderStatus:
 
     @property
     def sentence(self) -> str:
-        """What is told to whoever asks while no console is up here; without a full stop."""
+        """The answer to requests while no console is up here; without a full stop."""
         if self.doubt:
             return f"this console may no longer lead: {self.reason}; it tries again every {self.again:g} s"
         if self.term is not None:
@@ -153,9 +154,10 @@ class LeaderStatus:
 
 
 class Leadership:
-    """Thread-safe. me: what this process calls itself; address: where others reach it.
+    """Keeps the lead or waits for it, in a thread. Thread-safe.
 
-    prepare: brings the tables of `database` up to date; called with the lock held where there is no lease yet.
+    me: the name of this process; address: where others reach it. prepare: brings the tables of `database` up to date;
+    called with the lock held if there is no lease yet.
     """
 
     def __init__(
@@ -173,10 +175,10 @@ class Leadership:
         self._prepare, self._clock = prepare, clock
         self._session: LeaderSession | None = None
         self._locked = False
-        self._confirmed = 0.0  # when the lease was renewed last, at the latest
-        self._led = False  # was it this console that led last, as far as is known?
+        self._confirmed = 0.0  # a time before the newest renewal of the lease: when it was asked for
+        self._led = False  # whether this console led last, as far as is known
         self._status = LeaderStatus(None, "", "this console is starting")
-        self._renewal = (0, 0.0), 0.0  # the newest that was seen, by its term and time; and when that was first
+        self._renewal = (0, 0.0), 0.0  # (term, time) of the newest renewal that was seen, and when it was first seen
         self._seldom = Seldom()
         self._changed = threading.Condition()
         self._wake, self._stop, self._unfit = threading.Event(), threading.Event(), threading.Event()
@@ -189,18 +191,18 @@ class Leadership:
         return self._status
 
     def leads(self, term: int) -> bool:
-        """Does this console lead in that term, beyond doubt? Not after a standstill of its own: another
-        one may lead by then."""
+        """Says whether this console leads in that term beyond doubt. After a standstill of its own it does not: another
+        console may lead by then."""
         return self._status.term == term and self._clock() - self._confirmed < self.times.lease
 
     @property
     def unconfirmed(self) -> float:
-        """Seconds since the database has confirmed that this console leads."""
+        """Seconds since the database last confirmed that this console leads."""
         return self._clock() - self._confirmed
 
     def wait_change(self, term: int | None, stop: threading.Event) -> int | None:
-        """The term in which this console leads, as soon as it is another one than `term`, or `stop` is set:
-        call `notify` after that."""
+        """Waits until the term in which this console leads differs from `term`, and returns it. Also returns after
+        `stop` was set and `notify` called."""
         with self._changed:
             self._changed.wait_for(lambda: self._status.term != term or stop.is_set())
             return self._status.term
@@ -210,22 +212,22 @@ class Leadership:
             self._changed.notify_all()
 
     def look(self) -> None:
-        """Looks at once: something says that another console leads."""
+        """Has the thread look at once, since there is a sign that another console leads."""
         self._wake.set()
 
     def start(self) -> None:
-        """After the first look; raises DatabaseError where there is no database to look at."""
+        """Takes a first look, then starts the thread. Raises DatabaseError if the database can't be opened."""
         self._session = LeaderSession(self._database, self._me)
         self._step()
         self._thread.start()
 
     def give_up(self) -> None:
-        """Leaves the lead to others for a while: this console can't take the jobs up."""
+        """Leaves the lead to others for a while, because this console can't take the jobs up."""
         self._unfit.set()
         self._wake.set()
 
     def close(self) -> None:
-        """Another console may lead from now on."""
+        """Ends the thread and gives the lead up, so that another console can lead at once."""
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -267,7 +269,7 @@ class Leadership:
         return Seen(True, self._locked, self._watched(self._session.lease()))
 
     def _watched(self, lease: Lease | None) -> Lease | None:
-        """With its age, as this console has watched it."""
+        """Returns the lease with its age by this console's own clock: time since it first saw the newest renewal."""
         if lease is None:
             return None
         now, renewal = self._clock(), (lease.term, lease.renewed)
@@ -299,7 +301,7 @@ class Leadership:
         if lease is None:
             self._prepare()
         elif lease.holder not in ("", self._me):
-            # What it left behind may hold locks, where its machine is gone and its connections are not.
+            # Sessions of the former leader may still hold locks: its machine can be gone while they are still open.
             self._session.evict(lease.holder, None)
         asked = self._clock()
         term = self._session.claim(self._address)
@@ -316,7 +318,7 @@ class Leadership:
             self._changed.notify_all()
 
     def _drop(self) -> None:
-        """Closes the session: the lock is free, if it is ours."""
+        """Closes the session, which also frees the lock if this console holds it."""
         session, self._session, self._locked = self._session, None, False
         if session is not None:
             session.close()
@@ -340,7 +342,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ActiveConsole:
-    """A console that is up, its database, and the term in which it leads (None: nobody else could)."""
+    """A console that is up, its database, and the term in which it leads (None: on SQLite, where no other can lead)."""
 
     console: ConsoleService
     database: Database
@@ -348,12 +350,12 @@ class ActiveConsole:
 
 
 class ConsoleHost:
-    """Thread-safe.
+    """Brings the console of this process up when it leads, and down when it does not. Thread-safe.
 
-    open_database: called with the term that this process leads in, or NOT_LEADING; with None on SQLite.
-    leadership: None on SQLite, where a file has one console. make: a console on a database, not yet
-    started. shown_url: the database's, without its password. guarded: are access tokens asked for?
-    standby_tokens: called with where a standby looks them up.
+    open_database: called with the term in which this process leads, or NOT_LEADING; with None on SQLite. leadership:
+    None on SQLite, where a file has only one console. make: makes a console on a database, not yet started. shown_url:
+    the database's address without its password. guarded: whether access tokens are required. standby_tokens: called
+    with the Tokens in which requests are to be looked up while this process does not lead.
     """
 
     def __init__(
@@ -371,7 +373,7 @@ class ConsoleHost:
         self._guarded, self._standby_tokens = guarded, standby_tokens
         self._standby: _Standby | None = None
         self._seat: ActiveConsole | None = None
-        self._failed: int | None = None  # the term in which the jobs could not be taken up
+        self._failed: int | None = None  # the term in which this console failed to take the jobs up
         self._lost: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console-host", daemon=True)
@@ -394,19 +396,19 @@ class ConsoleHost:
         if status.term is None:
             return status
         if self._seat is not None and self._seat.term == status.term:
-            # It is up, and does not trust itself: the database has been silent for longer than its lease.
+            # The console is up but may not lead any more: the database has not answered for longer than the lease.
             silent = f"the database has not confirmed it for {self._leadership.unconfirmed:.1f} s"
             return LeaderStatus(status.term, "", silent, True, self._leadership.times.renew)
         return LeaderStatus(status.term, "", f"{status.reason} and is taking up the jobs")
 
     def on_lost(self, callback: Callable[[], None]) -> None:
-        """callback: called, from any thread, when the console goes down because another one leads."""
+        """Adds a callback, which is called in the host's thread when the console goes down as it has lost the lead."""
         self._lost.append(callback)
 
     # -- life -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """On return the console is up, unless another one leads. Raises DatabaseError."""
+        """Starts; on return the console is up, unless another one leads. Raises DatabaseError."""
         if self._leadership is None:
             self._up(None)
             return
@@ -419,7 +421,7 @@ class ConsoleHost:
         self._thread.start()
 
     def stop_waiting(self) -> None:
-        """Sends every long-poll home, so that the server can end."""
+        """Ends every long-poll, so that the server can end."""
         if self._seat is not None:
             self._seat.console.stop_waiting()
 
@@ -473,7 +475,7 @@ class ConsoleHost:
                 console.start()
                 if self._guarded:
                     console.security.tokens.start()
-                # Also while this process does not know whether it leads: it must not take its agents for strangers.
+                # Also used while this process does not know whether it leads: its agents' tokens must stay valid then.
                 self._standby_tokens(console.security.tokens)
             except BaseException:
                 console.close()
@@ -507,7 +509,7 @@ class ConsoleHost:
 
 
 class _Standby:
-    """What a console needs that does not lead: whoever has a token may ask it who does."""
+    """What a console needs while it does not lead: it answers requests that bring a token with who leads."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -516,7 +518,7 @@ class _Standby:
 
 class _ReadTokens(TokenStore):
     def used(self, when: Mapping[str, float]) -> None:
-        """Not noted: only the console that leads writes."""
+        """Does nothing: only the console that leads writes."""
 
 
 # -- what stands in front of the application ----------------------------------------------------
@@ -525,20 +527,20 @@ _host: ConsoleHost | None = None
 
 
 def set_host(host: ConsoleHost | None) -> None:
-    """The one of this process, for its pages."""
+    """Sets the host of this process, which its pages ask who leads."""
     global _host
     _host = host
 
 
 def standby_status() -> LeaderStatus | None:
-    """Who leads, where it is not this process; None where it is, or where nobody else could."""
+    """Returns who leads, or None if this process leads or has no host."""
     return None if _host is None or _host.console is not None else _host.status
 
 
 def make_host(
     settings: Settings, make: Callable[[Database], ConsoleService], standby_tokens: Callable[[Tokens], None]
 ) -> ConsoleHost:
-    """Not yet started. Raises DatabaseError for an address that is none."""
+    """Makes the host of this process, not yet started. Raises DatabaseError for a malformed database URL."""
     url, me = settings.database_url or default_database_url(), secrets.token_hex(8)
     leadership: Leadership | None = None
 
@@ -568,18 +570,19 @@ def make_host(
 
 
 STANDBY = "standby"
-"""The problem's code."""
+"""The `code` of the problem document that a standby answers."""
 RETRY_AFTER = "1"
 _RESTARTS = 1012
-"""Of a WebSocket: the service restarts, connect again."""
+"""The WebSocket close code for "the service restarts, connect again"."""
 
 
 class Gate:
-    """host: has the console, while it leads. leading: makes the application of a console. guarded: puts its
-    guards around what is answered while there is none. pages: what a browser gets then, also through the
-    application's lifespan; None: nothing but the API is served.
+    """The ASGI application in front of the console's.
 
-    A page that is open when the lead is lost is disconnected: it connects again by itself, and is told.
+    host: has the console while this process leads. leading: makes the application for a console. guarded: puts the
+    guards around the answers while there is no console. pages: what a browser gets then; None: only the API is served.
+
+    A page that is open when the lead is lost is disconnected. It connects again by itself, and then shows who leads.
     """
 
     def __init__(

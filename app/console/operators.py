@@ -1,4 +1,4 @@
-"""What operators ask of a job: its workers killed, started again, or asked to leave, and how it goes on."""
+"""The operators' commands to a job: to kill, restart or drain workers, to pause, and to choose how it goes on."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Choice:
-    """mode: who decides when workers are lost. choice_timeout: seconds that the job waits in manual mode. frozen_by:
-    the operator who has frozen the plan; "": nobody. paused: has an operator stopped it? stopped: and do
-    all workers wait by now? waiting: does it stand still for a choice now? seconds_left: then, until the best is taken.
+    """Who decides how a job goes on, and the options that there are.
 
-    failed: the workers that are out. candidates: best first; empty until they are worked out, and when
-    nobody is out. better: the name of one that is clearly better than re-routing, "" where none is.
+    mode: who decides when workers are lost. choice_timeout: seconds that the job waits for a choice in manual mode.
+    frozen_by: the operator who has frozen the plan; "": nobody. paused: an operator has paused the job; stopped: and
+    all workers wait by now. waiting: the job stands still for a choice; seconds_left: then, until the best option is
+    taken.
+
+    failed: the workers that are out. candidates: the options, best first; empty until they are worked out, and when no
+    worker is out. better: the name of an option that is clearly better than re-routing, "" if there is none.
     """
 
     mode: Mode
@@ -58,16 +61,19 @@ class Choice:
 
 
 class Operators:
-    """Thread-safe. find: a job by its id; raises ConsoleError. actor: who asks, for the feed and the audit log."""
+    """Takes operators' commands. Thread-safe.
+
+    find: a job by its id; raises ConsoleError. `actor` is the operator, for the feed and the audit log.
+    """
 
     def __init__(self, find: Callable[[str], LiveJob], store: Store) -> None:
         self._find, self._store = find, store
         self._brought_back: WeakKeyDictionary[LiveJob, set[tuple[str, str | None]]] = WeakKeyDictionary()
-        """By the coordinator: worker and the incarnation that had left."""
+        """Workers that `consider` has had started again, each with the incarnation that had left."""
 
     def kill(self, job_id: str, worker: str, actor: str, pid: int | None = None) -> None:
         """Asks the launcher to kill a worker's process. Only for demo jobs. pid: of the process that the operator saw
-        there; another one by now is let live. Raises ConsoleError."""
+        there; if another one has taken its place, nothing is killed. Raises ConsoleError."""
         job, member = self._member(job_id, worker)
         if not job.spec.demo:
             raise ConsoleError(
@@ -87,7 +93,7 @@ class Operators:
         self._start_again(self._restartable(job_id, worker), worker, actor)
 
     def can_restart(self, job_id: str, worker: str) -> bool:
-        """Would `restart` be taken?"""
+        """Says whether `restart` would be accepted."""
         try:
             self._restartable(job_id, worker)
         except ConsoleError:
@@ -99,14 +105,14 @@ class Operators:
         _has_launcher(job, "start its processes again yourself")
         if member.state is not WorkerState.FAILED:
             raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
-        if member.goes:  # its launcher has no place for another one yet, and would start none
+        if member.goes:  # its launcher has no free place for another process yet, and would start none
             text = f"worker: {worker} is about to leave, as it was asked to; it can be started again once it has left"
             raise ConsoleError(409, "not_failed", text)
         return job
 
     def consider(self, job: LiveJob) -> None:
-        """Has workers started again that stood by with their pipeline, once what they stood by for is back. Raises
-        ConsoleError; then they are found again."""
+        """Has workers started again that stand by with their pipeline, once the pipeline's lost workers are back.
+        Raises ConsoleError; the next call tries again."""
         known = self._brought_back.setdefault(job, set())
         for worker in coming_back(job.state):
             left = worker, job.state.members[worker].incarnation
@@ -115,7 +121,7 @@ class Operators:
                 known.add(left)
 
     def loss_of(self, job_id: str, worker: str) -> Loss:
-        """What comes of the end of `worker`, which is in the job. Raises ConsoleError."""
+        """Returns what would happen if `worker`, which is in the job, ended. Raises ConsoleError."""
         job = self._find(job_id)
         state = job.state
         lost = {*(state.current.failed if state.current else ()), worker}
@@ -171,7 +177,7 @@ class Operators:
     # -- how a job goes on --------------------------------------------------------------------
 
     def drain(self, job_id: str, worker: str, actor: str) -> str:
-        """Asks a worker to leave when the iteration in hand is done. Raises ConsoleError."""
+        """Asks a worker to leave after the current iteration. Raises ConsoleError."""
         job, _ = self._member(job_id, worker)
         who = named(actor)
         return job.apply(DrainAsked(worker, who), audit=audit_row(who, "drain", worker))
@@ -187,14 +193,13 @@ class Operators:
         )
 
     def freeze(self, job_id: str, frozen: bool, actor: str) -> str:
-        """Has the plan in force stay, or no longer (agent.coordination.generations.plan_frozen).
-        Raises ConsoleError."""
+        """Freezes or unfreezes the plan in force (agent.coordination.generations.plan_frozen). Raises ConsoleError."""
         who = named(actor)
         action = "freeze plan" if frozen else "unfreeze plan"
         return self._find(job_id).apply(PlanFrozen(frozen, who), audit=audit_row(who, action))
 
     def measure_anew(self, job_id: str, actor: str) -> str:
-        """Has the fault-free rate measured again, from the next whole iterations on; until then it stays. Raises
+        """Has the fault-free rate measured again from the next whole iterations. Until then the old one stays. Raises
         ConsoleError."""
         job, who = self._find(job_id), named(actor)
         _runs(job)
@@ -209,12 +214,13 @@ class Operators:
         return text
 
     def choose(self, job_id: str, name: str, failed: tuple[str, ...] | None, actor: str) -> str:
-        """Takes one of the options. failed: without whom, in what the operator saw. Raises ConsoleError."""
+        """Takes an option by its name. failed: the workers that were out in what the operator saw. Raises
+        ConsoleError."""
         who = named(actor)
         return self._find(job_id).apply(Chosen(plain(name), who, failed), audit=audit_row(who, "choose", plain(name)))
 
     def acknowledge(self, job_id: str, seqs: Sequence[int], actor: str) -> int:
-        """`actor` has taken note of these events; returns how many nobody had before. Raises ConsoleError."""
+        """Marks events as seen by `actor`; returns how many nobody had seen before. Raises ConsoleError."""
         job = self._find(job_id)
         with storing():
             new = self._store.see_events(job_id, seqs, named(actor))
@@ -227,7 +233,7 @@ class Operators:
         return new
 
     def choice(self, job_id: str) -> Choice:
-        """Who decides, and what there is to choose from."""
+        """Returns who decides, and the options to choose from. Raises ConsoleError."""
         job = self._find(job_id)
         state = job.state
         pending = state.pending
@@ -250,12 +256,13 @@ class Operators:
 
 
 def _has_launcher(job: LiveJob, otherwise: str) -> None:
-    """Raises ConsoleError (409) where a command would be heard by nobody."""
+    """Raises ConsoleError (409) for a job with its own loop: it has no launcher that could obey a command. otherwise:
+    what to do instead."""
     if job.spec.own_loop:
         raise ConsoleError(409, "own_loop", f"the job has a loop of its own: {otherwise}")
 
 
 def _runs(job: LiveJob) -> None:
-    """Raises ConsoleError (409) where it runs no more."""
+    """Raises ConsoleError (409) if the job is over."""
     if job.state.over:
         raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")

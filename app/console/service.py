@@ -1,11 +1,11 @@
-"""The console as a service: what the REST API and the pages call. Thread-safe.
+"""The console as a service, which the REST API and the pages call. Thread-safe.
 
-It puts the features together: which jobs there are (those that run, in memory, and those that are over, of which a line
-is enough until somebody asks), what agents and launchers say of every job, and what people see (app.console.view)
-and ask (app.console.operators). The first two are in this file.
+`ConsoleService` puts the features together. `JobRegistry` has the jobs: those that run are in memory, and of those that
+are over one line is enough until somebody asks for more. `Reports` takes what workers and launchers report. Both are in
+this file; what people see is in app.console.view, and what they ask for in app.console.operators.
 
-Every report goes through the coordinator of its job and into the database before it is answered;
-heartbeats alone are kept in memory and written behind.
+Every report goes through the coordinator of its job and into the database before it is answered. Only heartbeats are
+kept in memory, and written later.
 """
 
 from __future__ import annotations
@@ -87,12 +87,16 @@ from openrecycle.planner.plans.plan import Plan, first_problem
 
 log = structlog.get_logger()
 
-# Of all jobs that have not ended: the time that the console takes to start, and its memory, go by them.
+# Limit for the workers of all jobs that have not ended: the console's memory, and its time to start, grow with them.
 MAX_LIVE_WORKERS = 16 * MAX_WORKERS
 
 
 class JobRegistry:
-    """Thread-safe. console: does what else there is to do when a job of its begins, is read, or ends."""
+    """The jobs of a console. Thread-safe.
+
+    Jobs that run, and jobs that are over and were asked for lately, are LiveJobs; all others are lines in `past`.
+    console: does everything else that is to be done when a job begins, is read from the database, or ends.
+    """
 
     def __init__(self, store: Store, failure_timeouts: FailureTimeouts, console: ConsoleService) -> None:
         self._store, self.failure_timeouts, self._console = store, failure_timeouts, console
@@ -102,9 +106,10 @@ class JobRegistry:
         self._lock = threading.RLock()
 
     def create(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobCreated, bool]:
-        """Also says whether the job is new: with a key seen before, the earlier job is returned.
+        """Creates a job. Returns it, and whether it is new: for a key that was seen before, the earlier job is
+        returned.
 
-        Raises ConsoleError for a job that can't be planned, or a key that was used for another one.
+        Raises ConsoleError for a job that can't be planned, or a key that was used for another job.
         """
         if spec.pipelines * spec.stages > MAX_WORKERS:
             raise ConsoleError(
@@ -130,7 +135,7 @@ class JobRegistry:
             raise ConsoleError(422, "invalid", str(error)) from None
         members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
         text = spec.model_dump_json()
-        # Under the lock, so that whoever is given an earlier job's id finds that job.
+        # Under the lock, so that a caller that is given an earlier job's id also finds that job here.
         with self._lock, storing():
             row = self._store.create_job(
                 job_id,
@@ -151,11 +156,11 @@ class JobRegistry:
         return self._created(row, spec, idempotency_key), True
 
     def _created_before(self, row: Record, spec: JobSpec, idempotency_key: str | None) -> JobCreated:
-        """As `_created`, of a job that is stored: also one of which the database's answer never came, so that it is
-        not here yet."""
+        """Answers for a job that was stored before, and takes it up if it is not in memory: the database may have
+        stored it without its answer ever reaching this console."""
         created = self._created(row, spec, idempotency_key)
         job: LiveJob | None = None
-        with self._lock, storing():  # who creates it in this moment has it here when that is done
+        with self._lock, storing():  # waits for a thread that is just creating the job, which then has it in memory
             if row["id"] not in self._jobs and row["id"] not in self.past.lines():
                 job = self.take_up(row["id"])
         if row["id"] in self._left_out:
@@ -165,7 +170,8 @@ class JobRegistry:
         return created
 
     def _created(self, row: Record, spec: JobSpec, idempotency_key: str | None) -> JobCreated:
-        """What is said of a stored job to who asked for one of this spec."""
+        """Returns the answer for a stored job to a client that asked for one of this spec. Raises ConsoleError if the
+        specs differ."""
         try:
             same = JobSpec.model_validate_json(row["spec"]) == spec
         except ValueError:
@@ -193,7 +199,8 @@ class JobRegistry:
         return job
 
     async def find_beside(self, job_id: str) -> LiveJob:
-        """As `find`, for an event loop: a job that is a line by now is read in a thread. Raises ConsoleError."""
+        """Does the same as `find` for an event loop: a job that is only a line is read in a thread. Raises
+        ConsoleError."""
         job = self._jobs.get(job_id)
         return await in_thread(self.find, job_id) if job is None else job
 
@@ -204,8 +211,8 @@ class JobRegistry:
         return [*self.past.lines(), *self._jobs]
 
     def follow(self) -> None:
-        """Notes jobs that are over and have come into the database beside us; lets go of those that were deleted.
-        Raises SQLAlchemyError."""
+        """Brings the registry up to date with jobs that are over and that another process, such as an import, has put
+        into the database, or deleted from it. Raises SQLAlchemyError."""
         known = dict.fromkeys(self.past.lines(), True)
         known |= {job_id: bool(job.state.over) for job_id, job in self._jobs.copy().items()}
         states = self._store.job_states()
@@ -218,7 +225,8 @@ class JobRegistry:
                 self.let_go(job_id)
 
     def take_up(self, job_id: str) -> LiveJob | None:
-        """Reads a stored job, unless it is here already; None: it can't be read. Raises SQLAlchemyError."""
+        """Reads a stored job, unless it is in memory, and returns it. Returns None if there is none or its rows can't
+        be read. Raises SQLAlchemyError."""
         if job_id not in self._jobs and job_id not in self._left_out and (row := self._store.job(job_id)) is not None:
             try:
                 job = self._console.new_job(job_id, JobSpec.model_validate_json(row["spec"]), row["created_at"])
@@ -228,18 +236,18 @@ class JobRegistry:
                     self._jobs.setdefault(job_id, job)
             except (SQLAlchemyError, ConsoleError):  # it may be read when the database answers again
                 raise
-            except Exception as error:  # whatever one job's rows are, they keep no console from starting
+            except Exception as error:  # one job with damaged rows must not keep the console from starting
                 self._left_out = self._left_out | _leave_out(row, error)
         self.past.drop(job_id)
         return self._jobs.get(job_id)
 
     def left_out(self, job_id: str) -> str | None:
-        """The name of a job whose rows can't be read; None: it is none that is known to be so."""
+        """Returns the name of a job whose rows can't be read; None if it is not known to be such a job."""
         return self._left_out.get(job_id)
 
     def rest(self, job: LiveJob) -> bool:
-        """Of one that has been over for long its line is enough again; False: somebody follows it. Raises
-        SQLAlchemyError."""
+        """Replaces a LiveJob that has long been over by its line. Returns False, and keeps it, if somebody follows it.
+        Raises SQLAlchemyError."""
         if job.topic.followed or job.generation_topic.followed:
             return False
         self.past.read([job.job_id])
@@ -249,7 +257,7 @@ class JobRegistry:
         return True
 
     def let_go(self, job_id: str) -> None:
-        """Of a job that is deleted: whoever asks for it from now on learns that there is none."""
+        """Forgets a job that was deleted; all that wait for news of it are told to stop."""
         with self._lock:
             job = self._jobs.pop(job_id, None)
             self._left_out = {other: name for other, name in self._left_out.items() if other != job_id}
@@ -260,8 +268,8 @@ class JobRegistry:
             job.generation_topic.close()
 
     def take_up_all(self, over: int) -> None:
-        """Every job of the database that is not over, and the newest so many others; the rest, of which there may be
-        thousands, one by one when somebody asks for them. Raises SQLAlchemyError."""
+        """Takes up every job of the database that is not over, and the newest `over` of the others. The rest, which may
+        be thousands, are read one by one when somebody asks for them. Raises SQLAlchemyError."""
         self._left_out = self._left_out | self.past.read()
         states = self._store.job_states()
         for job_id in [*list(self.past.lines())[-over:], *(j for j in states if states[j] not in OVER)]:
@@ -271,7 +279,8 @@ class JobRegistry:
                 self._console.job_begins(job)
 
     def _check_failure_timeouts(self, job: LiveJob) -> None:
-        """Of a job that another console took: it runs, so it is not refused."""
+        """Warns in the job's feed if this console's time-outs do not suit its agents. Another console accepted the job,
+        and it runs, so it is not refused."""
         try:
             self.failure_timeouts.check_above(job.spec.transfer_timeout, job.spec.group_timeout)
         except PlannerError as error:
@@ -284,7 +293,7 @@ def _unreadable(job_id: str, idempotency_key: str | None) -> ConsoleError:
 
 
 class PastJobs:
-    """Those that no LiveJob stands for. Thread-safe."""
+    """The lines of all jobs that are over and not in memory as a LiveJob. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -292,8 +301,8 @@ class PastJobs:
         self._lock = threading.Lock()
 
     def read(self, job_ids: Collection[str] | None = None) -> dict[str, str]:
-        """Notes all that there are, or these; returns the names of those that can't be read, by their id. Raises
-        SQLAlchemyError."""
+        """Reads the lines of these jobs; None: of all that are over. Returns the names of those that can't be read, by
+        id. Raises SQLAlchemyError."""
         found, left_out = dict[str, JobSummary](), dict[str, str]()
         for row in self._store.jobs_over(job_ids):
             try:
@@ -305,7 +314,7 @@ class PastJobs:
         return left_out
 
     def lines(self) -> dict[str, JobSummary]:
-        """By the job's id, oldest first among those that were noted together."""
+        """Returns the lines by job id. Those that were read together are oldest first."""
         return self._lines
 
     def states(self) -> list[JobState]:
@@ -318,12 +327,12 @@ class PastJobs:
 
 
 def _leave_out(row: Record, error: Exception) -> dict[str, str]:
-    """Of a stored job that can't be read: says so in the log, once. Its name, by its id."""
+    """Logs that a stored job can't be read. Returns its name, by its id."""
     job = {"job": row["id"], "name": row["name"]}
     if isinstance(error, ValueError | TypeError | LookupError):
         why = first_problem(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
         log.error("a stored job is left out: its rows are of another version, or damaged", **job, reason=why)
-    else:  # ours
+    else:  # a fault of the console's own code: the log gets the traceback
         log.error("a stored job is left out: it can't be read", **job, exc_info=error)
     return {row["id"]: row["name"]}
 
@@ -347,19 +356,19 @@ def _line(row: Record) -> JobSummary:
 
 # -- what agents and launchers say and ask, of every job ----------------------------------------
 
-# A report that was sent twice stands among so many of the newest events.
+# A validation report that was sent twice is looked for among this many of the newest events.
 LOOK_BACK = 200
 
 
 def skipped_note(report: Iteration, micro_batches: int) -> membership.Note:
-    """What an iteration left out, as a line of the feed. micro_batches: of a pipeline."""
+    """Returns the line of the feed for micro-batches that an iteration skipped. micro_batches: of a pipeline."""
     numbers = micro_batch_names(report.skipped, micro_batches)
     text = f"iteration {report.iteration}: {numbers} left out; the loss is the mean of the others"
     return membership.Note("warning", "step", text)
 
 
 def validation_note(report: ValidationReport) -> membership.Note:
-    """What came of checking an iteration's gradients, as a line of the feed."""
+    """Returns the line of the feed for the result of the check of an iteration's gradients."""
     if report.coefficient is None:
         undone = "; its step had been taken already and was rolled back" if report.redone else ""
         text = (
@@ -381,12 +390,15 @@ def validation_note(report: ValidationReport) -> membership.Note:
 
 
 class Reports:
-    """Thread-safe. Every method raises ConsoleError: for an unknown job or worker, a process that does
-    not count, or a database that does not answer. sender: of a job on several nodes, who said that it leads; what a
-    launcher says that leads no more changes nothing.
+    """Takes the reports of workers and launchers. Thread-safe.
 
-    ended: called with a job for which nothing more is to be done. measure: which iteration the workers of a job are to
-    record. waited: for a person, by a job.
+    Every method raises ConsoleError for an unknown job or worker, for a fenced process, or when the database does not
+    answer. `sender` is, for a job on several nodes, the term and node in whose name the launcher speaks; nothing
+    changes
+    if that node leads no more.
+
+    ended: called with a job for which nothing more is to be done. measure: says which iteration the workers of a job
+    are to record, if any. waited: says how long a job has waited for people.
     """
 
     def __init__(
@@ -399,11 +411,11 @@ class Reports:
     ) -> None:
         self._store, self._find, self._ended = store, find, ended
         self._measure, self._waited = measure, waited
-        # The newest of each job, as JSON, and of what it was made: many ask for it.
+        # The newest deployment of each job as JSON, with the key that it was made for: many workers ask for it.
         self._deployments: WeakKeyDictionary[LiveJob, tuple[object, bytes]] = WeakKeyDictionary()
 
     def register(self, job_id: str, said: Sequence[Registration], sender: LeadTerm | None = None) -> BatchReply:
-        """Each is taken or refused by itself."""
+        """Takes registrations; each is taken or refused by itself."""
         job, reports = self._find(job_id), list[IncomingReport]()
         for one in said:
             process = Arrival(plain(one.host), one.pid, one.ranks, one.made_of)
@@ -419,7 +431,7 @@ class Reports:
         return reply.model_copy(update={"before": before}) if before else reply
 
     def heartbeats(self, job_id: str, beats: Sequence[Heartbeat]) -> BatchReply:
-        """Each is taken or refused by itself. Touches no database and waits for nothing."""
+        """Takes heartbeats; each is taken or refused by itself. Touches no database and waits for nothing."""
         job, answers = self._find(job_id), list[int | ConsoleError]()
         for beat in beats:
             try:
@@ -434,7 +446,7 @@ class Reports:
         reports: Sequence[Registration | Heartbeat | Acknowledgement],
         answers: Sequence[object],
     ) -> BatchReply:
-        """answers: for each report what came of it; a ConsoleError: it was refused."""
+        """Makes the reply to a batch. answers: the result of each report; a ConsoleError means that it was refused."""
         refused = tuple(
             RefusedReport(index=index, worker=report.worker, code=answer.code, detail=answer.detail)
             for index, (report, answer) in enumerate(zip(reports, answers, strict=True))
@@ -444,7 +456,8 @@ class Reports:
         return BatchReply(generation=job.state.generation, measure=self._measure(job), taken=taken, refused=refused)
 
     def failure(self, job_id: str, message: FailureReport, sender: LeadTerm | None = None) -> str:
-        """Returns what the coordinator makes of it."""
+        """Takes a report that a worker has ended, raised, lost its state, or can't exchange data with a peer. Returns
+        the coordinator's reason."""
         job = self._find(job_id)
         if message.cause == "exit":
             late = message.age_milliseconds / 1000
@@ -467,7 +480,7 @@ class Reports:
         )
 
     def acknowledge(self, job_id: str, said: Sequence[Acknowledgement], sender: LeadTerm | None = None) -> BatchReply:
-        """Each is taken or refused by itself."""
+        """Takes acknowledgements; each is taken or refused by itself."""
         job, reports = self._find(job_id), list[IncomingReport]()
         for one in said:
             event = membership.GenerationAcknowledged(one.worker, one.incarnation, one.generation, one.state)
@@ -475,7 +488,8 @@ class Reports:
         return self._reply(job, said, job.apply_all(reports, sender))
 
     def meanwhile(self, job_id: str, message: InterimPlan, sender: LeadTerm | None = None) -> str:
-        """What a generation runs until newcomers have their state."""
+        """Takes the interim plan that a generation runs until newcomers have their state. Returns the coordinator's
+        reason."""
         job, failed, plan = self._find(job_id), message.failed, None
         if len(set(failed)) < len(failed) or any(name not in job.state.members for name in failed):
             raise ConsoleError(422, "invalid", "failed: expected workers of the job's grid, each once")
@@ -493,7 +507,7 @@ class Reports:
             known = plan is not None or self._store.has_plan(message.plan_fingerprint)
         interim = Interim(message.plan_fingerprint if known else "", failed)
         reason = job.apply(membership.InterimPlanUsed(message.generation, interim), plan=plan, sender=sender)
-        if known and plan is None:  # one that came with the report is the job's by that
+        if known and plan is None:  # a plan that came with the report was linked to the job when it was stored
             with storing():
                 self._store.link_plan(job_id, message.plan_fingerprint, failed)
         return reason
@@ -501,7 +515,7 @@ class Reports:
     def committed(
         self, job_id: str, iterations: Sequence[Iteration], age: float = 0.0, sender: LeadTerm | None = None
     ) -> None:
-        """age: seconds since the newest was committed."""
+        """Takes iterations that were committed, oldest first. age: seconds since the newest was committed."""
         job = self._find(job_id)
         for report in iterations:
             if report.iteration >= job.spec.iterations:
@@ -514,7 +528,7 @@ class Reports:
         rows, at = list[dict[str, object]](), time.time() - age
         for report in reversed(iterations):
             rows.append({**report.model_dump(), "skipped": report.skipped, "committed_at": max(0.0, at)})
-            at -= report.seconds  # of a batch that has waited each is as old as those after it took
+            at -= report.seconds  # each iteration was committed when the next one began
         with nullcontext() if sender is None else job.taking(sender), storing():
             self._store.add_iterations(job_id, rows[::-1])
             count = self._store.committed_iterations(job_id)
@@ -525,6 +539,7 @@ class Reports:
         job.apply(membership.IterationsCommitted(count), sender=sender)
 
     def recovered(self, job_id: str, message: Recovery, sender: LeadTerm | None = None) -> None:
+        """Takes the times of a recovery, with a line of the feed that says how long it took."""
         job = self._find(job_id)
         if message.worker not in job.state.members:
             raise unknown_worker(message.worker)
@@ -541,6 +556,7 @@ class Reports:
         job.topic.publish()
 
     def rearranged(self, job_id: str, message: Relayout, sender: LeadTerm | None = None) -> None:
+        """Takes the report that layers have moved to a generation's partition, or that they could not."""
         job = self._find(job_id)
         try:
             partition = job.plans.nominal.check_partition(message.partition)
@@ -560,7 +576,7 @@ class Reports:
         job.apply(moved, sender=sender)
 
     def validated(self, job_id: str, report: ValidationReport) -> None:
-        """What came of checking an iteration's gradients. A report that is known already changes nothing."""
+        """Takes the result of the check of an iteration's gradients. A report that was sent before changes nothing."""
         job, note = self._find(job_id), validation_note(report)
         with storing(), job.lock:
             newest = self._store.events(job_id, limit=LOOK_BACK, newest=True)
@@ -568,7 +584,7 @@ class Reports:
                 job.record(note)
 
     def printed(self, job_id: str, message: LogLines) -> None:
-        """What a worker's process has written."""
+        """Takes lines that a worker's process has printed."""
         job = self._find(job_id)
         job.measurements.logs.take(job.writer(message.worker, message.incarnation).name, message)
 
@@ -583,7 +599,7 @@ class Reports:
         self._ended(job)
 
     def deployment(self, job_id: str, after: int) -> bytes | None:
-        """The newest deployment as JSON, if its generation is above `after`. Does not block."""
+        """Returns the newest deployment as JSON if its generation is above `after`, else None. Does not block."""
         job = self._find(job_id)
         state = job.state
         generation = state.current
@@ -597,13 +613,13 @@ class Reports:
         return known[1]
 
 
-# What a console that is killed forgets of its workers' newest heartbeats; each sends another within a second.
+# Between two writes of the newest heartbeats. A console that is killed forgets as much; workers send anew each second.
 FLUSH_SECONDS = 5.0
-# Jobs that are over stay in memory for as long, with what their workers wrote; the newest stay for good.
+# Jobs that are over stay in memory for this long, with the lines that their workers printed; the newest stay for good.
 OVER_SECONDS = 86_400.0
-# Between two looks whether the database can be written.
+# At least this long between two checks whether the database can be written.
 PROBE_SECONDS = 1.0
-# Of one job in one turn: more would keep the event loop waiting for tens of milliseconds.
+# Workers of one job per write: more would keep the event loop waiting for tens of milliseconds.
 FLUSH_AT_ONCE = 512
 
 
@@ -611,13 +627,14 @@ FLUSH_AT_ONCE = 512
 
 
 class ConsoleService:
-    """One per process and database. `start` before use, `close` at the end.
+    """A console: all its features, put together. One per process and database. Call `start` before use, `close` at the
+    end.
 
-    tolerance: plans are made ahead for up to this many failures. keep: how much of its history. loop_watch: of the
-    event loop that hears the workers; while that stands still, no silence counts.
+    tolerance: plans are made ahead for up to this many failures. keep: how long its history is kept. loop_watch:
+    watches the event loop that receives heartbeats; while that stands still, no silence of a worker counts.
 
-    jobs: those that there are; reports: what their workers and launchers say; queries: what people read of them;
-    operators: what people ask of them.
+    jobs: the jobs that there are; reports: takes what their workers and launchers report; queries: what people see;
+    operators: takes what people ask for. A thread of its own (`_keep_time`) ticks every job four times a second.
     """
 
     def __init__(
@@ -688,8 +705,7 @@ class ConsoleService:
     # -- life -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Takes up every job of the database that is not over; the others, of which there may be thousands, one by one
-        when somebody asks for them."""
+        """Starts all services and threads, and takes up the jobs of the database (see JobRegistry.take_up_all)."""
         begin_without_pages()
         self.plans.start()
         self._advising.start()
@@ -700,14 +716,14 @@ class ConsoleService:
         self.histories.start()
 
     def stop_waiting(self) -> None:
-        """Sends every long-poll home, so that the server can end."""
+        """Ends every long-poll, so that the server can end."""
         for job in self.jobs.live():
             job.topic.close()
             job.generation_topic.close()
         self.plans.stop_waiting()
 
     def close(self) -> None:
-        """Writes what is not yet written, ends the child processes."""
+        """Writes what is not yet written, and ends threads and child processes."""
         self.stop_waiting()
         self._stop.set()
         if self._ticker.is_alive():
@@ -725,7 +741,7 @@ class ConsoleService:
         self._unwatch()
 
     def new_job(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
-        """Raises PlannerError for one that can't be planned."""
+        """Makes the LiveJob of a new or stored job. Raises PlannerError for a job that can't be planned."""
         return LiveJob(
             job_id,
             spec,
@@ -739,28 +755,29 @@ class ConsoleService:
         )
 
     def job_begins(self, job: LiveJob) -> None:
-        """It is new, or was taken up, and runs."""
+        """Starts the work for a job that runs, and is new or was taken up: plans are made ahead."""
         self.plans.ahead.make_ahead(job)
 
     def job_read(self, job: LiveJob) -> None:
-        """It was read from the database."""
+        """Begins the metrics of a job that was read from the database."""
         self._job_metrics.begin(job)
 
     def job_ended(self, job: LiveJob) -> None:
-        """Nothing more is to be done for it."""
+        """Ends the work for a job that is over or deleted, and its tokens."""
         self.plans.ahead.cancel(job)
         self._advising.cancel(job)
         self.security.tokens.end_job(job.job_id)
 
     def stuck(self) -> str:
-        """Which threads of the console have not got on for longer than anything takes; empty: none."""
+        """Returns the name of the console's thread if it has ended, or has stood still for longer than anything should
+        take; else ""."""
         if not self._ticker.ident or self._stop.is_set():
             return ""
         still = not self._ticker.is_alive() or self._clock() - self._got_on > STUCK_SECONDS
         return self._ticker.name if still else ""
 
     def ready(self) -> None:
-        """Raises ConsoleError when the database does not answer, or can't store anything, which is asked for once a
+        """Raises ConsoleError when the database does not answer or can't store anything. The latter is tried once a
         second at most."""
         with self._probing, storing():
             if self._clock() - self._stored_at >= PROBE_SECONDS:
@@ -775,7 +792,7 @@ class ConsoleService:
 
     def _keep_time(self) -> None:
         last_flush, turns = time.monotonic(), 0
-        resting: dict[str, float] = {}  # jobs that are over, of which nothing is left to be done; and since when
+        resting: dict[str, float] = {}  # jobs that are over, with nothing left to do; and since when (monotonic)
         while not self._stop.wait(TICK_SECONDS):
             self._got_on = self._clock()
             for job in self.jobs.live():
@@ -794,7 +811,7 @@ class ConsoleService:
                     if job.state.over:
                         job.plans.let_go()
                         resting.setdefault(job.job_id, time.monotonic())
-                except Exception as error:  # four times a second, and of every job
+                except Exception as error:  # could come four times a second for every job, so it is logged seldom
                     if refused := passing(error):
                         text = "a tick could not be stored; it is tried again"
                         self._seldom.warn(text, reason=refused.detail, job=job.job_id)
@@ -811,7 +828,8 @@ class ConsoleService:
                 self._flush(FLUSH_AT_ONCE)
 
     def _rest(self, resting: dict[str, float]) -> None:
-        """Keeps a line alone of jobs that have been at rest for long. Lets go of those that are none any more."""
+        """Reduces jobs that have long been at rest to their lines, all but the newest, and drops from `resting` those
+        that are no longer in memory."""
         live = {job.job_id: job for job in self.jobs.live()}
         for job_id in resting.keys() - live.keys():
             del resting[job_id]
@@ -827,13 +845,13 @@ class ConsoleService:
                 return
 
     def tick(self, job: LiveJob) -> None:
-        """Looks for workers that have fallen silent, unless it is this process that can't hear them: then the next
-        tick takes all of that time for a pause of the console's own."""
+        """Looks for workers that have fallen silent, unless this process itself can't hear them now. In that case the
+        next tick counts the whole time as a pause of the console."""
         if self.loop_watch.overdue <= self.failure_timeouts.heartbeat:
             job.tick()
 
     def _flush(self, most: int = MAX_WORKERS) -> None:
-        """most: workers of each job."""
+        """Writes the newest heartbeats to the database, for at most `most` workers of each job."""
         beats = {job: rows for job in self.jobs.live() if (rows := job.measurements.unsaved(most))}
         if not beats and not any(job.measurements.refused for job in self.jobs.live()):
             return
@@ -841,14 +859,14 @@ class ConsoleService:
         try:
             if beats:
                 self._store.heartbeats({job.job_id: rows for job, rows in beats.items()})
-            else:  # whoever sent them may have ended meanwhile
+            else:  # the workers may have ended, so that no heartbeats come; is the database well again?
                 self._store.try_to_write()
         except SQLAlchemyError as error:
             # Only the latest heartbeat counts, and another one is on its way.
             unstored = unavailable(error)
             refused = unstored.detail if unstored.status == 503 else ""
             self._seldom.warn("heartbeats could not be stored", reason=unstored.detail)
-        # Once they can be stored again, so can those of jobs from which no more come.
+        # After a success, the mark also goes from jobs that send no more heartbeats.
         for job in beats if refused else self.jobs.live():
             job.measurements.refused = refused
 

@@ -1,10 +1,9 @@
-"""What people see of jobs. Part of app.console.service.ConsoleService.
+"""What people see of jobs: plain data for the pages and the API. `Queries` is a part of ConsoleService.
 
-What pages and dashboards see is plain data, made here, drawn by app.ui: also how the newest generation's plan is taken
-up, each worker's acknowledgements and when they came.
+The data is made here and drawn by app.ui. `RollOuts` tells how far each worker has taken up the newest generation's
+plan.
 
-Times: `*_at` are POSIX seconds (wall clock, for display); `*_age` are seconds by the monotonic
-clock of the console.
+Times: `*_at` are POSIX seconds (wall clock, for display); `*_age` are seconds by the monotonic clock of the console.
 """
 
 from __future__ import annotations
@@ -59,7 +58,8 @@ from openrecycle.planner.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Taken:
-    """Milliseconds from the opening of the generation until the console heard of each step; None: not yet."""
+    """How far a worker has taken up a generation: milliseconds from the opening of the generation until the console
+    heard of each step; None: not yet."""
 
     worker: str
     adopted: float | None = None
@@ -77,7 +77,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class RollOut:
-    """workers: those of the generation, in grid order. opened_at: POSIX seconds."""
+    """How the plan of a generation is taken up. workers: in grid order. opened_at: POSIX seconds."""
 
     generation: int
     opened_at: float
@@ -85,16 +85,16 @@ class RollOut:
     workers: tuple[Taken, ...]
 
     def now_at(self, step: str) -> int:
-        """Workers that have come to `step` and no further; "": those of which nothing is known yet."""
+        """Returns how many workers have come to `step` and no further; "": that have not acknowledged anything."""
         return sum(w.last == step for w in self.workers)
 
     @property
     def done(self) -> bool:
-        """Do all train by the plan?"""
+        """Whether all workers train by the plan."""
         return self.now_at("resumed") == len(self.workers)
 
     def slowest_first(self) -> list[Taken]:
-        """Who is furthest behind first; of those that all train, who came last."""
+        """Returns the workers, those that are furthest behind first; among equals, those that came last first."""
         never = float("inf")
         return sorted(
             self.workers, key=lambda w: [never if at is None else at for at in reversed(w.steps)], reverse=True
@@ -102,7 +102,10 @@ class RollOut:
 
 
 class RollOuts:
-    """One per console. Thread-safe: what is over is read once, and what goes on once per look."""
+    """The roll-outs of all jobs; one object per console. Thread-safe.
+
+    A roll-out that is done is read from the database once, and one that goes on at each call.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -110,7 +113,7 @@ class RollOuts:
         self._of: WeakKeyDictionary[LiveJob, RollOut] = WeakKeyDictionary()
 
     def of(self, job: LiveJob) -> RollOut | None:
-        """None before the first generation. Raises ConsoleError."""
+        """Returns the roll-out of the newest generation; None before the first. Raises ConsoleError."""
         current = job.state.current
         if current is None:
             return None
@@ -128,7 +131,7 @@ class RollOuts:
             return None
         at: dict[str, dict[str, float]] = {}
         for row in acknowledged:
-            # By its process: one that has moved may still call itself by the place it came from.
+            # By the process, since one that has moved may still report under the name of its former place.
             at.setdefault(row["incarnation"], {})[row["state"]] = max(0.0, 1000 * (row["at"] - opened))
         living = frozenset(current.living)
         members = (member for name, member in job.state.members.items() if name in living)
@@ -147,18 +150,19 @@ class RollOuts:
 @dataclass(slots=True)
 class WorkerView:
     """A place of the grid, now: a role, and the process that holds it. heartbeat_age: seconds. takes_rerouted:
-    micro-batches of other pipelines per iteration. slow: how many times its peers' op times it takes, where that is too
-    long; else 0.
+    micro-batches of other pipelines per iteration. slow: how many times its peers' op times the worker takes, if that
+    is too long; else 0.
 
-    host, pid, since (POSIX seconds), slot (the place it was started in): of the process that holds the role, or of
-    the last one where that has ended in it; "" and 0 where it holds another role by now, which is moved_to. spare: of
-    that one's ranks, how many run nothing since another one has ended.
+    host, pid, since (POSIX seconds), slot (the place that it was started for): of the process that holds the role, or
+    of the last one if that ended in this role; "" and 0 if that process holds another role by now, which is moved_to.
+    spare: how many of the process's ranks are spare.
     """
 
     # All fields are always there in an answer.
     __pydantic_config__ = ConfigDict(json_schema_serialization_defaults_required=True)
 
-    # Nobody changes one. Of 8,192 workers as many are made at each refresh, in a quarter of the time of frozen ones.
+    # Nobody changes a view. The class is not frozen, as 8,192 of them may be made at each refresh: that takes a quarter
+    # of the time of frozen ones.
     name: str
     pipeline: int
     stage: int
@@ -200,8 +204,9 @@ class EventView:
 
 @dataclass(frozen=True)
 class GenerationView:
-    """A generation that opened, and why. lost: who was in the one before, and died or was given up. let_go: who was,
-    and is out at somebody's wish. relayout: has it another partition? replanned: another plan for the same workers?"""
+    """A generation that opened, and why. Compared with the one before: lost: workers that died or were given up;
+    let_go: workers that are out at somebody's wish; relayout: the partition differs; replanned: the same workers have
+    another plan."""
 
     generation: int
     reason: str
@@ -213,8 +218,8 @@ class GenerationView:
 
 @dataclass(frozen=True)
 class RecoveryView:
-    """Milliseconds after the death of `worker`; after it was seen when not death_known. steps: what it was spent on,
-    which adds up to the whole, people's time apart."""
+    """The times of a recovery, in milliseconds after the death of `worker`, or after it was noticed if not death_known.
+    steps: (words, milliseconds), which add up to the whole; the time in which it waited for a person is one of them."""
 
     worker: str
     generation: int
@@ -229,17 +234,18 @@ class RecoveryView:
 
 @dataclass(frozen=True)
 class JobView:
-    """condition: of the job, in a word. sentence: what the coordinator does or waits for, and why. plan: the one that
-    is run; plan_words: how the job stands to it (app.jobs.live_job.PlanRun). missing: processes that have left the job
-    and are not replaced. moved: those that hold another role than at first.
+    """All that the page of one job shows.
 
-    iterations: the newest ones, oldest first; generations: that opened since the first of them began, up to that of
-    the last, 500 at most; recoveries: in these, and the latest. events: the newest ones, newest first.
-    figures: ETTR, goodput and the fault-free rate so far.
-    advice: the best option with the workers that are out, None while nothing is known of it. held: layers per stage as
-    the workers have them, () where stages can't be cut; coming: as they will, while layers move. spares: ranks that
-    run nothing since another one of their worker has ended. suspect_seconds: after which silence is too long, by this
-    console. unstorable: does the database take nothing of it at present?
+    condition: of the job, in a word. sentence: what the coordinator does or waits for, and why. plan: the one that the
+    workers run; plan_words: how the job uses it (app.jobs.live_job.PlanRun). missing: processes that have left the job
+    and are not replaced. moved: processes that hold another role than at first.
+
+    iterations: the newest ones, oldest first. generations: those from the first of these iterations to the last, 500 at
+    most. recoveries: those of these generations, and the latest. events: the newest ones, newest first. figures: ETTR,
+    goodput and the fault-free rate so far. advice: the best option without the workers that are out; None while none is
+    known. held: layers per stage as the workers have them, () if stages can't be cut; coming: as they will have them,
+    while layers move. spares: the spare ranks. suspect_seconds: silence after which this console suspects a worker.
+    unstorable: the database takes nothing of the job at present.
     """
 
     job_id: str
@@ -270,10 +276,10 @@ class JobView:
 
 
 Made = TypeVar("Made")
-# Of jobs of so many workers, what is seen of each is made once a second, however many look.
+# For jobs of SHARED workers and more, the views of the workers are made once a second, however many people look.
 SHARED, SHARED_SECONDS = 256, 1.0
-# And some at a time: while another thread is at work, the event loop gets its turn once for each heartbeat, which is
-# not often enough for thousands a second.
+# They are made AT_ONCE at a time, with pauses: while another thread is at work, the event loop gets its turn once for
+# each heartbeat, which is not often enough for thousands a second.
 AT_ONCE, PAUSE_SECONDS = 256, 0.001
 _MOST_GENERATIONS = 500
 
@@ -286,7 +292,8 @@ class _History(NamedTuple):
 
 
 def generation_views(rows: Sequence[Record]) -> tuple[GenerationView, ...]:
-    """rows: as Store.all_generations gives them. Of the first nothing is known but that it was there."""
+    """Makes the views of all generations but the first, which only serves for comparison. rows: of
+    Store.all_generations."""
     return tuple(
         GenerationView(
             row["generation"],
@@ -301,15 +308,14 @@ def generation_views(rows: Sequence[Record]) -> tuple[GenerationView, ...]:
 
 
 class _KeptView(NamedTuple):
-    """What was made for those who looked last, for those who look next: as long as its key is the same, and until
-    then. until: monotonic seconds."""
+    """A cached result, which is valid for the same key and until `until` (monotonic seconds)."""
 
     key: Hashable
     until: float
     made: Any
 
 
-# As much is kept of a job: histories of some lengths.
+# At most about this many results are cached for a job, such as histories of several lengths.
 MOST_KEPT = 10
 
 
@@ -361,13 +367,13 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
 
 
 EVENTS = 20
-# Of the generations that are read at once, so many workers: of thousands, each has what it acknowledged.
+# Workers in all generations that are read at once: each has its acknowledgements, and a job may have thousands.
 GENERATION_ROWS = 32_768
 _EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
 
 
 def _event(row: Record, seen: Mapping[int, tuple[str, float]]) -> EventView:
-    """seen: by the number of an event, who has taken note of it, and when."""
+    """Makes the view of an event. seen: by the number of an event, who has acknowledged it, and when."""
     return EventView(**{column: row[column] for column in _EVENT}, seen_by=seen.get(row["seq"], ("", 0.0))[0])
 
 
@@ -382,8 +388,8 @@ class StateInterval:
 
 @dataclass(frozen=True)
 class OpTime:
-    """Of one op kind, milliseconds: smoothed as measured; planned, None where the plan's unit is no
-    time; peers: the median of the other living workers of its stage, None when there is none."""
+    """The times of one op kind on a worker, in milliseconds. measured: smoothed. planned: None if the plan's unit is no
+    time. peers: the median of the other living workers of its stage, None if there are none."""
 
     kind: str
     measured: float
@@ -393,10 +399,12 @@ class OpTime:
 
 @dataclass(frozen=True)
 class WorkerDetail:
-    """op_times: in the order F, I, W, B, O. events: newest first. log: oldest first. activations: of micro-batches,
-    that it holds at most at once by the plan in force, None when it has no part in it. held, coming: as in JobView.
-    ranks: the processes that it consists of, or did last, where there are several; made_of: the workers whose spare
-    ranks these were. may_take: bytes, as it was reckoned before the start (JobSpec.stage_bytes); None: not known."""
+    """All that the dialog of one worker shows.
+
+    op_times: in the order F, I, W, B, O. events: newest first. log: oldest first. activations: the most micro-batches
+    whose activations it holds at once by the plan in force; None if the plan goes without it. held, coming: as in
+    JobView. ranks: its processes, or its last ones, if it has several; made_of: the workers whose spare ranks these
+    were. may_take: the bytes that were estimated for it before the start (JobSpec.stage_bytes); None: not known."""
 
     worker: WorkerView
     stays: tuple[StateInterval, ...]
@@ -428,7 +436,7 @@ def _op_times(job: LiveJob, view: JobView, worker: WorkerView) -> tuple[OpTime, 
 
 
 def _planned(plan: Plan | None, name: str) -> dict[str, float]:
-    """Milliseconds by op kind; {} where the plan's unit is no time."""
+    """Returns a worker's planned milliseconds by op kind; {} if the plan's unit is no time."""
     if plan is None or (second := SECONDS.get(plan.job.time_unit)) is None:
         return {}
     problem = plan.problem()
@@ -439,11 +447,11 @@ def _planned(plan: Plan | None, name: str) -> dict[str, float]:
 
 
 class Queries:
-    """Thread-safe. Every method raises ConsoleError: for an unknown job, or a database that does not answer.
+    """Answers what people want to know of jobs. Thread-safe. Every method raises ConsoleError for an unknown job, or
+    when the database does not answer.
 
-    find: a job by its id; raises ConsoleError. live: those that are not over, and those others that somebody has asked
-    for; past: the lines of all others. plans: the stored ones. figures, waited, advice: what app.observing and
-    app.advice say of a job.
+    find: a job by its id; raises ConsoleError. live: the jobs in memory; past: the lines of all others. plans: the
+    stored plans. figures, waited, advice: what app.observing and app.advice say of a job.
     """
 
     def __init__(
@@ -462,26 +470,26 @@ class Queries:
     ) -> None:
         self._store, self._failure_timeouts, self._clock = store, failure_timeouts, clock
         self.shared, self.shared_seconds = SHARED, SHARED_SECONDS
-        """From so many workers on, and for so long."""
+        """See SHARED and SHARED_SECONDS; tests set other values."""
         self._find, self._live, self._past = find, live, past
         self._plans = plans
         self._figures, self._waited, self._advice = figures, waited, advice
         self._seen: WeakKeyDictionary[LiveJob, dict[Hashable, _KeptView]] = WeakKeyDictionary()
 
     def list_jobs(self) -> list[JobSummary]:
-        """Newest first."""
+        """Returns the lines of all jobs, newest first."""
         lines = {**self._past(), **{job.job_id: self._summary(job) for job in self._live()}}
         return sorted(lines.values(), key=lambda line: (-line.created_at, line.job_id))
 
     def _summary(self, job: LiveJob) -> JobSummary:
-        # Nothing of what is said here changes any more once a job is over, and there may be thousands. Of a large job
-        # that is not, whoever asks within a second is told the same, unless something is stored.
+        # The line of a job that is over never changes, and there may be thousands of them. The line of a large job that
+        # runs is made once a second, and whenever something is stored.
         over = bool(job.state.over)
         seconds = math.inf if over else self.shared_seconds if len(job.state.members) >= self.shared else 0.0
         return self._kept(job, "line", over or job.version, seconds, lambda: summary(job, self.sentence(job)))
 
     def _kept(self, job: LiveJob, what: Hashable, key: Hashable, seconds: float, make: Callable[[], Made]) -> Made:
-        """What was made less than so many seconds ago for the same key, or is made now."""
+        """Returns the cached result `what` if it was made for the same key, less than `seconds` ago; else makes it."""
         kept, now = self._seen.setdefault(job, {}), time.monotonic()
         known = kept.get(what)
         if known is not None and known.key == key and now < known.until:
@@ -493,7 +501,8 @@ class Queries:
         return made
 
     def view(self, job_id: str, iterations: int = 600, events: int = 200, *, workers: bool = True) -> JobView:
-        """workers: with what is seen of each, of which there may be thousands."""
+        """Returns the view of a job. iterations, events: how many of each at most. workers: whether to include the
+        views of the workers, which may be thousands."""
         job = self._find(job_id)
         with storing():
             figures, waited = self._figures(job), self._waited(job)
@@ -533,8 +542,8 @@ class Queries:
             )
 
     def _workers(self, job: LiveJob, fingerprint: str | None, worker_states: WorkerStates) -> tuple[WorkerView, ...]:
-        """In grid order. Those of a large job are shared by all who look within a second, unless something is
-        stored."""
+        """Returns the views of the workers, in grid order. For a large job they are made once a second, and whenever
+        something is stored, for all who look."""
         members = worker_states.state.members
         if len(members) < self.shared:
             return tuple(worker_view(job, member, worker_states) for member in members.values())
@@ -548,7 +557,7 @@ class Queries:
         return self._kept(job, "workers", (job.version, fingerprint), self.shared_seconds, lambda: tuple(made()))
 
     def _history(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _History:
-        """Read again only when something was stored since: many viewers share one read."""
+        """Returns a job's history, which is read again only after something was stored: many viewers share one read."""
         what = (iterations, events, tuple(waited.by_iteration))
         return self._kept(job, what, job.version, math.inf, lambda: self._read(job, waited, iterations, events))
 
@@ -556,8 +565,8 @@ class Queries:
         feed = self._store.events(job.job_id, limit=events, newest=True)
         seen_by = self._store.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
         rows = self._store.iterations(job.job_id, limit=iterations, newest=True)
-        # Of a job that forms anew again and again, and commits little, the newest ones say enough; and one that has
-        # committed nothing yet stands at no iteration.
+        # A job that opens many generations and commits little shows the newest ones only. Without an iteration none is
+        # shown, since a generation is drawn at its first iteration.
         last = rows[-1]["generation"] if rows else 0
         since = max(rows[0]["generation"], last - _MOST_GENERATIONS) if rows else 0
         most = max(0, last - since + 1)
@@ -572,7 +581,7 @@ class Queries:
         )
 
     def worker_detail(self, view: JobView, name: str, now: float) -> WorkerDetail:
-        """now: POSIX seconds. Raises ConsoleError."""
+        """Returns all that is shown of one worker. now: POSIX seconds. Raises ConsoleError."""
         worker = next((w for w in view.workers if w.name == name), None)
         if worker is None:
             raise unknown_worker(name)
@@ -584,7 +593,7 @@ class Queries:
             rows = self._store.worker_states(job.job_id, name)
             events = self._store.events_of(job.job_id, name, limit=EVENTS)
             seen = self._store.seen_events(job.job_id, [e["seq"] for e in events])
-        # Of a worker that has not registered yet there is no state.
+        # A worker that has not registered yet has no row.
         ends = ([row["at"] for row in rows[1:]] + [now])[: len(rows)]
         return WorkerDetail(
             worker,
@@ -605,17 +614,18 @@ class Queries:
         )
 
     def sentence(self, job: LiveJob, worker_states: WorkerStates | None = None, share: float | None = None) -> str:
-        """worker_states: of `job`, where they are made already. share: as of app.jobs.states.sentence."""
+        """Returns the sentence about a job. worker_states: if they are made already. share: see
+        app.jobs.states.sentence."""
         states, now = worker_states or job.worker_states(), self._clock()
         still, unstorable = job.stood_still(now), job.unstorable
         return sentence(states, now, self._failure_timeouts, share=share, stood_still=still, unstorable=unstorable)
 
     def plan_document(self, job_id: str, fingerprint: str) -> str:
-        """The stored JSON, as it is. Raises ConsoleError (404)."""
+        """Returns a plan's JSON as it is stored. Raises ConsoleError (404)."""
         return zlib.decompress(self.deflated_plan(job_id, fingerprint)).decode()
 
     def deflated_plan(self, job_id: str, fingerprint: str) -> bytes:
-        """The same as it is stored: a tenth, or less. Raises ConsoleError (404)."""
+        """Returns the same JSON, deflated as it is stored (a tenth of its size, or less). Raises ConsoleError (404)."""
         self._find(job_id)
         with storing():
             document = self._store.deflated_plan(plain(fingerprint), job_id)
@@ -645,10 +655,10 @@ class Queries:
             return self._store.worker_states(job_id, worker)
 
     def past_failures(self, job_id: str, seconds: float | None = None) -> tuple[tuple[Row, ...], float]:
-        """((seconds since the first generation, worker, `failed` or `joined`), ...), seconds covered: to now, or the
-        first so many: what a simulation can be run on.
+        """Returns a job's failures and returns, for simulations, and how many seconds they cover.
 
-        A generation tells both: who is out that was in before, and who is in that was out.
+        Each is (seconds since the first generation, worker, `failed` or `joined`), read off the generations. They cover
+        the time until now, or the first `seconds`.
         """
         job = self._find(job_id)
         with storing():
@@ -659,9 +669,9 @@ class Queries:
         rows = changes(generations, begin)
         iterations = self.iterations(job_id, after=max(-1, job.state.committed - 2), limit=1)
         last = iterations[-1]["committed_at"] if iterations else time.time()
-        # Whole ten seconds: a page that is opened again soon asks the same question.
+        # In steps of ten seconds, so that a page that is opened again soon asks the same question.
         newest = generations[-1]["opened_at"]
-        after = max(0.0, last - newest)  # rows go on from where a clock was put back
+        after = max(0.0, last - newest)  # added to the last row, whose time was shifted if the clock was put back
         ends = max(last - begin, newest - begin, *(row[0] + after for row in rows[-1:]), 0.0)
         covered = 10.0 * (ends // 10 + 1)
         if seconds is not None:
@@ -669,8 +679,8 @@ class Queries:
         return tuple(row for row in rows if row[0] <= covered), covered
 
     def generations(self, job_id: str, after: int = 0, limit: int = 1000) -> list[Record]:
-        """Generations with a number > after and their acknowledgements, oldest first: so many, or fewer of a large
-        job, each of whose workers has some."""
+        """Returns generations with a number > after with their acknowledgements, oldest first: `limit` at most, and
+        fewer for a large job, since each of its workers has acknowledgements."""
         limit = min(limit, max(1, GENERATION_ROWS // len(self._find(job_id).state.members)))
         with storing():
             generations = self._store.generations(job_id, after=after, limit=limit)
