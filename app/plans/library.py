@@ -1,5 +1,5 @@
-"""Stored plans: the most recently used ones stay parsed; and those that people keep under a name, apart from any
-job."""
+"""Stored plans: a cache of parsed ones (`PlanCache`), and the plans that people keep under a name, apart from any job
+(`Library`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.packed import Packed, storable
 from openrecycle.planner.plans.plan import Plan
 
-# Ops of the parsed plans that are kept in memory, about 40 MB; a small plan counts as so many, a larger one fills it.
+# The most ops of parsed plans in memory (about 40 MB). Each plan counts as at least _LEAST_OPS; one of more than
+# _KEEP_OPS fills the cache alone.
 _KEEP_OPS, _LEAST_OPS = 400_000, 2_000
 
 
 class PlanCache:
-    """Plans by fingerprint, out of the store; the most recently used ones stay parsed. Thread-safe."""
+    """Stored plans by fingerprint; the most recently used ones stay parsed. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -73,7 +74,7 @@ class PlanCache:
         return found
 
     def stored_anew(self, fingerprint: str) -> None:
-        """Whoever asks next gets what is stored now: its proof may be a better one."""
+        """Drops a plan from the cache, since the stored one may have a better proof (lower bound) now."""
         with self._lock:
             self._plans.pop(fingerprint, None)
 
@@ -82,7 +83,8 @@ MAX_NAME = 80
 
 
 class Library:
-    """One per console (`console.plans.library`). Thread-safe. Its methods raise ConsoleError."""
+    """The plans that people keep under a name. One per console (`console.plans.library`). Thread-safe. Its methods
+    raise ConsoleError."""
 
     def __init__(self, store: Store, plans: PlanCache) -> None:
         self._rows = SavedPlans(store.database)
@@ -93,7 +95,7 @@ class Library:
         return self._save(plan.fingerprint, lambda: storable(plan), name, summary_of(plan))
 
     def save_read(self, plan: ReadPlan) -> str:
-        """As `save`, of one that a process of its own has read and checked."""
+        """Does the same as `save` for a plan that a child process has read and checked."""
         return self._save(plan.fingerprint, lambda: plan.stored, plan.name, plan.summary)
 
     def _save(self, fingerprint: str, document: Callable[[], str | Packed], name: str, summary: dict[str, Any]) -> str:
@@ -108,8 +110,9 @@ class Library:
         return fingerprint
 
     def saved(self) -> list[dict[str, Any]]:
-        """Newest first: fingerprint, name, created (POSIX seconds), and of the plan its period, lower_bound,
-        gap, time_unit, failed, technique, memory, pipelines, stages, micro_batches and workers (of the grid)."""
+        """Returns all saved plans, newest first: fingerprint, name, created (POSIX seconds), and the plan's period,
+        lower_bound, gap, time_unit, failed, technique, memory, pipelines, stages, micro_batches and workers (of the
+        grid)."""
         with storing():
             return self._rows.saved()
 
@@ -122,7 +125,7 @@ class Library:
         return self._plans.plan(fingerprint)
 
     def document(self, fingerprint: str) -> str:
-        """The stored JSON, as it is. Raises ConsoleError (404)."""
+        """Returns a saved plan's JSON as it is stored. Raises ConsoleError (404)."""
         with storing():
             document = self._rows.document(fingerprint) if _stored(fingerprint) else None
         if document is None:
@@ -130,12 +133,12 @@ class Library:
         return document
 
     def forget(self, fingerprint: str) -> None:
-        """Jobs that have the plan keep it. Raises ConsoleError (404)."""
+        """Removes a plan from the library; jobs that have the plan keep it. Raises ConsoleError (404)."""
         with storing():
             if not (_stored(fingerprint) and self._rows.forget(fingerprint)):
                 raise unknown_plan(fingerprint)
 
 
 def _stored(fingerprint: str) -> bool:
-    """Can the database have it at all? PostgreSQL takes no NUL."""
+    """Says whether the database can hold such a fingerprint at all: PostgreSQL takes no NUL."""
     return "\0" not in fingerprint

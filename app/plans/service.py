@@ -1,10 +1,13 @@
-"""Plans of running jobs, and all that the console does with plans.
+"""The plans of running jobs, and `PlansService`, which holds all that the console does with plans.
 
-JobPlanner makes them ahead of failures, and at once when one is missing. Drifting has another one made for workers that
-take longer than they were planned for: heartbeats bring every worker's mean op times, planner.layers.drift says from
-them who is slow, and with what speed; whatever fails later is planned with these speeds, too. Replanning plans a job
-again for the workers that are out now, when an operator asks for it. `use_plan` puts a plan of somebody's own in force.
-Another plan comes into force if it is worth a new generation (`compare_plans`); the event feed says which, and why.
+JobPlanner makes plans ahead of failures, and at once when one is missing. Drifting has a new plan made when workers
+turn out slower than they were planned for: heartbeats bring every worker's mean op times, and planner.layers.drift
+finds from them which workers are slow, and their speeds. Later failures are planned with these speeds, too. Replanning
+plans a job again for the workers that are out now, when an operator asks for it. `use_plan` puts a user's own plan in
+force.
+
+A new plan comes into force only if it is worth a new generation (`compare_plans`); the event feed says what was decided
+and why.
 """
 
 from __future__ import annotations
@@ -60,34 +63,35 @@ from openrecycle.planner.plans.schedule import steady_period
 
 log = structlog.get_logger()
 
-# Above this an order is not played through with other op times.
+# Plans of more ops than this are not simulated with other op times.
 MOST_OPS = 20_000
-# Periods that differ by less than this share are the same.
+# Periods that differ by less than this share count as equal.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """reason: in words, with the numbers."""
+    """Whether another plan should replace the one in force. reason: in words, with the numbers."""
 
     better: bool
     reason: str
 
 
 def gain(now: Plan, other: Plan, job: Job) -> float:
-    """By how much `now`'s order takes longer than `other`'s with the op times of `job`: 0.05 = 5 %.
+    """Returns how much longer the order of ops in `now` takes than that in `other`, with the op times of `job`: 0.05
+    means 5 %.
 
-    Both are for the same workers. Raises InputError for an order that can't run.
+    Both plans are for the same workers. Raises InputError for an order that can't run.
     """
     first, second = (job.with_partition(p.partition) if p.partition else job for p in (now, other))
     return steady_period(now.schedule(), first) / steady_period(other.schedule(), second) - 1
 
 
 def compare_plans(now: Plan, other: Plan, job: Job, iterations: int) -> PlanComparison:
-    """Should `other` take the place of `now`, with so many iterations left?
+    """Decides whether plan `other` should replace `now`, with so many iterations left.
 
-    It should if what it saves until then is more than the iteration that a new generation costs. Both are for
-    the same workers of `job`.
+    It should if it saves more than the one iteration that a new generation costs. Both are for the same workers of
+    `job`.
     """
     asked = job_doc(job)
     unit = job.time_unit
@@ -122,17 +126,18 @@ def _proof(plan: Plan) -> str:
     )
 
 
-# Ops of all plans that a job holds in memory, of about 800 bytes each. Where more are made ahead, they
-# stay in the catalog until they are needed.
+# The most ops that a job's plans made ahead may have in memory, at about 800 bytes each. If there would be more, the
+# plans stay in the catalog until they are needed.
 HELD_OPS = 400_000
-# In a grid above this, whatever fails beyond the tolerance is planned when it has failed.
+# With more living workers than this, failures beyond the tolerance are planned only when they have happened.
 NEXT_WORKERS = 512
 
 
 class JobPlanner:
-    """Plans of all jobs come out of the catalogs, and else out of one child process.
+    """Provides the plans of all jobs: from the catalogs, or else made in one child process.
 
-    tolerance: failures planned for from the start. on_made: called with each plan that the child makes.
+    tolerance: up to how many failures are planned for from the start. on_made: called with each plan that the child
+    makes.
     """
 
     def __init__(self, tolerance: int, catalogs: Catalogs, on_made: Callable[[Plan], None] = lambda plan: None) -> None:
@@ -151,16 +156,17 @@ class JobPlanner:
         self._maker.close()
 
     def cancel(self, job: LiveJob) -> None:
-        """Nothing more is planned for `job`."""
+        """Ends all planning for `job`."""
         self._maker.cancel(job.job_id)
         self._stop_filling(job)
         job.plans.want_none_ahead()
 
     def make_ahead(self, job: LiveJob) -> None:
-        """The fault-free plan first, then one for each failure pattern, one failure after another."""
+        """Has plans made: the fault-free one first, then one for each pattern of one failure, then of two, and so
+        on."""
         self._stop_filling(job)
         found = needed(job.plans.question, self._tolerance)
-        patterns = found.patterns[:MOST]  # the list scheduler serves the rest when they happen
+        patterns = found.patterns[:MOST]  # any others are planned by the list scheduler when they happen
         job.plans.want_none_ahead()
         if job.plans.ops * len(patterns) <= self.held_ops:
             self._submit(job, patterns)
@@ -174,10 +180,10 @@ class JobPlanner:
             self.make_ahead(job)
 
     def make_next(self, job: LiveJob) -> None:
-        """Beyond the tolerance too, whatever worker fails next finds its plan made."""
+        """Has a plan made for every worker that may fail next, also when that goes beyond the tolerance."""
         generation = job.state.current
         if not job.plans.ahead.wanted and not job.state.over:
-            self.make_ahead(job)  # its layers are cut otherwise since
+            self.make_ahead(job)  # the partition has changed, so the plans made ahead are gone
         if generation is None or len(generation.failed) < self._tolerance or len(generation.living) > NEXT_WORKERS:
             return
         failed = {Worker.parse(name) for name in generation.failed}
@@ -189,12 +195,13 @@ class JobPlanner:
             self._submit(job, missing)
 
     def make_now(self, job: LiveJob, failed: tuple[str, ...]) -> None:
-        """A failure came for which no plan is at hand: it is looked up, else made before all others."""
+        """Finds or makes the plan for a failure that has happened and has no plan at hand. It is looked up first; if it
+        has to be made, it comes before all others."""
         asked = job.plans.job
 
         def done(plan: Plan | None, why: str) -> None:
             if job.plans.job is not asked:
-                job.plans.give_up()  # its workers' speeds have changed since; it is asked for again
+                job.plans.give_up()  # the workers' speeds have changed meanwhile; the plan is asked for again
                 return
             try:
                 job.plans.plan_made(failed, plan, why)
@@ -232,17 +239,17 @@ class JobPlanner:
         threading.Thread(target=look_up, name="planning-look-up", daemon=True).start()
 
     def make_for(self, job: LiveJob, other: Job, failed: tuple[str, ...], done: Done[Plan]) -> None:
-        """A plan for `job` as it would be with other speeds; calls `done` with it."""
+        """Has a plan made for `job` with other speeds (`other`), and calls `done` with it."""
         request = _request(job, failed, other)
         self._maker.submit(request, done, priority=URGENT)
 
     def replan(self, job: LiveJob, other: Job, plan: Plan) -> None:
-        """`job` has other speeds from now on, and `plan` is one for them: the others are made ahead anew."""
+        """Gives `job` other speeds from now on, for which `plan` was made; the plans ahead are made anew."""
         job.plans.plan_with(job.plans.nominal if other == job.plans.nominal else other, plan)
         self.make_ahead(job)
 
     def take(self, job: LiveJob, names: Iterable[str]) -> None:
-        """Plans with these names have come into the catalog of the job's question."""
+        """Notes that plans with these names have come into the job's catalog, and takes small ones into memory."""
         if job.job_id in self._filling:
             job.plans.filled(len(self._filling[job.job_id][1] & self._catalogs.names(job.plans.question)))
         elif job.plans.ops <= KEPT_OPS:
@@ -251,7 +258,8 @@ class JobPlanner:
                 job.plans.file_plan(stored.plan(name))
 
     def _fill(self, job: LiveJob, needed: PlansNeeded) -> None:
-        """Has the catalog filled for as many failures as have few enough patterns, up to the tolerance."""
+        """Has the job's catalog filled for up to the tolerance of failures, or fewer, so that the patterns can be
+        listed."""
         tolerances = range(needed.tolerance, -1, -1)
         listed = ((t, needed.listed(t, LISTED)) for t in tolerances)
         tolerance, patterns = next((t, found) for t, found in listed if found is not None)
@@ -271,7 +279,7 @@ class JobPlanner:
             if error.status == 409:
                 self._crowded_out[job.job_id] = entry[0]
             log.warning("no plans ahead; they are made when they are needed", job=job.job_id, reason=error.detail)
-        if job.state.over:  # since it was asked, in another thread: whoever ended it may have found nothing to stop
+        if job.state.over:  # it ended meanwhile, in a thread that may have found nothing to stop yet
             self._filling[job.job_id] = entry
             self.cancel(job)
 
@@ -287,7 +295,7 @@ class JobPlanner:
 
         def done(plan: Plan | None, why: str) -> None:
             if job.plans.job is not asked:
-                return  # its workers' speeds have changed since
+                return  # the workers' speeds have changed meanwhile
             try:
                 if plan is None:
                     log.warning("no plan ahead", job=job.job_id, reason=why)
@@ -298,7 +306,7 @@ class JobPlanner:
             except (ConsoleError, SQLAlchemyError) as error:
                 self._unfiled(job, error)
             finally:
-                job.plans.made_ahead(asked)  # whoever sees that finds the plan
+                job.plans.made_ahead(asked)  # counted last: whoever sees the count also finds the plan
 
         missing = job.plans.want_ahead(patterns)
         stored = self._stored(job, missing)
@@ -310,7 +318,7 @@ class JobPlanner:
                 self._maker.submit(_request(job, map(str, sorted(pattern))), done, priority=AHEAD)
 
     def _stored(self, job: LiveJob, patterns: Sequence[frozenset[Worker]]) -> list[frozenset[Worker]]:
-        """Those that a catalog has a plan for."""
+        """Returns those patterns for which a catalog has a plan."""
         try:
             names = self._catalogs.names(job.plans.question)
         except ConsoleError as error:
@@ -319,7 +327,8 @@ class JobPlanner:
         return [pattern for pattern in patterns if plan_name(pattern) in names]
 
     def _file(self, job: LiveJob, asked: Job, patterns: Sequence[frozenset[Worker]], done: Done[Plan]) -> None:
-        """Large plans stay where they are until they are needed."""
+        """Takes plans from the catalogs into the job's memory. Large ones are only counted, and stay where they are
+        until they are needed."""
         for pattern in patterns:
             if job.plans.ops > KEPT_OPS:
                 job.plans.made_ahead(asked)
@@ -335,7 +344,7 @@ class JobPlanner:
             job.plans.made_ahead(asked)
 
     def _unfiled(self, job: LiveJob, error: ConsoleError | SQLAlchemyError) -> None:
-        """There may be hundreds."""
+        """Logs that a plan could not be stored; seldom, since there may be hundreds."""
         text = "plans made ahead could not be stored; they are used until the console ends"
         if refused := passing(error):
             self._seldom.warn(text, reason=refused.detail, job=job.job_id)
@@ -344,12 +353,13 @@ class JobPlanner:
 
 
 def _lasts(job: LiveJob) -> bool:
-    """Are its plans worth keeping with those of other jobs? Speeds that were found pass, and layers move back."""
+    """Says whether the job's plans are worth keeping in a catalog. Plans for measured speeds or for moved layers are
+    not: speeds pass, and layers move back."""
     return job.plans.job is job.plans.nominal and job.plans.job.at_home is job.plans.job
 
 
 def _request(job: LiveJob, failed: Iterable[str], other: Job | None = None) -> PlanRequest:
-    """other: the job as it would be with other speeds."""
+    """Makes the request for a plan of `job`. other: the job with other speeds, if it is to be planned with these."""
     asked = other or job.plans.job
     return PlanRequest(
         job.job_id, job_doc(asked), tuple(failed), job.spec.technique, job.spec.memory, partition=asked.partition
@@ -357,17 +367,17 @@ def _request(job: LiveJob, failed: Iterable[str], other: Job | None = None) -> P
 
 
 LIMITS = DriftLimits(slow=1.3, well=1.15, window=20)
-# A plan that is quicker by less is not worth the iteration that a new generation costs.
+# A plan that is quicker by less than this is not worth the iteration that a new generation costs.
 LEAST_GAIN = 0.03
-# Above this an order is not played through with other op times: the new plan is taken.
+# Plans of more ops than this are not simulated with other op times: the new plan is taken.
 MOST_DRIFT_OPS = 60_000
-# A round is closed without those that have been silent for so many heartbeats.
+# A round of op times closes after this many heartbeat intervals, without the workers that have not reported.
 TIMEOUT = 2.5
 
 
 def worth_changing(gained: float | None, wanted: Job) -> PlanComparison:
-    """Should a plan for the speeds of `wanted` take the place of the one in force? gained: by how much the order in
-    force takes longer, at these speeds; None: not known."""
+    """Decides whether a plan for the speeds of `wanted` should replace the one in force. gained: how much longer the
+    one in force takes at these speeds; None: not known."""
     made = f"a plan for {_speeds(wanted)}"
     if gained is None:
         return PlanComparison(True, made)
@@ -380,10 +390,12 @@ def worth_changing(gained: float | None, wanted: Job) -> PlanComparison:
 
 @dataclass
 class _Watch:
-    """One job. living: of the generation of that number. round: the ratios so far, begun at that time.
+    """What is known of the speeds in one job.
 
-    wanted: the job as it turned out to be. asked: what a plan is being made for, and without whom. held: is
-    there one that waits because the plan in force is frozen?
+    ratios: compares measured with planned op times. wanted: the job with the speeds that were found. workers: by name.
+    generation, living: the newest generation and its workers. round: the ratios reported so far in this round; began:
+    its start (monotonic). incarnations: the processes that the ratios are of. asked: the job and failed workers that a
+    plan is being made for. held: a better plan waits because the plan in force is frozen.
     """
 
     ratios: Ratios
@@ -400,7 +412,10 @@ class _Watch:
 
 
 class Drifting:
-    """Of all jobs. plan: finds one by its fingerprint, and may raise SQLAlchemyError. heartbeat: seconds."""
+    """Watches the speeds of the workers of all jobs, and has plans made for them.
+
+    plan: finds a plan by its fingerprint, and may raise SQLAlchemyError. heartbeat: seconds.
+    """
 
     def __init__(
         self,
@@ -415,9 +430,9 @@ class Drifting:
         self._of: dict[str, _Watch] = {}
 
     def consider(self, job: LiveJob) -> None:
-        """Takes the op times that came in since the last call. For one thread alone.
+        """Takes the op times that came in since the last call. Only one thread may call this.
 
-        Raises ConsoleError when what it has to say can't be stored.
+        Raises ConsoleError when its lines of the event feed can't be stored.
         """
         if job.state.over:
             self._of.pop(job.job_id, None)
@@ -431,9 +446,9 @@ class Drifting:
             return
         reports, failed, current = job.measurements.op_times.take(), out(job.state), job.state.current
         if failed is None or current is None:
-            watch.round.clear()  # in a recovery nobody's times are usual
+            watch.round.clear()  # op times in a recovery are not the usual ones
             return
-        if watch.ratios.job is not job.plans.nominal:  # with other layers an op of a stage takes another time
+        if watch.ratios.job is not job.plans.nominal:  # the partition changed, and with it the op times of the stages
             watch.ratios, watch.round = Ratios(job.plans.nominal), {}
             watch.wanted = drifted(job.plans.nominal, watch.state)
         if watch.generation != current.number:
@@ -451,7 +466,8 @@ class Drifting:
         self._plan_anew(job, watch, failed)
 
     def _begin(self, job: LiveJob) -> _Watch:
-        """After a restart of the console: with the speeds that the plan in force was made for."""
+        """Begins to watch a job. After a restart of the console, it starts with the speeds that the plan in force was
+        made for."""
         workers = {name: Worker.parse(name) for name in job.state.members}
         watch, current = _Watch(Ratios(job.plans.nominal), job.plans.nominal, workers), job.state.current
         plan = self._plan(current.plan_fingerprint) if current else None
@@ -464,7 +480,7 @@ class Drifting:
 
     def _take(self, watch: _Watch, worker: Worker, incarnation: str, milliseconds: Mapping[OpKind, float]) -> None:
         if watch.incarnations.setdefault(worker, incarnation) != incarnation:
-            # Another process, perhaps on another machine.
+            # It is another process, perhaps on another machine.
             watch.incarnations[worker] = incarnation
             watch.state = forget(watch.state, [worker])
             watch.round.pop(worker, None)
@@ -498,7 +514,7 @@ class Drifting:
     # -- plans --------------------------------------------------------------------------------
 
     def _plan_anew(self, job: LiveJob, watch: _Watch, failed: tuple[str, ...]) -> None:
-        """Has a plan made where the speeds are not those that the job is planned with."""
+        """Has a plan made if the measured speeds differ from those that the job is planned with."""
         wanted = watch.wanted
         thawed = watch.held and not job.state.frozen_by
         if wanted == job.plans.job and not thawed:
@@ -514,7 +530,7 @@ class Drifting:
     def _made(
         self, job: LiveJob, watch: _Watch, wanted: Job, failed: tuple[str, ...], plan: Plan | None, why: str
     ) -> None:
-        """In the planning's own thread."""
+        """Takes the plan for the measured speeds; runs in the planning's own thread."""
         if plan is None:
             log.warning("no plan for the speeds measured", job=job.job_id, reason=why)
             return
@@ -534,7 +550,7 @@ class Drifting:
             log.info("the plan for the speeds measured comes too late", job=job.job_id, reason=error.detail)
 
     def _gain(self, job: LiveJob, wanted: Job, plan: Plan) -> float | None:
-        """By how much the order in force takes longer than `plan`'s, both at the speeds measured; None: not known."""
+        """Returns how much longer the plan in force takes than `plan`, both at the measured speeds; None: not known."""
         current = job.state.current
         if current is None or job.plans.ops > MOST_DRIFT_OPS:
             return None
@@ -549,7 +565,7 @@ class Drifting:
 
 
 def _speeds(job: Job) -> str:
-    """`W1_2 at speed 0.5`, and how many more."""
+    """Returns the speeds in words, such as `W1_2 at speed 0.5`, for three workers at most and the number of others."""
     if not job.speeds:
         return "workers that are all alike"
     shown = ", ".join(f"{worker} at speed {speed:g}" for worker, speed in job.speeds[:3])
@@ -562,7 +578,7 @@ Outcome = Literal["planning", "adopted", "kept", "failed"]
 
 @dataclass(frozen=True)
 class Replan:
-    """The newest request for a new plan. failed: the workers that were out. outcome: planning; adopted: it is in
+    """An operator's request for a new plan. failed: the workers that were out. outcome: planning; adopted: it is in
     force; kept: the plan before stays; failed: none was made. reason: why. at: POSIX seconds of the request,
     then of its end. elapsed: seconds of solving. best, bound: of the period, in the job's time unit."""
 
@@ -586,10 +602,11 @@ class _Running:
 
 
 class Replanning:
-    """One per console; the newest request of each job. A console that restarts forgets what is being made.
+    """Plans jobs again when operators ask for it; remembers the newest request of each job. One per console. A console
+    that restarts forgets requests.
 
-    find: a job by its id; plan: a stored one by its fingerprint, both raise ConsoleError. keep: puts a plan
-    with the others of the job's catalog.
+    find: a job by its id; plan: a stored plan by its fingerprint; both raise ConsoleError. keep: puts a plan into the
+    job's catalog.
     """
 
     def __init__(
@@ -604,7 +621,8 @@ class Replanning:
         self._ended: WeakKeyDictionary[LiveJob, Replan] = WeakKeyDictionary()
 
     def start(self, job_id: str, solver: str, seconds: float, actor: str) -> str:
-        """seconds: of the solver, at most. Raises ConsoleError: nothing is planned then."""
+        """Starts planning a job again. seconds: the solver's limit. Returns the line for the event feed. Raises
+        ConsoleError if nothing is planned."""
         job = self._find(job_id)
         failed = self._ready(job)
         planned = job.plans.job
@@ -637,7 +655,7 @@ class Replanning:
         return text
 
     def stop(self, job_id: str) -> str:
-        """Has the search end; its best plan so far counts. Raises ConsoleError."""
+        """Ends the search with its best plan so far. Raises ConsoleError."""
         running = self._running.get(self._find(job_id))
         if running is None:
             raise ConsoleError(409, "no_choice", "the job is not being planned again")
@@ -645,7 +663,8 @@ class Replanning:
         return "the best plan so far counts"
 
     def status(self, job_id: str, *, planning: bool = False) -> Replan | None:
-        """The newest request; None: there was none (planning: or it has ended). Raises ConsoleError."""
+        """Returns the newest request, or None if there is none. planning: only one that still runs. Raises
+        ConsoleError."""
         job = self._find(job_id)
         running = self._running.get(job)
         if running is None:
@@ -656,8 +675,8 @@ class Replanning:
         return replace(running.replan, elapsed=running.solve.elapsed, best=last.incumbent, bound=bound)
 
     def consider(self, job: LiveJob) -> None:
-        """Decides on a plan that has been made. For the console's ticks; raises ConsoleError when it can't be
-        stored, and is to be called again then."""
+        """Decides on a plan that has been made; called at each tick. Raises ConsoleError if the decision can't be
+        stored; the next call tries again."""
         running = self._running.get(job)
         if running is None or not (running.solve.over or job.state.over):
             return
@@ -673,7 +692,7 @@ class Replanning:
     # -- details ----------------------------------------------------------------------------
 
     def _ready(self, job: LiveJob) -> tuple[str, ...]:
-        """Without whom the job trains. Raises ConsoleError when it can't take another plan now."""
+        """Returns the workers that the job trains without. Raises ConsoleError if it can't take another plan now."""
         state = job.state
         if state.over:
             raise ConsoleError(409, "job_over", f"the job is {state.over}")
@@ -722,7 +741,7 @@ def _without(failed: tuple[str, ...]) -> str:
 
 
 def misfit(job: LiveJob, plan: Plan) -> str:
-    """Why the job can't run `plan` now; "": it can."""
+    """Says why the job can't run `plan` now; "": it can."""
     if job.state.over:
         return f"it has {job.state.over}"
     own, document = job_doc(job.plans.job), plan.job
@@ -751,10 +770,10 @@ def misfit(job: LiveJob, plan: Plan) -> str:
 
 
 def use_plan(job: LiveJob, plan: Plan, actor: str) -> str:
-    """Opens a generation with the same workers and this plan, which was checked when it was made or saved; returns what
-    the coordinator makes of it.
+    """Opens a generation with the same workers and this plan, which was checked when it was made or saved. Returns the
+    coordinator's reason.
 
-    Raises ConsoleError (409) naming what does not fit; then nothing has changed.
+    Raises ConsoleError (409) that names what does not fit; then nothing has changed.
     """
     if why := misfit(job, plan):
         raise ConsoleError(409, "misfit", f"plan {plan.fingerprint[:8]}: {why}")
@@ -764,7 +783,7 @@ def use_plan(job: LiveJob, plan: Plan, actor: str) -> str:
 
 
 def above_limit(plan: Plan, memory: str) -> str:
-    """Would a worker hold more than the job's own memory limit allows? In a sentence; "": none."""
+    """Says which worker would hold more than the job's own memory limit allows; "": none would."""
     planned = plan.problem().job
     limits = MemoryLimit.parse(memory, field="memory").limits(planned, plan.technique)
     for name, held in plan.metrics.peak_activations.items():
@@ -773,7 +792,8 @@ def above_limit(plan: Plan, memory: str) -> str:
             continue
         if memory != "bytes":
             return f"{name} would hold {held} activations, and the job's memory limit {memory} allows {limit}"
-        # More may fit than if each took its larger part all along.
+        # In bytes the count of activations is not decisive: more of them may fit, since they do not all take their
+        # largest size at the same time.
         for worker, taken in plan.schedule().over_capacity.items():
             return f"{worker} would hold {taken:,} bytes, and has {planned.capacity_bytes[worker.stage]:,}"
         return ""
@@ -781,9 +801,10 @@ def above_limit(plan: Plan, memory: str) -> str:
 
 
 class PlansService:
-    """One per console. tolerance: plans are made ahead for up to this many failures. heartbeat: seconds. find: a job by
-    its id, raises ConsoleError. jobs: those that are not over, and others. on_made: called with each plan that a solver
-    made."""
+    """All that a console does with plans. One per console.
+
+    tolerance: plans are made ahead for up to this many failures. heartbeat: seconds. find: a job by its id; raises
+    ConsoleError. jobs: the jobs in memory. on_made: called with each plan that a solver made."""
 
     def __init__(
         self,
@@ -819,7 +840,7 @@ class PlansService:
         self.replanning.consider(job)
 
     def stop_waiting(self) -> None:
-        """Sends whoever waits for a solver home."""
+        """Ends all waiting for solvers."""
         self.solves.stop_waiting()
 
     def close(self) -> None:
@@ -828,12 +849,12 @@ class PlansService:
             service.close()
 
     def _keep(self, job: LiveJob, plan: Plan) -> None:
-        """Keeps a plan in the catalog of the job's question, if it is worth that."""
+        """Keeps a plan in the job's catalog, if it is worth keeping."""
         if _lasts(job):
             self._catalogs.keep(job.plans.question, plan)
 
     def _take(self, question: CatalogQuestion, names: list[str]) -> None:
-        """Running jobs use better plans of their catalog from the next failure on."""
+        """Passes new plans of a catalog to the jobs that run with it, which use them from the next failure on."""
         for job in self._jobs():
             if not job.state.over and job.plans.question == question:
                 self.ahead.take(job, names)

@@ -1,11 +1,11 @@
-"""Plans and migrations, made in child processes: those of jobs, those that a page asks for on the spot, and those that
-people ask for, with progress.
+"""Plans and migrations that are made in child processes: for running jobs, for pages at once, and for people who ask
+for them and see the progress.
 
-Plans of jobs, and those on the spot, each once, have a process each: what a page asks for never stands in the way of a
+Plans for jobs (`plan_maker`) and plans for pages (`Making`) have one process each, so that a page never holds up a
 job's own plans. Large plans cross the pipe in columns (planner.plans.packed).
 
-What people ask for has a process of its own each time: equal requests share one result, a bounded number runs at once,
-and the rest waits in order. Stopping keeps the best plan so far.
+Each request of a person (`Solves`) has a process of its own. Equal requests share one result, a bounded number runs at
+once, and the rest wait in order. Stopping one keeps its best plan so far.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan, reference_
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Asks for one plan. time_limit: of the solver, in seconds. partition: layers per stage; (): as the job says."""
+    """A request for one plan; see task_queue.Request. time_limit: the solver's, in seconds. partition: layers per
+    stage; (): as the job says."""
 
     owner: str
     job: JobDoc
@@ -60,7 +61,7 @@ class PlanRequest:
 
     @property
     def is_reference(self) -> bool:
-        """Is it for fault-free 1F1B of a grid small enough to be laid out at once?"""
+        """Whether it asks for fault-free 1F1B on a grid that is small enough to be scheduled at once."""
         plain = self.technique == Technique.FAULT_FREE and self.memory == "1f1b" and not self.failed
         return plain and self.job.ops <= SEARCHED_OPS
 
@@ -70,8 +71,8 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class LookUpRequest:
-    """Asks for one plan of a catalog, fitted to the failures. info: of the catalog, as JSON. stored: the plan as it
-    lies there, under that name."""
+    """A request for a plan of a catalog, with its pipelines renamed to fit the failures. info: the catalog's, as JSON.
+    stored: the plan's bytes as the catalog has them, under `name`."""
 
     owner: str
     info: str
@@ -86,17 +87,18 @@ class LookUpRequest:
 
 
 def plan_maker(name: str = "planning", *, on_made: Callable[[Plan], None] = lambda made: None) -> TaskQueue:
-    """Takes PlanRequest and LookUpRequest."""
+    """Makes a task queue that takes PlanRequest and LookUpRequest."""
     return TaskQueue(serve_at_once, name, on_made=on_made)
 
 
 def serve_at_once(channel: Channel, request: PlanRequest | LookUpRequest) -> None:
-    """In the child."""
+    """Answers one request, in the child."""
     channel.say(answered(lambda: to_bytes(_plan(request))))
 
 
 def _plan(asked: PlanRequest | LookUpRequest) -> Plan:
-    """Raises PlannerError, also when a stored plan is damaged, or not for such failures."""
+    """Makes or looks up the plan. Raises PlannerError, also for a stored plan that is damaged or does not fit the
+    failures."""
     if isinstance(asked, LookUpRequest):
         catalog = StoredCatalog(CatalogInfo.from_json(asked.info), MappedBlobs({asked.name: asked.stored}))
         found = catalog.find(parse_workers(asked.failed))
@@ -107,7 +109,7 @@ def _plan(asked: PlanRequest | LookUpRequest) -> Plan:
         problem(asked.job, asked.failed, asked.technique, asked.memory, asked.partition),
         solver=asked.solver,
         time_limit=asked.time_limit,
-        look_ahead=asked.solver != "list",  # asked for while workers wait
+        look_ahead=asked.solver != "list",  # with "list", workers may be waiting for the plan
     )
     return checked(plan)
 
@@ -115,7 +117,7 @@ def _plan(asked: PlanRequest | LookUpRequest) -> Plan:
 def problem(
     document: JobDoc, failed: Sequence[str], technique: str, memory: str, partition: Sequence[int] = ()
 ) -> Problem:
-    """Raises PlannerError."""
+    """Makes the problem of a request. Raises PlannerError."""
     workers, job = parse_workers(failed), document.job()
     return Problem(
         job.with_partition(partition) if partition else job, workers, Technique.of(technique), MemoryLimit.parse(memory)
@@ -126,9 +128,9 @@ def problem(
 # as so many: as many as one page compares are always kept.
 ANSWERED_OPS, LEAST_ANSWERED, MOST_ANSWERED = 3_200_000, 100_000, 400_000
 TIME_LIMIT = 5.0
-# Seconds that an answer without a plan stands.
+# An answer without a plan is tried again after this many seconds.
 FAILED_SECONDS = 30.0
-# Above this a page gets the list scheduler's plan at once; better ones are for the Planner page.
+# For more ops than this a page gets the list scheduler's plan; better ones are for the Planner page.
 SEARCHED_OPS = 20_000
 
 
@@ -148,12 +150,13 @@ class Answer:
 
     @property
     def stale(self) -> bool:
-        """Did it fail some time ago? It may not do so again: its process had died, perhaps."""
+        """Whether it failed some time ago. It may succeed now, for example if its process had died."""
         return self.done and self.plan is None and time.monotonic() - self.ended > FAILED_SECONDS
 
 
 class Making:
-    """Thread-safe. Its child process begins with the first question."""
+    """Makes plans for pages, without a delay for the page. Thread-safe. Its child process begins with the first
+    question."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -164,7 +167,7 @@ class Making:
         self._started = False
 
     def get(self, job: JobDoc, failed: tuple[str, ...], technique: str, memory: str) -> Answer:
-        """The answer, as far as it is there; it is begun now if nobody has asked the same before."""
+        """Returns the answer, which may not be done yet. Equal questions share one answer; the first one begins it."""
         solver = "auto" if job.ops <= SEARCHED_OPS else "list"
         request = PlanRequest("a page", job, failed, technique, memory, solver, TIME_LIMIT)
         key = repr(request)
@@ -182,7 +185,7 @@ class Making:
     def _begin(self, request: PlanRequest) -> Answer:
         answer = Answer(request.job.ops)
         if request.is_reference:
-            # A fixed order of ops: nothing is searched for, so nobody need wait for a process to begin.
+            # The order of ops is fixed and nothing is searched for, so this needs no child process.
             try:
                 answer.end(checked(reference_plan(request.job.job(), "1f1b")), "")
             except PlannerError as error:
@@ -199,7 +202,7 @@ log = structlog.get_logger()
 
 # -- what is asked --------------------------------------------------------------------------------
 
-# A plan of so many ops is some 40 MB of JSON, which the console reads; the command line takes larger ones.
+# A plan of this many ops is some 40 MB of JSON, which the console reads. The command line takes larger ones.
 MAX_SOLVED_OPS = 400_000
 MAX_SECONDS = 3_600.0
 
@@ -274,19 +277,20 @@ class PlanAsked(_Asked, PlanSettings):
         return Problem(job, self.dead(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
     def check(self) -> None:
-        """Raises what `problem` or `layout` would, as far as it takes no time."""
+        """Raises what `problem` or `layout` would raise, as far as that can be found out at once."""
         if self.over != "schedules" and not self.job.layers:
             raise InputError("over", self.over, "schedules, since this job comes without layers")
         if self.over != "layouts":
             self.problem()
             return
-        # A stage whose workers are all dead is given others.
+        # A stage whose workers are all dead is no error here: a layout gives it workers of other stages.
         alive = self.model_copy(update={"failed": ()}).problem()
         for worker in self.dead():
             alive.job.check_worker(worker, field="failed")
 
     def layout(self) -> Layout | None:
-        """The best of those that `over` leaves open. Takes a while. Raises PlannerError."""
+        """Returns the best layout of those that `over` leaves open; None if only the schedule is open. Takes a while.
+        Raises PlannerError."""
         if self.over == "schedules":
             return None
         job = self.checked_job()
@@ -307,7 +311,7 @@ class MigrationsAsked(_Asked, MigrationsSettings):
         return 60.0
 
     def cost(self) -> CopyCost:
-        """Raises InputError for a job that is none."""
+        """Returns what copying a stage's state costs. Raises InputError for an invalid job."""
         own = tuple(profile.fixed_bytes for profile in self.checked_job().profiles)
         return CopyCost((self.state_bytes,) * self.job.stages if self.state_bytes else own, self.bandwidth)
 
@@ -340,14 +344,14 @@ class Migrations(BaseModel):
 
 # -- the child ------------------------------------------------------------------------------------
 
-# At most so many points a second leave the child, beside each better plan.
+# The child reports at most this many points a second, beside one for each better plan.
 POINTS_PER_SECOND = 10
-# Before a packed plan, which is not wrapped into another document; all other messages are JSON objects.
+# Marks a message that is a packed plan; all other messages are JSON objects.
 PLAN = b"+"
 
 
 def serve(channel: Channel, request: Request) -> None:
-    """In the child: points of progress, then what it made, or a sentence."""
+    """Answers one request, in the child: sends points of progress, then the result, or a sentence about its failure."""
 
     def report(point: Any) -> None:
         channel.say(json.dumps({"point": point}).encode())
@@ -367,8 +371,10 @@ def _say_why(channel: Channel, sentence: str) -> None:
 
 
 def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
-    """{"migrations": document} as JSON, or PLAN and the packed plan. report: called with
-    (seconds, incumbent, bound, solver), times in the job's unit. Raises PlannerError."""
+    """Returns the result's message: {"migrations": document} as JSON, or PLAN and the packed plan.
+
+    report: called with (seconds, incumbent, bound, solver), the middle two in the job's time unit. wanted: says whether
+    to go on. Raises PlannerError."""
     if isinstance(request, MigrationsAsked):
         return json.dumps({"migrations": _migrations(request).model_dump()}).encode()
     begin = time.monotonic()
@@ -429,12 +435,12 @@ def _migrations(request: MigrationsAsked) -> Migrations:
 
 MAX_RUNNING = 2
 MAX_WAITING = 16
-# Finished ones that are kept; a plan of 393,216 ops takes about 300 MB.
+# How many finished requests are kept, and ops of their plans; a plan of 393,216 ops takes about 300 MB.
 MAX_KEPT = 32
 MAX_KEPT_OPS = 400_000
-# Points of one solve that are drawn and logged: a search may report hundreds a second.
+# The most points of one solve that are kept: a search may report hundreds a second.
 MAX_POINTS = 2_000
-# Seconds that a child may take to let go of what it does before it is ended.
+# Seconds that a child has to end its search after it was told to stop; then its process is ended.
 STOP_GRACE = 30.0
 
 SolveState = Literal["waiting", "running", "stopping", "done", "failed"]
@@ -442,7 +448,8 @@ OVER = ("done", "failed")
 
 
 class Point(NamedTuple):
-    """elapsed: seconds. incumbent (None: no plan yet), bound: in the job's time unit."""
+    """A point of a search's progress. elapsed: seconds. incumbent (the best period so far; None: no plan yet) and bound
+    are in the job's time unit."""
 
     elapsed: float
     incumbent: float | None
@@ -452,9 +459,11 @@ class Point(NamedTuple):
 
 @dataclass
 class Solve:
-    """One request and what has come of it. error: a sentence, when `failed`. stopped: by somebody.
+    """One request and its results so far. error: a sentence, if its state is `failed`. stopped: somebody has stopped
+    it.
 
-    asked: POSIX seconds; begun: monotonic ones; seconds: how long it ran, once it is over.
+    asked: POSIX seconds; begun: monotonic seconds; seconds: how long it ran, once it is over. child: the process's
+    answer, while it runs.
     """
 
     id: str
@@ -470,7 +479,7 @@ class Solve:
     seconds: float | None = None
     child: PendingAnswer | None = None
     topic: Topic = field(default_factory=Topic)
-    version: int = 0  # rises with all that changes, which `topic` is told
+    version: int = 0  # rises with every change, when `topic` is published
 
     def changed(self) -> None:
         self.version += 1
@@ -482,15 +491,17 @@ class Solve:
 
     @property
     def elapsed(self) -> float:
-        """Seconds that it has run."""
+        """Seconds that it has run so far."""
         if self.seconds is not None:
             return self.seconds
         return 0.0 if self.begun is None else time.monotonic() - self.begun
 
 
 class Solves:
-    """One per console. Thread-safe. running, waiting: so many at a time. stop_grace: seconds to stop in, when told to.
-    kept_ops: of the results that are kept."""
+    """The requests of people for plans and migrations. One per console. Thread-safe.
+
+    running, waiting: how many may run and wait at a time. stop_grace: seconds that a child has to stop in. kept_ops:
+    the most ops of the plans that are kept."""
 
     def __init__(
         self,
@@ -510,7 +521,7 @@ class Solves:
         self._closed = False
 
     def find(self, request: Request) -> Solve | None:
-        """What has been made of an equal request, without starting anything."""
+        """Returns the Solve of an equal request, if there is one, and starts nothing."""
         return self._solves.get(request.id)
 
     def get(self, solve_id: str) -> Solve:
@@ -521,13 +532,13 @@ class Solves:
         return found
 
     def all(self) -> list[Solve]:
-        """Those that are kept, in the order in which they were asked for."""
+        """Returns all that are kept, in the order in which they were asked for."""
         with self._lock:
             return sorted(self._solves.values(), key=lambda s: (s.asked, s.id))
 
     def start(self, request: Request) -> Solve:
-        """Begins it, or has it wait its turn. One that is known is given back, unless it came to no end
-        of its own: it failed, or was stopped. Raises ConsoleError (429) when too many wait."""
+        """Begins a request, or lets it wait for its turn. An equal request that is known is returned instead, unless it
+        has failed or was stopped. Raises ConsoleError (429) when too many wait."""
         with self._lock:
             known = self._solves.get(request.id)
             if known is not None and not (known.state == "failed" or (known.over and known.stopped)):
@@ -543,7 +554,7 @@ class Solves:
             return solve
 
     def stop(self, solve_id: str) -> Solve:
-        """Has it end with the best plan so far. Raises ConsoleError (404)."""
+        """Stops a solve, which ends with its best plan so far. Raises ConsoleError (404)."""
         with self._lock:
             solve = self.get(solve_id)
             if solve.state == "waiting":
@@ -557,11 +568,11 @@ class Solves:
         return solve
 
     def warm(self) -> None:
-        """Has a process ready that has imported the planner, so that the next plan need not wait for that."""
+        """Prepares a process with the planner imported, so that the next plan need not wait for that."""
         self._children.prepare()
 
     def stop_waiting(self) -> None:
-        """Sends home whoever follows a solve, so that the server can end."""
+        """Ends all waiting for solves, so that the server can end."""
         for solve in self.all():
             solve.topic.close()
 
@@ -582,7 +593,7 @@ class Solves:
                 self._begin(solve)
 
     def _begin(self, solve: Solve) -> None:
-        # A search that lasts longer than it was asked to ends with its best plan so far.
+        # A search that lasts longer than its time limit is stopped, and ends with its best plan so far.
         try:
             solve.child = self._children.begin(solve.request, timeout=solve.request.timeout, grace=self._stop_grace)
         except OSError as error:
@@ -593,7 +604,7 @@ class Solves:
         threading.Thread(target=self._collect, args=(solve, solve.child), name="solve", daemon=True).start()
 
     def _collect(self, solve: Solve, child: PendingAnswer) -> None:
-        """Takes the child's messages until it is done, is gone, or takes too long."""
+        """Takes the child's messages until it is done, has died, or takes too long; runs in a thread of its own."""
         try:
             for data in child.messages():
                 if data[:1] == PLAN:
@@ -654,7 +665,7 @@ class Solves:
 
 
 def _add(points: list[Point], point: Point) -> None:
-    """Keeps what changed, and of a long search the newest as the last point."""
+    """Adds a point if it differs from the last one. When the list is full, it replaces the last one."""
     if points and points[-1][1:] == point[1:]:
         return
     if len(points) >= MAX_POINTS:

@@ -1,11 +1,11 @@
-"""What a link names a plan by, and what stands behind the name: the plan, and what people call it.
+"""References to plans, as links have them, and how each is resolved to a plan and its name for people (`PlanSources`).
 
-job:<job>:<fingerprint>       a plan of a job; `in-force` for the one it runs now
+job:<job>:<fingerprint>       a plan of a job; `in-force` for the one that it runs now
 saved:<fingerprint>           a plan of the library
-measured:<job>[:<iteration>]  an iteration of the job as it ran; the newest one that was measured
+measured:<job>[:<iteration>]  an iteration of the job as it ran; without a number, the newest one that was measured
 catalog:<catalog>:<plan>      a plan made ahead, by its catalog's fingerprint and its name there
 made:<technique>:<memory>:<grid>[:<failed>]
-                              one made on the spot; grid: a job's id, or 3x4x6 (slots of one tick);
+                              a plan that is made when it is asked for; grid: a job's id, or 3x4x6 (slots of one tick);
                               failed: W1_2+W0_0
 """
 
@@ -46,7 +46,7 @@ _GRID = re.compile(r"([0-9]{1,4})x([0-9]{1,4})x([0-9]{1,5})")
 
 @dataclass(frozen=True)
 class OfJob:
-    """fingerprint: IN_FORCE for the plan that the job runs now, whichever that is."""
+    """A plan of a job. fingerprint: IN_FORCE for the plan that the job runs now, whichever that is."""
 
     job_id: str
     fingerprint: str = IN_FORCE
@@ -65,7 +65,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class MeasuredReference:
-    """iteration: None for the newest one, whichever that is."""
+    """An iteration as it ran. iteration: None for the newest one, whichever that is."""
 
     job_id: str
     iteration: int | None = None
@@ -76,7 +76,7 @@ class MeasuredReference:
 
 @dataclass(frozen=True)
 class OfCatalog:
-    """fingerprint: the catalog's. name: the plan's in it (planner.catalogs.catalog.plan_name)."""
+    """A plan of a catalog. fingerprint: the catalog's. name: the plan's name in it (planner.plans.packed.plan_name)."""
 
     fingerprint: str
     name: str
@@ -87,7 +87,7 @@ class OfCatalog:
 
 @dataclass(frozen=True)
 class Made:
-    """A plan by technique. grid: a job's id, or `3x4x6` (pipelines, stages, micro-batches)."""
+    """A plan that is made for a technique. grid: a job's id, or `3x4x6` (pipelines, stages, micro-batches)."""
 
     technique: Technique
     memory: str
@@ -100,7 +100,7 @@ class Made:
 
     @property
     def of_slots(self) -> Job | None:
-        """The job of a grid given by its sizes; None for that of a job. Raises InputError."""
+        """The job for a grid given by its sizes; None if `grid` is a job's id. Raises InputError."""
         found = _GRID.fullmatch(self.grid)
         if found is None:
             return None
@@ -116,7 +116,7 @@ Reference = OfJob | Saved | MeasuredReference | OfCatalog | Made
 
 
 def job_of(reference: Reference) -> str | None:
-    """The id of the job whose plan it is, or for whose grid it is made; None: of no job."""
+    """Returns the id of the job that the plan belongs to or is made for; None: of no job."""
     match reference:
         case OfJob(job_id) | MeasuredReference(job_id):
             return job_id
@@ -126,7 +126,7 @@ def job_of(reference: Reference) -> str | None:
 
 
 def parse_reference(text: str, *, field: str = "plan") -> Reference:
-    """Raises InputError unless `text` is a reference; whether anything stands behind it is not looked at."""
+    """Parses a reference, without a look whether such a plan exists. Raises InputError if `text` is not one."""
     kind, _, rest = text.strip().partition(":")
     parts = rest.split(":")
     if kind == "made" and 3 <= len(parts) <= 4:
@@ -165,10 +165,10 @@ NOT_KEPT = "not_kept"
 
 @dataclass(frozen=True)
 class Source:
-    """name: the plan's, for people. job_id: of the job that it belongs to, if it does.
+    """A reference with its plan. name: for people. job_id: of the job that the plan belongs to, if any.
 
-    measured: the iteration that `plan` was read off, where it is one that ran. out: of a plan that its job runs now,
-    why each worker that it goes without is out; {}: nobody knows.
+    measured: the iteration that `plan` was made from, if it is one that ran. out: for a plan that its job runs now, the
+    state in words of each worker that it goes without; {}: not known.
     """
 
     reference: Reference
@@ -181,7 +181,7 @@ class Source:
 
 @dataclass(frozen=True)
 class PendingPlan:
-    """What is not there yet. words: what it waits for."""
+    """A reference whose plan is not there yet. words: what it waits for."""
 
     reference: Reference
     name: str
@@ -189,7 +189,7 @@ class PendingPlan:
 
 
 def techniques(job_id: str, failed: tuple[str, ...], memory: str) -> Iterator[Made]:
-    """What a job could run under, one technique after another, with these workers lost."""
+    """Yields a reference for each technique that a job could run with, with these workers lost."""
     for technique in Technique:
         lost = failed if technique.reroutes else ()
         yield Made(technique, "1f1b" if technique is Technique.FAULT_FREE else memory, job_id, lost)
@@ -201,8 +201,8 @@ def made_name(made: Made) -> str:
 
 
 def without(failed: Sequence[str], why: Mapping[str, str] | None = None) -> str:
-    """`fault-free`, or `without W1_2 and W0_0 (moved to W1_0)`. why: of those that are out now, where that is known;
-    of a failure, nothing more is said."""
+    """Returns `fault-free`, or such as `without W1_2 and W0_0 (moved to W1_0)`. why: the states of workers in words;
+    `failed` is not shown."""
     if not failed:
         return "fault-free"
     said = {name: words for name, words in (why or {}).items() if words != RoleState.FAILED}
@@ -213,7 +213,8 @@ def without(failed: Sequence[str], why: Mapping[str, str] | None = None) -> str:
 
 
 def pinned(source: Source) -> Reference:
-    """What stays the same: the plan that is in force now, the iteration that is the newest now."""
+    """Returns a reference that stays the same: to the plan that is in force now, or to the iteration that is the newest
+    now."""
     match source.reference:
         case OfJob(job_id):
             return OfJob(job_id, source.plan.fingerprint)
@@ -223,7 +224,7 @@ def pinned(source: Source) -> Reference:
 
 
 MOST = 4
-# The paper's: 27, 36, 29 and 27 slots.
+# The paper's example; its plans take 27, 36, 29 and 27 slots.
 WORKED_EXAMPLE = (
     Made(Technique.FAULT_FREE, "1f1b", "3x4x6"),
     Made(Technique.ADAPTIVE, "1f1b", "3x4x6", ("W1_2",)),
@@ -233,8 +234,10 @@ WORKED_EXAMPLE = (
 
 
 class PlanSources:
-    """One per console. Its methods raise ConsoleError. find: a job by its id; raises ConsoleError. plans: the stored
-    ones. measured: an iteration of a job as it ran (app.observing.measured_iterations.Measuring.iteration)."""
+    """Resolves references to plans. One per console. Its methods raise ConsoleError.
+
+    find: a job by its id; raises ConsoleError. plans: the stored plans. measured: finds an iteration of a job as it ran
+    (app.observing.measured_iterations.Measuring.iteration)."""
 
     def __init__(
         self,
@@ -251,7 +254,7 @@ class PlanSources:
         self._plans, self._library, self._making, self._catalogs = plans, library, making, catalogs
 
     def find(self, reference: Reference) -> Source | PendingPlan:
-        """Raises ConsoleError when nothing stands behind it, or no such plan can be made."""
+        """Resolves a reference. Raises ConsoleError if there is no such plan, or none can be made."""
         match reference:
             case OfJob():
                 return self._of_job(reference)
@@ -266,27 +269,28 @@ class PlanSources:
                 return self._measured(reference)
 
     def export_of(self, source: Source) -> Export:
-        """What there is to export of it: with the spec and the plans of its job, where it has one."""
+        """Returns what can be exported: the plan, and the spec and plans of its job, if it has one."""
         if source.job_id is None:
             return Export(source.plan, source.name)
         job = self._find(source.job_id)
         return Export(source.plan, source.name, job.spec, partial(self.job_catalog, job), job.job_id)
 
     def job_catalog(self, job: LiveJob) -> Catalog:
-        """The job's plans. Those of a job that ended before the console started are in the database alone."""
+        """Returns the job's plans. They are read from the database if the job has let go of them, as when it is
+        over."""
         if len(job.plans.catalog):
             return job.plans.catalog
         catalog = Catalog(job.plans.catalog.job, job.plans.catalog.technique, job.plans.catalog.memory)
         for record in self._job_plans(job.job_id):
-            with suppress(InputError):  # of another job's profile, before it was measured anew
+            with suppress(InputError):  # a plan for other op times, from before the profile was measured anew
                 catalog.add(self._plans.plan(record["fingerprint"]))
         return catalog
 
     def names(self, job_id: str, clock: Callable[[float], str] | None = None) -> dict[str, str]:
-        """Every plan of a job by its reference: the one in force first, then fewest failures first.
+        """Returns the names of all plans of a job by reference: the one in force first, then fewest failures first.
 
-        Where several are for the same workers, it is said what tells them apart. clock: POSIX seconds as the
-        reader's time of day.
+        If several plans are for the same workers, their names say in what they differ. clock: formats POSIX seconds as
+        the reader's time of day.
         """
         job = self._find(job_id)
         out = {}
@@ -305,18 +309,18 @@ class PlanSources:
         return out
 
     def measured_name(self, job_id: str) -> dict[str, str]:
-        """The job's measured iteration, unless it can't get one any more."""
+        """Returns the name of the job's newest measured iteration by reference; {} if it has none and is over."""
         if self._find(job_id).state.over and self._measured_iteration(self._find(job_id)) is None:
             return {}
         return {str(MeasuredReference(job_id)): "As it ran: the newest measured iteration"}
 
     def saved_names(self) -> dict[str, str]:
-        """Every plan of the library by its reference, newest first."""
+        """Returns the names of all plans of the library by reference, newest first."""
         return {str(Saved(row["fingerprint"])): f"Saved: {row['name']}" for row in self._library.saved()}
 
     def candidates(self, job_id: str | None, clock: Callable[[float], str] | None = None) -> dict[str, str]:
-        """Everything that can be compared, by its reference: the job's, the library's, the paper's. clock: as in
-        `names`."""
+        """Returns the names of all plans that can be compared, by reference: the job's, the library's, the paper's.
+        clock: as in `names`."""
         out: dict[str, str] = {}
         if job_id is not None:
             job = self._find(job_id)
@@ -328,7 +332,7 @@ class PlanSources:
         return out | {str(made): f"Paper: {made_name(made)}" for made in WORKED_EXAMPLE}
 
     def first_choice(self, job_id: str | None) -> list[Reference]:
-        """What a page without a link begins with: fault-free 1F1B and the plan in force; without a job nothing."""
+        """Returns the plans that a page shows first: fault-free 1F1B and the plan in force; [] without such a job."""
         if job_id is None or self._find(job_id).state.current is None:
             return []
         return [Made(Technique.FAULT_FREE, "1f1b", job_id), OfJob(job_id)]
@@ -349,7 +353,7 @@ class PlanSources:
         return Source(reference, f"{job.spec.name} {run.words}: {without(plan.failed, out)}", plan, job.job_id, out=out)
 
     def _check_plan_of(self, job: LiveJob, fingerprint: str, run: PlanRun | None) -> None:
-        """Raises ConsoleError (404) for a plan that is stored, and of other jobs alone."""
+        """Raises ConsoleError (404) for a plan that is not this job's, even if it is stored for other jobs."""
         if run is not None and run.fingerprint == fingerprint:
             return
         with storing():
@@ -394,7 +398,7 @@ class PlanSources:
         return Source(made, made_name(made), answer.plan, job_id)
 
     def _apart(self, record: Record, generations: list[int], clock: Callable[[float], str] | None) -> str:
-        """` · staggered · 880 ms · generations 2 and 5 · made 14:03:27`."""
+        """Says in what a plan differs, such as ` · staggered · 880 ms · generations 2, 5 · made 14:03:27`."""
         plan = self._plans.plan(record["fingerprint"])
         words = [plan.technique.value, f"{plan.metrics.period:,.6g} {plan.job.time_unit}"]
         if plan.job.speeds:
@@ -414,7 +418,7 @@ class PlanSources:
             return self._store.job_plans(job_id)
 
     def generations_by_plan(self, job_id: str) -> dict[str, list[int]]:
-        """The numbers of the generations that each plan was run in, by its fingerprint."""
+        """Returns, by a plan's fingerprint, the numbers of the generations in which it was run."""
         with storing():
             rows = self._store.all_generations(job_id)
         found: dict[str, list[int]] = {}
