@@ -10,19 +10,21 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# How many waiters are woken per round of the event loop.
 AT_ONCE = 8
-# Those who come while so many wait are sent home at different moments, after half of their time at the earliest: else
-# all launchers that were woken by the same generation would ask again at the same time, too, and again each time; of
-# 2,048 workers they are 256, and the answers take the loop a sixth of a second, in which no heartbeat is heard.
+# Waiters that come while this many wait get random time-outs, at least half of what they asked for. Else all launchers
+# that were woken by the same generation would ask again at the same time, and again each time. Of 2,048 workers they
+# are 256, and the answers take the loop a sixth of a second, in which no heartbeat is heard.
 MANY_WAITERS = 64
 
 
 class Topic:
-    """`publish` says "look again" to everyone in `wait_for`. Nothing is lost in between: a waiter
-    looks once more after it has registered."""
+    """Something that coroutines wait for. `publish` tells every coroutine in `wait_for` to look again. Nothing is lost
+    in between, since a waiter looks once more after it has registered."""
 
     def __init__(self, many: int = MANY_WAITERS, shares: tuple[float, float] = (0.5, 1.0)) -> None:
-        """many: where so many wait, each gets a random part of the time that it asks for, between two shares of it."""
+        """many: from this many waiters on, each waits for a random share of the time that it asks for. shares: the
+        smallest and the largest such share."""
         self._many, self._shares = many, shares
         self._lock = threading.Lock()
         self._waiters: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
@@ -35,16 +37,16 @@ class Topic:
                 waiting.setdefault(loop, []).append(future)
         for loop, futures in waiting.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_wake_some, loop, futures)  # once: a loop is slow to interrupt
+                loop.call_soon_threadsafe(_wake_some, loop, futures)  # one call for all: to interrupt a loop is slow
 
     def close(self) -> None:
-        """Sends every waiter home with None, now and later."""
+        """Ends all waiting, now and later; `wait_for` returns None if there is no news."""
         self._closed = True
         self.publish()
 
     @property
     def followed(self) -> bool:
-        """Does anybody wait?"""
+        """Whether anybody waits."""
         return bool(self._waiters)
 
     @property
@@ -52,8 +54,8 @@ class Topic:
         return self._closed
 
     async def wait_for(self, look: Callable[[], T | None], timeout: float) -> T | None:
-        """The first `look()` that is not None; None after `timeout` seconds, or sooner where many wait. `look` must not
-        block."""
+        """Returns the first `look()` that is not None, or None after `timeout` seconds (sooner if many wait). `look`
+        must not block."""
         loop = asyncio.get_running_loop()
         if len(self._waiters) >= self._many:
             timeout *= random.SystemRandom().uniform(*self._shares)
@@ -78,7 +80,7 @@ class Topic:
 
 
 def _wake_some(loop: asyncio.AbstractEventLoop, futures: list[asyncio.Future[None]], first: int = 0) -> None:
-    """Some in each round of the loop: thousands who answer at once would keep a heartbeat waiting for as long."""
+    """Wakes a few waiters per round of the loop: thousands that answer at once would delay heartbeats for as long."""
     for future in futures[first : first + AT_ONCE]:
         _wake(future)
     if first + AT_ONCE < len(futures):

@@ -1,4 +1,4 @@
-"""Every error of the API as problem details (RFC 9457), one sentence that names the field."""
+"""Turns every error of the API into problem details (RFC 9457), with one sentence that names the field."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def http_problem(request: Request, error: HTTPException) -> Response:
 
 
 def _methods(request: Request, error: HTTPException) -> str:
-    """All that the path takes. Each route knows its own alone, and Starlette names those of the first."""
+    """Returns all methods that the path takes. Starlette's error names only those of the first route with that path."""
     found = {method.strip() for method in (error.headers or {}).get("Allow", "").split(",")} - {""}
     app = request.scope.get("app")
     routes = app.routes if isinstance(app, FastAPI) else ()

@@ -1,9 +1,10 @@
-"""How processes of the console log, and its child processes: what takes long, or much memory, is done in one.
+"""Child processes of the console (`Children`), for work that takes long or much memory; and how processes log.
 
 A child answers one question after the other, each with a stream of messages. It is forked from a server that has most
-of its imports, without what Streamlit leaves behind in its parent, leads a process group of its own, so that what it
-starts ends with it, and ends with its parent, however that ends. A question is any tuple that can be pickled; messages
-are bytes. Nothing that comes out of a child is unpickled: it may have read what somebody sent.
+of its imports, and none of the state that Streamlit leaves in the console's process. It leads a process group of its
+own, so that processes which it starts end with it, and it ends with its parent, however that ends. A question is any
+tuple that can be pickled; messages are bytes. Nothing from a child is unpickled, since it may have read what somebody
+sent.
 """
 
 from __future__ import annotations
@@ -42,19 +43,20 @@ LEVEL = "OPENRECYCLE_LOG"
 
 
 def _in_print(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """What comes from outside may hold what terminals obey, or line breaks, after which a line seems to be another."""
+    """Makes strings printable: text from outside may hold control codes for terminals, or line breaks that fake other
+    log lines."""
     return {key: printable(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
 class LogFile:
-    """A stream for what is logged, where there is room for it: those who log have other things to do, and are in the
-    midst of saying that a disk is full, which may be this one."""
+    """The stream of the log, which ignores failed writes. Code that logs must go on, and what it reports may be that a
+    disk is full, which may be the log's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError, AttributeError):  # a pipe without a reader; one that is closed; none
+        with suppress(OSError, ValueError, AttributeError):  # a pipe without a reader; a closed stream; no stream
             self._stream.write(text)
         return len(text)
 
@@ -64,7 +66,7 @@ class LogFile:
 
 
 def configure_logging() -> None:
-    """One line per event on stderr. Nothing that is logged holds a token or a password."""
+    """Sets up the log: one line per event on stderr. Nothing that is logged holds a token or a password."""
     level = logging.getLevelNamesMapping().get(os.environ.get(LEVEL, "info").upper(), logging.INFO)
     structlog.configure(
         processors=[
@@ -84,7 +86,8 @@ def configure_logging() -> None:
 
 
 def worth_saying(record: logging.LogRecord) -> bool:
-    """Not the traceback of each request that was given up since the console ends: how many there are is one line."""
+    """Filters out the traceback of each request that is cancelled because the console ends; one line gives their
+    number."""
     return not (record.exc_info and isinstance(record.exc_info[1], CancelledError))
 
 
@@ -93,20 +96,20 @@ _MOST_SAID = 100
 
 
 class Seldom:
-    """Says what may fail many times a second: each is logged at once, and the same again a minute later. The log may be
-    on the disk that is full."""
+    """Logs failures that may happen many times a second: at once, and the same one again after a minute at the
+    earliest. The log may be on the disk that is full."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._said: dict[tuple[str, str], float] = {}
 
     def warn(self, event: str, *, reason: str, **about: object) -> None:
-        """One that differs in what it is `about` alone is the same."""
+        """Logs a warning. Warnings that differ only in `about` count as the same."""
         if self._is_due(event, reason):
             log.warning(event, reason=reason, **about)
 
     def failed(self, event: str, error: Exception, **about: object) -> None:
-        """With the traceback: it is a mistake of ours."""
+        """Logs an error that is a fault of the console's own code, with its traceback."""
         if self._is_due(event, f"{type(error).__name__}: {error}".partition("\n")[0]):
             log.error(event, exc_info=error, **about)
 
@@ -129,7 +132,8 @@ _PRELOAD = (
     "openrecycle.app.catalogs.contents",
     "openrecycle.app.advice.recommendation",
 )
-"""What most children do is imported once, in 0.5 s. A database and solvers are imported where they are needed."""
+"""Imported once by the server that children are forked from, in 0.5 s. A database and solvers are imported only by the
+children that need them."""
 
 
 # -- the child ---------------------------------------------------------------------------------
@@ -142,7 +146,7 @@ class Channel:
         self._pipe, self._lock = pipe, threading.Lock()
 
     def say(self, message: bytes) -> None:
-        """One message of the answer, not empty."""
+        """Sends one message of the answer, not empty."""
         with self._lock:
             try:
                 self._pipe.send_bytes(message)
@@ -150,7 +154,7 @@ class Channel:
                 os._exit(0)  # the console has gone
 
     def wanted(self) -> bool:
-        """Does anybody still want (more of) the answer?"""
+        """Says whether the console still wants (more of) the answer."""
         return not self._pipe.poll()
 
 
@@ -159,7 +163,8 @@ Work = Callable[..., None]
 
 
 def _serve(pipe: Connection, work: Work, setup: Callable[[], object] | None, memory: int | None) -> None:
-    """The child's life. An empty message is for the question before: its answer is not wanted any more."""
+    """Answers questions until the console is gone; the child's main function. An empty message means that the answer to
+    the question before is not wanted any more; one that comes late is skipped."""
     configure_logging()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the console decides
     os.setpgid(0, 0)
@@ -184,33 +189,35 @@ def _serve(pipe: Connection, work: Work, setup: Callable[[], object] | None, mem
 
 
 def _limit_memory(more: int) -> None:
-    """Beyond what this process has: Python raises MemoryError, and Rust ends the process."""
-    with suppress(OSError, ValueError):  # a system that does not tell, or has a lower limit
+    """Limits the memory that this process may take beyond what it has, in bytes. Above it Python raises MemoryError,
+    and Rust ends the process."""
+    with suppress(OSError, ValueError):  # the system does not tell how much it has, or has a lower limit
         has = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (has + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-# Before what was made, and before why nothing was: a large document is not wrapped into another one.
+# The first byte of an answer: a result follows, or the reason why there is none. So no large document has to be wrapped
+# into another.
 _MADE, _WHY = b"+", b"-"
 
 
 def made(data: bytes) -> bytes:
-    """In the child: what `read_answer` reads."""
+    """In the child: encodes a result for `read_answer`."""
     return _MADE + data
 
 
 def why_not(sentence: str) -> bytes:
-    """In the child: that nothing is made, and why."""
+    """In the child: encodes for `read_answer` why there is no result."""
     return _WHY + sentence.encode()
 
 
 def read_answer(data: bytes) -> tuple[bytes | None, str]:
-    """(what was made, "") or (None, why there is nothing)."""
+    """Decodes an answer: (result, "") or (None, why there is none)."""
     return (data[1:], "") if data[:1] == _MADE else (None, data[1:].decode())
 
 
 def answered(make: Callable[[], bytes]) -> bytes:
-    """In the child: what `read_answer` reads. make: may raise PlannerError."""
+    """In the child: encodes for `read_answer` what `make` returns, or its error. make: may raise PlannerError."""
     try:
         return made(make())
     except PlannerError as error:
@@ -220,7 +227,7 @@ def answered(make: Callable[[], bytes]) -> bytes:
 
 
 def unexpected(error: Exception, who: str = "the planner") -> str:
-    """In the child: the sentence for an error that is a mistake of ours, of which the log says all."""
+    """In the child: logs an error that is a fault of the console's own code, and returns a sentence about it."""
     log.exception(f"{who} failed", exc_info=error)
     return f"{who} failed ({type(error).__name__}); the console's log says more"
 
@@ -229,18 +236,18 @@ def unexpected(error: Exception, who: str = "the planner") -> str:
 
 
 def prepare_children() -> ForkServerContext:
-    """Has the server that children are forked from begin to import, unless it has, while this process does other
-    things. Raises OSError."""
+    """Starts the server that children are forked from, unless it runs, and returns at once: the server does its imports
+    meanwhile. Raises OSError."""
     return start_server(_PRELOAD, safe_path=True)
 
 
 _UNKNOWN = 255
-"""Instead of an exit status, where the server that a process was forked from is gone; the process may live."""
+"""The exit status that Python reports if the server that a process was forked from is gone; the process may live."""
 
 
 class ChildEnded(Exception):
-    """A process was gone before its answer was whole. late: it took too long, and was ended. exitcode: else, where it
-    is known (below 0: minus the signal's number)."""
+    """Raised when a process ended before its answer was whole. late: it took too long, and was ended. exitcode: its
+    exit status if it ended by itself, if known (below 0: minus the signal's number)."""
 
     def __init__(self, *, late: bool = False, exitcode: int | None = None) -> None:
         super().__init__("it took too long" if late else f"exit status {exitcode}")
@@ -248,13 +255,14 @@ class ChildEnded(Exception):
 
     @property
     def killed(self) -> bool:
-        """By the system, perhaps, which had too little memory."""
+        """Whether it was killed by SIGKILL, perhaps by the system for want of memory."""
         return self.exitcode == -signal.SIGKILL
 
 
 @dataclass(eq=False)
 class _Child:
-    """asked: the questions that it has, or is about to get. turn: held while one is answered."""
+    """A child process. asked: the questions that it answers or is about to get. turn: held while one is answered. uses:
+    how many it has had."""
 
     process: BaseProcess
     pipe: Connection
@@ -263,12 +271,12 @@ class _Child:
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Waits so many seconds. Its sentinel alone would not do: it is a pipe, which is empty for a moment once the
-        exit status has been read."""
+        """Says whether the process ends within `timeout` seconds. The exit code is looked at too: the sentinel is a
+        pipe that is empty for a moment after the exit status has been read."""
         return self.process.exitcode is not None or bool(wait_for([self.process.sentinel], timeout))
 
     def kill(self) -> None:
-        """With the processes that it may have started."""
+        """Kills the process, and those that it may have started."""
         if self.process.pid is not None and (not self.ended() or self.process.exitcode == _UNKNOWN):
             with suppress(OSError):
                 if os.getpgid(self.process.pid) == self.process.pid:
@@ -277,7 +285,7 @@ class _Child:
 
 
 class PendingAnswer:
-    """A question, and who answers it. stopped: when it was stopped, monotonic seconds."""
+    """A question and the child that answers it. stopped: when the answer was no longer wanted, in monotonic seconds."""
 
     def __init__(
         self, children: Children, child: _Child, question: tuple[Any, ...], timeout: float | None, grace: float
@@ -291,7 +299,8 @@ class PendingAnswer:
         return self._child.process
 
     def messages(self) -> Generator[bytes]:
-        """The answer, for one reader. Raises ChildEnded. Whoever leaves before the end has the process ended."""
+        """Sends the question and yields the messages of the answer, for one reader. Raises ChildEnded. If the reader
+        stops before the end, the process is ended."""
         child, whole = self._child, False
         with child.turn:
             begin = time.monotonic()
@@ -319,17 +328,18 @@ class PendingAnswer:
                 self._children._rest(self, whole=whole)
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Has its process ended, so many seconds from now at the latest?"""
+        """Says whether its process ends within `timeout` seconds."""
         return self._child.ended(timeout)
 
     def waiting(self) -> bool:
-        """Is there a message now?"""
+        """Says whether `messages` has something to read now: a message, or that the process is gone."""
         with suppress(OSError):
             return self._child.pipe.poll()
-        return True  # that the process is gone
+        return True
 
     def stop(self) -> None:
-        """The answer is not wanted any more: it ends soon, with what there is by then."""
+        """Tells the child that the rest of the answer is not wanted. The answer ends soon, with what there is by
+        then."""
         with self._children._lock:
             if self.stopped is None and self in self._child.asked:
                 self.stopped = time.monotonic()
@@ -337,7 +347,7 @@ class PendingAnswer:
                     self._tell()
 
     def end(self) -> None:
-        """Ends its process. What it has said can still be read."""
+        """Kills its process. Messages that it has sent can still be read."""
         with self._children._lock:
             if self in self._child.asked:
                 self._child.kill()
@@ -347,19 +357,19 @@ class PendingAnswer:
             self._child.pipe.send_bytes(b"")
 
     def _limit(self, begin: float) -> float:
-        """Until when it is waited for, monotonic seconds."""
+        """Returns until when to wait for the answer, in monotonic seconds."""
         if self.stopped is not None:
             return self.stopped + self._grace
         return math.inf if self._timeout is None else begin + self._timeout
 
 
 class Children:
-    """The processes for one kind of work: as many as there are questions at a time. Thread-safe.
+    """The processes for one kind of work, one for each question at a time. Thread-safe.
 
-    work: see Work. setup: called once in each process, before its first question. keep: seconds for which a process
-    without a question is kept, one at most; 0: each ends after its answer. most: `ask` has so many questions answered
-    at a time; None: all. memory: bytes that a process may take beyond what it begins with. nested: it starts processes
-    itself.
+    work: see Work. setup: called once in each process, before its first question. keep: seconds for which one idle
+    process is kept; 0: each ends after its answer. most: how many questions `ask` has answered at a time; None: any
+    number. memory: bytes that a process may take beyond what it begins with. nested: its processes start processes
+    themselves.
     """
 
     def __init__(
@@ -381,22 +391,23 @@ class Children:
         self._closed = False
 
     def prepare(self) -> None:
-        """Has a process ready, so that the next question need not wait for its imports."""
-        with self._lock, suppress(OSError):  # there is none: the next question says so
+        """Starts a process if none is idle, so that the next question need not wait for its imports."""
+        with self._lock, suppress(OSError):  # if none can be started, the next question reports that
             if self._closed or any(not c.asked and not c.ended() for c in self._children):
                 return
             self._expire(self._begin())
 
     def begin(self, *question: Any, timeout: float | None = None, grace: float = 0.0) -> PendingAnswer:
-        """Whoever reads its messages has it answered. timeout: seconds after which it is stopped; grace: seconds more
-        after which its process is ended. Raises ChildEnded once this is closed."""
+        """Assigns a question to a process; it is sent when the caller reads `messages`. timeout: seconds after which
+        the answer is stopped; grace: seconds after that until the process is killed. Raises ChildEnded after
+        `close`."""
         with self._lock:
             if self._closed:
                 raise ChildEnded
             for child in [child for child in self._children if not child.asked and child.ended()]:
                 self._drop(child)
             alive = [child for child in self._children if not child.ended()]
-            # One that was told to stop is ready in a moment, and begins with what it knows.
+            # A process that was told to stop will be free in a moment, and has its imports already.
             free = (c for c in alive if not c.asked or (self._keep and len(c.asked) == 1 and c.asked[0].stopped))
             child = min(free, key=lambda c: len(c.asked), default=None) or self._begin()
             asked = PendingAnswer(self, child, question, timeout, grace)
@@ -405,8 +416,8 @@ class Children:
             return asked
 
     def ask(self, *question: Any, timeout: float | None = None, wait: float | None = None) -> bytes:
-        """All messages of the answer in one. wait: seconds for a place, where `most` are taken; None: as long as it
-        takes. Raises ChildEnded; TimeoutError when there was no place."""
+        """Returns the whole answer, its messages joined. wait: seconds to wait while `most` others are answered; None:
+        any time. Raises ChildEnded, and TimeoutError after that wait."""
         if self._places is not None and not self._places.acquire(timeout=wait):
             raise TimeoutError
         try:
@@ -416,7 +427,7 @@ class Children:
                 self._places.release()
 
     def close(self) -> None:
-        """Ends what runs, and begins nothing any more."""
+        """Kills all processes, and starts no more."""
         with self._lock:
             self._closed, children = True, list(self._children)
             for child in children:
@@ -428,7 +439,7 @@ class Children:
         context = prepare_children()
         ours, theirs = context.Pipe()
         arguments = theirs, self._work, self._setup, self._memory
-        # Daemons may have no children of their own.
+        # A daemonic process of multiprocessing may not have children of its own.
         process = context.Process(target=_serve, args=arguments, name=self._name, daemon=not self._nested)
         try:
             process.start()
@@ -441,7 +452,7 @@ class Children:
         return child
 
     def _rest(self, asked: PendingAnswer, *, whole: bool) -> None:
-        """Its answer is over. whole: the process can take another question."""
+        """Notes that an answer is over. whole: it came to its end, so that the process can take another question."""
         child = asked._child
         with self._lock:
             child.asked.remove(asked)
@@ -462,7 +473,7 @@ class Children:
             child.pipe.close()
 
     def _expire(self, child: _Child) -> None:
-        """Of one that has nothing to do."""
+        """Drops an idle process after `keep` seconds, unless it gets a question before that."""
         if not 0 < self._keep < threading.TIMEOUT_MAX:
             return
 

@@ -1,7 +1,8 @@
-"""Long work in a child process, one piece at a time, the most urgent first: plans and advice are made so.
+"""A queue of long work for one child process, which does one request at a time, the most urgent first.
 
-A solver in a thread of the console's process would hold up its heartbeats; in a child it can also be ended. What is
-made is for the feature that asks: it hands in the function that the child runs.
+Plans and advice are made in this way. A solver in a thread of the console's process would delay the answers to
+heartbeats; a child does not, and can be ended. The feature that makes the queue gives it the function that the child
+runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ log = structlog.get_logger()
 
 URGENT, AHEAD = 0, 1
 
-# A plan is tried again once when the child that made it died; then its request is at fault.
+# A request is tried again once if the child died over it; a second death is taken to be the request's fault.
 _ATTEMPTS = 2
 _TRY_AGAIN_SECONDS = 1.0
 
@@ -34,8 +35,8 @@ Made_co = TypeVar("Made_co", covariant=True)
 
 
 class Request(Protocol[Made_co]):
-    """What the child gets. owner: what `cancel` goes by (the job's id). timeout: seconds that its work may take; None:
-    any. makes: is what comes of it new, and not just looked up?"""
+    """What the child gets. owner: the name for `cancel`, such as the job's id. timeout: seconds that the work may take;
+    None: any. makes: whether the result is newly made, and not just looked up. read: parses the child's answer."""
 
     @property
     def owner(self) -> str: ...
@@ -47,12 +48,16 @@ class Request(Protocol[Made_co]):
 
 
 Done = Callable[[Made | None, str], None]
-"""Called with (what was made, "") or (None, why there is nothing), in the maker's own thread."""
+"""Called with (what was made, "") or (None, why there is nothing), in the queue's own thread."""
 
 
 class TaskQueue:
-    """Owns the child process. Thread-safe. `done` callbacks run one after the other. serve: what the child does with a
-    request (see `answered`). on_made: called with everything that was made, and not just looked up, before them."""
+    """Owns the child process, and a thread that passes requests to it and calls their `done`, one after the other.
+    Thread-safe.
+
+    serve: what the child does with a request (see processes.answered). on_made: called before `done` with each result
+    that was newly made, and not just looked up.
+    """
 
     def __init__(self, serve: Serve, name: str, *, on_made: Callable[[Any], None] = lambda made: None) -> None:
         self._on_made = on_made
@@ -64,7 +69,7 @@ class TaskQueue:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, *, child: bool = True) -> None:
-        """child: starts the process now, so that the first request need not wait for it."""
+        """Starts the thread. child: also starts the process, so that the first request need not wait for it."""
         if child:
             self._children.prepare()
         self._thread.start()
@@ -73,7 +78,7 @@ class TaskQueue:
         self._queue.put((priority, next(self._order), request, done))
 
     def cancel(self, owner: str) -> None:
-        """Forgets what `owner` still waits for; its callbacks are not called."""
+        """Drops all requests of `owner`, now and later; their callbacks are not called."""
         self._cancelled.add(owner)
 
     def close(self) -> None:
@@ -93,7 +98,7 @@ class TaskQueue:
                 continue
             try:
                 made, why = self._solve(request)
-            except Exception as error:  # somebody waits for this one, and others for those that come after it
+            except Exception as error:  # this request needs an answer, and the thread has to live for the next ones
                 log.exception("what the planning process said can't be read", job=request.owner)
                 made, why = None, f"what the planning process said can't be read ({type(error).__name__})"
             if self._stopping:
@@ -119,7 +124,7 @@ class TaskQueue:
                 log.warning("the planning process died; starting another", job=request.owner)
                 attempts += 1
                 continue
-            except OSError as error:  # no process, or no file, to be had: somebody waits for this plan all the same
+            except OSError as error:  # the system is short of processes or files; the request still needs its answer
                 log.warning("the planning process can't be started; trying again", job=request.owner, reason=str(error))
                 time.sleep(_TRY_AGAIN_SECONDS)
                 continue
