@@ -1,15 +1,15 @@
 """`openrecycle serve`: Streamlit pages and REST API in one process, on one port.
 
-A Starlette application carries both: the routes of the API first (FastAPI below /api/v1, health at the root),
-Streamlit's for everything else, the guards of app.security around all of it. Where several consoles share a database,
-it is there while this one leads (app.console.leadership).
+A Starlette application carries both: first the routes of the API (FastAPI below /api/v1, health at the root), then
+Streamlit's for everything else, with the guards of app.security around all of it. If several consoles share a database,
+it is served only while this one leads (app.console.leadership).
 
-The pages' modules, and what Plotly reads for a figure, take half a second of processor time. It begins when the console
-has told its address, or, where workers are heard meanwhile, when a page is first asked for or the console has been up
-for a while (`Preload`). No Streamlit is imported before.
+To import the pages' modules, and what Plotly reads for a figure, takes half a second of processor time. `Preload` does
+it soon after the console has told its address. If there are jobs to look after, it waits until a page is first asked
+for, or the console has been up for a while. Streamlit's pages are not imported before.
 
-The OpenAPI document is FastAPI's own, put right where it says something else than what is answered; and the same for
-people to read, as one HTML page without scripts or anything from elsewhere.
+The OpenAPI document is FastAPI's own, corrected where it does not match the answers. It is also served for people, as
+one HTML page without scripts or anything from elsewhere.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ from openrecycle.planner.plans.drawing import Drawing
 
 log = structlog.get_logger()
 
-# By then the workers of a job that goes on have found their way back to the console.
+# How long the preload waits for a page. After this time the workers of running jobs have come back to the console.
 BUSY_SECONDS = 20.0
-# With no job to look after it can wait as long as it takes to say that the console is there.
+# The same without running jobs: only until the console has told its address.
 CALM_SECONDS = 0.2
 _PAGES = Path(__file__).parent / "ui"
-# Streamlit has no table and no picture without them.
+# Modules that Streamlit imports for its first table and picture.
 _OTHERS = ("pandas", "pyarrow", "PIL.PngImagePlugin")
 
 
 def warm_up() -> None:
-    """Takes about half a second of processor time."""
+    """Imports the pages' modules and draws a figure. Takes about half a second of processor time."""
     for name in _OTHERS:
         import_module(name)
     for found in pkgutil.walk_packages([str(_PAGES)], "openrecycle.app.ui."):
@@ -101,8 +101,10 @@ def _draw() -> None:
 
 
 class Preload:
-    """One per process. work: what is to be done once. each: what is to be done whenever a page of that name is asked
-    for; it does nothing where it is done already. quiet: seconds without a page after which it is done anyway."""
+    """Prepares pages in threads of its own. One per process.
+
+    work: done once, when a page is first asked for, or after `quiet` seconds. each: by the name of a page, called
+    whenever that page is asked for; a repeated call should do nothing."""
 
     def __init__(
         self,
@@ -137,11 +139,11 @@ def _tried(work: Callable[[], object]) -> None:
 
 
 def page_failed(error: Exception) -> bool:
-    """For st.App: of whatever a page, a part of one that is drawn anew by itself, or a callback let through.
+    """Shows an error that a page, a fragment or a callback of st.App has raised, as one sentence; the log has the rest.
 
-    True: nothing else is shown of it, but a sentence, with all of it in the log.
+    Returns True: Streamlit shows nothing else of it.
     """
-    import streamlit as st  # here: who wants the login alone does without
+    import streamlit as st  # here, since StreamlitLogin alone needs less of it
 
     from openrecycle.app.ui.access import say_error
 
@@ -159,10 +161,10 @@ def page_failed(error: Exception) -> bool:
 
 
 class StreamlitLogin:
-    """Streamlit's own login (st.login), for the guard in front of it; see app.security.access.Login.
+    """Streamlit's own login (st.login), for the guard in front of it; implements app.security.access.Login.
 
-    Streamlit's pages can't ask who somebody is before their WebSocket is open, and through that all data would
-    flow: so the guard sends people to Streamlit's login itself, and reads the cookie that it signs.
+    Streamlit's pages can't ask who somebody is before their WebSocket is open, and all data flows through that. So the
+    guard itself sends people to Streamlit's login, and reads the cookie that it signs.
     """
 
     def claims(self, cookies: Mapping[str, str]) -> Mapping[str, Any]:
@@ -215,7 +217,7 @@ def _put_right(document: dict[str, Any]) -> dict[str, Any]:
             for status, answer in operation["responses"].items():
                 if status[0] in "45":
                     answer["content"] = dict(_PROBLEM)  # FastAPI adds application/json
-    # Kept by validation errors of FastAPI's own, which are none of ours.
+    # Schemas of FastAPI's own validation errors, which this API does not answer with.
     for name in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(name, None)
     _plain_pairs(document)
@@ -224,14 +226,14 @@ def _put_right(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Of a header or in a query: where it is left out, it is none, and there is no word for that."""
+    """Returns the schema of a header or query parameter without null: such a parameter is left out instead."""
     options = [option for option in schema.get("anyOf", []) if option.get("type") != "null"]
     if len(options) == 1:
         return {**{key: value for key, value in schema.items() if key != "anyOf"}, **options[0]}
     return {**schema, "anyOf": options} if options else schema
 
 
-# A path, the list that has what it is about, and what of the list's answer is put into the path.
+# By path: the list that has its resource, and which part of the list's answer goes into the path.
 _FIRST = "$response.body#"
 _LISTED = {
     "/jobs/{job_id}": ("/jobs", {"job_id": f"{_FIRST}/jobs/0/job_id"}),
@@ -256,7 +258,7 @@ _LISTED = {
 
 
 def _link(paths: dict[str, Any]) -> None:
-    """Says of each list which operations take what is in it: programs that explore the API go by that."""
+    """Adds links from each list to the operations on its items, for programs that explore the API."""
     for path, operations in paths.items():
         about = [place for place in _LISTED if path == place or path.startswith(f"{place}/")]
         if not about:
@@ -269,8 +271,8 @@ def _link(paths: dict[str, Any]) -> None:
 
 
 def _plain_pairs(node: Any) -> None:
-    """Arrays of so many equal things say so in words that tools for OpenAPI 3.0 know, too; objects whose keys are
-    workers say that they have no others."""
+    """Writes arrays with a fixed number of equal items in a way that tools for OpenAPI 3.0 know, too, and says of
+    objects with workers as keys that they have no others."""
     if isinstance(node, dict):
         first = node.get("prefixItems")
         if isinstance(first, list) and first and all(item == first[0] for item in first):
@@ -290,7 +292,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 
 
 def page(document: dict[str, Any], base: str) -> str:
-    """base: the path that the document's paths are below."""
+    """Returns the OpenAPI document as an HTML page. base: the path that the document's paths are below."""
     groups: dict[str, list[str]] = {}
     for path, operations in document["paths"].items():
         for method in METHODS:
@@ -382,7 +384,7 @@ def create_api(console: ConsoleService) -> FastAPI:
         title="OpenReCycle",
         version="1",
         description="Jobs, their workers, and the plans they run. Errors are problem details (RFC 9457).",
-        # Their pages fetch scripts from elsewhere; the document itself is at /api/v1/openapi.json.
+        # FastAPI's own pages fetch scripts from elsewhere; the document itself is at /api/v1/openapi.json.
         docs_url=None,
         redoc_url=None,
         dependencies=[Depends(known_query)],
@@ -415,13 +417,13 @@ def create_routes(console: ConsoleService) -> list[BaseRoute]:
     usual = Mount(API, NamedRoutes(Idempotency(api, IdempotentRequests(console.database))))
 
     async def healthz(request: Request) -> Response:
-        """The process serves requests, and none of its threads stands still: else it is to be started again."""
+        """Answers 200 if none of the console's threads stands still. With 503 the process should be restarted."""
         if why := ", ".join(filter(None, (console.stuck(), runner.stuck()))):
             return problems.problem(503, "stuck", f"these threads of the console stand still: {why}", problems.AGAIN)
         return JSONResponse({"status": "ok"})
 
     async def readyz(request: Request) -> Response:
-        """The database answers too."""
+        """Answers 200 if the database answers too."""
         try:
             await in_thread(console.ready)
         except ConsoleError as error:
@@ -432,7 +434,7 @@ def create_routes(console: ConsoleService) -> list[BaseRoute]:
         return Response(page(api.openapi(), API), 200, {"Content-Security-Policy": POLICY}, "text/html")
 
     async def metrics(request: Request) -> Response:
-        """For Prometheus."""
+        """Answers with the metrics for Prometheus."""
         text, media_type = await in_thread(console.metrics.text, request.headers.get("accept", ""))
         return Response(text, headers={"Content-Type": media_type})
 
@@ -447,7 +449,7 @@ def create_routes(console: ConsoleService) -> list[BaseRoute]:
 
 
 class _Whole(Route):
-    """A path with all its methods: what it does not take is refused as anywhere else in the API."""
+    """A route that answers every method on its path: those that it does not take with the API's usual 405."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, below = super().matches(scope)
@@ -463,8 +465,8 @@ class _Whole(Route):
 
 
 class _Nothing(BaseRoute):
-    """Every other path below /api, those with line breaks too, which no pattern of Starlette's matches. Without
-    it, Streamlit would answer with its page and 200."""
+    """Answers 404 for every other path below /api. Without it, Streamlit would answer with its page and 200. Paths with
+    line breaks are included, which no pattern of Starlette's matches."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         ours = scope["type"] == "http" and (scope["path"] + "/").startswith("/api/")
@@ -477,15 +479,15 @@ class _Nothing(BaseRoute):
 HERE = Path(__file__).resolve().parent
 UI_SCRIPT = HERE / "ui" / "main.py"
 
-# Seconds from a signal to the end of the process, whatever stands still in it: all that ends in order takes less.
+# Seconds from a signal to the end of the process, even if something in it hangs; an orderly end takes less.
 END_SECONDS = 20.0
-# Seconds for open requests to end after a signal; long-polls are sent home at once.
+# Seconds for open requests to end after a signal; long-polls end at once.
 GRACE = 1
 
 
 def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starlette:
-    """The whole application. The host is started and closed by its caller. standby: who may ask a console
-    that does not lead."""
+    """Makes the whole application. Its caller starts and closes the host. standby: the Access for requests while this
+    console does not lead."""
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] = _no_lifespan
     pages: ASGIApp | None = None
     if not settings.api_only:
@@ -509,7 +511,7 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starle
 
 
 def _application(console: ConsoleService, settings: Settings, pages: ASGIApp | None) -> Starlette:
-    """What is served while `console` leads."""
+    """Makes the application that is served while `console` leads."""
     routes: list[BaseRoute] = create_routes(console)
     routes.append(Route("/{path:path}", _no_pages) if pages is None else Mount("/", pages))
     middleware = [
@@ -522,8 +524,8 @@ def _application(console: ConsoleService, settings: Settings, pages: ASGIApp | N
 
 
 def make_console(settings: Settings, database: Database, loop_watch: EventLoopWatch) -> ConsoleService:
-    """Not yet started. It knows who may do what from its beginning: pages that were open while another console led find
-    it before any request comes."""
+    """Makes a console, not yet started. Its access rules are set here, before the first request: pages that were open
+    while another console led use it at once."""
     console = ConsoleService(
         Store(database),
         failure_timeouts=settings.failure_timeouts,
@@ -536,9 +538,9 @@ def make_console(settings: Settings, database: Database, loop_watch: EventLoopWa
 
 
 def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = None) -> None:
-    """Runs until SIGTERM or SIGINT. on_ready: called once, from the event loop, when requests are taken.
+    """Runs the console until SIGTERM or SIGINT. on_ready: called once, in the event loop, when requests are taken.
 
-    Raises SettingsError or DatabaseError, before anything is served.
+    Raises SettingsError or DatabaseError before anything is served.
     """
     listener = bind(settings.host, settings.port)
     settings = replace(settings, port=listener.getsockname()[1])
@@ -575,8 +577,8 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
             log_level="warning",
             access_log=False,
             server_header=False,
-            # Longer than any agent's pause between two requests: a connection that is closed
-            # just as the next request leaves looks like a console that is down.
+            # Longer than any agent's pause between two requests: if a connection closes just as
+            # the next request is sent, the console seems to be down.
             timeout_keep_alive=90,
             timeout_graceful_shutdown=GRACE,
             forwarded_allow_ips=list(settings.proxies),
@@ -596,7 +598,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
 
 
 def end_within(seconds: float) -> None:
-    """Ends this process, at the latest then: a thread that hangs would hold it for ever."""
+    """Ends this process after this time if it still runs, since a thread that hangs would keep it for ever."""
 
     def end() -> None:
         log.error("the console did not end in order; its process is ended", seconds=seconds)
@@ -608,7 +610,7 @@ def end_within(seconds: float) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises SettingsError when the port is taken or the address is not ours."""
+    """Returns a listening socket. Raises SettingsError if the port is taken or the address is not this machine's."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -617,7 +619,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(16_384)  # all agents at once, after a restart; the system may allow fewer
+        listener.listen(16_384)  # after a restart all agents connect at once; the system may allow fewer
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
@@ -653,7 +655,7 @@ class _Server(uvicorn.Server):
 
 def _run(server: _Server, listener: socket.socket) -> None:
     def already_handled(number: int, frame: object) -> None:
-        """uvicorn raises the signal again once it has stopped; by then there is nothing left to do."""
+        """Does nothing: uvicorn raises the signal again once it has stopped."""
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, already_handled)
@@ -677,8 +679,8 @@ def _streamlit(settings: Settings) -> Any:
     from streamlit import config
     from streamlit.web import bootstrap
 
-    # App.run() would set these; we run the server ourselves, for its graceful stop and our own routes. The path is
-    # where .streamlit/config.toml is looked for.
+    # App.run() would set these options, but the console runs the server itself, for a graceful stop and its own routes.
+    # Streamlit looks for .streamlit/config.toml beside this path.
     config._main_script_path = str(HERE / "__main__.py")
     bootstrap.load_config_options(
         {
@@ -687,8 +689,8 @@ def _streamlit(settings: Settings) -> Any:
             "server.headless": True,
             "server.fileWatcherType": "none",
             "server.maxUploadSize": PLAN_MIB,
-            # It would look through all that the console has, in one piece, after each refresh of each viewer's
-            # page (app.runtime.patches); Python's own rounds come when there is something to free.
+            # It would search all of the console's memory after each refresh of each viewer's page. The console
+            # makes these rounds itself (app.runtime.patches).
             "runner.postScriptGC": False,
             "browser.gatherUsageStats": False,
             "browser.serverAddress": settings.host if settings.loopback else None,
@@ -720,8 +722,9 @@ def _sign_in(settings: Settings) -> Login | None:
 
 
 def _allowed_hosts(settings: Settings) -> tuple[str, ...]:
-    """On loopback the names of loopback and those given only: a foreign page can't reach us under a name
-    of its own. Elsewhere any name, unless some are given."""
+    """Returns the host names that requests may use; (): any. On loopback they are limited to its own names and those of
+    the settings, so that a foreign page can't reach the console under its own name. Elsewhere they are limited only if
+    the settings have names."""
     own = ("localhost", "127.0.0.1", "[::1]") if settings.loopback or settings.names else ()
     return own + settings.names
 

@@ -1,10 +1,11 @@
-"""What the console refuses: `str(error)` is one sentence with the field, the value, and what was expected; and JSON
-documents of others, with a bound on what reading one takes. No web framework: child processes use it, too.
+"""The errors of the console (`ConsoleError`), and the reading of JSON from outside within bounds (`bounded`).
 
-JSON and pydantic let no other thread run, and what is wrong with a document can be millions of things, each of which
-pydantic puts into words: two megabytes once kept every heartbeat waiting for a minute, and took gigabytes. So what
-takes time has limits here (objects and lists, fields), and the messages give up on a list at its first wrong entry
-(fail_fast).
+`str(error)` is one sentence with the field, the value, and what was expected. Child processes use this file too, so it
+imports no web framework.
+
+Other threads can't run while JSON is parsed and pydantic validates. A document can have millions of faults, each of
+which pydantic puts into words: two megabytes once delayed every heartbeat by a minute, and took gigabytes. So documents
+have limits here (objects and lists, fields), and messages give up on a list at its first wrong entry (fail_fast).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
     from sqlalchemy.exc import SQLAlchemyError
 
-# What drivers say of a database that can't be reached any more.
+# Drivers say one of these if a database can't be reached any more.
 _GONE = re.compile(
     r"connection (failed|refused|timeout|is closed|is lost|reset)|closed the connection|shutting down|"
     r"terminating connection|starting up|in recovery"
@@ -33,7 +34,8 @@ _GONE = re.compile(
 
 
 class ConsoleError(Exception):
-    """status: of HTTP (4xx, 503); code: for programs, as in agent.messages.protocol.Problem."""
+    """A request that the console refuses. status: HTTP's (4xx, 503); code: for programs, as in
+    agent.messages.protocol.ProblemDetails."""
 
     def __init__(self, status: int, code: str, detail: str) -> None:
         self.status = status
@@ -43,7 +45,7 @@ class ConsoleError(Exception):
 
 
 class SettingsError(Exception):
-    """The console can't start as it was asked to. `str(error)` is one sentence for the user."""
+    """Raised when the console can't start with its settings. `str(error)` is one sentence for the user."""
 
 
 def unknown_job(job_id: str) -> ConsoleError:
@@ -55,7 +57,8 @@ def unknown_worker(name: str) -> ConsoleError:
 
 
 def unavailable(error: SQLAlchemyError) -> ConsoleError:
-    """In words, where the database has said what it is. What it can never store is not to be tried again."""
+    """Makes the ConsoleError for an error of the database, with the reason in words if the database gave one. Its
+    status is 503 (try again), or 422 for something that the database can never store."""
     from sqlalchemy.exc import DataError
 
     from openrecycle.db.session import FileGone
@@ -80,8 +83,9 @@ def unavailable(error: SQLAlchemyError) -> ConsoleError:
 
 
 def passing(error: Exception) -> ConsoleError | None:
-    """What is said of it, where the database fails or the console refuses something: both may pass. None: it is a
-    mistake of ours, of which the log is to say all; also where that was put into words on its way."""
+    """Returns the ConsoleError for an error that may pass: the database fails, or the console refuses something.
+    Returns None for a fault of the console's own code, which is to be logged in full, also if it came as a
+    ConsoleError."""
     from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, SQLAlchemyError, TimeoutError
 
     from openrecycle.db.session import FileGone, WriteFenced
@@ -100,7 +104,7 @@ def unknown_plan(fingerprint: str) -> ConsoleError:
 
 
 def refused(code: str, detail: str) -> ConsoleError:
-    """What the coordinator has against an event."""
+    """Makes the ConsoleError for an event that the coordinator refuses."""
     return ConsoleError({"unknown_worker": 404, "invalid": 422}.get(code, 409), code, detail)
 
 
@@ -116,46 +120,47 @@ def storing() -> Iterator[None]:
 
 
 def system_fails(error: OSError) -> ConsoleError:
-    """No process, open file or memory is to be had, or no room on a disk."""
+    """Makes the ConsoleError for a machine that is short of processes, open files, memory or disk."""
     why = error.strerror or str(error) or type(error).__name__
     return ConsoleError(503, "unavailable", f"the console's machine can't do this now ({why}); try again")
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Turns the OSError of a process that can't be had into a ConsoleError (503)."""
+    """Turns the OSError of a process that can't be started into a ConsoleError (503)."""
     try:
         yield
-    except TimeoutError:  # it is had, and takes long
+    except TimeoutError:  # the process has started, but takes long
         raise
     except OSError as error:
         raise system_fails(error) from error
 
 
 def plain(text: str) -> str:
-    """Without NUL, which PostgreSQL does not take: a report is not refused for its wording."""
+    """Replaces NUL, which PostgreSQL does not take, so that no report is refused for its wording."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def named(actor: str) -> str:
-    """As the feed and the audit log call who asks."""
+    """Returns the name of an actor as the feed and the audit log show it."""
     return plain(actor).strip()[:80] or "unknown"
 
 
 def first_wrong(error: ValidationError) -> InputError:
-    """For a page, which has a place for one."""
+    """Returns the first error of a validation as InputError, for a page with room for one."""
     first = error.errors()[0]
     return InputError(".".join(map(str, first["loc"])), first["input"], _expected(str(first["msg"])))
 
 
 _SHORT = reprlib.Repr()
-# More than is shown of any value, and far less than what somebody may send.
+# More than is shown of any value, and far less than somebody may send.
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, 100, 100, 100
 _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 20
 
 
 def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
-    """`pipelines: got 0, expected a value greater than or equal to 1; and 2 more`."""
+    """Returns errors as one sentence: `pipelines: got 0, expected a value greater than or equal to 1; and 2 more`.
+    errors: as pydantic lists them."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
     where = printable(".".join(place)[:200]) or "the body"
@@ -175,36 +180,38 @@ def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _expected(message: str) -> str:
-    """Of pydantic's message, what comes after `expected`."""
+    """Rewords pydantic's message so that it fits after `expected`."""
     for start, wording in (("Input should be ", ""), ("String should ", "a string to "), ("Value error, ", "")):
         if message.startswith(start):
             message = wording + message.removeprefix(start)
     return message
 
 
-# Of one body: objects and lists; and fields of all its objects together. A batch of 8,192 heartbeats, and a job of
-# 4,096 stages or 16,384 workers, have less.
+# Limits for one body: its objects and lists, and the fields of all its objects together. A batch of 8,192 heartbeats,
+# and a job of 4,096 stages or 16,384 workers, have less.
 MOST_CONTAINERS = 65_536
 MOST_FIELDS = 131_072
-# Of one object: plans and jobs have one for each worker; no other object has nearly as many as are not looked at.
+# Limits for the fields of one object. Objects of plans and jobs may have one per worker; all others have fewer than
+# FEW_OF_ONE, above which the names of the fields must be workers'.
 MOST_FIELDS_OF_ONE, FEW_OF_ONE = 16_384, 256
-# A plan's document: one of 2,048 workers has 31 MB. And its bodies or files of more than 8 MiB that are held at once.
+# The largest document of a plan, in MiB (one of 2,048 workers has 31 MB); and how many bodies or files of more than
+# 8 MiB are held at once.
 PLAN_MIB, MOST_LARGE = 128, 2
-# With fewer fields in all, none of the objects needs to be looked at.
+# A body with no more fields than this is not searched for large objects.
 FEW_FIELDS = 1_000
 
 
 def bounded(body: bytes, *, containers: int = MOST_CONTAINERS, fields: int = MOST_FIELDS) -> Any:
-    """The document. containers, fields: of all, at most.
+    """Parses a JSON body. containers, fields: how many objects and lists, and fields, it may have.
 
-    Raises ConsoleError (422) for what is none, or holds more than any message does.
+    Raises ConsoleError (422) for a body that is not JSON or is beyond the limits.
     """
     colons = body.count(b":")
     for count, most, what in (
         (body.count(b"{") + body.count(b"["), containers, "objects and lists"),
         (colons, fields, "fields"),
     ):
-        if count > most:  # in its texts, too, which hold far fewer
+        if count > most:  # characters inside of texts count too, but there are few
             raise _wrong(f"the body: got {count:,} {what}, expected at most {most:,}")
     try:
         document = orjson.loads(body)
@@ -217,8 +224,8 @@ def bounded(body: bytes, *, containers: int = MOST_CONTAINERS, fields: int = MOS
 
 
 def refuse_repeats(body: bytes) -> None:
-    """Raises ConsoleError (422) for a field that is in one object twice: programs differ in which one counts. What is
-    not JSON is passed over."""
+    """Raises ConsoleError (422) if an object has a field twice, since programs differ in which one counts. A body that
+    is not JSON passes."""
     try:
         refuse_duplicates(body)
     except DuplicateKey as error:
@@ -230,8 +237,8 @@ def refuse_repeats(body: bytes) -> None:
 
 
 def _check_objects(document: Any) -> None:
-    """Raises ConsoleError (422) for one that holds an object with more fields than there are workers, or with many
-    that are not named after workers: each would be put into words."""
+    """Raises ConsoleError (422) for a document with an object of too many fields, or of many that are not named after
+    workers, since pydantic would put each wrong one into words."""
     left = [("the body", document)]
     while left:
         where, value = left.pop()

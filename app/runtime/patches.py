@@ -98,7 +98,7 @@ SWITCH_SECONDS = 0.0003
 
 
 def tune_process() -> None:
-    """For the whole process; once, before anything is served."""
+    """Sets limits for the whole process; called once, before anything is served."""
     sys.setswitchinterval(SWITCH_SECONDS)
     # A worker has a connection or two, and many systems allow a process 1,024 files unless it asks for more.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -123,51 +123,51 @@ def _without_pages(name: str) -> dict[str, Any]:
 
 
 def begin_without_pages() -> None:
-    """For all processes that this one spawns from now on. Does nothing the second time.
+    """Keeps Streamlit's pages out of all processes that this one spawns from now on. A second call does nothing.
 
-    multiprocessing has a spawned child import what `__main__` is in its parent, in case the work was
-    defined there, and gives it the parent's import path. Ours is never defined there; but Streamlit puts
-    the page that runs at that moment in the place of `__main__`, and its folder first in the path. The
-    child would run the whole page, and find pages where it looks for packages (app/ui/planner.py).
+    multiprocessing has a spawned child import its parent's `__main__`, in case the work was defined there, and gives it
+    the parent's import path. The console's work is never defined there. But Streamlit puts the page that runs at that
+    moment in the place of `__main__`, and the page's folder first in the path. The child would run the whole page, and
+    find pages where it looks for packages (app/ui/planner.py).
     """
     spawn.get_preparation_data = _without_pages
 
 
 # -- Python: garbage collection -------------------------------------------------------------------
 #
-# When memory is looked through for what refers to itself, and what is not looked at then.
+# When cyclic garbage is searched for, and which objects are left out of the search.
 #
 # A console holds millions of objects: some hundred for each worker of a large job, half a million for a plan of 2,048.
-# Python begins a round when there are so many more than before, and goes by all that is young, or by everything. But
-# each heartbeat takes the place of another, so that with thousands of workers most of what lives is young, and rounds
-# took half of the processor's time and up to 0.5 s each, in which no heartbeat is answered. So `GarbageCollection`
-# makes the rounds of the console's process, rarely. (Streamlit's, after every run of a script, so also after each
-# refresh of each viewer's page, are off: see app.server.)
+# Python begins a round whenever the number of objects has grown by some amount, over the young objects or over all. But
+# each heartbeat replaces another, so with thousands of workers most live objects are young: rounds took half of the
+# processor's time and up to 0.5 s each, in which no heartbeat is answered. So `GarbageCollection` makes the rounds of
+# the console's process, rarely. (Streamlit's rounds, after every run of a script, so also after each refresh of each
+# viewer's page, are off: see app.server.)
 
-# Fewer ops than this are looked through in a few milliseconds.
+# A plan of fewer ops than this is searched in a few milliseconds.
 LARGE_OPS = 20_000
-# Of the JSON of an op, about.
+# Bytes of an op in JSON, about.
 OP_BYTES = 80
-# Between two rounds over everything; and over what is new since the last of either, which is kept out afterwards:
-# what of it is in a cycle is found by the next whole one.
+# Seconds between two whole rounds, and between two rounds over the objects that are new since the last one of either
+# kind. A round over new objects leaves them out from then on: cycles among them are found by the next whole round.
 WHOLE_SECONDS, NEW_SECONDS = 900.0, 60.0
-# No more of the time than this goes into either: looking through what a console of 8,192 workers holds takes a second.
+# Each kind takes at most this share of the time: a whole round in a console of 8,192 workers takes a second.
 SHARE = 0.001
-# Sooner, where there are so many objects more than before, or so much more is held.
+# A round over new objects comes sooner if there are this many more objects, or this many more bytes are held.
 NEW_OBJECTS, NEW_BYTES = 200_000, 256 * 2**20
-# A whole one as well, where memory has grown so much since the last one, but not within so many seconds of it: as long
-# as a large job's workers register, all grows.
+# A whole round comes sooner if memory has grown this much since the last one, but at least GROWN_SECONDS after it:
+# memory keeps growing while a large job's workers register.
 GROWTH, GROWN_BYTES, GROWN_SECONDS = 1.25, 64 * 2**20, 300.0
 LOOK_SECONDS = 1.0
 
 _lock = threading.Lock()
 _building = 0
-_kept = False  # are the rounds of this process made here?
+_kept = False  # whether GarbageCollection makes the rounds of this process
 _last_whole = -WHOLE_SECONDS
 
 
 class GarbageCollection:
-    """Makes the rounds of this process instead of Python, in a thread of its own, from `start` to `close`."""
+    """Makes the garbage collection rounds of this process in place of Python, in a thread, from `start` to `close`."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -189,7 +189,7 @@ class GarbageCollection:
             gc.enable()
 
     def _keep_house(self) -> None:
-        whole = new = timed(whole=False)  # what is kept out already is of the server that this was forked from, if any
+        whole = new = timed(whole=False)  # not whole: objects of the server that this was forked from stay left out
         while not self._stop.wait(LOOK_SECONDS):
             more = gc.get_count()[0]
             which = due(time.monotonic(), new, whole, more, resident_bytes())
@@ -200,9 +200,9 @@ class GarbageCollection:
 
 @dataclass(frozen=True)
 class Round:
-    """at: when it ended, of the monotonic clock, in seconds. took: seconds of a processor; on a busy machine a round
-    lasts many times as long, which must not make the next one rare. held: bytes that the process held then. kept_out:
-    about so many objects are left to the next whole one."""
+    """A round of garbage collection. at: when it ended, in monotonic seconds. took: seconds of processor time; on a
+    busy machine a round lasts many times as long, which must not delay the next one. held: bytes that the process held
+    then. kept_out: about how many objects are left out until the next whole round."""
 
     at: float
     took: float
@@ -211,18 +211,19 @@ class Round:
 
 
 def timed(kept_out: int = 0, *, whole: bool) -> Round:
-    """Makes a round. kept_out: as Round has it, of one that is not whole."""
+    """Makes a round and measures it. kept_out: for a round that is not whole, the result's `kept_out`."""
     began = time.thread_time()
     held = make_round(whole=whole)
     took = time.thread_time() - began
-    # To count them takes as long as a part of the round.
+    # Counting the objects takes as long as a part of the round, so it is done for whole ones only.
     return Round(time.monotonic(), took, held, gc.get_freeze_count() if whole else kept_out)
 
 
 def due(now: float, last: Round, last_whole: Round, more: int, resident: int) -> bool | None:
-    """Is a round to be made now, and a whole one? None: no.
+    """Says whether to make a round now: True, a whole one; False, one over new objects; None, none.
 
-    last: of either kind. more: objects than at the last; resident: bytes that the process holds now.
+    last: the last round of either kind. more: how many objects there are more than then; resident: bytes that the
+    process holds now.
     """
     since = now - last_whole.at
     grown = resident > GROWTH * last_whole.held + GROWN_BYTES
@@ -233,8 +234,8 @@ def due(now: float, last: Round, last_whole: Round, more: int, resident: int) ->
 
 
 def make_round(*, whole: bool) -> int:
-    """Looks through all that is new, or through everything, and keeps it out from then on; returns the bytes that the
-    process then holds. Does nothing while a large plan is built."""
+    """Collects garbage among new objects, or among all, and leaves the live ones out from then on. Returns the bytes
+    that the process then holds. Collects nothing while a large plan is built."""
     with _lock:
         if not _building:
             _look(whole=whole)
@@ -251,7 +252,7 @@ def _look(*, whole: bool) -> None:
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds; 0 where the system does not say."""
+    """Returns the memory that this process holds; 0 if the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -260,10 +261,10 @@ def resident_bytes() -> int:
 
 @contextmanager
 def building(ops: int) -> Iterator[None]:
-    """Around the reading or making of a plan of so many ops: no round of garbage collection begins meanwhile, and what
-    lives at the end is not looked through any more.
+    """Stops garbage collection while a plan of `ops` ops is read or made. Objects that live at the end are left out of
+    later rounds over new objects.
 
-    What is let go of is freed as ever, by its reference count; what is in a cycle, by a round that a later call makes.
+    Objects without references are freed as ever, and cycles by a round that a later call makes.
     """
     global _building
     if ops <= LARGE_OPS:
@@ -290,29 +291,29 @@ def _whole_if_due() -> None:
 
 # -- Streamlit: its page --------------------------------------------------------------------------
 #
-# Tells Streamlit's page where its server is, so that it need not find out by failing, and what it will draw with.
+# Tells Streamlit's page where its server is, so that it need not find out by trying, and which code it will need.
 #
-# Opened at /schedule, it asks for /schedule/_stcore/health before /_stcore/health, and each miss is an
-# error in the browser's console. It takes `window.__streamlit.BACKEND_BASE_URL` instead where that is set.
+# Opened at /schedule, the page asks for /schedule/_stcore/health before /_stcore/health, and each miss is an
+# error in the browser's console. It takes `window.__streamlit.BACKEND_BASE_URL` instead if that is set.
 #
-# It asks for the code of each kind of element when the first one has come, and then for what that code needs. Named in
-# the head, all of it is read and compiled beside the rest, Plotly's 5 MB as well, and is there by then. Running that
-# takes most of a second, and where the page had not been painted before, it would be white for so long. So another
-# module stands before it, which waits for that. Where the first chart comes when somebody asks for it, that code is run
-# as soon as the page stands.
+# The page asks for the code of a kind of element when the first one has come, and then for the modules which that code
+# imports. If the page's head names them all, they are read and compiled beside the rest, Plotly's 5 MB as well, and are
+# there in time. But running Plotly takes most of a second, for which a page that has not been painted would stay white.
+# So another module (chart_waits.js) stands in its place, which waits for the paint and then loads it. On pages where
+# the first chart comes only when somebody asks for it, Plotly is run as soon as the page stands.
 #
-# Sent with a page's first run, the console's style sheet would come after some of what it is for, which would be moved
-# by it. It is at the end of the page instead, behind Streamlit's own, which it overrides; so are the scripts that show
-# a page from the top down, and that keep the browser's history to what somebody did.
+# If the console's style sheet came with a page's first run, it would come after some of the elements and move them. So
+# it is at the end of the page, behind Streamlit's own, which it overrides. So are the scripts that show a page from the
+# top down, and that keep out of the browser's history what nobody did.
 #
-# And it notes for the browser's developer tools when each run of a page began and ended, which the browser keeps as
-# long as the page is open: 170 MB in a week of one run a second. Once a minute they are dropped.
+# Streamlit notes for the browser's developer tools when each run of a page began and ended, and the browser keeps these
+# notes as long as the page is open: 170 MB in a week of one run a second. They are dropped once a minute.
 
 # The address of each page but the first (app/ui/main.py).
 PAGES = ("schedule", "planner", "compare", "catalog", "simulate", "help")
 
-# What a page's elements are drawn with, in the order in which they come: the beginnings of the names of Streamlit's
-# files. What those import is found in them.
+# The code that draws a page's elements, in the order in which they come: the beginnings of the names of Streamlit's
+# files. Files that these import are found by reading them.
 VEGA, PLOTLY, TABLE = ("ArrowVegaLiteChart.", "embed.", "vega-interpreter."), "PlotlyChart.", "DataFrame."
 WAIT = "Spinner."
 ELEMENTS = {
@@ -324,9 +325,9 @@ ELEMENTS = {
     "simulate": ("Html.", "Selectbox.", "NumberInput.", "Multiselect.", "Progress.", PLOTLY, TABLE),
     "help": ("Html.", "ButtonGroup."),
 }
-# Its charts come once something has been planned.
+# Pages whose charts come later: here, once something has been planned.
 LATER = {"planner": PLOTLY}
-# The name of what stands before Plotly's module, beside that.
+# The name of the module that stands in the place of Plotly's, and waits.
 WAITS = "chart_waits.js"
 
 _HEAD = (
@@ -346,7 +347,8 @@ _RUN = (
     "ahead=()=>setTimeout(document.querySelector(stands)?()=>(window.requestIdleCallback??setTimeout)(run):ahead,50);"
     "ahead()</script>"
 )
-# Before all that loads a module. It holds for whoever asks for that module but for what stands before it.
+# Comes before everything that loads a module. All imports of Plotly's module get the waiting one instead, except that
+# of the waiting one itself.
 _BEFORE = (
     '<script type="importmap">{{"imports":{{"./static/js/{0}":"./static/js/{1}"}},'
     '"scopes":{{"./static/js/{1}":{{"./static/js/{0}":"./static/js/{0}"}}}}}}</script>'
@@ -356,15 +358,15 @@ _MAX_PAGE = 1 << 20
 # The imports are at the beginning of a file.
 _IMPORTS = 8192
 _IMPORT = re.compile(r'(?:from|import)\s*"\./([\w.-]+\.js)"')
-# What asks for something on a condition, or for a part of it.
+# The headers of requests for a file on a condition, or for a part of it.
 _CONDITIONS = {b"if-none-match", b"if-modified-since", b"if-match", b"if-unmodified-since", b"if-range", b"range"}
 
 
 class PageBase:
-    """Around Streamlit's application: puts script, style and links into its HTML page, and nothing else.
+    """ASGI middleware around Streamlit's application, which adds scripts, style and links to its HTML page.
 
-    static: the folder that Streamlit's page is in; None: nothing is asked for ahead. on_page: called when a page is
-    asked for, from the event loop, with its name in the address.
+    static: the folder of Streamlit's page; None: no code is loaded ahead. on_page: called in the event loop when a page
+    is asked for, with its name in the address.
     """
 
     def __init__(
@@ -390,7 +392,8 @@ class PageBase:
             return
         name = scope["path"].rstrip("/").rpartition("/")[2]
         self._on_page(name)
-        # Whole, plain, and not from the browser's cache, which may hold it without that.
+        # Streamlit is to send the page whole and uncompressed, even if the browser's cache has it (without the
+        # additions).
         plain = [(name, value) for name, value in scope["headers"] if name not in {*_CONDITIONS, b"accept-encoding"}]
         held: Message | None = None
         body = bytearray()
@@ -418,8 +421,8 @@ class PageBase:
 
 
 def _links(static: Path, waits: str) -> dict[str, bytes]:
-    """For each page the links to what it needs beyond what Streamlit's own page names. waits: what stands before
-    Plotly's module, if anything does."""
+    """Returns, for each page, the links to the modules that it needs beyond those that Streamlit's page names. waits:
+    the name of the module in the place of Plotly's; "": none."""
     folder = static / "static" / "js"
     names = sorted(path.name for path in folder.glob("*.js"))
     try:
@@ -453,7 +456,8 @@ def _links(static: Path, waits: str) -> dict[str, bytes]:
 
 
 def _waits(module: Path) -> bytes | None:
-    """What stands before `module`, and gives what that gives; None where it can't be told what that is."""
+    """Returns the text of a module that waits, then loads `module` and exports the same names; None if these can't be
+    found out."""
     found = _EXPORTS.search(module.read_text(encoding="utf-8", errors="replace")[-_IMPORTS:])
     if found is None:
         return None
@@ -486,20 +490,21 @@ def _is_page(start: Message) -> bool:
 
 # -- Streamlit: its files -------------------------------------------------------------------------
 #
-# Streamlit's own scripts, styles and fonts, each sent in one piece.
+# Sends each of Streamlit's own scripts, styles and fonts in one piece.
 #
 # A page asks for more than a hundred of them. Starlette hands each to other threads several times, and a large one
-# once for each 64 KB, which takes its turns with everything else that the process does.
+# once for each 64 KB, and each time it waits for its turn among everything else that the process does.
 
-# Their names carry a hash of their content.
+# The names of files in these folders have a hash of their content, so browsers may keep them.
 FOLDERS = ("js", "css", "media")
 CACHE = b"public, immutable, max-age=31536000"
-# More is read in another thread.
+# Larger files are read in another thread.
 AT_ONCE = 256 << 10
 
 
 class StaticFiles:
-    """Around Streamlit's application, which answers all else. static: the folder that its page is in."""
+    """ASGI middleware around Streamlit's application, which answers everything but files. static: the folder of its
+    page."""
 
     def __init__(self, app: ASGIApp, static: Path) -> None:
         self.app = app

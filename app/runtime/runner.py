@@ -1,4 +1,4 @@
-"""Runs the console's blocking calls in threads of the API's own, off the event loop, and watches that loop."""
+"""Thread pools for the API's blocking calls, which must not run in the event loop, and a watch on that loop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from openrecycle.app.runtime.errors import ConsoleError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Seconds after which a call, or a job's turn, counts as stuck: a database that does not answer takes a tenth of it.
+# Seconds after which a call, or a job's tick, counts as stuck. A database that does not answer takes a tenth of it.
 STUCK_SECONDS = 120.0
 
 
 class Threads:
-    """A pool that knows since when each of its threads is at work. stuck_seconds: after so many a call counts as
-    stuck."""
+    """A thread pool that knows since when each of its threads has been at work. stuck_seconds: a call counts as stuck
+    after this time."""
 
     def __init__(self, most: int, name: str, stuck_seconds: float = STUCK_SECONDS) -> None:
         self._most, self.name, self.stuck_seconds = most, name, stuck_seconds
@@ -35,7 +35,7 @@ class Threads:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._timed, function)
 
     async def run_now(self, function: Callable[[], T]) -> T:
-        """Raises ConsoleError (429) where every thread is at work. For one event loop."""
+        """Runs a function if a thread is free, else raises ConsoleError (429). For one event loop."""
         if self._taken >= self._most:
             raise ConsoleError(429, "too_many", f"{self._most} {self.name} are being made already; try again later")
         self._taken += 1
@@ -54,21 +54,21 @@ class Threads:
 
     @property
     def stuck(self) -> bool:
-        """Has every thread been at one call for longer than any takes?"""
+        """Whether every thread has been at one call for longer than any should take."""
         began = list(self._began.values())
         return len(began) >= self._most and max(began) < time.monotonic() - self.stuck_seconds
 
 
 # The database has one writer at a time: more threads would only queue in another place.
 _pool = Threads(8, "api")
-# Jobs are made one after the other: one of 16,384 workers takes half a second, and all threads would be taken by eight.
+# Jobs are created one after the other: one of 16,384 workers takes half a second, and eight would take all threads.
 _maker = Threads(1, "new jobs")
-# They wait for children, of which there are a few: agents have the other threads.
+# Exports wait for child processes, so they have threads of their own and leave the others to agents.
 _exporter = Threads(4, "exports")
 
 
 def stuck() -> str:
-    """Which threads stand still; empty: none."""
+    """Returns the names of the pools whose threads are all stuck; empty: none."""
     return ", ".join(threads.name for threads in (_pool, _maker) if threads.stuck)
 
 
@@ -77,17 +77,19 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 async def in_turn(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """For making what may have thousands of workers: whoever asks for something else meanwhile waits for none of it."""
+    """Runs a function that may make thousands of workers, in a thread of its own, so that other requests don't wait."""
     return await _maker.run(partial(function, *args, **kwargs))
 
 
 async def exporting(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """For a file that may take minutes. Raises ConsoleError (429) where enough of them are being made."""
+    """Runs a function that makes a file, which may take minutes. Raises ConsoleError (429) when all such threads are at
+    work."""
     return await _exporter.run_now(partial(function, *args, **kwargs))
 
 
 async def answer_in_thread(function: Callable[P, BaseModel], *args: P.args, **kwargs: P.kwargs) -> Response:
-    """What the function returns, as JSON, for what may speak of thousands: FastAPI would write it in the event loop."""
+    """Returns the function's result as JSON, written in the thread. For results with thousands of entries, which
+    FastAPI would write in the event loop."""
 
     def text() -> str:
         return function(*args, **kwargs).model_dump_json()
@@ -99,13 +101,13 @@ async def answer_in_thread(function: Callable[P, BaseModel], *args: P.args, **kw
 
 
 class EventLoopWatch:
-    """When the event loop ran last on which the console hears its workers: while it stands still, in a handler that
-    takes long, nobody can be heard, and nobody's silence means anything.
+    """Knows when the event loop that receives heartbeats last ran. While the loop stands still, in a handler that takes
+    long, no worker can be heard, so no silence counts.
 
     One per process. `start` is called in the loop, the rest by any thread.
 
-    every: seconds between two beats of the loop. clock: that of the console. Where no loop is expected, nothing is
-    ever overdue.
+    every: seconds between two beats of the loop. clock: the console's. Without `expect` or `start`, nothing is ever
+    overdue.
     """
 
     def __init__(self, every: float = 0.25, clock: Callable[[], float] = time.monotonic) -> None:
@@ -114,17 +116,17 @@ class EventLoopWatch:
         self._expected, self._ran = False, 0.0
 
     def expect(self) -> None:
-        """There will be a loop; until it runs, it is overdue from now on."""
+        """Notes that a loop will start; until it runs, it counts as overdue from now on."""
         self._expected, self._ran = True, self._clock()
 
     def start(self) -> None:
-        """Until the loop ends."""
+        """Begins to watch the running loop, until it ends."""
         self._loop = asyncio.get_running_loop()
         self._beat()
 
     @property
     def overdue(self) -> float:
-        """Seconds for which the loop has not run though it should have; 0 where none is expected, or not any more."""
+        """Seconds for which the loop has not run though it should have; 0 if none is expected, or it has ended."""
         loop = self._loop
         if not self._expected if loop is None else loop.is_closed():
             return 0.0

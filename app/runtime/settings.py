@@ -1,4 +1,4 @@
-"""How a console is to run: where it listens, which database, what silence means, which token, how long what is kept."""
+"""The settings of a console: where it listens, its database, time-outs, tokens, and how long its history is kept."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ LEAST_HOURS = 2 * 86_400.0
 
 @dataclass(frozen=True)
 class RetentionLimits:
-    """seconds, minutes, hours: for so many seconds of time, the samples of one second, minute and hour.
+    """How much history is kept.
 
-    events, states: of each job, the newest so many lines of the feed and changes of a worker's state.
-    generations: of the newest so many, who acknowledged what. plans: of each job, the newest so many made ahead.
+    seconds, minutes, hours: for how long (in seconds) the samples of each second, minute and hour are kept. events,
+    states: how many of the newest lines of a job's feed and changes of workers' states. generations: for how many of
+    the newest ones the acknowledgements. plans: how many of the newest plans made ahead, per job.
     """
 
     seconds: float = 15 * 60.0
@@ -54,7 +55,8 @@ class RetentionLimits:
 
 @dataclass(frozen=True)
 class OidcSettings:
-    """file: with Streamlit's [auth] section. providers: their names in it; "" for the only one.
+    """Sign-in by OpenID Connect. file: has Streamlit's [auth] section. providers: their names in it; "" for a single
+    one without a name.
 
     operators, viewers: e-mail addresses, with * for any characters, or `group:NAME`.
     """
@@ -68,12 +70,12 @@ class OidcSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """database_url: empty for the default file. token: None only on a loopback address.
+    """The settings of a console. database_url: empty for the default file. token: None only on a loopback address.
 
-    tolerance: plans are made ahead for up to this many failures. names: host names under which it is
-    reached, through a proxy, say. proxies: addresses whose word on who the client is counts. oidc: where
-    people may sign in with an account. keep: how much of its history. connections_per_address: of one address
-    that is no proxy's, at a time; 0: half of all.
+    tolerance: plans are made ahead for up to this many failures. advertise: the address for other machines, see
+    `advertised`. names: host names under which it is reached, for example through a proxy. proxies: addresses of
+    trusted proxies, which may say who the client is. oidc: if people may sign in with an account. keep: how much
+    history. connections_per_address: how many one address may have open, if it is no proxy's; 0: half of all.
     """
 
     host: str = "127.0.0.1"
@@ -120,7 +122,7 @@ class Settings:
                 raise SettingsError(f"--proxy: got {address!r}, expected an address or network such as 10.0.0.0/8")
 
     def is_proxy(self, address: str) -> bool:
-        """Does it pass on what others ask?"""
+        """Says whether the address is that of a trusted proxy."""
         try:
             found = ipaddress.ip_address(address)
         except ValueError:
@@ -133,14 +135,14 @@ class Settings:
 
     @property
     def advertised(self) -> str:
-        """As other machines reach it, as far as this one knows: what a standby says of its leader."""
+        """The address for other machines, as far as this one knows it; standbys name it as their leader's."""
         if self.advertise:
             return self.advertise.rstrip("/")
         return self.address if self.host not in ("0.0.0.0", "::") else f"http://{socket.gethostname()}:{self.port}"
 
     @property
     def address(self) -> str:
-        """As a browser on this machine reaches it."""
+        """The address for a browser on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
@@ -154,7 +156,7 @@ def _is_network(text: str) -> bool:
 
 
 def seconds(text: str, option: str) -> float:
-    """`90s`, `15m`, `48h`, `400d` in seconds. Raises SettingsError."""
+    """Parses `90s`, `15m`, `48h` or `400d` into seconds. Raises SettingsError."""
     found = re.fullmatch(r"([0-9]{1,9})([smhd])", text.strip())
     if found is None:
         raise SettingsError(f"{option}: got {text!r}, expected a number and s, m, h or d, such as 15m")
@@ -169,14 +171,14 @@ def is_loopback(host: str) -> bool:
 
 
 def default_database_url() -> str:
-    """A file below the user's state folder (XDG)."""
+    """Returns the URL of a file below the user's state folder (XDG)."""
     state = os.environ.get("XDG_STATE_HOME", "")
     root = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
     return f"sqlite:///{root / 'openrecycle' / 'console.db'}"
 
 
 def read_token(token_file: Path | None) -> str | None:
-    """The token out of the file, else out of OPENRECYCLE_TOKEN; None: neither is given.
+    """Returns the token from the file, or else from OPENRECYCLE_TOKEN; None: neither is given.
 
     Raises SettingsError for a file that others can read.
     """
@@ -186,7 +188,7 @@ def read_token(token_file: Path | None) -> str | None:
 
 
 def read_secret(file: Path, option: str) -> str:
-    """Raises SettingsError for a file that others can read."""
+    """Reads a file with a secret. Raises SettingsError for a file that others can read."""
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
         text = read_whole(file).decode()
