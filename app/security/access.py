@@ -1,15 +1,14 @@
-"""Who somebody is, what their role may ask for, how often, and what they did: roles, sign-in, tokens, rate limits, and
-the audit log.
+"""Access to the console: roles, sign-in, tokens, rate limits, and the audit log.
 
-People sign in with a token, which a signed cookie stands for, or with an account of an OpenID Connect provider.
-Streamlit has a login of its own, which does the protocol and keeps who it was in a signed cookie; here is which role
-that account has.
+People sign in with a token, after which a signed cookie stands for it, or with an account of an OpenID Connect
+provider. Streamlit's own login does that protocol, and keeps the account in a signed cookie; this file says which role
+an account has.
 
-Tokens that an administrator makes for others (`orc_<id>_<secret>`) are checked in memory: a heartbeat must not wait for
-the database. Another process may make or revoke some in the same database, so they are read again every few seconds,
-and an id that is not known is looked up.
+Tokens that an administrator makes for others (`orc_<id>_<secret>`) are checked in memory, since a heartbeat must not
+wait for the database. Another process may make or revoke tokens in the same database, so they are read again every few
+seconds, and an unknown id is looked up.
 
-Limits are per token or account, and per address where there is no right one.
+Rate limits are per token or account, and per address for requests without a valid one.
 """
 
 from __future__ import annotations
@@ -52,17 +51,18 @@ from openrecycle.db.store import Record
 
 # -- who asks, and what each role may ask for ---------------------------------------------------
 
-# Set by the guard on every request that it lets through, and never taken from outside.
+# Headers that the guard sets on every request that it lets through; CALLER is never taken from outside.
 CALLER = "x-openrecycle-caller"
-ACTOR = "x-actor"  # of any alphabet: see `actor_of`
-# In the scope, from the guard: may whoever asked still ask? For answers that take long.
+ACTOR = "x-actor"  # may have any alphabet: see `actor_of`
+# In the scope, set by the guard: a function that says whether the caller may still ask, for answers that take long.
 STILL = "openrecycle.still"
 MAX_ACTOR = 80
 
 
 class Role(StrEnum):
-    """VIEW reads. OPERATE does all that an operator does, and creates jobs. AGENT reports on jobs, or on
-    one job alone. ADMINISTER makes tokens, too: the token that the console was started with."""
+    """What a caller may do. VIEW reads. OPERATE also does all that an operator does, and creates jobs. AGENT reports on
+    all jobs, or on one. ADMINISTER does everything, and makes tokens; the token that the console was started with has
+    this role."""
 
     VIEW = "view"
     OPERATE = "operate"
@@ -77,8 +77,8 @@ _REPORTERS = _OPERATORS | {Role.AGENT}
 
 @dataclass(frozen=True)
 class Caller:
-    """key: what limits and sessions go by. name: for the audit log. job_id: of an agent's token that is
-    good for one job. until: POSIX seconds at which the session ends."""
+    """Who sent a request. key: identifies the caller for rate limits and sessions. name: for the audit log. job_id: the
+    only job that an agent's token is good for, if there is one. until: POSIX seconds at which the session ends."""
 
     key: str
     name: str
@@ -96,26 +96,26 @@ class Caller:
 
     @lru_cache(maxsize=4096)  # noqa: B019 (callers are few and small; agents send the same one each second)
     def to_header(self) -> bytes:
-        """ASCII, so that a name of any alphabet passes."""
+        """Encodes the caller for the CALLER header, in ASCII, so that names may have any alphabet."""
         until = None if math.isinf(self.until) else self.until
         return json.dumps([self.key, self.name, self.role.value, self.job_id, until]).encode("ascii")
 
 
 def from_header(text: str) -> Caller:
-    """What the guard wrote. Raises ValueError for anything else."""
+    """Decodes the CALLER header that the guard wrote. Raises ValueError for anything else."""
     key, name, role, job_id, until = json.loads(text)
     return Caller(key, name, Role(role), job_id, math.inf if until is None else until)
 
 
 def actor_of(text: str) -> str:
-    """What the guard wrote in ACTOR, in UTF-8. text: as Starlette reads headers, in latin-1."""
+    """Decodes the ACTOR header, which the guard wrote in UTF-8. text: as Starlette reads headers, in latin-1."""
     return text.encode("latin-1", "replace").decode("utf-8", "replace")
 
 
-# Anybody on this machine, where the console has no token. The API says who it was by X-Actor.
+# The caller of every request to a console without a token. X-Actor may give the API a name.
 LOCAL = Caller("local", "operator in the browser", Role.ADMINISTER)
 
-# What agents and launchers ask for, below /api/v1; the first group is the job.
+# The routes of agents and launchers below /api/v1; the first group is the job.
 _AGENT_ROUTES: Mapping[str, tuple[re.Pattern[str], ...]] = {
     "POST": (
         re.compile(r"/jobs"),
@@ -135,7 +135,7 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def agent_route(method: str, path: str) -> tuple[bool, str | None]:
-    """Is it one of theirs, and which job does it speak of?"""
+    """Says whether a request is for a route of agents, and for which job."""
     if path.startswith(API):
         below = path[len(API) :]
         for pattern in _AGENT_ROUTES.get(method, ()):
@@ -145,7 +145,7 @@ def agent_route(method: str, path: str) -> tuple[bool, str | None]:
 
 
 def refusal(caller: Caller, method: str, path: str) -> str:
-    """Why `caller` may not ask for this; "" when it may. Pages and WebSockets are GET."""
+    """Says why `caller` may not make a request; "": it may. Pages and WebSockets are GET."""
     wanted: frozenset[Role]
     agents, job_id = agent_route(method, path)
     if path == f"{API}/tokens" or path.startswith(f"{API}/tokens/"):
@@ -157,7 +157,7 @@ def refusal(caller: Caller, method: str, path: str) -> str:
     elif agents:
         wanted = _REPORTERS | (_READERS if method == "GET" else frozenset())
     else:
-        # What is not known here changes something, until somebody says otherwise.
+        # A method that is not known to only read counts as a change.
         wanted = _READERS if method in _READS else _OPERATORS
     if caller.role not in wanted:
         return f"role: got {caller.role}, expected {_words(wanted)} for {method} {path}"
@@ -174,12 +174,12 @@ def _words(roles: frozenset[Role]) -> str:
 # -- how people sign in -------------------------------------------------------------------------
 
 COOKIE = "openrecycle_session"
-# By a token or an account: whoever leaves the company is out by the end of the day.
+# Sessions, by token or account, last this long: whoever leaves the company is out by the end of the day.
 SESSION_SECONDS = 12 * 3600
 
 
 def local(path: str) -> str:
-    """A path of this server, whatever was asked for: never another site."""
+    """Returns `path` if it is a path of this server, else "/": a redirect never leads to another site."""
     is_local = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
     return path if is_local else "/"
 
@@ -187,7 +187,8 @@ def local(path: str) -> str:
 def login_page(
     back: str, message: str, status: int, providers: Sequence[str] = (), *, of_account: bool = False
 ) -> Response:
-    """back: the path to go to afterwards. providers: whose accounts are taken; "" for one without a name.
+    """Makes the sign-in page. back: the path to go to afterwards. providers: whose accounts are accepted; "" for one
+    without a name.
 
     of_account: the message is about the account, and not about the token that was given.
     """
@@ -243,7 +244,7 @@ _OF_PROVIDER = ("client_id", "client_secret", "server_metadata_url")
 
 
 def role_of(oidc: OidcSettings, claims: Mapping[str, Any]) -> Role | None:
-    """Of the account that a provider has vouched for."""
+    """Returns the role of an account; None: it has none. claims: of an ID token that was checked."""
     for patterns, role in ((oidc.operators, Role.OPERATE), (oidc.viewers, Role.VIEW)):
         if any(_fits(pattern, claims) for pattern in patterns):
             return role
@@ -251,7 +252,8 @@ def role_of(oidc: OidcSettings, claims: Mapping[str, Any]) -> Role | None:
 
 
 def signed_in(oidc: OidcSettings, claims: Mapping[str, Any]) -> Caller | None:
-    """None: no role, or signed in too long ago. claims: of an ID token that was checked."""
+    """Returns the caller for an account; None: it has no role, or signed in too long ago. claims: of an ID token that
+    was checked."""
     role, at = role_of(oidc, claims), claims.get("iat")
     if role is None or not isinstance(at, int | float) or time.time() >= at + SESSION_SECONDS:
         return None
@@ -260,13 +262,13 @@ def signed_in(oidc: OidcSettings, claims: Mapping[str, Any]) -> Caller | None:
 
 
 class Login(Protocol):
-    """What Streamlit does of it."""
+    """The part of sign-in by account that Streamlit does."""
 
     def claims(self, cookies: Mapping[str, str]) -> Mapping[str, Any]:
-        """Of who has signed in by these cookies; {} for nobody."""
+        """Returns the claims of the account that these cookies are signed in with; {} for none."""
 
     def start(self, provider: str) -> str:
-        """The path at which signing in with this provider begins; it is good for minutes."""
+        """Returns the path at which sign-in with this provider begins; it is valid for minutes."""
 
 
 def account(claims: Mapping[str, Any]) -> str:
@@ -278,13 +280,14 @@ def _fits(pattern: str, claims: Mapping[str, Any]) -> bool:
         groups = claims.get("groups")
         return isinstance(groups, list) and pattern.removeprefix(GROUP) in groups
     email = claims.get("email")
-    # An address that the provider has not verified is what somebody typed.
+    # An address that the provider has not verified is only what somebody typed.
     verified = claims.get("email_verified", True) in (True, "true")
     return isinstance(email, str) and verified and fnmatchcase(email.casefold(), pattern.casefold())
 
 
 def read_oidc(file: Path, operators: Sequence[str], viewers: Sequence[str]) -> OidcSettings:
-    """Raises SettingsError, which names the field and never a secret."""
+    """Reads and checks the settings for sign-in by account. Raises SettingsError, which names the field and never a
+    secret."""
     for option, patterns in (("--oidc-operators", operators), ("--oidc-viewers", viewers)):
         for pattern in patterns:
             if "@" not in pattern and not (pattern.startswith(GROUP) and len(pattern) > len(GROUP)):
@@ -332,11 +335,11 @@ PREFIX = "orc_"
 FORM = re.compile(r"orc_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 GRANTED = (Role.VIEW, Role.OPERATE, Role.AGENT)
 MAX_DAYS = 3650
-# Seconds: a token that was revoked elsewhere is good for so long at most.
+# Seconds between two readings: a token that another process revokes is valid for this long at most.
 REFRESH = 2.0
 # Seconds between two writes of when tokens were used.
 USES = 30.0
-# Seconds that the token of a job outlives it, for its last reports.
+# Seconds for which a job's token stays valid after the job has ended, for its last reports.
 AFTER_JOB = 3600.0
 
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,80}")
@@ -344,7 +347,7 @@ _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,80}")
 
 @dataclass(frozen=True)
 class Token:
-    """As db.models.TokenRow has it."""
+    """A token without its secret; the fields are those of db.models.TokenRow."""
 
     id: str
     secret_hash: str = field(repr=False)
@@ -367,21 +370,24 @@ class Token:
 
 
 class Tokens:
-    """Thread-safe. clock: POSIX seconds."""
+    """The tokens that administrators have made. Thread-safe. clock: POSIX seconds.
+
+    Valid ones are kept in memory (`_known`), which a thread reads again every few seconds after `start`.
+    """
 
     def __init__(self, store: TokenStore, clock: Callable[[], float] = time.time) -> None:
         self._store, self._clock = store, clock
         self._known: dict[str, Token] = {}
         self._used: dict[str, float] = {}
         self._written = clock()
-        self._lock = threading.RLock()  # of changes to what is known; `check` needs none
+        self._lock = threading.RLock()  # for replacing `_known`; `check` needs none
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     # -- life -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Reads them, and keeps reading. Only a console with a token of its own needs that."""
+        """Reads the tokens, now and every few seconds. Only a console with a token of its own needs that."""
         self.refresh()
         self._thread = threading.Thread(target=self._keep_up, name="tokens", daemon=True)
         self._thread.start()
@@ -397,7 +403,8 @@ class Tokens:
             self.refresh(write=self._clock() - self._written >= USES)
 
     def refresh(self, *, write: bool = False) -> None:
-        """Reads all that are valid; what is known stays where the database does not answer."""
+        """Reads all valid tokens; if the database does not answer, those in memory stay. write: also stores when tokens
+        were used."""
         try:
             if write:
                 used, self._used = self._used, {}
@@ -412,7 +419,7 @@ class Tokens:
     # -- checking ---------------------------------------------------------------------------
 
     def check(self, given: str) -> Token | None:
-        """The token, if it is known here, right and valid. Touches no database."""
+        """Returns the token if it is known here, has the right secret and is valid. Touches no database."""
         found = FORM.fullmatch(given)
         token = self._known.get(found[1]) if found else None
         # A wrong id takes as long as a wrong secret.
@@ -424,12 +431,12 @@ class Tokens:
         return token
 
     def is_known(self, given: str) -> bool:
-        """Is there a token of this id, with whatever secret?"""
+        """Says whether a token with this id is known, whatever its secret."""
         found = FORM.fullmatch(given)
         return found is not None and found[1] in self._known
 
     def has_ended(self, given: str) -> bool:
-        """Was it right, until it was revoked or expired? Then nobody guesses."""
+        """Says whether the token was right until it was revoked or expired, so that nobody is guessing tokens."""
         found = FORM.fullmatch(given)
         token = self._known.get(found[1]) if found else None
         if found is None or token is None:
@@ -437,7 +444,7 @@ class Tokens:
         return hmac.compare_digest(token.secret_hash, _hash(found[2])) and not token.valid(self._clock())
 
     def look_up(self, given: str) -> Token | None:
-        """As `check`, after a look into the database for an id that is not known here. Raises ConsoleError (503)."""
+        """Does the same as `check`, but looks an unknown id up in the database first. Raises ConsoleError (503)."""
         found = FORM.fullmatch(given)
         if found is not None and found[1] not in self._known:
             with self._lock, storing():
@@ -447,12 +454,12 @@ class Tokens:
         return self.check(given)
 
     def by_id(self, token_id: str) -> Token | None:
-        """A known, valid one."""
+        """Returns the token with this id if it is known and valid."""
         token = self._known.get(token_id)
         return token if token is not None and token.valid(self._clock()) else None
 
     def note(self, token_id: str) -> None:
-        """That it was used now."""
+        """Notes that a token was used now."""
         self._used[token_id] = self._clock()
 
     # -- making -----------------------------------------------------------------------------
@@ -460,7 +467,7 @@ class Tokens:
     def create(
         self, role: str, *, created_by: str, name: str = "", job_id: str | None = None, days: float | None = None
     ) -> tuple[Token, str]:
-        """The token and its text, which nobody will know again. Raises ConsoleError (422, 503)."""
+        """Makes a token. Returns it with its text, which is stored nowhere. Raises ConsoleError (422, 503)."""
         if role not in GRANTED:
             raise ConsoleError(422, "invalid", f"role: got {role!r}, expected view, operate or agent")
         if job_id is not None and role != Role.AGENT:
@@ -489,12 +496,12 @@ class Tokens:
         return token, f"{PREFIX}{token_id}_{secret}"
 
     def list(self) -> list[Token]:
-        """All that ever were, newest first. Raises ConsoleError (503)."""
+        """Returns all tokens that were ever made, newest first. Raises ConsoleError (503)."""
         with storing():
             return [_token(row) for row in self._store.all()]
 
     def revoke(self, token_id: str) -> Token:
-        """From now on it is good for nothing. Raises ConsoleError (404, 409, 503)."""
+        """Makes a token invalid from now on, and returns it. Raises ConsoleError (404, 409, 503)."""
         with self._lock, storing():
             row = self._store.get(token_id)
             if row is None:
@@ -505,7 +512,7 @@ class Tokens:
         return _token(row)
 
     def end_job(self, job_id: str) -> None:
-        """The job is over; its agents' tokens soon are, too."""
+        """Has the tokens of an ended job's agents expire soon."""
         try:
             self._store.end_job(job_id, self._clock() + AFTER_JOB)
         except SQLAlchemyError as error:
@@ -513,8 +520,8 @@ class Tokens:
 
 
 def _hash(secret: str) -> str:
-    """Plain SHA-256: the secret has 256 random bits, so that there is nothing to guess that a slow, salted
-    hash would protect, and a heartbeat can't wait for one."""
+    """Returns a plain SHA-256. A slow, salted hash would protect secrets that can be guessed; this one has 256 random
+    bits, and a heartbeat can't wait for a slow hash."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -524,39 +531,39 @@ def _token(row: Record) -> Token:
 
 @dataclass(frozen=True)
 class RateLimit:
-    """per_second: in the long run. burst: at once."""
+    """A limit of requests. per_second: in the long run. burst: at once."""
 
     per_second: float
     burst: float
 
 
-# 8,192 workers at one heartbeat a second, and all that they say when a generation opens, stay below.
+# 8,192 workers stay below this, with one heartbeat a second and all that they report when a generation opens.
 AGENTS = RateLimit(20_000, 100_000)
-# People and programs; a page is some 100 files.
+# For people and their programs; a page is some 100 files.
 PEOPLE = RateLimit(100, 1_000)
 UNKNOWN = RateLimit(10, 200)
 
 WRONG_SECONDS = 60.0
 WRONG_PER_ADDRESS = 20
-# Of an address from which a right token came before: others behind it must not lock its owner out.
+# The limit for an address from which a right token came before: others behind it must not lock its owner out.
 WRONG_PER_GOOD_ADDRESS = 200
 WRONG_IN_ALL = 200
 
-# Buckets that are kept; the one that was idle for longest is forgotten first, and is full again by then.
+# How many buckets are kept. The one that was idle for longest is dropped first; it is full again by then.
 MAX_KEPT = 20_000
 
 Clock = Callable[[], float]
 
 
 class RateLimits:
-    """One bucket for each (kind, key). For the event loop alone: no lock."""
+    """Token buckets, one for each (limit, key). Has no lock: only the event loop may use it."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._buckets: LRUCache[tuple[RateLimit, str], tuple[float, float]] = LRUCache(MAX_KEPT)
 
     def take(self, rate: RateLimit, key: str) -> int:
-        """0 when the request may pass, else seconds until it may."""
+        """Counts a request. Returns 0 if it may pass, else the seconds until it may."""
         now = self._clock()
         name = (rate, key)
         left, at = self._buckets.get(name, (rate.burst, now))
@@ -567,7 +574,7 @@ class RateLimits:
 
 
 class WrongTokens:
-    """How many wrong tokens came in the last minute, from an address and from everybody."""
+    """Counts the wrong tokens of the last minute, from each address and in all."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -581,11 +588,11 @@ class WrongTokens:
         self._by_address.setdefault(address, deque(maxlen=WRONG_PER_GOOD_ADDRESS)).append(now)
 
     def right(self, address: str) -> None:
-        """A right token came from there: strangers who guess can't lock it out."""
+        """Notes that a right token came from an address, so that strangers who guess can't easily lock it out."""
         self._good[address] = None
 
     def wait(self, address: str) -> int:
-        """Seconds until another token may be tried from there; 0: now."""
+        """Returns the seconds until another token may be tried from an address; 0: now."""
         if address in self._good:
             counts = [(self._by_address.get(address), WRONG_PER_GOOD_ADDRESS)]
         else:
@@ -599,8 +606,8 @@ CONSOLE = "console"
 
 
 class Access:
-    """token: the one that the console was started with; None: everybody may do everything. oidc, login:
-    where people may sign in with an account."""
+    """Finds out who sent a request. token: the one that the console was started with; None: everybody may do
+    everything. oidc, login: if people may sign in with an account."""
 
     def __init__(
         self,
@@ -615,13 +622,15 @@ class Access:
         self.login = login
         self.wrong = WrongTokens()
         self._token = _digest(token or "")
-        # Of cookies: whoever has one learns nothing of the token, and a new token ends all sessions.
+        # Signs the cookies. A cookie reveals nothing of the token, and a new token ends all sessions.
         self._sessions = Signer(token or "", "openrecycle sessions", digest_method=hashlib.sha256)
 
     # -- on a request -----------------------------------------------------------------------
 
     async def by_token(self, given: str, address: str) -> Caller | None:
-        """Whose token it is. Raises ConsoleError: 429 after too many wrong ones, 503."""
+        """Returns the caller with this token; None: it is wrong. Raises ConsoleError: 429 after too many wrong ones,
+        503.
+        """
         token = self.tokens.check(given) if self.tokens else None
         if token is not None:
             self.wrong.right(address)
@@ -647,18 +656,18 @@ class Access:
         return caller
 
     def claims(self, cookies: Mapping[str, str]) -> Mapping[str, Any]:
-        """Of the account that somebody has signed in with, whether it has a role or not."""
+        """Returns the claims of the account that these cookies are signed in with, whether it has a role or not."""
         return self.login.claims(cookies) if self.login is not None else {}
 
     def stranger(self, headers: Headers) -> Mapping[str, Any]:
-        """The claims of an account without a role."""
+        """Returns the claims of a signed-in account if it has no role; else {}."""
         claims = self.claims(_cookies(headers)) if self.oidc is not None else {}
         return claims if claims and self.oidc is not None and role_of(self.oidc, claims) is None else {}
 
     # -- sessions ---------------------------------------------------------------------------
 
     def session(self, caller: Caller) -> str:
-        """The cookie's value: until when, which token, and both under the console's key."""
+        """Returns the value of a session's cookie: its end and the caller's key, signed with the console's token."""
         ends = min(caller.until, time.time() + SESSION_SECONDS)
         return self._sessions.sign(f"{int(ends)}.{caller.key}").decode()
 
@@ -677,7 +686,7 @@ class Access:
         return Caller(key, token.name, token.role, token.job_id, min(float(ends), token.caller.until))
 
     def still(self, caller: Caller) -> bool:
-        """Has the session not ended, and was the token not revoked meanwhile?"""
+        """Says whether a caller may still ask: the session has not ended, and the token was not revoked."""
         if time.time() >= caller.until:
             return False
         if caller.key.startswith("token:") and self.tokens is not None:
@@ -687,7 +696,8 @@ class Access:
     # -- behind the guard -------------------------------------------------------------------
 
     def caller(self, header: str | None) -> Caller:
-        """Who sent a request, by the header that the guard has put on it. Raises ConsoleError (401) where none did."""
+        """Returns the caller by the header that the guard has set. Raises ConsoleError (401) if there is none, or the
+        session has ended."""
         if not self.guarded:
             return LOCAL
         try:
@@ -699,7 +709,7 @@ class Access:
         return caller
 
     def operator(self, header: str | None) -> str:
-        """The name under which an operator acts. Raises ConsoleError (401, 403)."""
+        """Returns the name under which an operator acts. Raises ConsoleError (401, 403)."""
         caller = self.caller(header)
         if not caller.operates:
             raise ConsoleError(
@@ -715,7 +725,7 @@ def caller_of(access: Access, headers: Mapping[str, str]) -> Caller:
 
 
 def _digest(text: str) -> bytes:
-    """Equally long for all tokens: comparing takes equally long."""
+    """Returns a digest, which has the same length for all tokens, so that comparing takes the same time."""
     return hashlib.sha256(text.encode()).digest()
 
 
@@ -724,7 +734,7 @@ def _cookies(headers: Headers) -> dict[str, str]:
 
 
 class Security:
-    """One per console. access: everybody's, until whoever serves it has said otherwise."""
+    """The security services of a console. access: open to everybody until the server sets another one."""
 
     def __init__(self, database: Database) -> None:
         self.tokens = Tokens(TokenStore(database))
@@ -736,17 +746,17 @@ class Security:
 
 
 class AuditLog:
-    """Thread-safe. Its methods raise ConsoleError (503)."""
+    """Records who did what. Thread-safe. Its methods raise ConsoleError (503)."""
 
     def __init__(self, store: AuditStore) -> None:
         self._store = store
 
     def record(self, actor: str, action: str, target: str = "", *, job_id: str | None = None, detail: str = "") -> None:
-        """actor: the name of a token or an account. The others: see db.access.audit_row."""
+        """Adds a line. actor: the name of a token or an account. For the others see db.access.audit_row."""
         with storing():
             self._store.add(audit_row(named(actor), action, target, job_id=job_id, detail=detail))
 
     def read(self, after: int = 0, limit: int = 200, job_id: str | None = None) -> list[Record]:
-        """Lines with an id > after, oldest first."""
+        """Returns the lines with an id > after, oldest first."""
         with storing():
             return self._store.read(after=after, limit=limit, job_id=job_id)

@@ -1,12 +1,12 @@
-"""What every request must pass, as plain ASGI middleware, WebSockets included.
+"""The guards that every request must pass, WebSockets included, as plain ASGI middleware.
 
-From the outside in: HostGuard, the names that the console answers to (DNS rebinding) and the origin of requests that
-change something (CSRF); AccessGuard, who asks, how often, and whether their role is enough; BodyLimit, how much they
-may send.
+From the outside in: HostGuard checks the name that the console is addressed by (DNS rebinding), and the origin of
+requests that change something (CSRF). AccessGuard checks who asks, how often, and whether their role is enough.
+BodyLimit checks how much they send.
 
-`Authorization: Bearer` is for programs, cookies for browsers. Behind the guard, the header
-`X-OpenRecycle-Caller` says who it is, and `X-Actor` under which name they act; neither is taken from
-outside where the console has a token.
+Programs use `Authorization: Bearer`, and browsers cookies. Behind the guards, the header `X-OpenRecycle-Caller` says
+who the caller is, and `X-Actor` the name under which they act. If the console has a token, the guard writes both
+itself: from outside, `X-Actor` only adds whom the caller acts for.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ _HARDENING = (
     ("X-Frame-Options", "SAMEORIGIN"),
     ("Referrer-Policy", "same-origin"),
 )
-# RFC 9110, as far as names and addresses go that a console may have.
+# RFC 9110, limited to the names and addresses that a console may have.
 _HOST = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?", re.ASCII)
 UNSAFE = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
 class HostGuard:
-    """Refuses a Host that is not in `allowed` (host names without port; empty: any), and a request
-    that changes something, or a WebSocket, which a page of another origin sent."""
+    """Refuses a Host that is not in `allowed` (host names without port; empty: any). Also refuses requests that change
+    something, and WebSockets, if a page of another origin sent them."""
 
     def __init__(self, app: ASGIApp, allowed: Iterable[str] = ()) -> None:
         self.app = app
@@ -113,21 +113,21 @@ class HostGuard:
 
 
 def _secure(name: bytes, value: bytes) -> tuple[bytes, bytes]:
-    """A cookie that was set over TLS never travels without it; Streamlit's own do not ask for that."""
+    """Adds `Secure` to a cookie that is set over TLS, since Streamlit's own cookies lack it."""
     if name.lower() == b"set-cookie" and b"; secure" not in value.lower():
         value += b"; Secure"
     return name, value
 
 
 def hostname(host: str) -> str:
-    """`[::1]:8501` -> `[::1]`, `localhost:8501` -> `localhost`."""
+    """Returns a Host without its port: `[::1]:8501` -> `[::1]`, `localhost:8501` -> `localhost`."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.partition(":")[0].lower()
 
 
 def foreign_page(headers: Headers) -> bool:
-    """Was the request caused by a page of another address, as far as the browser tells?"""
+    """Says whether a page of another address caused the request, as far as the browser tells."""
     site = headers.get("sec-fetch-site")
     if site is not None:
         return site not in ("same-origin", "none")
@@ -140,7 +140,7 @@ def foreign_page(headers: Headers) -> bool:
     return False
 
 
-# Of a WebSocket that is closed because its caller may not (or no longer) have it open.
+# The close code of a WebSocket whose caller may not, or no longer, have it open.
 CLOSED = 4401
 
 
@@ -155,8 +155,8 @@ async def refuse(scope: Scope, receive: Receive, send: Send, response: Response)
 BODY_LIMIT = 64 * 1024
 LOGIN_LIMIT = 4 * 1024
 _KIB, _MIB = 1024, 1024 * 1024
-# What may stand for thousands of ops, stages or workers; plans are read in a process of their own. By the end of
-# the path below /api/v1.
+# Limits for bodies that may have thousands of ops, stages or workers, by the end of the path below /api/v1. Plans are
+# read in a process of their own.
 _LARGER = {
     "/plans": PLAN_MIB * _MIB,
     "/measured": 4 * _MIB,
@@ -175,18 +175,18 @@ _NAMED_PROFILE = re.compile(rf"{API}/profiles/[^/]*", re.DOTALL)
 _PROFILE_LIMIT = 2 * _MIB
 
 
-# Of bodies beyond this only a few are held at once (MOST_LARGE).
+# Only a few bodies larger than this are held at once (MOST_LARGE).
 LARGE_BODY = 8 * _MIB
-# A body that takes longer holds its memory for nothing.
+# A body that takes longer to come is refused: it would hold its memory for nothing.
 BODY_SECONDS = 60.0
-# Of one that is refused: what is still taken, so that who sends it comes to read the answer. A plan that is too large
-# is mostly not much too large.
+# How much of a refused body is still received, so that its sender gets to read the answer. A plan that is too large is
+# mostly not much too large.
 DRAINED_BYTES, DRAIN_SECONDS = 2 * PLAN_MIB * _MIB, 15.0
 
 
 class BodyLimit:
-    """Reads the body of an API request before the handler does, up to its limit: 413 beyond, 408 for one that does not
-    come."""
+    """Reads the body of an API request before the handler does. Answers 413 if it is above its limit, and 408 if it
+    does not come in time."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -226,8 +226,8 @@ class BodyLimit:
 
 
 async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    """The answer, and then what is left of the body, of which a bounded amount is thrown away: a connection that is
-    closed while data are on their way is reset, and the answer is lost with it."""
+    """Sends the answer, then receives and drops a bounded amount of the rest of the body before it ends: a connection
+    that is closed while data are on their way is reset, and the answer is lost with it."""
     response.headers["Connection"] = "close"
     last: Message = {"type": "http.response.body", "body": b""}
 
@@ -248,11 +248,11 @@ async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send
 
 
 class _TooLarge(Exception):
-    """The body has more bytes than it may have."""
+    """Raised when a body is above its limit."""
 
 
 async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
-    """None: the client has gone. Raises _TooLarge as soon as that is known."""
+    """Reads the body; None: the client has gone. Raises _TooLarge as soon as the body is known to be too large."""
     body, more = bytearray(), True
     if _said(scope) > limit:
         raise _TooLarge
@@ -268,18 +268,18 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
 
 
 def _said(scope: Scope) -> int:
-    """Bytes that the body has by its header; 0: it does not say."""
+    """Returns the body's size in bytes by its header; 0: the header does not say."""
     return int(Headers(scope=scope).get("content-length") or 0)
 
 
 def _limit(scope: Scope) -> int | None:
-    """Bytes that the request's body may have; None: not ours to say (Streamlit has its own)."""
+    """Returns how many bytes the request's body may have; None: others limit it, such as Streamlit."""
     if scope["type"] != "http" or scope["method"] not in UNSAFE:
         return None
     path = scope["path"]
     if path == "/login":
         return LOGIN_LIMIT
-    if path == f"{API}/history/import":  # goes to a file as it comes, and is limited there
+    if path == f"{API}/history/import":  # its handler writes it to a file as it comes, and limits it
         return None
     if path.startswith(API):
         if _NAMED_PROFILE.fullmatch(path):
@@ -289,7 +289,7 @@ def _limit(scope: Scope) -> int | None:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Gives the whole body first, and then what else there is to receive."""
+    """Returns a `receive` that first gives the whole body, and then further messages."""
     given = False
 
     async def again() -> Message:
@@ -302,9 +302,9 @@ def replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-# What must work for whoever has not signed in; none of it says anything about a job.
+# Paths that work without signing in; none of them says anything about a job.
 HEALTH, LOGIN, LOGIN_OIDC = "/healthz", "/login", "/login/oidc"
-# What proxies add, whatever it says; those that begin with X-Forwarded- too.
+# Headers that proxies add; those that begin with X-Forwarded- count too.
 _OF_PROXIES = frozenset(
     (
         "forwarded",
@@ -328,11 +328,12 @@ _OF_PROXIES = frozenset(
         "x-forwarded",
     )
 )
-LOCAL_ADDRESS = "127.0.0.1"  # what a Unix socket stands for
+LOCAL_ADDRESS = "127.0.0.1"  # the address for a client on a Unix socket, which has none
 
 
 class AccessGuard:
-    """Around the application. With an open Access it only says who asks, and refuses what a proxy passes on."""
+    """Checks who asks, how often, and whether their role is enough. With an open Access it only names the caller, and
+    refuses requests from other machines or through a proxy."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app = app
@@ -389,14 +390,14 @@ class AccessGuard:
             await self.app(inner, receive, self._while_valid(scope, caller, send))
 
     async def _caller(self, headers: Headers, address: str) -> Caller | None:
-        """Raises ConsoleError (429, 503)."""
+        """Returns the caller; None: unknown. Raises ConsoleError (429, 503)."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             return await self.access.by_token(given.strip(), address)
         return self.access.by_cookies(headers)
 
     def _while_valid(self, scope: Scope, caller: Caller, send: Send) -> Send:
-        """An open page is closed when its session ends or its token is revoked."""
+        """Returns a `send` that closes a page's WebSocket when its session ends or its token is revoked."""
         if scope["type"] != "websocket":
             return send
         closed = False
@@ -482,7 +483,7 @@ class AccessGuard:
 
 
 def _as(scope: Scope, caller: Caller | None, claimed: str | None) -> Scope:
-    """The request as those behind the guard see it. claimed: who the sender says that it acts for."""
+    """Returns the request with the headers CALLER and ACTOR. claimed: whom the sender says that it acts for."""
     headers = [
         (name, value) for name, value in scope["headers"] if name.lower() not in (CALLER.encode(), ACTOR.encode())
     ]
@@ -499,7 +500,7 @@ def _as(scope: Scope, caller: Caller | None, claimed: str | None) -> Scope:
 
 
 def _not_from_here(scope: Scope) -> str:
-    """By what a request shows that it comes from elsewhere, or through a proxy; empty: by nothing."""
+    """Says by what a request shows that it comes from another machine, or through a proxy; "": by nothing."""
     headers = Headers(scope=scope)
     if not is_loopback(_address(scope)):
         return f"it comes from {_address(scope)}"
@@ -513,6 +514,6 @@ def _not_from_here(scope: Scope) -> str:
 
 
 def _address(scope: Scope) -> str:
-    """Of the client; behind a proxy that is trusted, the one that it names."""
+    """Returns the client's address; behind a trusted proxy, the one that the proxy names."""
     client = scope.get("client")
     return client[0] if client else LOCAL_ADDRESS
