@@ -1,6 +1,7 @@
-"""Which option is best while workers are out, in a sentence, and which of them the job can take by itself.
+"""Recommends the best option while workers are out, in a few sentences, and says which options the job can take by
+itself. Pure; runs in a child process.
 
-Pure: the planner's advisor, and what of its advice the agents can carry out.
+It takes the planner's advice (planner.simulation.policy) and limits it to the options that agents can carry out.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from openrecycle.planner.simulation.policy import (
 from openrecycle.planner.solvers.portfolio import make_plan
 
 RESTART = "restart from the checkpoint"
-# Another way is taken, or worth an operator's while, when it trains so much more than re-routing does.
+# Another way is taken, or recommended to an operator, if it trains at least this much more than re-routing.
 CLEAR_MARGIN = 0.05
 
 _CANNOT = {
@@ -64,16 +65,16 @@ _CANNOT = {
 
 
 REPAIR, JOBS_END = "the expected repair", "the end of the job if it re-routes"
-"""What advice looks ahead to."""
+"""The end of the time that advice looks ahead to, in words."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """way: what the job does, or is about to do. advised: what it should do. reason: why, in a few sentences.
+    """Advice for one job. way: what the job does, or is about to do. advised: what it should do. reason: why, in a few
+    sentences.
 
-    candidates: the ways that the job can take by itself, best first. better: the name of one that is
-    clearly better than re-routing, "" where none is. plans: of the candidates, as planner.plans.packed has them, in
-    base64.
+    candidates: the ways that the job can take by itself, best first. better: the name of one that is clearly better
+    than re-routing; "": none. plans: the candidates' plans, packed (planner.plans.packed) and in base64.
     """
 
     way: str
@@ -93,13 +94,13 @@ _RECOMMENDATION = TypeAdapter(Recommendation)
 
 @dataclass(frozen=True)
 class AdviceRequest:
-    """owner: the job's id. samples: of one iteration. unit_seconds: of the job's time unit; None: what
-    its name says. heals_in, since_checkpoint: seconds, as for planner.simulation.policy.advise. copy: seconds that a
-    worker takes for a stage's state. basis: where the costs and the repair time come from, in words.
-    migrate: may workers change their stage? relayout: may layers, as in agent.messages.protocol.JobSpec? partition:
-    layers per stage now. move: seconds that training loses when layers move; None: it is assumed. automatic: does the
-    job take the best way by itself? room: that workers have for layers that move; None: there is enough. left:
-    iterations that are not committed yet; None: it goes on for long.
+    """A request for advice; see task_queue.Request. owner: the job's id. samples: of one iteration. unit_seconds:
+    seconds of the job's time unit; None: as its name says. heals_in, since_checkpoint: seconds, as for
+    planner.simulation.policy.advise. copy: seconds to copy a stage's state. basis: where the costs and the repair time
+    come from, in words. migrate: whether workers may change their stage. relayout: whether layers may
+    (agent.messages.protocol.JobSpec). partition: layers per stage now. move: seconds that training loses when layers
+    move; None: to be assumed. automatic: whether the job takes the best way by itself. room: the workers' memory for
+    layers that move; None: enough. left: iterations that are not committed yet; None: many.
     """
 
     owner: str
@@ -122,7 +123,7 @@ class AdviceRequest:
     automatic: bool = True
     room: LayerRoom | None = None
     left: int | None = None
-    # More than this, and the job is too large to be advised while it matters.
+    # Advice that takes longer would come too late to matter.
     timeout: float = 60.0
     makes: bool = True
 
@@ -131,12 +132,12 @@ class AdviceRequest:
 
 
 def serve(channel: Channel, request: AdviceRequest) -> None:
-    """In a child process."""
+    """Answers one request, in the child."""
     channel.say(answered(lambda: recommendation_document(request)))
 
 
 def recommendation_document(asked: AdviceRequest) -> bytes:
-    """The recommendation, as JSON. Takes seconds for a large job. Raises PlannerError."""
+    """Returns the recommendation as JSON. Takes seconds for a large job. Raises PlannerError."""
     job = asked.job.job()
     planned = PlannedJob(
         job.with_partition(asked.partition) if job.layers else job,
@@ -183,9 +184,11 @@ def candidates(
     room: LayerRoom | None = None,
     until: str = REPAIR,
 ) -> tuple[list[tuple[Candidate, Plan | None]], str]:
-    """The ways that the agents can carry out, best first, each with its plan; on a large grid re-routing
-    alone, and no plan: it would be made twice. And why there is no memory for a better partition; "": there is.
-    until: what the advice looks ahead to."""
+    """Returns the ways that agents can carry out, best first, each with its plan, and why there is no memory for a
+    better partition ("": there is).
+
+    On a large grid the only way is re-routing, without a plan, which would otherwise be made twice. until: the end of
+    the time that the advice looks ahead to."""
     options = {option.name: option for option in advice.options}
     stay, moved = options.get(REROUTE), options.get(MIGRATE)
     if stay is None:
@@ -221,8 +224,8 @@ def candidates(
 
 
 def _laid_out(planned: PlannedJob, failed: frozenset[Worker], room: LayerRoom | None) -> tuple[Plan | None, str]:
-    """With the best partition for those who live; where nobody is out, with that of the start. And why there is no
-    memory for a better one."""
+    """Returns the plan with the best partition for the living workers (if none is out, with the job's own partition),
+    and why there is no memory for a better one."""
     technique, memory = planned.technique, planned.memory
     try:
         if failed:
@@ -232,7 +235,7 @@ def _laid_out(planned: PlannedJob, failed: frozenset[Worker], room: LayerRoom | 
             job = planned.job.at_home
             everybody = (job.pipelines,) * job.stages
             refused = room.refusal(job.partition, planned.job.partition, everybody) if room else ""
-            if refused:  # on the way there, as far as there is room
+            if refused:  # there is no memory to move all layers back: as far as there is
                 layout = lay_out(planned.job, technique=technique, memory=memory, room=room)
             else:
                 layout = lay_out(job, technique=technique, memory=memory, over="schedules")
@@ -258,7 +261,7 @@ def _candidate(
     ahead: tuple[float, str],
     plan: Plan | None,
 ) -> tuple[Candidate, Plan | None]:
-    """ahead: seconds, and to what."""
+    """Makes the candidate for an option. words: what moves. ahead: (seconds, their end in words)."""
     full, (horizon, until) = planned.full.per_second, ahead
     samples = max(0.0, option.samples(horizon, full))
     text = f"{words}: " if words else ""
@@ -295,15 +298,18 @@ def decide(
     left: float = math.inf,
     until: str = REPAIR,
 ) -> Recommendation:
-    """Ranks what the job can do, and names what would train more and can't be done here after that. The job re-routes
-    in any case; it moves workers where that is clearly better, and layers where that pays within the hour and the job,
-    if it may; every other way is left to an operator. whole: what the fault-free plan comes to.
-    basis: said last. refused: why there is no memory for a better partition. left: iterations that are not committed
-    yet. until: what the advice looks ahead to."""
+    """Ranks the options that the job has, and names those that would train more but are not possible here.
+
+    The job re-routes in any case. If it may, it moves workers by itself where that is clearly better, and layers where
+    that pays within the hour and the job. All other ways are left to an operator.
+
+    ways: the candidates. whole: the rate of the fault-free plan. basis: the last sentence. refused: why there is no
+    memory for a better partition. left: iterations that are not committed yet. until: the end of the time that the
+    advice looks ahead to."""
     horizon, full, samples = advice.horizon, whole.per_second, whole.samples
     known = {option.name: option for option in advice.options}
     can = {way.name: Option(way.name, way.pause, way.rate) for way in ways}
-    # Layers are not moved together with workers here, which is another rate than the advisor's.
+    # The advisor's rate for a new partition assumes that workers move as well. Here only layers do: `ways` has the rate.
     can |= {name: known[name] for name in (REROUTE, *can) if name in known and name != REPARTITION}
     ranked = best_option(list(can.values()), horizon, full)
     taken = can.get(REROUTE)
@@ -339,7 +345,7 @@ def decide(
 def _back(
     ranked: Sequence[Option], way: str, better: str, taken: Option | None, ways: Sequence[Candidate], refused: str
 ) -> Recommendation:
-    """All workers are back, and layers are still where they were without some."""
+    """Advises a job whose workers are all back, while its layers are still as they were cut for fewer."""
     text = "all workers are back"
     back = next((w for w in ways if w.name == REPARTITION), None)
     if back is not None and taken is not None:
@@ -359,14 +365,14 @@ def _taken_alone(
     relayout: MayMove,
     left: float,
 ) -> bool:
-    """Does the job take that way by itself, rather than re-route?"""
+    """Says whether the job takes that way by itself, rather than re-route (`taken`)."""
     if option.name == MIGRATE:
         return _gain(option, taken, horizon, full) > CLEAR_MARGIN
     if option.name != REPARTITION or taken is None:
         return option.name == REPARTITION
     now, then = samples / taken.rate, samples / option.rate
     pays = worth_moving(now, then, now, left)[0] and _gain(option, taken, horizon, full) > 0
-    # The iteration in hand is over before they are there.
+    # Layers arrive after the current iteration, so at least two must be left.
     return option.rate > taken.rate and left > 1 and (pays or relayout == "always")
 
 
@@ -387,7 +393,7 @@ def _not_here(
     relayout: MayMove,
     refused: str,
 ) -> str:
-    """What would train clearly more than the best of what can be done, and why it can't."""
+    """Names the options that would train clearly more than the best possible one, and why each is not possible."""
     others, staffed = [], any(option.name == REROUTE for option in advice.options)
     for option in advice.options:
         gain = _gain(option, best, advice.horizon, full)
@@ -399,7 +405,7 @@ def _not_here(
 
 
 def _why_not(name: str, migrate: bool, relayout: MayMove, refused: str, *, staffed: bool) -> str:
-    """staffed: lives somebody of each stage?"""
+    """Says why an option is not possible. staffed: whether each stage has a living worker."""
     if name == REPARTITION and relayout == "never":
         return "this job's layers can't change their stage"
     if name == REPARTITION and refused:
@@ -416,6 +422,6 @@ def _more(gain: float) -> str:
 
 
 def _gain(best: Option, taken: Option | None, horizon: float, full: float) -> float:
-    """How much more `best` trains, as a share of what `taken` does; inf where that is nothing."""
+    """Returns how much more `best` trains, as a share of what `taken` does; inf if `taken` trains nothing."""
     samples = taken.samples(horizon, full) if taken else 0.0
     return best.samples(horizon, full) / samples - 1 if samples > 0 else math.inf

@@ -1,7 +1,8 @@
-"""When a job is advised on its option, and on what grounds: once for each set of workers that are out.
+"""Advice for running jobs on what to do while workers are out: when it is made, and from which measured costs.
 
-It is done after the recovery, in a process of its own: neither a recovery nor a plan waits for it. In
-manual mode it is done first, for the operator to choose by.
+`Advising` asks for advice once for each set of workers that are out. It does so after the recovery, in a child process,
+so that neither a recovery nor a plan waits for it. In manual mode the advice comes first, so that the operator can
+choose.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ from openrecycle.planner.simulation.engine import RecoveryCosts
 
 log = structlog.get_logger()
 
-# Assumed until a worker of the job has come back: what the Simulate page starts with, too.
+# The time to repair that is assumed until a worker of the job has come back; the Simulate page starts with it, too.
 REPAIR_SECONDS = 4 * 3600.0
-# From the start of a process until it has registered, assumed until a worker's launcher has started it again.
+# Time from the start of a process until it registers, assumed until a launcher has started one again by itself.
 START_SECONDS = 60.0
-STARTS = 20  # the newest are enough for a median
+STARTS = 20  # how many of the newest such times are used for the median
 ITERATIONS = 200
 EVENTS = 100
 
 
 class Asked(NamedTuple):
-    """What there is to be advised on: who is out, layers per stage, and are all of the former to be started again?"""
+    """What advice is asked on. failed: the workers that are out. held: layers per stage. due: launchers will start all
+    of these workers again by themselves."""
 
     failed: tuple[str, ...]
     held: tuple[int, ...]
@@ -58,8 +60,8 @@ NOTHING_ASKED = Asked((), (-1,))
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Seconds: what recoveries, copies of a stage's state and repairs take in this job, as measured, or
-    assumed. move: of layers to other stages; None: none has been measured. basis: which, in words.
+    """How many seconds detection, recovery, a copy of a stage's state and a repair take in this job, as measured or
+    assumed. move: seconds lost to a move of layers; None: none was measured. basis: in words, which are measured.
     """
 
     detect: float
@@ -72,7 +74,8 @@ class MeasuredCosts:
 
 @dataclass
 class _Advised:
-    """Of one job. asked: on what it was advised last. said: in words, on `failed` being out; "": nothing."""
+    """The advice for one job. asked: what advice was asked on last. said: the advice in words for when `failed` are
+    out; "": none."""
 
     asked: Asked
     failed: tuple[str, ...] = ()
@@ -80,7 +83,8 @@ class _Advised:
 
 
 class Advising:
-    """One for all jobs. Its process starts with the first advice that is asked for."""
+    """Has all jobs of a console advised. Its child process starts with the first request. waited: how long a job has
+    waited for people."""
 
     def __init__(self, store: Store, waited: Callable[[LiveJob], Waited]) -> None:
         self._store, self._waited = store, waited
@@ -94,7 +98,7 @@ class Advising:
         self._maker.close()
 
     def advice(self, job: LiveJob) -> str | None:
-        """What is said of the workers that are out now; None when nothing has been, or none is."""
+        """Returns the advice for the workers that are out now; None if there is none, or no worker is out."""
         found, current = self._of.get(job), job.state.current
         over = job.state.halted or job.state.over
         if found is None or current is None or current.failed != found.failed or over:
@@ -105,8 +109,9 @@ class Advising:
         self._maker.cancel(job.job_id)
 
     def consider(self, job: LiveJob) -> None:
-        """Has `job` advised if other workers are out than when it last was, and all others train again, or
-        an operator is to choose."""
+        """Asks for advice if other workers are out than last time, and the rest train again or an operator is to
+        choose.
+        """
         asked = _asked(job)
         of = self._of.get(job)
         if of is None:
@@ -135,7 +140,7 @@ class Advising:
             elif _asked(job) == asked:
                 self._tell(job, failed, recommendation)
             elif of.asked == asked:
-                # The job recovers again; if the same workers are out then, it is advised then.
+                # The job recovers again. If the same workers are out afterwards, advice is asked for again.
                 of.asked = NOTHING_ASKED
 
         self._maker.submit(request, done)
@@ -143,7 +148,7 @@ class Advising:
     def _tell(self, job: LiveJob, failed: tuple[str, ...], recommendation: Recommendation) -> None:
         candidates = recommendation.candidates
         try:
-            # What the job has just done by advice, layers moved, needs no further word.
+            # If the job has just moved layers as advised, nothing more is to be said.
             news = failed and (job.state.held == job.plans.nominal.home or recommendation.calls_for_an_operator)
             if news and not job.state.choosing and not _told(self._store.events(job.job_id, limit=EVENTS, newest=True)):
                 job.record(
@@ -154,12 +159,12 @@ class Advising:
             log.warning("the advice could not be stored", job=job.job_id, reason=type(error).__name__)
         if failed:
             of = self._of[job]
-            of.failed, of.said = failed, recommendation.reason  # who reads it finds its line in the event feed
+            of.failed, of.said = failed, recommendation.reason  # set after its line in the event feed is stored
         offer = Offer(failed, candidates, recommendation.better) if candidates else None
         self._offer(job, Offered(failed, offer, "the job has no option that it could take by itself"))
 
     def _with_plans(self, job: LiveJob, recommendation: Recommendation) -> tuple[Candidate, ...]:
-        """The candidates, each with the plan that would be in force: the best that the job has by now."""
+        """Returns the candidates, each with the fingerprint of the best plan that the job has for it by now."""
         for data in recommendation.plans if not job.plans.job.speeds else ():
             job.plans.file_plan(from_bytes(b64decode(data), source="the advising process"))
         named = []
@@ -181,7 +186,7 @@ class Advising:
             self._of[job].asked = NOTHING_ASKED  # they are asked for again
 
     def _request(self, job: LiveJob, failed: tuple[str, ...]) -> AdviceRequest | None:
-        """None: nobody knows yet how long the job's time unit is."""
+        """Makes the request for advice; None if it is not known yet how long the job's time unit is."""
         store, spec = self._store, job.spec
         if job.plans.job.time_unit == "slot" and not job.state.committed:
             return None
@@ -198,7 +203,7 @@ class Advising:
         known = measured_costs(store.recoveries(job.job_id), repairs, copies, waited, moves, due, starts)
         work = None
         if spec.checkpoints:
-            # When the last one was written is not reported: on average half an interval ago.
+            # Agents do not report when they write checkpoints; on average the last one is half an interval old.
             work = min(RecoveryCosts().checkpoint_interval / 2, max(0.0, time.time() - generations[0]["opened_at"]))
         return AdviceRequest(
             job.job_id,
@@ -225,7 +230,7 @@ class Advising:
 
 
 def _in_question(state: State) -> tuple[str, ...] | None:
-    """Without whom the job is to go on, or does; None while that is not settled."""
+    """Returns the workers that the job trains without, or is to go on without; None while that is not settled."""
     if state.pending is not None and state.choosing:
         known = state.offer is not None and state.offer.failed == state.pending.failed
         return None if known else state.pending.failed
@@ -241,8 +246,8 @@ def _asked(job: LiveJob) -> Asked | None:
 
 
 def restart_due(state: State, processes: Mapping[str, ProcessState], failed: Sequence[str], now: float) -> float | None:
-    """Seconds until the last of `failed` is started again by its launcher; None: not all of them are, or one waits for
-    its node, which may take any time."""
+    """Returns the seconds until launchers have started all of `failed` again by themselves; None: they don't start all,
+    or one waits for its node, which may take any time."""
     ended = [processes.get(state.members[name].incarnation or "") for name in failed]
     planned = [process.restart if process is not None else None for process in ended]
     if any(one is None or one.node is not None or one.number > one.most for one in planned):
@@ -251,8 +256,8 @@ def restart_due(state: State, processes: Mapping[str, ProcessState], failed: Seq
 
 
 def start_times(processes: Sequence[ProcessState]) -> list[float]:
-    """Seconds from when a launcher started a process again by itself until that one has registered, one for each of
-    the newest restarts. What comes after that may wait for people. processes: all that there have been."""
+    """Returns the seconds from a launcher's restart of a process until that process has registered, one for each of the
+    newest restarts. Later steps do not count, as they may wait for people. processes: all of the job."""
     began: dict[str, list[float]] = {}
     for process in sorted(processes, key=lambda process: process.since):
         began.setdefault(process.slot, []).append(process.since)
@@ -265,7 +270,7 @@ def start_times(processes: Sequence[ProcessState]) -> list[float]:
     for at, process in sorted(by_itself, key=lambda planned: planned[0], reverse=True):
         later = began.get(process.role, [])
         successor = bisect_right(later, process.held[-1][1])
-        if successor < len(later) and later[successor] >= at:  # else nobody has, or a person before
+        if successor < len(later) and later[successor] >= at:  # else none has come, or a person started it earlier
             found.append(later[successor] - at)
         if len(found) == STARTS:
             break
@@ -273,8 +278,8 @@ def start_times(processes: Sequence[ProcessState]) -> list[float]:
 
 
 def copy_times(generations: Sequence[Record], acknowledgements: Sequence[Record]) -> list[float]:
-    """Seconds that the others waited while newcomers took a stage's state, one per generation that had any:
-    from the last that had left the iteration before to the last that was ready for the next."""
+    """Returns the seconds for which workers waited while newcomers took a stage's state, one for each generation with
+    newcomers: from the last worker that adopted the plan to the last that had formed its groups."""
     taken = {e["generation"] for e in generations if e["joining"] and not e["restore"]}
     at: dict[tuple[int, str], float] = {}
     for row in acknowledgements:
@@ -285,15 +290,15 @@ def copy_times(generations: Sequence[Record], acknowledgements: Sequence[Record]
 
 
 def move_times(generations: Sequence[Record], iterations: Sequence[Record]) -> list[float]:
-    """Seconds that training lost to layers that moved, one per move: by how much the iterations during which they did,
-    and the first with them in their new place, took longer than those before and after."""
+    """Returns the seconds that training lost to each move of layers: by how much the iterations during the move took
+    longer than those before, and the first with the new partition longer than those after."""
     seconds: dict[int, list[tuple[int, float]]] = {}
     for row in sorted(iterations, key=lambda row: row["iteration"]):
         seconds.setdefault(row["generation"], []).append((row["iteration"], row["seconds"]))
     found = []
     for earlier, generation in pairwise(generations):
         ran, at = seconds.get(generation["generation"], []), generation["moved_at"]
-        before = [took for _, took in seconds.get(earlier["generation"], [])[1:]]  # the first is a recovery's
+        before = [took for _, took in seconds.get(earlier["generation"], [])[1:]]  # the first includes a recovery
         after = [took for i, took in ran if at is not None and i > at]
         if at is None or not after or not before:
             continue
@@ -312,9 +317,11 @@ def measured_costs(
     due: float | None = None,
     starts: Sequence[float] = (),
 ) -> MeasuredCosts:
-    """recoveries: rows of the database. repairs: seconds from a failure to the return. copies, moves,
-    starts: see copy_times, move_times, start_times. waited: for a person, which is no cost of a recovery. due: seconds
-    until all that are out are started again."""
+    """Combines measurements into costs, with assumptions for those that are missing.
+
+    recoveries: rows of the database. repairs: seconds from a failure to the return. copies, moves, starts: see
+    copy_times, move_times, start_times. waited: time for people, which is no cost of a recovery. due: seconds until all
+    workers that are out are started again; None: see restart_due."""
     assumed = RecoveryCosts()
     seen = [r["detected_ms"] / 1000 for r in recoveries if r["death_known"]]
     formed = [(steps[1][1] + steps[2][1]) / 1000 for steps in (segments(r, waited) for r in recoveries)]
@@ -337,10 +344,8 @@ def measured_costs(
 
 
 def unit_seconds(job: LiveJob, generations: Sequence[Record], iterations: Sequence[Record]) -> float | None:
-    """Seconds that a time unit of the job's plans takes in truth, by the median of its iterations.
-
-    None while no iteration ran by a plan that is at hand.
-    """
+    """Returns the real seconds of one time unit of the job's plans, by the median of its iterations; None if no
+    iteration ran by a plan that is at hand."""
     periods: dict[int, float] = {}
     ran = {row["generation"] for row in iterations}
     with job.lock:
@@ -356,9 +361,7 @@ def unit_seconds(job: LiveJob, generations: Sequence[Record], iterations: Sequen
 
 
 def _told(newest: Sequence[Record]) -> bool:
-    """newest: events, newest first. Has advice been given since the newest generation opened?
-
-    A console that restarts does not repeat it.
-    """
+    """Says whether advice has been given since the newest generation opened, so that a console that restarts does not
+    repeat it. newest: events, newest first."""
     last = next((row["kind"] for row in newest if row["kind"] in ("plan", "generation")), None)
     return last == "plan"

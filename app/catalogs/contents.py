@@ -1,7 +1,7 @@
-"""What a catalog is to hold, what it holds, and how it is filled: pure, or run in a child process.
+"""Which plans a catalog should have, which it has, and the child process that fills it. Imports no database.
 
-The child that fills a catalog gets the question and what is stored of it already, and sends each plan as it is made;
-who reads its messages stores them, so that nothing is lost when it is ended.
+The child that fills a catalog gets the question and the plans that are stored already, and sends each new plan as soon
+as it is made. The console stores them as they come, so that none is lost when the child is ended.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, pl
 from openrecycle.planner.plans.plan import INTEGER, PRINTABLE, JobDoc, job_doc
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
-# Patterns that are looked for: no more are ever planned one by one.
+# The most failure patterns that are planned one by one; no more are listed.
 MOST = 512
 
 
 @dataclass(frozen=True)
 class PlansNeeded:
-    """patterns: canonical failure sets that leave every stage a living peer, fewest failures first: all of up to
-    `tolerance` failures, or the first MOST + 1."""
+    """The failure patterns that plans are needed for. patterns: canonical failure sets that leave every stage a living
+    worker, fewest failures first: all of up to `tolerance` failures, or the first MOST + 1."""
 
     tolerance: int
     patterns: tuple[frozenset[Worker], ...]
 
     def listed(self, tolerance: int, most: int) -> list[frozenset[Worker]] | None:
-        """All of up to `tolerance` failures, unless there are more than `most` (at most MOST)."""
+        """Returns all patterns of up to `tolerance` failures; None if there are more than `most` (at most MOST)."""
         found = [pattern for pattern in self.patterns if len(pattern) <= tolerance]
         return found if len(found) <= most else None
 
 
 def most_failures(question: CatalogQuestion) -> int:
-    """How many failures leave each stage a living worker."""
+    """Returns how many failures a job can have with a living worker left in each stage."""
     return question.job.stages * (question.job.pipelines - 1) if question.technique.reroutes else 0
 
 
 def needed(question: CatalogQuestion, tolerance: int) -> PlansNeeded:
-    """Takes milliseconds, whatever the job's shape is; of 1,024 failures in one stage a third of a second."""
+    """Lists the patterns of up to `tolerance` failures. Takes milliseconds for any shape of the job; a third of a
+    second
+    for 1,024 failures in one stage."""
     job, tolerance = question.job, min(tolerance, most_failures(question))
     every = chain.from_iterable(patterns(job, count) for count in range(tolerance + 1))
     return PlansNeeded(tolerance, tuple(islice(every, MOST + 1)))
@@ -60,12 +62,11 @@ def needed(question: CatalogQuestion, tolerance: int) -> PlansNeeded:
 
 @dataclass(frozen=True)
 class PlanLine:
-    """One stored plan. period, bound: in the job's time unit. peak: activations, most on one worker.
+    """One stored plan, as reports show it. dead: by stage, the pipelines whose worker has failed. period, bound: in the
+    job's time unit. peak: the most activations on one worker.
 
-    peak_bytes: the most that one worker may hold, were each of its activations always at its larger part, but no more
-    than it has where plans are by bytes; None where the profile does not say.
-
-    dead: by stage, the pipelines whose worker has failed.
+    peak_bytes: the most bytes that one worker would hold if all its activations had their largest size all the time; if
+    the memory limit is by bytes, at most the worker's capacity. None if the profile has no sizes.
     """
 
     name: str
@@ -83,7 +84,7 @@ class PlanLine:
         return tuple(map(str, sorted(self._workers())))
 
     def words(self, most: int = 6) -> str:
-        """`W0_1, W0_2`, and how many more."""
+        """Returns the failed workers in words: `W0_1, W0_2`, and how many more."""
         count = sum(map(len, self.dead))
         named = ", ".join(map(str, islice(self._workers(), most)))
         return named + (f" and {count - most:,} more" if count > most else "")
@@ -94,11 +95,11 @@ class PlanLine:
 
 @dataclass(frozen=True)
 class CountLine:
-    """All that is planned for one number of failures. wanted: plans that the tolerance asks for,
-    0 beyond it: what is there then was made for a job that lost workers.
+    """All plans for one number of failures. wanted: how many plans the tolerance asks for; 0 beyond it, where plans
+    were made for jobs that lost workers. there: how many of the wanted ones exist.
 
-    plans: the longest period first, which is the one that a tolerance has to reckon with.
-    linear: the period that a job would have whose throughput falls as its workers do.
+    plans: the longest period first, since that is the worst case. linear: the period if throughput fell in proportion
+    to the number of workers.
     """
 
     failures: int
@@ -131,9 +132,9 @@ class CountLine:
 
 @dataclass(frozen=True)
 class CatalogReport:
-    """by_pattern: every failure pattern has a plan of its own; else one per number of failures, for the
-    stages where they cost least. limit: activations that the fullest worker may hold. reference: the
-    period of fault-free 1F1B, which the stored plans are compared with; None: there are none.
+    """The plans of a catalog by number of failures. by_pattern: every failure pattern has a plan of its own; else there
+    is one per number of failures, for the stages where they cost least. limit: the most activations that any worker may
+    hold. reference: the period of fault-free 1F1B, which stored plans are compared with; None: there are no plans.
     """
 
     question: CatalogQuestion
@@ -150,7 +151,7 @@ class CatalogReport:
 
     @property
     def there(self) -> int:
-        """Of the wanted ones."""
+        """How many of the wanted plans exist."""
         return sum(line.there for line in self.lines)
 
     @property
@@ -163,7 +164,7 @@ class CatalogReport:
 
     @property
     def covered(self) -> int | None:
-        """Up to how many failures nothing is missing; None: not even the fault-free plan is there."""
+        """The number of failures up to which no plan is missing; None: not even the fault-free plan exists."""
         whole = None
         for line in self.lines:
             if not line.wanted or line.there < line.wanted:
@@ -174,7 +175,7 @@ class CatalogReport:
 
 @dataclass(frozen=True)
 class CatalogSummary:
-    """One stored catalog. created_at: POSIX seconds. current: made by this version of the planner."""
+    """A stored catalog. created_at: POSIX seconds. current: it was made by this version of the planner."""
 
     fingerprint: str
     info: CatalogInfo
@@ -191,7 +192,7 @@ class CatalogSummary:
 def report(
     question: CatalogQuestion, needed: PlansNeeded, fingerprint: str, headers: Mapping[str, Header]
 ) -> CatalogReport:
-    """headers: of the stored plans, by name."""
+    """Makes the report on a catalog. headers: those of the stored plans, by name."""
     job, tolerance = question.job, needed.tolerance
     by_count: dict[int, list[PlanLine]] = defaultdict(list)
     for name, header in headers.items():
@@ -228,17 +229,18 @@ def report(
 
 
 def _reference(header: Header, job: Job) -> float:
-    """Worked out anew it takes seconds for thousands of stages. In whole ticks, as every plan says the same one."""
+    """Returns the period of fault-free 1F1B, from a plan's comparison with it: to compute it takes seconds for
+    thousands of stages. It is rounded to ticks, so that every plan gives the same value."""
     metrics = header.metrics
     return round(metrics.period / (1 + metrics.slowdown_vs_1f1b) * job.ticks_per_unit) / job.ticks_per_unit
 
 
 def whole_counts(found: CatalogReport) -> CatalogReport:
-    """Only numbers of failures that are asked for and whose plans are all there, and of many such numbers an eighth at
-    a time.
+    """Reduces a report to the numbers of failures that the tolerance asks for and whose plans are all there; while a
+    catalog is being filled, these grow in steps of an eighth.
 
-    What is drawn of a catalog that is being filled would else change with each plan; and of a number of which a
-    running job has planned what is next, the longest plan says nothing.
+    Otherwise the chart of such a catalog would change with each plan. And beyond the tolerance a running job has only
+    made plans for its own next failures, so that the longest of these plans says nothing.
     """
     asked = [line for line in found.lines if line.wanted]
     whole = [line.failures for line in asked if line.there >= line.wanted]
@@ -249,7 +251,7 @@ def whole_counts(found: CatalogReport) -> CatalogReport:
 
 
 def summary(row: Mapping[str, Any]) -> CatalogSummary | None:
-    """Of a row of Store.catalogs; None for one that can't be read."""
+    """Reads a row of Store.catalogs; None if it can't be read."""
     try:
         info = CatalogInfo.from_json(row["info"], source=row["fingerprint"])
     except PlannerError:
@@ -258,7 +260,7 @@ def summary(row: Mapping[str, Any]) -> CatalogSummary | None:
 
 
 def stale(question: CatalogQuestion, catalogs: Sequence[CatalogSummary]) -> list[tuple[CatalogSummary, str]]:
-    """Catalogs of the same grid that don't answer this question any more, and why not."""
+    """Returns the catalogs of the same grid that don't answer this question (any more), and why not."""
     own = CatalogInfo.of(question)
     out = []
     for catalog in catalogs:
@@ -303,8 +305,8 @@ def _line(name: str, header: Header, question: CatalogQuestion) -> PlanLine:
     )
 
 
-# As many workers as a job may have. Plans of more ops take seconds each: the command line makes those, and
-# `openrecycle catalog` may use a cluster.
+# The most workers that a job may have, and the most ops of a plan here. Larger plans take seconds each, and are made by
+# the command line: `openrecycle catalog` may use a cluster.
 MAX_WORKERS = 16_384
 MAX_OPS = 3_200_000
 MAX_TOLERANCE = 1024
@@ -335,7 +337,7 @@ class CatalogRequest(BaseModel):
 
     @cached_property
     def question(self) -> CatalogQuestion:
-        """Raises InputError, also for what is too large for the console."""
+        """The question that the plans answer. Raises InputError, also if it is too large for the console."""
         grid = self.job or self
         workers = grid.pipelines * grid.stages
         ops = count_ops(grid.pipelines, grid.stages, grid.micro_batches)
@@ -354,7 +356,7 @@ class CatalogRequest(BaseModel):
             )
         technique = Technique.of(self.technique, field="technique")
         question = CatalogQuestion(job, technique, MemoryLimit.parse(self.memory, field="memory"))
-        question.problem(frozenset())  # refuses a limit that not even the full grid can keep
+        question.problem(frozenset())  # raises for a memory limit that not even the full grid can keep
         most = most_failures(question)
         if self.tolerance > most:
             why = "each stage needs a living worker" if technique.reroutes else "fault-free plans take no failure"
@@ -370,7 +372,7 @@ ELSEWHERE = "`openrecycle catalog` takes more"
 
 
 def parse_request(**values: Any) -> CatalogRequest:
-    """Raises InputError naming the field."""
+    """Makes a request from keyword arguments. Raises InputError that names the field."""
     try:
         request = CatalogRequest(**values)
     except ValidationError as error:
@@ -383,7 +385,7 @@ def parse_request(**values: Any) -> CatalogRequest:
 
 
 class _Sending(MappedBlobs):
-    """A catalog's plans: the stored ones, and new ones, which are sent."""
+    """A catalog's plans in the child: the stored ones, and new ones, each of which is also sent to the console."""
 
     def __init__(self, channel: Channel, blobs: dict[str, bytes]) -> None:
         super().__init__(blobs)
@@ -395,7 +397,7 @@ class _Sending(MappedBlobs):
 
 
 def serve_filling(channel: Channel, request: CatalogRequest, stored: dict[str, bytes], processes: int) -> None:
-    """In the child: progress and plans; then the end. See `read_message`."""
+    """Fills a catalog, in the child: sends progress and plans, and then the end. See `read_message`."""
     try:
         question = request.question
         _say(channel, done=0, total=0)
@@ -415,7 +417,7 @@ def serve_filling(channel: Channel, request: CatalogRequest, stored: dict[str, b
 
 
 def read_message(data: bytes) -> dict[str, Any] | tuple[str, bytes]:
-    """What `serve` says: progress and the end, or (name, stored plan)."""
+    """Reads a message of `serve_filling`: progress or the end as a dict, or (name, stored plan)."""
     if data[:1] == b"{":
         message: dict[str, Any] = json.loads(data)
         return message
@@ -428,5 +430,5 @@ def _say(channel: Channel, **message: Any) -> None:
 
 
 def share_of_cores() -> int:
-    """How many processes plan: half of the cores, as training may run on this machine too."""
+    """Returns how many processes make plans: half of the cores, since training may run on this machine too."""
     return max(1, (os.cpu_count() or 1) // 2)

@@ -1,7 +1,7 @@
-"""Catalogs in the console: plans made ahead and stored by the question that they answer.
+"""Catalogs in the console: plans that are made ahead, and stored by the question that they answer.
 
-They are looked up when a worker fails, shown by the Catalog page, filled in the background, and given out as one file:
-as documents for any program, or as the command line keeps it.
+`Catalogs` looks plans up when a worker fails, reports to the Catalog page, and has catalogs filled in the background.
+`exported` gives a catalog out as one file: with JSON documents for any program, or as the command line keeps it.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from openrecycle.planner.plans.plan import MetricsDoc, Plan, PlanError, SolverDo
 
 log = structlog.get_logger()
 
-# Catalogs that are filled at the same time, and whose headers stay in memory.
+# How many catalogs are filled at the same time, and of how many the headers stay in memory.
 MAX_FILLING = 2
 MAX_KEPT = 16
-# Plans beyond this are not encoded in the console's process, which would hold up its heartbeats.
+# Plans of more ops are not encoded in the console's process: that would delay the answers to heartbeats.
 KEPT_OPS = 20_000
-# Plans that are stored at once.
+# How many plans are stored at once.
 BATCH = 64
 
 Headers = Mapping[str, Header]
@@ -66,10 +66,10 @@ Headers = Mapping[str, Header]
 
 @dataclass
 class Filling:
-    """One filling, by its process' messages. done of total: plans that are there.
+    """The filling of one catalog, as far as its process has reported. done, total: plans that are there, and wanted.
 
-    state: running, done, cancelled or failed; why: it failed. began: POSIX seconds. asked: its process' answer, None
-    once that has been read to its end, which may be after it was cancelled.
+    state: running, done, cancelled or failed; why: the reason of a failure. began: POSIX seconds. asked: the process's
+    answer; None once it has been read to its end, which may be some time after the filling was cancelled.
     """
 
     request: CatalogRequest
@@ -90,13 +90,14 @@ class Filling:
 
     @property
     def elapsed(self) -> float:
-        """Seconds up to now, or to its end."""
+        """Seconds that it has taken, up to now or to its end."""
         return time.monotonic() - self.began_at if self.running else self.seconds
 
 
 @dataclass(frozen=True)
 class Located:
-    """A stored plan that fits. info: of its catalog, as JSON. origin: in words where it is from."""
+    """A stored plan that fits certain failures, in bytes. info: its catalog's, as JSON. origin: where it is from, in
+    words."""
 
     info: str
     name: str
@@ -105,7 +106,7 @@ class Located:
 
 
 def info_of(question: CatalogQuestion) -> CatalogInfo:
-    """As CatalogInfo.of, which takes half a second for 16,384 stages: once for each job that is asked about."""
+    """Returns CatalogInfo.of(question), cached by job, since it takes half a second for 16,384 stages."""
     return _info_and_job(question)[0]
 
 
@@ -115,18 +116,20 @@ def _key(question: CatalogQuestion) -> Hashable:
 
 @cached(LRUCache(MAX_KEPT), _key, threading.Lock())
 def _info_and_job(question: CatalogQuestion) -> tuple[CatalogInfo, Job]:
-    """The job is held with it, so that no other one has its id."""
+    """Returns the info, and the job: while the cache holds the job, no other object gets its id, which is in the
+    key."""
     return CatalogInfo.of(question), question.job
 
 
 class Catalogs:
-    """Thread-safe. on_plans: called with (question, names) when plans came in, in a filling's thread."""
+    """The catalogs of a console. Thread-safe. on_plans: called with (question, names) in a filling's thread when plans
+    came in."""
 
     def __init__(self, store: Store, *, processes: int | None = None) -> None:
         self._store = store
         self._processes = processes or share_of_cores()
         self._lock = threading.Lock()
-        self._access = threading.Lock()  # what is read into memory is not older than what is written
+        self._access = threading.Lock()  # orders reading and writing, so that no header in memory is an old one
         self._headers: LRUCache[str, dict[str, Header]] = LRUCache(MAX_KEPT)
         self._fillings: OrderedDict[str, Filling] = OrderedDict()
         self._children = Children(serve_filling, name="catalog", nested=True)
@@ -134,7 +137,7 @@ class Catalogs:
         self.on_plans: Callable[[CatalogQuestion, list[str]], None] = lambda question, names: None
 
     def close(self) -> None:
-        """Ends every filling; what they have made is kept."""
+        """Ends every filling; the plans that they have made are kept."""
         with self._lock:
             threads = list(self._threads)
         self._children.close()
@@ -144,10 +147,10 @@ class Catalogs:
     # -- looking up -------------------------------------------------------------------------
 
     def find(self, question: CatalogQuestion, failed: Iterable[Worker]) -> tuple[Plan, str] | None:
-        """The stored plan for exactly these failures, and in words where it is from; None: there is none.
+        """Returns the stored plan for exactly these failures, and where it is from in words; None: there is none.
 
-        A catalog that can't be read is as good as none: whoever asks has just lost a worker. Nor has it any plan for
-        layers that have moved.
+        A catalog that can't be read counts as empty, since the caller has just lost a worker and needs some plan. No
+        catalog has plans for layers that have moved.
         """
         if not _at_home(question):
             return None
@@ -162,7 +165,7 @@ class Catalogs:
         return found.plan, _origin(found.reason, found.plan.metrics, found.plan.solver)
 
     def located(self, question: CatalogQuestion, failed: tuple[str, ...]) -> Located | None:
-        """What `find` would give, not read yet: that of a large plan is for another process."""
+        """Returns the plan that `find` would return, but still in bytes: large plans are parsed in another process."""
         if not _at_home(question):
             return None
         info = info_of(question)
@@ -182,14 +185,14 @@ class Catalogs:
         return Located(info.model_dump_json(), found.name, stored, origin)
 
     def names(self, question: CatalogQuestion) -> frozenset[str]:
-        """The stored plans of a question. Raises ConsoleError."""
+        """Returns the names of the stored plans for a question. Raises ConsoleError."""
         if not _at_home(question):
             return frozenset()
         return frozenset(self._headers_of(info_of(question).fingerprint))
 
     def keep(self, question: CatalogQuestion, plan: Plan) -> None:
-        """Adds a plan made elsewhere, unless a better one is stored, or it is too large to be taken apart here, or has
-        its layers elsewhere than the question's."""
+        """Adds a plan that was made elsewhere, unless a better one is stored, it is too large to be encoded here, or it
+        is for another partition than the question's."""
         if plan.job.ops > KEPT_OPS:
             return
         if not question.fits(plan.partition):
@@ -203,7 +206,7 @@ class Catalogs:
         self._save(info, {plan_name(pattern): pack(plan, Effort(solver=plan.solver.name.split(" ")[0]))})
 
     def plan(self, fingerprint: str, name: str) -> Plan:
-        """One stored plan. Raises ConsoleError (404)."""
+        """Returns one stored plan. Raises ConsoleError (404)."""
         stored = self.stored(fingerprint)
         try:
             return stored.plan(name)
@@ -211,7 +214,7 @@ class Catalogs:
             raise ConsoleError(404, "unknown_plan", f"plan: got {name!r}; {error}") from None
 
     def stored(self, fingerprint: str) -> StoredCatalog:
-        """Raises ConsoleError (404)."""
+        """Opens a stored catalog. Raises ConsoleError (404)."""
         with storing():
             text = self._store.catalog_info(fingerprint)
         if text is None:
@@ -222,32 +225,32 @@ class Catalogs:
             raise ConsoleError(422, "invalid", str(error)) from None
 
     def stored_of(self, question: CatalogQuestion) -> StoredCatalog:
-        """What is stored for a question, which may be nothing. Raises ConsoleError."""
+        """Opens the catalog of a question, which may be empty. Raises ConsoleError."""
         return self._opened(info_of(question))
 
     def blobs(self, fingerprint: str) -> dict[str, bytes]:
-        """Every stored plan as it is. Raises ConsoleError."""
+        """Returns the bytes of every stored plan by name. Raises ConsoleError."""
         with storing():
             return self._store.catalog_blobs(fingerprint).all()
 
     # -- what there is ----------------------------------------------------------------------
 
     def list(self) -> list[CatalogSummary]:
-        """Newest first. Raises ConsoleError."""
+        """Returns the stored catalogs, newest first. Raises ConsoleError."""
         with storing():
             rows = self._store.catalogs()
         return [found for row in reversed(rows) if (found := summary(row)) is not None]
 
     def report(self, question: CatalogQuestion, tolerance: int, fingerprint: str | None = None) -> CatalogReport:
-        """What is planned for up to `tolerance` failures, and what is missing. Raises ConsoleError.
+        """Reports which plans there are for up to `tolerance` failures, and which are missing. Raises ConsoleError.
 
-        fingerprint: of a stored catalog that another planner made; by default that of the question.
+        fingerprint: of a stored catalog that another version of the planner made; by default that of the question.
         """
         named = fingerprint or info_of(question).fingerprint
         return report(question, needed(question, tolerance), named, self._headers_of(named))
 
     def delete(self, fingerprint: str) -> None:
-        """Raises ConsoleError when there is none, or it is being filled."""
+        """Deletes a catalog. Raises ConsoleError if there is none, or it is being filled."""
         filling = self.filling(fingerprint)
         if filling is not None and filling.running:
             raise ConsoleError(409, "filling", "the catalog is being filled; cancel that first")
@@ -261,11 +264,11 @@ class Catalogs:
     # -- filling ----------------------------------------------------------------------------
 
     def filling(self, fingerprint: str) -> Filling | None:
-        """The newest filling of this catalog since the console started."""
+        """Returns the newest filling of this catalog since the console started."""
         return self._fillings.get(fingerprint)
 
     def idle(self) -> bool:
-        """Of each catalog's newest filling: has its process ended, and is stored what it made?"""
+        """Says whether the processes of all newest fillings have ended, and all their plans are stored."""
         with self._lock:
             return all(filling.asked is None for filling in self._fillings.values())
 
@@ -276,9 +279,9 @@ class Catalogs:
         return len(running) < MAX_FILLING and fingerprint not in running
 
     def fill(self, request: CatalogRequest) -> Filling:
-        """Plans what is missing, in the background. The same request again is the same filling while it runs.
+        """Starts to make the missing plans in the background. While a filling runs, an equal request returns it.
 
-        Raises ConsoleError: what can't be planned, or enough is being filled already.
+        Raises ConsoleError if the request can't be planned, or enough catalogs are being filled already.
         """
         try:
             info = info_of(request.question)
@@ -309,7 +312,7 @@ class Catalogs:
         return filling
 
     def cancel(self, fingerprint: str) -> None:
-        """Ends the filling; what it has made is kept, and `fill` goes on from there. Raises ConsoleError (404)."""
+        """Ends the filling. Its plans are kept, and another `fill` goes on from there. Raises ConsoleError (404)."""
         with self._lock:
             filling = self._fillings.get(fingerprint)
             if filling is None:
@@ -321,7 +324,7 @@ class Catalogs:
                 filling.asked.end()
 
     def _collect(self, info: CatalogInfo, filling: Filling, asked: PendingAnswer) -> None:
-        """Stores what the process makes until it says that it is done, or is gone."""
+        """Stores the plans that the process sends, until it reports that it is done, or has died; runs in a thread."""
         outcome, why = "", ""
         messages = asked.messages()
         try:
@@ -330,7 +333,7 @@ class Catalogs:
                 while not outcome and len(batch) < BATCH:
                     try:
                         message = read_message(next(messages))
-                    except (ChildEnded, StopIteration):  # what came before it counts
+                    except (ChildEnded, StopIteration):  # plans that came before are kept
                         outcome, why = "failed", "the planning process ended too soon; fill again to go on from here"
                         break
                     if isinstance(message, tuple):
@@ -362,12 +365,12 @@ class Catalogs:
     # -- details ----------------------------------------------------------------------------
 
     def _opened(self, info: CatalogInfo, fingerprint: str | None = None) -> StoredCatalog:
-        """fingerprint: the stored one, where another planner's rules gave it."""
+        """Opens a catalog. fingerprint: the stored one, if another version of the planner computed it otherwise."""
         own = fingerprint or info.fingerprint
         return StoredCatalog(info, self._store.catalog_blobs(own), headers=self._headers_of(own))
 
     def _headers_of(self, fingerprint: str) -> Headers:
-        """By name. What is damaged is left out: it counts as not there."""
+        """Returns the headers of a catalog's plans by name. Damaged ones are left out, and count as missing."""
         with self._lock:
             known = self._headers.get(fingerprint)
             if known is not None:
@@ -398,7 +401,8 @@ class Catalogs:
 
 
 def _at_home(question: CatalogQuestion) -> bool:
-    """Are its layers where they are without failures? Plans of other layouts are kept in no catalog of the console."""
+    """Says whether the question is for the job's own partition, without failures. No catalog of the console has plans
+    for another."""
     return question.job.at_home is question.job
 
 
@@ -408,7 +412,7 @@ def _origin(reason: str, metrics: MetricsDoc, solver: SolverDoc) -> str:
 
 
 def decoded(blobs: Mapping[str, bytes]) -> dict[str, Header]:
-    """The headers of those that are whole."""
+    """Returns the headers of all plans that are not damaged."""
     out = {}
     for name, blob in blobs.items():
         try:
@@ -418,7 +422,7 @@ def decoded(blobs: Mapping[str, bytes]) -> dict[str, Header]:
     return out
 
 
-# A document takes about 100 bytes per op: beyond this the file would have gigabytes.
+# A document takes about 100 bytes per op: with more ops than this the file would have gigabytes.
 MAX_OPS = 2_000_000
 SECONDS = 300.0
 
@@ -433,13 +437,13 @@ A plan serves every failure set that differs only in which pipeline is called wh
 
 
 def exported(catalogs: Catalogs, fingerprint: str, form: Literal["json", "stored"]) -> bytes:
-    """A stored catalog as a zip file. Raises ConsoleError."""
+    """Returns a stored catalog as a zip file. Raises ConsoleError."""
     info, blobs = catalogs.stored(fingerprint).info, catalogs.blobs(fingerprint)
     return json_zip(info, blobs) if form == "json" else stored_zip(fingerprint, info, blobs)
 
 
 def stored_zip(fingerprint: str, info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
-    """The folder that `openrecycle catalog --out` writes and goes on from."""
+    """Returns a zip of the folder that `openrecycle catalog --out` writes and can go on from."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:  # plans are compressed already
         archive.writestr(f"{fingerprint}/{INFO}", info.model_dump_json(indent=1) + "\n")
@@ -449,15 +453,15 @@ def stored_zip(fingerprint: str, info: CatalogInfo, blobs: Mapping[str, bytes]) 
 
 
 def json_refusal(info: CatalogInfo, plans: int) -> str:
-    """Why there is no JSON of so many plans; empty when there is."""
+    """Says why so many plans can't be exported as JSON; "": they can."""
     ops = info.job.ops * plans
     return f"{ops:,} ops in all, and a file of documents holds at most {MAX_OPS:,}" if ops > MAX_OPS else ""
 
 
 def json_zip(info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
-    """A JSON document per plan. Made in a process of its own, for which this thread waits.
+    """Returns a zip with a JSON document per plan. It is made in a child process, for which this thread waits.
 
-    Raises ConsoleError (413) for too many ops, (500) when the process fails, (503) when none can be had.
+    Raises ConsoleError: 413 for too many ops, 500 if the process fails, 503 if none can be started.
     """
     if why := json_refusal(info, len(blobs)):
         raise ConsoleError(413, "too_large", f"catalog: {why}; take it as stored")
@@ -477,7 +481,7 @@ _CHILDREN = Children(_write, name="catalog export", most=2)
 
 
 def documents(info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
-    """As `json_zip`, in this process. What is damaged is left out and named in the index."""
+    """Does the work of `json_zip` in this process. Damaged plans are left out and named in the index."""
     question = info.question
     index: list[dict[str, Any]] = []
     out = io.BytesIO()

@@ -1,5 +1,5 @@
-"""An iteration as it ran: what workers recorded of it on one time axis, and as a planner's Schedule and Plan, so that
-whatever draws plans draws it too. Pure.
+"""An iteration as it ran: puts the workers' records on one time axis (`assemble`), and makes a Schedule and a Plan of
+them, so that the charts for plans can draw it. Pure.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class MeasuredIteration:
 def assemble(parts: Mapping[str, MeasuredOps], plan_fingerprint: str, at: float) -> IterationAsRun:
     """Puts the workers' parts of one iteration on one time axis.
 
-    Workers with one clock need no alignment; between clocks, each clock's best reading counts.
+    Workers that share a clock need no alignment. Different clocks are aligned by the best reading of each. at: POSIX
+    seconds.
     """
     clocks: dict[str, MeasuredOps] = {}
     for part in parts.values():
@@ -104,10 +105,10 @@ def assemble(parts: Mapping[str, MeasuredOps], plan_fingerprint: str, at: float)
 
 
 def as_schedule(found: IterationAsRun, planned: Plan) -> Schedule:
-    """The ops with the times they had. The job's op times are the medians of those measured, by stage.
+    """Returns the ops with their measured times as a schedule. Its job's op times are the medians by stage.
 
-    A worker alone can't tell its reduction from its wait for peers; all of them together can: a stage's
-    steps begin when its last peer has finished its last op, as in the planner's definition.
+    A worker alone can't tell its reduction from its wait for peers. With the times of all workers this is possible: a
+    stage's steps begin when its last worker has finished its last other op, as in the planner's definition.
     """
     found = _without_waiting(found)
     problem = planned.problem()
@@ -134,7 +135,7 @@ def as_schedule(found: IterationAsRun, planned: Plan) -> Schedule:
 
 
 def _without_waiting(found: IterationAsRun) -> IterationAsRun:
-    """Steps that begin no earlier than the last of their stage's other ops ends."""
+    """Removes the wait for peers from each step: it begins when the last other op of its stage has ended, or later."""
     ready: dict[int, int] = {}
     for name, own in found.workers.items():
         stage = Worker.parse(name).stage
@@ -154,7 +155,7 @@ def _without_waiting(found: IterationAsRun) -> IterationAsRun:
 
 
 def as_plan(schedule: Schedule, planned: Plan) -> Plan:
-    """The schedule as a Plan document, compared with what `planned` was compared with."""
+    """Returns the schedule as a plan. Its bound and the plans that it is compared with are those of `planned`."""
     job, metrics = schedule.problem.job, planned.metrics
     unit = _unit_ms(schedule, planned)
     period = float(job.units(schedule.period))
@@ -178,7 +179,7 @@ def as_plan(schedule: Schedule, planned: Plan) -> Plan:
 
 
 def _measured_job(found: IterationAsRun, planned: Job) -> Job:
-    """The grid, with the median of each stage's op times in milliseconds, whole microseconds."""
+    """Returns the job with the median op times of each stage, in milliseconds rounded to microseconds."""
     times: list[dict[str, list[int]]] = [{} for _ in range(planned.stages)]
     for name, own in found.workers.items():
         stage = times[Worker.parse(name).stage]
@@ -212,7 +213,7 @@ def _measured_job(found: IterationAsRun, planned: Job) -> Job:
 
 
 def _unit_ms(schedule: Schedule, planned: Plan) -> float:
-    """Milliseconds that a unit of the plan takes: known, or, of slots, as long as their ops took."""
+    """Returns the milliseconds of the plan's time unit; for slots, the measured time of all ops / their slots."""
     if (seconds := SECONDS.get(planned.job.time_unit)) is not None:
         return 1000 * seconds
     ran = sum(schedule.problem.job.units(op.duration) for op in schedule.compute_ops())

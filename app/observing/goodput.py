@@ -1,5 +1,5 @@
-"""ETTR and goodput of jobs, and the fault-free rate that they are measured by
-(app.jobs.throughput says what those are): added up from the database, each iteration once.
+"""The ETTR and goodput of jobs, and the fault-free rate that they are compared with, added up from the database, each
+iteration once. app.jobs.throughput has the definitions.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ BATCH = 2000
 
 
 class Accounts:
-    """Of all jobs of a console. Thread-safe. plan: finds one by its fingerprint. batch: beyond as many new iterations
-    the database adds them up."""
+    """The figures of all jobs of a console. Thread-safe. plan: finds a plan by its fingerprint. batch: more new
+    iterations than this are added up by the database."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Accounts:
         self._lock = threading.Lock()
 
     def of(self, job: LiveJob) -> Figures:
-        """Raises SQLAlchemyError."""
-        # Before the waits: what is committed after they are read may have one in it that they do not know of.
+        """Returns a job's figures so far. Raises SQLAlchemyError."""
+        # Taken before the waits are read: later iterations may include a wait that is not among them.
         committed = job.state.committed
         waited = self.waiting.of(job)
         with self._lock:
@@ -64,12 +64,12 @@ class Accounts:
             return figures(account, job, begin, self._clock(), waited)
 
     def _begin(self, job: LiveJob) -> float:
-        """When the first generation opened; 0 while none has."""
+        """Returns when the first generation opened, in POSIX seconds; 0: none has."""
         generations = self._store.generations(job.job_id, limit=1) if job.state.current else []
         return float(generations[0]["opened_at"]) if generations else 0.0
 
     def _brought_up(self, account: Account, job: LiveJob, committed: int, waited: Waited) -> Account:
-        """With the iterations that have been committed since, of so many."""
+        """Adds the iterations up to number `committed` - 1 that the account does not have yet."""
         missing = committed - 1 - account.through
         if missing <= 0:
             return account
@@ -89,15 +89,15 @@ class Accounts:
     # -- the baseline -----------------------------------------------------------------------
 
     def consider(self, job: LiveJob) -> None:
-        """Pins the job's baseline as soon as it can be, and anew where that is due. For the console's ticks.
+        """Pins the job's baseline as soon as one is known, and a new one when that is due; called once per tick.
 
-        Raises SQLAlchemyError, ConsoleError: to be called again.
+        Raises SQLAlchemyError or ConsoleError; the next call tries again.
         """
         state, known = job.state, job.baseline
         if state.over or state.current is None:
             return
         if known is None and (planned := planned_rate(job)) is not None:
-            with job.lock:  # somebody may have had one measured meanwhile
+            with job.lock:  # another thread may have pinned one meanwhile
                 if job.baseline is None:
                     job.pin(Baseline(planned, "planned", renew=0))
                 known = job.baseline
@@ -105,21 +105,22 @@ class Accounts:
             if state.current.failed or not self._quicker(job, state.current.plan_fingerprint, known.plan):
                 self._windows.pop(job, None)
                 return
-            begin = 0 if job in self._windows else state.committed  # one that has begun goes on
+            begin = 0 if job in self._windows else state.committed  # a window that has begun goes on
         else:
             begin = known.renew or 0 if known else 0
         window = self._windows.get(job)
         if window is None or window.through < begin - 1:
             window = self._windows[job] = Window(begin - 1)
         if (missing := state.committed - 1 - window.through) > 0:
-            # A first iteration counts as long as the others at most: of two, a single short one would decide for good.
+            # The first iteration counts at most as long as the others: with two, one short iteration would decide for
+            # good.
             enough = state.committed >= WINDOW
             if enough and known is not None and known.source == "planned" and not known.refuted:
                 known = self._judged(job, known)
             self._look(job, window, known, min(missing, self._batch))
 
     def _judged(self, job: LiveJob, known: Baseline) -> Baseline | None:
-        """A prediction, by what the job has done."""
+        """Refutes a predicted baseline if the job has exceeded it. Returns the baseline that counts now."""
         if self.of(job).baseline is None:
             with job.lock:
                 if job.baseline is known:
@@ -127,7 +128,8 @@ class Accounts:
         return job.baseline
 
     def _look(self, job: LiveJob, window: Window, known: Baseline | None, most: int) -> None:
-        """most: as many were committed before the waits are read."""
+        """Adds new iterations to the window, and pins the baseline when the window is found. most: how many iterations
+        to take, all of which were committed before the waits are read."""
         waited, spec = self.waiting.of(job), job.spec
         workers = spec.pipelines * spec.stages
         for row in self._store.iterations(job.job_id, after=window.through, limit=most):
@@ -141,7 +143,7 @@ class Accounts:
             made, unsteady = window.baseline(spec.samples, plan)
             del self._windows[job]
             if known is not None and known.renew is None and made.samples_per_second <= known.samples_per_second:
-                # By a plan that should be quicker, and is not: the rate stays, and that plan is not tried again.
+                # The new plan should be quicker, and is not: the rate stays, and that plan is not tried again.
                 text = f"fault-free stays {_rate(known.samples_per_second)} samples/s: the new fault-free plan was not "
                 text += f"quicker ({_rate(made.samples_per_second)}, {made.words})"
                 made = replace(known, plan=plan)
@@ -155,8 +157,8 @@ class Accounts:
             return
 
     def _quicker(self, job: LiveJob, fingerprint: str, than: str) -> bool:
-        """By its plan, a fault-free iteration is shorter. Looked up once: it is asked at each tick, and two large plans
-        would drive each other out of the cache."""
+        """Says whether one fault-free plan is shorter than another. The answer is remembered: this is asked at each
+        tick, and two large plans would push each other out of the cache."""
         if fingerprint == than:
             return False
         compared = self._compared.get(job)
@@ -172,13 +174,13 @@ class Accounts:
 
 
 def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Waited = NOTHING) -> Figures:
-    """begin, now: POSIX seconds."""
+    """Computes a job's figures. begin, now: POSIX seconds."""
     spec, baseline = job.spec, job.baseline
     samples = account.count * spec.samples - account.skipped * spec.samples_per_micro_batch
     end = account.last_at if job.state.over else now
     out = waited.within(begin, end)
-    # The time of day may have been set since the job began. A launcher times its iterations from commit to commit, by a
-    # clock that nobody sets; those of a loop of its own have gaps between them.
+    # The system clock may have been set since the job began. A launcher times iterations from commit to commit by a
+    # monotonic clock, so their sum is used; iterations of a job with its own loop have gaps, so it is not used there.
     since = begin if spec.own_loop or not account.last_at else account.last_at
     left = end - since - waited.within(since, end)
     if not begin or account.through < 0:
@@ -197,7 +199,7 @@ def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Wa
 
 
 def planned_rate(job: LiveJob) -> float | None:
-    """Samples per second that the fault-free plan predicts; None when its times are not real ones."""
+    """Returns the samples per second that the fault-free plan predicts; None if its times are not real ones."""
     if not job.spec.paced or job.plans.job.time_unit != "ms":
         return None
     plan = job.plans.catalog.find(())
@@ -211,14 +213,14 @@ def _rate(value: float) -> str:
 
 
 class WaitingTimes:
-    """Of all jobs of a console. Thread-safe."""
+    """How long the jobs of a console have waited for people. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._found: WeakKeyDictionary[LiveJob, dict[float, tuple[Record, float]]] = WeakKeyDictionary()
 
     def of(self, job: LiveJob) -> Waited:
-        """Raises SQLAlchemyError."""
+        """Returns how long a job has waited for people. Raises SQLAlchemyError."""
         if not (waits := job.waits):
             return NOTHING
         pauses = [self._begun(job, wait) for wait in waits if not wait.generation]
@@ -234,13 +236,16 @@ class WaitingTimes:
         return Waited(iterations, chosen, apart(pauses, job.choices), tuple(whole))
 
     def _begun(self, job: LiveJob, pause: Wait) -> Wait:
-        """From the last commit in it: workers end what they are at before they stop, and that counts."""
+        """Returns a pause that begins with the last commit in it: workers finish their iteration before they stop, and
+        that time is training."""
         last = self._around(job, pause.end)[1]
         begin = max(pause.begin, last if pause.end is None else min(last, pause.end))
         return pause._replace(begin=begin)
 
     def _iteration(self, job: LiveJob, begin: float, end: float) -> tuple[int, float] | None:
-        """Number of the iteration that the wait was in, and how much of it; None: it is not committed yet."""
+        """Returns (number of the iteration that a wait was in, seconds of the wait in it); None: it is not committed
+        yet.
+        """
         row = self._around(job, end)[0]
         if row is None:
             return None
@@ -248,8 +253,8 @@ class WaitingTimes:
         return row["iteration"], max(0.0, min(seconds, row["seconds"]))
 
     def _around(self, job: LiveJob, end: float | None) -> tuple[Record | None, float]:
-        """The iteration that was committed first after the end of a wait (None: none is yet), and when the one before
-        it was (0: there is none). end: None while it lasts."""
+        """Returns the first iteration that was committed after the end of a wait (None: none yet), and when the one
+        before it was committed (0: none was). end: None while the wait lasts."""
         found = self._found.setdefault(job, {})
         if end is not None and end not in found:
             row = self._store.committed_after(job.job_id, end)

@@ -1,17 +1,17 @@
-"""A job's history as a zip file: one file of JSON lines per table, its plans, and a manifest of them all.
+"""A job's history as a zip file: exported, checked and imported; and the deletion of jobs.
 
-    manifest.json            what follows, each with its bytes and SHA-256; the tables with their rows
+    manifest.json            a list of the other files, each with its bytes and SHA-256; tables with their rows
     tables/<table>.jsonl     a row per line, in the order of the table's key, without the job's id
     plans/<fingerprint>.json the Plan documents that the job has or has run
 
-The form of a row: what a column may hold is read off the table; what people or the console rely on beyond its type is
-said here; app/docs/store.md says it in words.
+The type of each column comes from the table's definition; `_STRICTER` has what people or the console rely on beyond it.
+app/docs/store.md describes the format for users.
 
-A file that says it is a job's history may be damaged, or made to do harm: every byte of it is checked before anything
-is stored. It is read as a stream, in little memory; nothing of it is ever written under a name that it says. A checked
-file becomes a job in small steps, beside a console that has other things to do.
+A file may be damaged, or made to do harm, so every byte is checked before anything is stored. It is read as a stream,
+in little memory, and no name in it is ever used for a file. A checked file becomes a job in small steps, so that the
+console can work in between.
 
-A running console exports and imports by a process of its own, and deletes in the background (`Histories`).
+A running console exports and imports in a child process, and deletes in the background (`Histories`).
 """
 
 from __future__ import annotations
@@ -87,14 +87,15 @@ RowRecord = dict[str, Any]
 
 # -- a row of each table as a line of JSON ------------------------------------------------------
 
-# Not exported: what other jobs, consoles or launchers count by, and a key under which requests find the job again.
+# Columns that are not exported: numbers that only mean something beside other jobs, consoles or launchers, and the key
+# under which requests find the job again.
 LEFT_OUT = {
     "job": ("idempotency_key", "lead_term", "lead_node"),
     "worker_state": ("id",),
     "heartbeat": ("id",),
     "audit": ("id",),
 }
-# The job's id is that of the file, or another one.
+# Not exported either: an import may give the job another id.
 JOB_COLUMN = "job_id"
 MOST_TEXT = 2**20
 
@@ -107,7 +108,7 @@ def _no_nul(text: str) -> str:
 
 Fingerprint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Workers = list[WorkerName]
-# POSIX seconds that a calendar has a day for.
+# POSIX seconds, limited to dates that a calendar can show.
 Moment = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 
 
@@ -198,10 +199,9 @@ _STRICTER: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TableFormat:
-    """One table: the model of its lines, and its key; both without the job's id.
+    """The file of one table: the model of its lines, and its key; both without the job's id.
 
-    key: columns in which lines rise strictly; () where equal lines may follow each other. single: there
-    is one line at most.
+    key: the columns by which lines rise strictly; () if lines may be in any order. single: there is one line at most.
     """
 
     name: str
@@ -212,7 +212,7 @@ class TableFormat:
     _read: dict[str, Callable[[Any], Any]]
 
     def to_line(self, row: RowRecord) -> RowRecord:
-        """Plain data for JSON."""
+        """Converts a row of the database to plain data for JSON."""
         return {
             name: self._write[name](row[name]) if name in self._write else row[name]
             for name in self.line.model_fields
@@ -220,7 +220,7 @@ class TableFormat:
         }
 
     def to_row(self, line: BaseModel) -> RowRecord:
-        """Without the columns that the file does not have."""
+        """Converts a line to a row, without the columns that the file does not have."""
         return {
             name: self._read[name](getattr(line, name)) if name in self._read else getattr(line, name)
             for name in line.model_fields_set
@@ -236,7 +236,7 @@ def format_of(name: str) -> TableFormat:
     for column in columns:
         stricter = _STRICTER.get(f"{name}.{column.name}")
         kind = stricter if stricter is not None else _type(column)
-        # Columns that came with a later version have a default for rows of before.
+        # Columns that were added by later versions have a default, so files of earlier ones may lack them.
         fields[column.name] = (kind, ...) if column.server_default is None else (kind, None)
         if isinstance(column.type, LargeBinary):
             write[column.name], read[column.name] = _encoded, base64.b64decode
@@ -293,7 +293,7 @@ def _deflated_json(document: BaseModel) -> bytes:
 # -- a job's history as a zip file --------------------------------------------------------------
 
 MANIFEST = "manifest.json"
-# The audit log is this console's own: it goes along to be read, and is never taken from a file.
+# The audit log is exported for reading, but never imported: it belongs to the console that wrote it.
 EXPORTED = ("job", *MODELS, "audit")
 IMPORTED = ("job", *MODELS)
 
@@ -336,11 +336,10 @@ def plan_file(fingerprint: str) -> str:
 
 
 def export(database: Database, job_id: str, out: Path, *, audit: bool = True) -> Manifest | None:
-    """Writes the file; it is there when it is whole, and not before. None: there is no such job. audit: with the lines
-    of the audit log that speak of the job, else with none.
+    """Writes a job's history to `out`, which exists only once it is whole. Returns None if there is no such job. audit:
+    includes the lines of the audit log about the job.
 
-    Takes little memory, however long the history is: rows are written as they are read. Raises OSError,
-    SQLAlchemyError.
+    Takes little memory for any history, since rows are written as they are read. Raises OSError, SQLAlchemyError.
     """
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     try:
@@ -379,7 +378,7 @@ def export(database: Database, job_id: str, out: Path, *, audit: bool = True) ->
 
 
 def _write(archive: zipfile.ZipFile, name: str, chunks: Iterable[bytes]) -> tuple[str, int, int]:
-    """(SHA-256, bytes, chunks) of what was written."""
+    """Writes a file into the zip; returns (SHA-256, bytes, chunks)."""
     digest, size, count = hashlib.sha256(), 0, 0
     with archive.open(name, "w", force_zip64=True) as handle:
         for chunk in chunks:
@@ -391,11 +390,12 @@ def _write(archive: zipfile.ZipFile, name: str, chunks: Iterable[bytes]) -> tupl
 
 MOST_MANIFEST = 8 * 2**20
 MOST_DIRECTORY = 16 * 2**20
-"""Bytes of the zip's own list of files: it is read whole."""
+"""The most bytes of the zip's directory, which is read as a whole."""
 MOST_LINE = 64 * 2**20
 MOST_PLAN = 256 * 2**20
 MOST_UNPACKED = 64 * 2**30
-# JSON lines of a job are packed to a tenth, seldom to a hundredth.
+# How many times larger a file may unpack, if it has RATIO_FROM bytes or more. A job's JSON lines are packed to a tenth,
+# seldom to a hundredth.
 MOST_RATIO, RATIO_FROM = 200, 2**20
 
 _WORKER_COLUMNS = {
@@ -410,15 +410,16 @@ _WORKER_COLUMNS = {
 
 
 class HistoryError(Exception):
-    """The file is refused. `str(error)` is one sentence."""
+    """Raised when a file is refused. `str(error)` is one sentence."""
 
 
 class JobExists(HistoryError):
-    """There is a job of that id, or what is left of one."""
+    """Raised when there is a job with that id, or the rest of one."""
 
 
 class History:
-    """Opened; `check` it before anything else is read from it. A context manager. Raises HistoryError."""
+    """An opened history file; a context manager. Call `check` before anything is stored from it. Raises
+    HistoryError."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -440,7 +441,7 @@ class History:
         self._file.close()
 
     def check(self) -> None:
-        """Everything: sizes, sums, types, order, and whatever one table says of another."""
+        """Checks everything: sizes, sums, types, order, and whether the tables agree."""
         job = next(self.lines("job"), None)
         if self.manifest.tables["job"].rows != 1 or job is None:
             raise HistoryError(f"{table_file('job')}: expected one row")
@@ -461,7 +462,7 @@ class History:
             self._check_plan(fingerprint, spec)
 
     def lines(self, name: str) -> Iterator[BaseModel]:
-        """The rows of a table."""
+        """Yields the rows of a table."""
         form, where = format_of(name), table_file(name)
         entry = self.manifest.tables[name]
         with self._open(where) as handle:
@@ -478,7 +479,7 @@ class History:
             raise HistoryError(f"{where}: got {number} rows, expected {entry.rows}, as the manifest says")
 
     def plan(self, fingerprint: str) -> str:
-        """A Plan document."""
+        """Returns a Plan document."""
         where, entry = plan_file(fingerprint), self.manifest.plans[fingerprint]
         if entry.bytes > MOST_PLAN:
             raise HistoryError(f"{where}: got {entry.bytes:,} bytes, expected at most {MOST_PLAN:,}")
@@ -573,7 +574,7 @@ class History:
                     raise HistoryError(f"{where}: document: got {worker!r}, expected one of the job's grid")
 
     def _check_plan(self, fingerprint: str, spec: JobSpec) -> None:
-        """It must be what its name says: other jobs may come to share it."""
+        """Checks a plan; it must have the fingerprint in its name, since other jobs may come to share it."""
         where = plan_file(fingerprint)
         try:
             plan = Plan.from_json(self.plan(fingerprint), source=where)
@@ -590,7 +591,7 @@ class History:
 
 
 class _Inflating:
-    """A file of the zip, whose damage is told as a HistoryError."""
+    """A file of the zip. Raises HistoryError if it is damaged."""
 
     def __init__(self, handle: IO[bytes], where: str) -> None:
         self._handle, self._where = handle, where
@@ -610,14 +611,14 @@ class _Inflating:
 
 
 class _Summed:
-    """What is read is compared with what the manifest says of it."""
+    """Reads a file, and compares its bytes and SHA-256 with the manifest's in `done`."""
 
     def __init__(self, handle: IO[bytes], entry: Entry, where: str) -> None:
         self._reader, self._entry, self._where = _Inflating(handle, where), entry, where
         self._digest, self._size = hashlib.sha256(), 0
 
     def line(self) -> bytes:
-        """With its end; empty at the end of the file."""
+        """Returns the next line with its line break; empty at the end of the file."""
         text = self._took(self._reader.readline(MOST_LINE + 1))
         if len(text) > MOST_LINE:
             raise HistoryError(f"{self._where}: got a line of more than {MOST_LINE:,} bytes, expected at most that")
@@ -638,7 +639,7 @@ class _Summed:
 
 def _opened(handle: IO[bytes]) -> zipfile.ZipFile:
     try:
-        # The same function by which ZipFile finds its directory, so that it can't be shown another one.
+        # ZipFile finds the directory by this same function, so a file can't show another one here.
         end = zipfile._EndRecData(handle)  # type: ignore[attr-defined]
         if end is None:
             raise HistoryError("file: it is not a zip file, expected the history of a job")
@@ -663,7 +664,7 @@ def _check_block(line: Any, where: str, workers: int) -> None:
 
 
 def _names(value: Any) -> Iterator[str]:
-    """The workers in it, however deep. Beside them it may say of each yes or no."""
+    """Yields the workers' names in a column's value, at any depth; other values are skipped."""
     if isinstance(value, str):
         if value:
             yield value
@@ -686,8 +687,8 @@ BATCH = 500
 REST = 0.005
 """Seconds between two transactions: SQLite has one writer, and others wait."""
 LONGEST = 6 * 3600.0
-"""Seconds after which an import on another host, of which nothing more is known, counts as ended."""
-# In a job that is over nothing is under way, whatever its file says.
+"""Seconds after which an import by a process on another host counts as ended."""
+# Columns that are reset: in a job that is over nothing is under way, whatever its file says.
 _AT_REST = {"broken": "", "moves": "[]", "unheard": False}
 _ALIVE = frozenset({*PRESENT, WorkerState.STARTING})
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -695,7 +696,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class Imported:
-    """rows: of all tables together. plans: documents, whether they were there before or not."""
+    """An imported job. rows: of all tables together. plans: how many the file has."""
 
     job_id: str
     rows: int
@@ -710,9 +711,10 @@ def import_history(
     actor: str = "CLI",
     rest: Callable[[float], None] = time.sleep,
 ) -> Imported:
-    """Stores the job, all of it or nothing; the whole file is checked first. new_id: instead of its own.
+    """Imports a job, all of it or nothing; the whole file is checked first. new_id: replaces the job's own id. rest:
+    waits between two transactions.
 
-    A job that had not ended is stopped: its processes do not know this console. Raises HistoryError,
+    A job that had not ended counts as stopped, since its processes do not know this console. Raises HistoryError,
     SQLAlchemyError.
     """
     if new_id is not None and not _IDENTIFIER.fullmatch(new_id):
@@ -743,13 +745,13 @@ def import_history(
 
 
 def delete_job(rows: JobRows, job: HiddenJob, rest: Callable[[float], None] = time.sleep) -> None:
-    """All of it, in small steps. Raises SQLAlchemyError."""
+    """Deletes all rows of a hidden job, in small steps. Raises SQLAlchemyError."""
     while rows.delete_some(job):
         rest(REST)
 
 
 def abandoned(note: str) -> bool:
-    """Has the process ended that left this note with a job on its way in?"""
+    """Says whether the process has ended that was importing a job and left this note (see `_note`)."""
     try:
         host, process, at = note.rsplit(" ", 2)
         if host != socket.gethostname():
@@ -757,7 +759,7 @@ def abandoned(note: str) -> bool:
         pid, _, began = process.partition("/")
         if began:
             return _began(int(pid)) != began
-        os.kill(int(pid), 0)  # this machine does not say when it was started
+        os.kill(int(pid), 0)  # this machine does not say when processes were started
     except ProcessLookupError:
         return True
     except (ValueError, OSError):
@@ -771,8 +773,8 @@ def _note() -> str:
 
 
 def _began(pid: int) -> str:
-    """When the process was started, in ticks since the machine was; "": there is none, or it does not say. A container
-    that is started again has the numbers of its processes again."""
+    """Returns when a process was started, in ticks since the machine's start; "": there is none, or the machine does
+    not say. A process id alone is not enough: a container that is started again uses the same ids again."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -780,7 +782,7 @@ def _began(pid: int) -> str:
 
 
 def _clear(rows: JobRows, job_id: str, rest: Callable[[float], None]) -> None:
-    """The id is taken: by a job, or by what is left of one."""
+    """Deletes the rest of a job with this id; raises JobExists if a whole one has it, or it is being imported."""
     left = next((hidden for hidden in rows.hidden() if hidden.job_id == job_id), None)
     if left is None or (left.state == IMPORTING and not abandoned(left.note)):
         raise _taken(job_id)
@@ -788,13 +790,13 @@ def _clear(rows: JobRows, job_id: str, rest: Callable[[float], None]) -> None:
 
 
 def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float], None]) -> None:
-    known: set[str] = set()  # plans that rows of this job hold
+    known: set[str] = set()  # plans that rows of this job refer to already
     processes, past = list[Record](), GenerationsOfBefore(())
     for form in importable():
         if form.name == "generation":
             past = GenerationsOfBefore(processes)
         for batch in _batches(history, form):
-            if form.name == "worker":  # as the coordinator leaves them in a job that is over
+            if form.name == "worker":  # in a job that is over the coordinator leaves no worker living
                 batch = [row | {"state": WorkerState.FINISHED} if row["state"] in _ALIVE else row for row in batch]
                 batch = [row if "let_go" in row else row | worker_of_before({"processes": "[]"} | row) for row in batch]
                 processes += [process for row in batch for process in json.loads(row.get("processes", "[]"))]
@@ -807,13 +809,13 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
 
 
 def _storable(document: str) -> str | Packed:
-    """As planner.plans.packed.storable of a plan, whose document stays as it is."""
+    """Does the same as planner.plans.packed.storable, but keeps the document byte for byte."""
     plan = Plan.from_json(document)
     return Packed(pack(plan), zlib.compress(document.encode())) if plan.op_count > SMALL_OPS else document
 
 
 def _batches(history: History, form: TableFormat) -> Iterator[list[Record]]:
-    """A row that brings a plan along, which may be large, has few others beside it."""
+    """Yields rows for one transaction each; only a few if they bring plans along, which may be large."""
     size = 8 if form.name in ("job_plan", "generation") else BATCH
     lines = history.lines(form.name)
     while batch := [form.to_row(line) for line in islice(lines, size)]:
@@ -831,40 +833,43 @@ def _taken(job_id: str) -> JobExists:
 log = structlog.get_logger()
 
 MOST_UPLOAD = 2**30
-"""Bytes of a file that is sent to the API; the command line takes larger ones."""
+"""The most bytes of a file that is sent to the API; the command line takes larger ones."""
 MOST_FILES = 4
-"""That were exported and are still being sent: each has a whole job on the disk, for as long as its reader takes."""
+"""The most exported files that are still being sent: each has a whole job on the disk until its reader is done."""
 CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
-"""For the next bytes of it: others wait for the place. And for which what is refused is thrown away."""
+"""How long to wait for the next bytes of an upload, since others wait for its place; and how long the rest of a refused
+upload is received and dropped."""
 MOST_MEMORY = 8 * 2**30
-"""What asks for more than any history needs ends the process that reads or writes it, and harms no other."""
+"""More memory than any history needs. A file that makes its process ask for more ends that process and harms no
+other."""
 FOLLOW_SECONDS = 5.0
 
 
 class JobReader(Protocol):
-    """What is asked of the console's jobs."""
+    """The part of console.service.JobRegistry that is used here."""
 
     def find(self, job_id: str) -> LiveJob:
-        """Raises ConsoleError (404)."""
+        """Returns a job. Raises ConsoleError (404)."""
 
     def follow(self) -> None:
-        """Notes jobs that have come into the database, or gone. Raises SQLAlchemyError."""
+        """Takes notice of jobs that have come into the database, or gone. Raises SQLAlchemyError."""
 
     def left_out(self, job_id: str) -> str | None:
-        """The name of one that can't be read."""
+        """Returns the name of a job that can't be read; None: it is not such a job."""
 
     def let_go(self, job_id: str) -> None:
-        """Of a job that is deleted."""
+        """Forgets a job that is deleted."""
 
 
 class Histories:
-    """One per console. Thread-safe; export and take_in are called in an event loop."""
+    """Exports, imports and deletes jobs of a running console. One per console. Thread-safe; export and take_in are
+    called in an event loop."""
 
     def __init__(self, jobs: JobReader, database: Database) -> None:
         self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
         self._exporting, self._importing = threading.Lock(), threading.Lock()
-        self._files: set[Path] = set()  # that were exported; their readers delete them
+        self._files: set[Path] = set()  # exported files, which their readers delete
         self._children = Children(work, name="history", memory=MOST_MEMORY)
         self._stop, self._deleted = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
@@ -882,8 +887,8 @@ class Histories:
     # -- out and in -----------------------------------------------------------------------------
 
     async def export(self, job_id: str, *, audit: bool) -> Path:
-        """A file of the caller's, who deletes it. audit: with what the audit log says of the job. Raises
-        ConsoleError."""
+        """Exports a job to a file, which the caller has to delete. audit: includes the audit log's lines about the job.
+        Raises ConsoleError."""
         await asyncio.to_thread(self._jobs.find, job_id)
         with _alone(self._exporting, "exported"):
             self._files = {path for path in self._files if path.exists()}
@@ -903,18 +908,18 @@ class Histories:
             if not (await self._run("export", job_id, str(out), *(["audit"] if audit else [])))["found"]:
                 raise unknown_job(job_id)
         except BaseException:
-            for left in out.parent.glob(f"{out.name}*"):  # of a child that was killed, the part that it had written
+            for left in out.parent.glob(f"{out.name}*"):  # also the part that a killed child had written
                 left.unlink(missing_ok=True)
             raise
         return out
 
     async def take_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
-        """Imports the job of a file. new_id: instead of its own. Raises ConsoleError."""
+        """Imports a job from the bytes of a file. new_id: replaces the job's own id. Raises ConsoleError."""
         try:
-            with _alone(self._importing, "imported"):  # from the first byte on: the folder holds one such file
+            with _alone(self._importing, "imported"):  # from the first byte on, so that only one file takes disk space
                 return await self._taken_in(chunks, new_id, actor)
         except ConsoleError:
-            with suppress(TimeoutError):  # whoever sends it comes to read the answer
+            with suppress(TimeoutError):  # receives the rest, so that the sender gets to read the answer
                 async with asyncio.timeout(DRAIN_SECONDS):
                     async for _ in chunks:
                         pass
@@ -941,7 +946,7 @@ class Histories:
         return done
 
     async def _run(self, *arguments: str) -> Mapping[str, Any]:
-        with storing():  # the child opens the database anew
+        with storing():  # the child opens the database anew, and must find the same file
             self._database.check_file()
         try:
             url = self._database.url.render_as_string(hide_password=False)
@@ -949,7 +954,7 @@ class Histories:
             try:
                 answer = json.loads(await asyncio.to_thread(lambda: b"".join(asked.messages())))
             finally:
-                asked.end()  # whoever asked may have gone
+                asked.end()  # the request may have been cancelled, so that nobody reads the rest
         except ChildEnded as ended:
             log.error("work on a history failed", reason=str(ended))
             raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
@@ -961,17 +966,18 @@ class Histories:
     # -- away -----------------------------------------------------------------------------------
 
     def delete(self, job_id: str, actor: str) -> None:
-        """From now on there is no such job; its rows are deleted in the background. Raises ConsoleError."""
+        """Deletes a job: nobody finds it from now on, and its rows are deleted in the background. Raises
+        ConsoleError."""
         job: LiveJob | None = None
         try:
             job = self._jobs.find(job_id)
             name = job.spec.name
-        except ConsoleError:  # of one that can't be read nobody knows how it is; whoever deletes it has looked
+        except ConsoleError:  # a job that can't be read may be deleted, too; its state is not known
             if (left_out := self._jobs.left_out(job_id)) is None:
                 raise
             name = left_out
         audit = audit_row(named(actor), "delete", job_id, job_id=job_id, detail=name)
-        with job.lock if job else nullcontext(), storing():  # nobody registers meanwhile
+        with job.lock if job else nullcontext(), storing():  # the lock, so that no worker registers meanwhile
             if job and (why := self.kept_for(job_id)):
                 raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
             self._rows.hide(job_id, audit)
@@ -980,11 +986,11 @@ class Histories:
         log.info("job deleted", job=job_id, actor=actor)
 
     def kept_for(self, job_id: str) -> str:
-        """Why it can't be deleted now: `is running (W0_0 lives)`; "" where it can be. Raises ConsoleError."""
+        """Says why a job can't be deleted now, such as `is running (W0_0 lives)`; "": it can. Raises ConsoleError."""
         job = self._jobs.find(job_id)
         members = job.state.members.values()
         alive = [m.name for m in members if m.state in _ALIVE and m.incarnation is not None]
-        # Of workers that have not been heard for so long nobody knows; whoever deletes the job has looked.
+        # A job halted because nobody was heard for long may be deleted: only the operator can know of its workers.
         kept = alive and not job.state.over and not job.state.unheard
         return f"is {job.state.job_state} ({min(alive)} lives)" if kept else ""
 
@@ -1003,7 +1009,7 @@ class Histories:
                 return
 
     def _delete_rows(self) -> None:
-        """Of jobs that were deleted, and of imports whose process ended half way."""
+        """Deletes the rows of jobs that were deleted, and of imports whose process ended half way."""
         for job in self._rows.hidden():
             if job.state == DELETING or abandoned(job.note):
                 while self._rows.delete_some(job):
@@ -1012,8 +1018,8 @@ class Histories:
 
 
 def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
-    """In a child: `export` JOB OUT [audit], or `import` FILE ACTOR [ID]. Says a line of JSON; refused: with a sentence
-    under `error`, and whether that is for a job that `exists`."""
+    """Does `export` JOB OUT [audit], or `import` FILE ACTOR [ID], in a child. Sends the result as JSON. If refused, it
+    has a sentence under `error`, and says under `exists` whether that is since the job exists."""
     database = Database(url)
     try:
         if action == "export":
@@ -1031,7 +1037,8 @@ def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
 
 @contextmanager
 def _alone(place: threading.Lock, done: str) -> Iterator[None]:
-    """Raises ConsoleError (409) where the place is taken. done: what with a history, in a word."""
+    """Holds a lock, so that one history at a time is worked on. Raises ConsoleError (409) if it is held. done: what is
+    done with it, in a word."""
     if not place.acquire(blocking=False):
         raise ConsoleError(409, "busy", f"another history is being {done}; try again when it is done")
     try:
@@ -1041,7 +1048,7 @@ def _alone(place: threading.Lock, done: str) -> Iterator[None]:
 
 
 async def _next(chunks: AsyncIterator[bytes]) -> bytes:
-    """The next bytes; none: that was all. Raises ConsoleError (408)."""
+    """Returns the next bytes; empty: that was all. Raises ConsoleError (408) if none come in time."""
     try:
         async with asyncio.timeout(CHUNK_SECONDS):
             while not (chunk := await anext(chunks, None)):
@@ -1053,7 +1060,8 @@ async def _next(chunks: AsyncIterator[bytes]) -> bytes:
 
 
 def _temporary() -> Path:
-    """A file that does not outlive this console for long, however that ends."""
+    """Makes an empty file in this process's folder for temporary files, which is cleaned up however the process
+    ends."""
     handle, name = tempfile.mkstemp(prefix="history-", suffix=".zip", dir=scratch())
     os.close(handle)
     return Path(name)

@@ -1,7 +1,7 @@
-"""Has jobs measure an iteration now and then, and keeps the newest one of each, and those that links name.
+"""Has jobs measure an iteration op by op now and then. Keeps each job's newest one, and those that links refer to.
 
-All workers must record the same iteration, so it is named ahead of time, in the replies to their
-heartbeats, and far enough ahead that all have heard of it before it begins.
+All workers must record the same iteration. So the replies to their heartbeats name its number, far enough ahead that
+all workers have heard of it before it begins.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ from openrecycle.planner.plans.schedule import Schedule
 
 log = structlog.get_logger()
 
-# Nobody need look: a job of so many ops at most is measured after each change of its members, and
-# again after this many seconds.
+# Jobs of at most this many ops are measured also when nobody looks: after each change of their members, and again after
+# this many seconds.
 UNASKED_OPS = 20_000
 UNASKED_SECONDS = 60.0
-# Somebody looks: seconds between two measurements, and the more the larger the iteration.
+# While somebody looks: at least this many seconds between two measurements, and more for large iterations.
 LEAST_PAUSE = 2.0
 OPS_PER_SECOND = 20_000
 WATCH_SECONDS = 15.0
 """How long somebody who has asked counts as looking."""
-# Of a job, the newest so many that somebody has looked at are kept for their links, fewer of large ones.
+# How many of a job's iterations are kept for links to them: those that were looked at last, fewer of large jobs.
 MOST_KEPT, MOST_KEPT_OPS = 50, 2_000_000
-# So many older ones of a job stay read.
+# How many older iterations of a job stay in memory.
 READ = 4
-# Iterations whose schedules stay made; and before and after the measured one, those that its period is the median of.
+# How many schedules stay in memory; and the period of an iteration is the median of this many before and after it.
 DRAWN, AROUND = 8, 4
 MOST_MISSED = 5
-"""A job of trainers that record nothing is not asked again, until somebody looks or its members change."""
+"""After this many missed measurements a job is not asked again until its members change: its trainers seem not to
+record any."""
 NO_PLAN = (PlannerError, ArithmeticError)
-"""What as_schedule and as_plan raise of an iteration that no job can have run so: forwards of no length, say."""
+"""Raised by as_schedule and as_plan for an iteration that can't have run, for example with forwards of no length."""
 
 
 @dataclass(frozen=True)
 class TimelineRequest:
-    """until: monotonic seconds, when it is given up."""
+    """A measurement that workers are asked for. until: when it is given up, in monotonic seconds."""
 
     iteration: int
     generation: int
@@ -65,7 +66,7 @@ class TimelineRequest:
 
 @dataclass
 class CommitRate:
-    """How fast a job commits iterations, from looking at it now and then."""
+    """How fast a job commits iterations, found by a look at its count now and then."""
 
     at: float
     committed: int
@@ -73,22 +74,24 @@ class CommitRate:
     seconds: float | None = None
 
     def look(self, now: float, committed: int, generation: int) -> float | None:
-        """Seconds per iteration of late; None: not known yet."""
+        """Takes a look, and returns the seconds per iteration of late; None: not known yet."""
         if generation != self.generation:
             self.at, self.committed, self.generation = now, committed, generation
         elif committed - self.committed >= 2 and now - self.at >= 0.5:
             self.seconds = (now - self.at) / (committed - self.committed)
             self.at, self.committed = now, committed
         elif self.seconds is not None and now - self.at > 2 * self.seconds:
-            # It has become slower than it was, and how slow is not known yet.
+            # It has become slower, and how slow is not known yet: at least this much.
             self.seconds = max(self.seconds, (now - self.at) / (committed - self.committed + 1))
         return self.seconds
 
 
 @dataclass
 class Measurement:
-    """Of one job. request: read by heartbeats without the lock. kept: iterations that links name, oldest first. read:
-    of these, by number, those that were looked at last."""
+    """The measurements of one job. request: the current one; heartbeats read it without the lock. parts: what workers
+    have sent for it. kept: numbers of the iterations that links refer to, the one looked at last at the end. read:
+    those of them that are in memory. missed: how many requests in a row were in vain, and missed_in: in which
+    generation."""
 
     progress: CommitRate
     request: TimelineRequest | None = None
@@ -103,8 +106,8 @@ class Measurement:
 
 
 class Measuring:
-    """For all jobs of a console. Thread-safe. plan: finds one by its fingerprint, raises ConsoleError. heartbeat:
-    seconds."""
+    """The measured iterations of all jobs of a console. Thread-safe. plan: finds a plan by its fingerprint; raises
+    ConsoleError. heartbeat: seconds."""
 
     def __init__(
         self,
@@ -123,14 +126,14 @@ class Measuring:
     # -- asked ------------------------------------------------------------------------------
 
     def wanted(self, job: LiveJob) -> int | None:
-        """The iteration that workers are to record, for the reply to a heartbeat. Waits for nothing."""
+        """Returns the iteration that workers are to record, for the reply to a heartbeat. Waits for nothing."""
         found = self._of.get(job)
         request = found.request if found else None
         return request.iteration if request else None
 
     def newest(self, job: LiveJob, *, watch: bool = False, keep: bool = False) -> IterationAsRun | None:
-        """The newest iteration that is measured. watch: somebody looks, so have it measured again soon. keep: a link
-        to it is made."""
+        """Returns the newest measured iteration. watch: somebody looks, so it is measured again soon. keep: a link
+        refers to it."""
         with self._lock:
             found = self._measurement(job)
             if watch:
@@ -140,7 +143,7 @@ class Measuring:
             return found.newest
 
     def kept(self, job: LiveJob, iteration: int) -> IterationAsRun | None:
-        """One that was measured, as long as it is kept: longest if it is looked at."""
+        """Returns a measured iteration if it is still kept; each look keeps it for longer."""
         with self._lock:
             found = self._measurement(job)
             if found.newest is not None and found.newest.iteration == iteration:
@@ -160,9 +163,10 @@ class Measuring:
     def iteration(
         self, job: LiveJob, iteration: int | None = None, *, watch: bool = False, keep: bool = False
     ) -> MeasuredIteration | None:
-        """The newest one, or that of `iteration`; None when none has been measured yet, or that one is not kept.
+        """Returns the newest measured iteration, or the one with this number, with its schedule and plan; None if none
+        has been measured yet, or that one is not kept.
 
-        watch: somebody looks, so have it measured again soon. keep: for links to it. Raises ConsoleError.
+        watch: somebody looks, so it is measured again soon. keep: a link refers to it. Raises ConsoleError.
         """
         found = self.newest(job, watch=watch, keep=keep and iteration is None)
         if iteration is not None:
@@ -172,12 +176,12 @@ class Measuring:
         planned = self._plan(found.plan_fingerprint)
         try:
             schedule, plan = self._drawn(job.job_id, found, planned)
-        except NO_PLAN as error:  # of a file from elsewhere
+        except NO_PLAN as error:  # it came with an imported history
             log.warning("a stored measured iteration is not used", job=job.job_id, reason=str(error))
             return None
         with storing():
             around = self._store.iterations(job.job_id, after=found.iteration - AROUND - 1, limit=2 * AROUND + 1)
-        # The first of a generation holds a recovery.
+        # The first iteration of a generation includes a recovery.
         settled = [
             r["seconds"]
             for before, r in pairwise(around)
@@ -198,7 +202,7 @@ class Measuring:
         )
 
     def _unusable(self, job: LiveJob, measured: IterationAsRun) -> str:
-        """Why it can't be shown: workers say what they like of their ops. Empty: it can."""
+        """Says why an iteration can't be shown; "": it can. Workers may report impossible ops."""
         try:
             self._drawn(job.job_id, measured, self._plan(measured.plan_fingerprint))
         except (ConsoleError, *NO_PLAN) as error:
@@ -207,7 +211,7 @@ class Measuring:
         return ""
 
     def _drawn(self, job_id: str, found: IterationAsRun, planned: Plan) -> tuple[Schedule, Plan]:
-        """The newest ones are kept, since many viewers look at one iteration."""
+        """Returns the schedule and plan of an iteration. Some are cached, since many viewers look at the same one."""
         key = (job_id, found.generation, found.iteration, found.at)
         with self._lock:
             if key in self._made:
@@ -221,7 +225,8 @@ class Measuring:
     # -- told -------------------------------------------------------------------------------
 
     def take(self, job: LiveJob, message: MeasuredOps) -> str:
-        """One worker's part; returns what became of it. Raises ConsoleError for one that can't be."""
+        """Takes one worker's part of a measurement; returns what became of it. Raises ConsoleError for impossible
+        ops."""
         check_ops(message, job)
         with self._lock:
             found = self._measurement(job)
@@ -237,11 +242,11 @@ class Measuring:
             found.request, found.parts, found.done_at = None, {}, self._clock()
         why = self._unusable(job, measured)
         with self._lock:
-            if why:  # as one that did not come
+            if why:  # counts as missed
                 found.missed, found.missed_in = found.missed + 1, measured.generation
                 return f"iteration {message.iteration} is not kept: {why}"
             found.newest, found.missed = measured, 0
-            # Gone back to a checkpoint, a job may run it twice: its link is to the later one.
+            # A job that went back to a checkpoint may run it twice: links refer to the later run.
             found.read.pop(measured.iteration, None)
             keep = tuple(found.kept)
         try:
@@ -252,7 +257,7 @@ class Measuring:
         return f"iteration {message.iteration} is measured"
 
     def consider(self, job: LiveJob) -> None:
-        """Asks for another measurement if one is due; gives up on one that does not come."""
+        """Asks for a measurement if one is due, and gives up one that does not come; called once per tick."""
         now, state = self._clock(), job.state
         with self._lock:
             found = self._measurement(job)
@@ -319,7 +324,7 @@ class Measuring:
 
 
 def check_ops(message: MeasuredOps, job: LiveJob) -> None:
-    """Raises ConsoleError when these can't be ops of the job."""
+    """Raises ConsoleError if these can't be ops of the job."""
     spec = job.spec
     job.sender(message.worker, message.incarnation)
     if max(message.pipelines) >= spec.pipelines:
@@ -338,7 +343,7 @@ def check_ops(message: MeasuredOps, job: LiveJob) -> None:
 
 
 def _keep(kept: list[int], iteration: int, most: int) -> None:
-    """Puts it last, and lets go of the first beyond `most`."""
+    """Moves `iteration` to the end of `kept`, and drops the first ones beyond `most`."""
     if iteration in kept:
         kept.remove(iteration)
     kept.append(iteration)

@@ -1,7 +1,7 @@
-"""What Prometheus is told: of requests, solvers and the database, counted as they come; and of jobs, read off their
-state and history when it asks.
+"""Metrics for Prometheus. `Metrics` counts requests, solvers and database errors as they come; `JobMetrics` reads jobs
+from their state and history when Prometheus asks.
 
-Labels are jobs, states and quantiles, never workers, so that a job of thousands makes no more series than a
+Labels are jobs, states and quantiles, never workers, so that a job of thousands of workers makes no more series than a
 small one. Goodput, ETTR and throughput are those of app.observing, as the pages show them.
 """
 
@@ -44,7 +44,7 @@ from openrecycle.planner.plans.plan import Plan
 log = structlog.get_logger()
 
 PREFIX = "openrecycle"
-# Seconds.
+# Bounds of the histograms: seconds, seconds, and gaps as fractions.
 LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SOLVES = (0.001, 0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 GAPS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -54,7 +54,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each 
 
 
 class Metrics:
-    """Thread-safe."""
+    """The registry, and the metrics that are counted as they come. Thread-safe."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -93,13 +93,13 @@ class Metrics:
         )
 
     def plan_made(self, plan: Plan) -> None:
-        """A solver has made it here."""
+        """Counts a plan that a solver has made here."""
         solver = plan.solver.name.partition(" ")[0].partition("+")[0][:40] or "unknown"
         self.solve_seconds.labels(solver).observe(plan.solver.seconds)
         self.gap.labels(solver).observe(plan.metrics.gap)
 
     def watch(self, engine: Engine) -> Callable[[], None]:
-        """Counts the engine's errors from now on, until what is returned is called."""
+        """Counts the engine's errors from now on. Returns a function that ends this."""
 
         def failed(context: object) -> None:
             error = getattr(context, "sqlalchemy_exception", None) or getattr(context, "original_exception", None)
@@ -109,28 +109,30 @@ class Metrics:
         return lambda: event.remove(engine, "handle_error", failed)
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """The exposition and its media type, in the format that an Accept header asks for. Reads the database."""
+        """Returns the exposition and its media type, in the format that an Accept header asks for. Reads the
+        database."""
         try:
             encoder, media_type = choose_encoder(accept)
-        except (TypeError, ValueError):  # a version that is no number
+        except (TypeError, ValueError):  # the header has a version that is not a number
             encoder, media_type = choose_encoder("")
         return encoder(self.registry), media_type
 
 
 def quantiles(values: Iterable[float], wanted: Iterable[float]) -> list[float]:
-    """By nearest rank; of no values, nothing."""
+    """Returns quantiles by nearest rank; [] for no values."""
     ordered = sorted(values)
     return [ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in wanted] if ordered else []
 
 
-# The key in the scope under which the name comes back: a list of one.
+# The key in the scope for a list of one, in which NamedRoutes returns the route's name to Metering.
 _NAMED = "openrecycle.route"
 _PLAIN = frozenset({"/healthz", "/readyz", "/metrics", "/login"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class Metering:
-    """route: the path with its parameters' names, or `pages`, or `other`: never what somebody made up."""
+    """ASGI middleware that counts requests. The label `route` is a path with the names of its parameters, or `pages`,
+    or `other`, never text that a client made up."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -158,8 +160,8 @@ class Metering:
 
 
 class NamedRoutes:
-    """Around FastAPI: tells Metering which of its routes a request has taken. What is between them may hand
-    on copies of the scope, but not of what is in it."""
+    """ASGI middleware around FastAPI that tells Metering which route a request has taken. Middleware in between may
+    copy the scope, but the list in it stays the same."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -174,25 +176,25 @@ class NamedRoutes:
 
 
 def route_of(path: str) -> str:
-    """Of a request that FastAPI has not seen, or has no route for."""
+    """Returns the route's name for a request that FastAPI has not seen, or has no route for."""
     if path in _PLAIN:
         return path
     return "other" if path.startswith("/api") else "pages"
 
 
-# Jobs that are over stay visible for a while: the newest of them.
+# How many of the newest jobs that are over have metrics, and how many jobs in all.
 OVER_SHOWN = 10
 JOBS_SHOWN = 200
 ITERATION_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 RECOVERY_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 AGE_QUANTILES = (0.5, 0.99, 1.0)
-# Iterations that one look adds up at most; what is left waits for the next one.
+# One collection reads at most this many iterations at a time, and this many times; the next one goes on from there.
 READ_AT_ONCE, READS = 5_000, 20
 
 
 @dataclass
 class Distribution:
-    """Counts by upper bound (the last one is everything), and the sum."""
+    """A histogram: counts by upper bound (the last one is infinity), and the sum of the values."""
 
     bounds: Sequence[float]
     counts: list[int] = field(default_factory=list)
@@ -215,8 +217,8 @@ class Distribution:
 
 @dataclass
 class _Seen:
-    """The iterations of a job that were committed since the console began to watch it. skipped:
-    micro-batches that are in no sum of them."""
+    """The iterations of a job that were committed since the console began to watch it. through: the last one. skipped:
+    micro-batches that were left out of their sums."""
 
     through: int
     skipped: int = 0
@@ -224,8 +226,9 @@ class _Seen:
 
 
 class JobMetrics(Collector):
-    """Thread-safe. plan: by its fingerprint. figures: goodput and what goes with it. past: states of jobs that are over
-    and not among `jobs`. waited: for a person, which is in no throughput and no recovery."""
+    """Collects the metrics of jobs. Thread-safe. plan: finds a plan by its fingerprint. figures: goodput and others of
+    a job. past: the states of jobs that are over and not among `jobs`. waited: how long a job has waited for people,
+    which counts in no throughput and no recovery."""
 
     def __init__(
         self,
@@ -243,11 +246,12 @@ class JobMetrics(Collector):
         self._lock = threading.Lock()
 
     def begin(self, job: LiveJob) -> None:
-        """Iterations that `job` has committed already are not counted: counters begin with the process."""
+        """Begins to count a job's iterations. Those that it has committed already do not count, since counters begin
+        with the process."""
         self._seen[job] = _Seen(job.state.committed - 1)
 
     def describe(self) -> list[Metric]:
-        """Nothing: a registry would collect, and so read the database, to see the names."""
+        """Returns nothing; otherwise the registry would collect, and read the database, to learn the names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -330,7 +334,7 @@ class JobMetrics(Collector):
 
 
 class _Families:
-    """The families of one look, empty at first."""
+    """The metric families of one collection, empty at first."""
 
     def __init__(self) -> None:
         self.all: list[Metric] = []
@@ -397,7 +401,7 @@ _INFO = ("name", "technique", "memory")
 
 
 def shown_jobs(jobs: Sequence[LiveJob], most: int = JOBS_SHOWN) -> list[LiveJob]:
-    """Those that run first: of those that are over, as many as there is room for."""
+    """Returns the jobs that have metrics: those that run, then as many of those that are over as there is room for."""
     live = [job for job in jobs if not job.state.over][-most:]
     over = sorted((job for job in jobs if job.state.over), key=lambda job: -job.created_at)
     return [*live, *over[: min(OVER_SHOWN, most - len(live))][::-1]]

@@ -1,8 +1,8 @@
-"""The history of heartbeats: written, rolled up and let expire by a thread of its own, in small steps; and what one
-worker reported over time, read off it: op times, memory, silence.
+"""The history of heartbeats (`Recorder`): a thread writes it, rolls it up and deletes what has expired, in small steps.
+`Recorder.series` reads what one worker reported over time: op times, memory, silence.
 
-Nobody waits for it. Its transactions are short, and it rests between them, so that the coordinator's
-steps get the database in between.
+Nobody waits for the thread. Its transactions are short, with rests between them, so that the coordinator's steps get
+the database in between.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from openrecycle.db.session import Database
 log = structlog.get_logger()
 
 MINUTE = 60
-# What was heard in the last moments of a minute is still on its way to the recording.
+# Heartbeats of a minute's last moments may take this long to reach the recording.
 GRACE = 2.0
 PAUSE = 1.0
 """Seconds between two rounds."""
@@ -38,12 +38,12 @@ REST = 0.02
 GROUPS, SPANS, BLOCKS = 8, 4, 200
 """Per transaction: groups of workers written; per round: spans packed, blocks of each level deleted."""
 TRIM_SECONDS, OVER_AT_ONCE = 300.0, 100
-"""Between two rounds of deleting what no longer counts; and of jobs that are over, so many are seen to in each."""
+"""Seconds between two rounds of trimming (see `trim`); and how many jobs that are over are trimmed in each."""
 WAITING = 512
 """Parts that the database did not take are tried again; when there are more than these, the oldest are dropped."""
 
 
-# More are not asked for at once: beyond them the next longer step is taken.
+# The most samples in one answer. If there would be more, the next longer step is taken.
 MAX_SAMPLES = 3_000
 
 Values = tuple[float | None, ...]
@@ -76,7 +76,7 @@ class Series:
 
 
 class Recorder:
-    """One per console. jobs: those that heartbeats may come of. job_ids: of all that it has."""
+    """Keeps the history of heartbeats. One per console. jobs: those in memory. job_ids: those of all jobs."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Recorder:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes what has been heard so far."""
+        """Ends the thread, and writes all heartbeats so far."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(10)
@@ -111,10 +111,10 @@ class Recorder:
             self.write(float("inf"))
 
     def series(self, job: LiveJob, worker: str, since: float, until: float, step: Level | None = None) -> Series:
-        """The samples of a worker that begin in [since, until), POSIX seconds, of the shortest step that is still kept
-        and makes no more than MAX_SAMPLES; or of `step`.
+        """Returns a worker's samples that begin in [since, until), in POSIX seconds. step: by default the shortest one
+        that is still kept for this time and gives at most MAX_SAMPLES.
 
-        Raises ConsoleError: 404 for an unknown worker; 422 for a time that is none; 503.
+        Raises ConsoleError: 404 for an unknown worker; 422 for a wrong or too long time; 503.
         """
         if worker not in job.state.members:
             raise unknown_worker(worker)
@@ -148,7 +148,7 @@ class Recorder:
         """Stores the heartbeats heard before `until` (POSIX seconds)."""
         offset = clock_offset()
         answers = self._add(self._unsaved)
-        for job in self._jobs():  # one after the other: together they are more than is kept of what was refused
+        for job in self._jobs():  # job by job, since all together are more than may wait in `_unsaved`
             drained = job.measurements.recording.drain(until, offset)
             parts: deque[tuple[str, Sequence[Samples]]] = deque()
             parts.extend((job.job_id, drained[i : i + GROUPS]) for i in range(0, len(drained), GROUPS))
@@ -162,7 +162,8 @@ class Recorder:
             self._seldom.warn(text, reason=f"more than {self.most_waiting} parts waited", dropped_so_far=self._dropped)
 
     def _add(self, parts: deque[tuple[str, Sequence[Samples]]]) -> bool:
-        """Stores them, and takes away those that are; False: the database refused one, and the rest is left."""
+        """Stores parts, and removes those that are stored. Returns False if the database refused one; it stays, with
+        the rest."""
         while parts:
             job_id, part = parts[0]
             try:
@@ -177,7 +178,7 @@ class Recorder:
         return True
 
     def tidy(self, now: float) -> None:
-        """A few steps of what is to be rolled up and to be deleted. Raises SQLAlchemyError."""
+        """Rolls up and deletes a few blocks of heartbeats. Raises SQLAlchemyError."""
         for span in self.heartbeats.spans_to_pack(now, SPANS):
             self.heartbeats.pack(span)
             self._rest()
@@ -189,8 +190,8 @@ class Recorder:
             self.heartbeats.expire(level, now - kept, BLOCKS)
 
     def trim(self) -> None:
-        """Deletes what no longer counts of everything else, until nothing is left to. Of a job that is over nothing
-        more comes: once is enough. Raises SQLAlchemyError."""
+        """Deletes all other rows beyond the retention limits. A job that is over is trimmed only once, since nothing
+        more is added to it. Raises SQLAlchemyError."""
         live, job_ids = {job.job_id for job in self._jobs() if not job.state.over}, list(self._job_ids())
         self._trimmed_over.intersection_update(job_ids)
         over = [job_id for job_id in job_ids if job_id not in live and job_id not in self._trimmed_over]
@@ -217,7 +218,7 @@ class Recorder:
             now = time.time()
             minute = (now - GRACE) // MINUTE * MINUTE
             try:
-                # A clock that was put back must not stop it for as long.
+                # "Not equal", since the system clock may have been put back.
                 if minute != self._written or self._unsaved:
                     self._written = minute
                     self.write(minute)
@@ -231,12 +232,12 @@ class Recorder:
                 self._seldom.failed("the history could not be kept", error)
 
     def _rest(self) -> bool:
-        """True when it is to end."""
+        """Waits between two transactions. Returns True if the thread is to end."""
         return self._stop.wait(REST)
 
 
 def clock_offset() -> float:
-    """What, added to the monotonic clock, gives POSIX seconds."""
+    """Returns POSIX seconds minus monotonic seconds."""
     return time.time() - time.monotonic()
 
 
@@ -248,5 +249,5 @@ def _level(since: float, until: float, now: float, seconds: float, minutes: floa
 
 
 def _values(column: np.ndarray[tuple[int], np.dtype[np.float32]]) -> Values:
-    # Seven digits are what a float32 has; more would only look exact.
+    # A float32 has seven digits; more would only look exact.
     return tuple(None if np.isnan(v) else float(f"{v:.7g}") for v in column)
