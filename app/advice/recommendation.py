@@ -309,7 +309,7 @@ def decide(
     horizon, full, samples = advice.horizon, whole.per_second, whole.samples
     known = {option.name: option for option in advice.options}
     can = {way.name: Option(way.name, way.pause, way.rate) for way in ways}
-    # The advisor's rate for a new partition assumes that workers move as well. Here only layers do: `ways` has the rate.
+    # The advisor's rate for a new partition assumes that workers move too. Here only layers do; `ways` has that rate.
     can |= {name: known[name] for name in (REROUTE, *can) if name in known and name != REPARTITION}
     ranked = best_option(list(can.values()), horizon, full)
     taken = can.get(REROUTE)

@@ -1,5 +1,6 @@
-"""Drawn schedules (`planner.plans.drawing`): the Gantt chart with the memory held below, and Compare, as Plotly
-figures; large ones as a raster of all workers over time, and what a box drawn on it selects."""
+"""Charts of schedules (`planner.plans.drawing`), as Plotly figures: the Gantt chart with the memory held below
+(`gantt`), and the Compare page's chart (`comparison`). Large schedules are shown as a raster of all workers over time
+(`overview`), and the part that a box on it selects in detail (`Detail`)."""
 
 from __future__ import annotations
 
@@ -37,27 +38,28 @@ from openrecycle.planner.plans.drawing import (
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Link, Op, critical_path, micro_batch_path
 
-# Each bar is three and more elements of the page. More ops than this are drawn as one shape a kind, without numbers.
+# Each bar is three or more elements of the page. More ops than this are drawn as one shape per kind, without numbers.
 MAX_NODES = 1_000
-# Of the length of such a bar.
+# The gap at the right of each bar in such a shape, as a share of its length.
 GAP = 0.06
 ASIDE_OPACITY = 0.3
-"""Of what is not on the path that is looked at."""
-# Above this many ops in a row, numbers appear only as far as they fit after zooming in.
+"""The opacity of ops that are not on the selected path."""
+# With more ops in a row than this, numbers are only shown where they fit, for example after zooming in.
 DENSE_OPS_PER_ROW = 90
-# Above this many rows their figures at the right edge would run into each other.
+# With more rows than this, the figures at their right edges would overlap.
 MAX_FIGURES = 64
-# Pixels. HELD: of a row of memory. HOVER: from the middle of a bar, where bars have no element of their own.
+# Pixels. HELD: height of a row of memory. HOVER: distance from the middle of a bar in which it reacts to the pointer,
+# if bars have no elements of their own.
 TOP, BOTTOM, BETWEEN, HELD = 24, 46, 34, 20
 HOVER = 60
 MARGIN = 70
 HELD_OPACITY = 0.7
-# Of Compare.
+# Pixels, on the Compare page.
 COMPARE_TOP, COMPARE_BETWEEN, PICTURE_HEIGHT = 34, 38, 220
-# Of the time axis where the plans' units differ.
+# The unit of the time axis if the plans' units differ.
 RELATIVE = "fault-free 1F1B iterations of its own job"
 CLEAR = "rgba(0,0,0,0)"
-# Above what begins there.
+# The position of a title, above its block and at the left edge.
 AT_LEFT: dict[str, Any] = {"x": 0, "xref": "paper", "xanchor": "left", "yref": "paper", "yanchor": "bottom"}
 
 Span = tuple[Worker, float, float]
@@ -66,14 +68,14 @@ Span = tuple[Worker, float, float]
 
 @dataclass(frozen=True)
 class Sheet:
-    """Where a schedule is drawn. factor: by which its times are scaled. axis: of the rows."""
+    """A drawing with its place in a figure. factor: by which its times are scaled. axis: the y axis of its rows."""
 
     drawing: Drawing
     colours: Palette
     factor: float = 1.0
     axis: str = "y"
 
-    # Kept, for they are asked for once an op.
+    # Cached, since these are used once per op.
     @cached_property
     def job(self) -> Job:
         return self.drawing.job
@@ -83,7 +85,7 @@ class Sheet:
         return self.drawing.rows
 
     def x(self, ticks: float) -> float | int:
-        """Ticks on the time axis; whole numbers stay whole."""
+        """Converts ticks to the time axis; whole numbers stay whole."""
         value = self.job.units(ticks)
         return value if self.factor == 1 else value * self.factor
 
@@ -102,12 +104,13 @@ def gantt(
     next_iteration: bool = True,
     revision: str = "gantt",
 ) -> go.Figure:
-    """One row per worker, one bar per op, times in the job's own unit; above MAX_NODES ops without numbers, and deaf to
-    clicks.
+    """Draws one row per worker and one bar per op, with times in the job's own unit. With more than MAX_NODES ops, bars
+    have no numbers and do not react to clicks.
 
-    shown: from and to of the time axis, in its unit; the rest can be moved to (default: all). path: (home pipeline,
-    micro-batch), whose ops stand out and are threaded together. critical: thread the critical path. held: rows below
-    with the activations that each worker holds, on the same time axis. next_iteration: its first ops, faint.
+    shown: the part of the time axis that is shown first, in its unit; the user can move to the rest (default: all).
+    path: (home pipeline, micro-batch), whose ops stand out and are joined by a line. critical: joins the critical path.
+    held: adds rows below with the memory that each worker holds, on the same time axis. next_iteration: shows its first
+    ops faintly.
     """
     sheet = Sheet(drawing, colours)
     ops = drawing.ops
@@ -158,13 +161,13 @@ def _axis_end(drawing: Drawing) -> float:
 
 
 def _pixels(rows: Rows) -> int:
-    """Height that keeps a row readable, smaller as rows become many."""
+    """Returns the height of all rows, each lower if there are many, but still readable."""
     per_row = 32 if len(rows.workers) <= 16 else 24 if len(rows.workers) <= 48 else 16
     return round(rows.extent * per_row)
 
 
 def _lay_out(figure: go.Figure, *, top: int, right: int, dense: bool, shapes: bool) -> None:
-    """What all charts of schedules have in common."""
+    """Sets the layout that all charts of schedules share."""
     figure.update_layout(
         barmode="overlay",
         bargap=0,
@@ -192,7 +195,7 @@ def _rows_axis(sheet: Sheet, size: int, colour: str = "") -> dict[str, object]:
 
 
 def _figures(figure: go.Figure, sheet: Sheet, head: str, values: list[str], top: float = 1.0) -> None:
-    """A number behind each row, and above them, at `top` of the paper, what it is."""
+    """Adds a number at the end of each row, and above them, at `top` of the paper, a heading."""
     common = {
         "x": 1,
         "xref": "paper",
@@ -204,7 +207,7 @@ def _figures(figure: go.Figure, sheet: Sheet, head: str, values: list[str], top:
     made = [{**common, "text": head, "y": top, "yref": "paper", "yanchor": "bottom"}]
     for worker, words in zip(sheet.drawing.living, values, strict=True):
         made.append({**common, "text": words, "y": sheet.rows.at[worker], "yref": sheet.axis})
-    # All at once: plotly copies those that are there for each one that is added.
+    # Added all at once: for each single one plotly would copy those that are there.
     figure.layout.annotations = (*figure.layout.annotations, *made)
 
 
@@ -218,7 +221,7 @@ def _mark_fault_free_end(figure: go.Figure, sheet: Sheet) -> None:
 
 
 def _mark_out(figure: go.Figure, sheet: Sheet) -> None:
-    """Tints the rows of workers that the plan goes without, and says who runs their micro-batches."""
+    """Tints the rows of workers that the plan goes without, and says which workers run their micro-batches."""
     colours = sheet.colours
     for out in sheet.drawing.out_rows:
         y = sheet.rows.at[out.worker]
@@ -243,7 +246,7 @@ def _mark_out(figure: go.Figure, sheet: Sheet) -> None:
 
 
 def _spans(sheet: Sheet, spans: Sequence[Span], **look: Any) -> go.Bar:
-    """A trace of bars, each with an element of its own."""
+    """Makes a trace of bars, each of which is an element of its own."""
     return go.Bar(
         orientation="h",
         base=[sheet.x(start) for _, start, _ in spans],
@@ -256,7 +259,7 @@ def _spans(sheet: Sheet, spans: Sequence[Span], **look: Any) -> go.Bar:
 
 
 def _track(sheet: Sheet, start: float, end: float) -> go.Bar:
-    """What stays visible of it is idle: the bubbles. start, end: ticks."""
+    """Makes the background of the rows; its parts that stay visible are idle time (bubbles). start, end: ticks."""
     return _spans(
         sheet,
         [(worker, start, end) for worker in sheet.drawing.living],
@@ -268,7 +271,8 @@ def _track(sheet: Sheet, start: float, end: float) -> go.Bar:
 
 
 def _bars(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[go.Bar]:
-    """One trace per kind, and one more for what is re-routed. aside: faint, as not on the path looked at."""
+    """Makes one trace per kind of op, and one more per kind for re-routed ops. aside: faint, since they are not on the
+    selected path."""
     return [_alike(sheet, own, kind, moved=moved, aside=aside) for (kind, moved), own in by_look(ops).items()]
 
 
@@ -276,7 +280,7 @@ def _alike(sheet: Sheet, ops: Sequence[Op], kind: str, *, moved: bool, aside: bo
     colours = sheet.colours
     fill = colours.ops[kind]
     outline = colours.failed if moved else colours.background
-    # A step of no duration still shows: as a line, drawn by its outline.
+    # A step of length 0 is still visible as a line, drawn by its outline.
     instant = kind == "O" and all(op.duration == 0 for op in ops)
     marker: dict[str, object] = {
         "color": fill,
@@ -290,7 +294,7 @@ def _alike(sheet: Sheet, ops: Sequence[Op], kind: str, *, moved: bool, aside: bo
         [(op.worker, op.start, op.end) for op in ops],
         name=OP_WORDS[kind],
         opacity=ASIDE_OPACITY if aside else None,
-        # A click must not dim what was not clicked: the path that it asks for is drawn by the server.
+        # A click must not dim the other bars: it selects a path, which the server draws.
         unselected={"marker": {"opacity": 1}},
         text=None if kind == "O" else [strong.format(label(op)) for op in ops],
         textposition="inside",
@@ -321,8 +325,9 @@ def _hatch(colours: Palette) -> dict[str, object]:
 
 
 def _shapes(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[go.Scatter]:
-    """As `_bars`, for many ops: one element a kind, and one more that says what is under the pointer."""
-    # A step of no duration still shows.
+    """Does the same as `_bars` for many ops: one element per kind, and one more that shows what is under the
+    pointer."""
+    # A step of length 0 gets a visible width.
     least = {"O": sheet.drawing.schedule.end / 500}
     traces = [
         go.Scatter(
@@ -335,7 +340,7 @@ def _shapes(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[go.
         )
         for (kind, moved), own in by_look(ops).items()
     ]
-    # A line without width or a break, which is one element, over the middles of all.
+    # An invisible line through the middles of all bars: it is a single element, and reacts to the pointer.
     under = go.Scatter(
         x=[sheet.x(op.start + op.duration / 2) for op in ops],
         y=[sheet.rows.at[op.worker] for op in ops],
@@ -350,11 +355,11 @@ def _shapes(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[go.
 
 
 def _boxes(sheet: Sheet, boxes: Iterable[Span]) -> dict[str, Any]:
-    """What a trace of them has in common with others.
+    """Returns the arguments of a trace that draws boxes as one outline.
 
-    One outline without a break, which Plotly would make an element of: along the bottom of a row, up and down at each
-    box, back along the bottom, and on to the next row by the line on which it will come back. A gap on the right of
-    each tells it from the next.
+    The outline has no break, since Plotly makes an element of each part. It runs along the bottom of a row, up and down
+    at each box, back along the bottom, and on to the next row by the line on which it will come back. A gap at the
+    right of each box separates it from the next.
     """
     rows: dict[Worker, list[tuple[float, float]]] = {}
     for worker, begin, end in boxes:
@@ -384,7 +389,9 @@ def _boxes(sheet: Sheet, boxes: Iterable[Span]) -> dict[str, Any]:
 
 
 def _ghost(sheet: Sheet, start: float, end: float, *, shapes: bool = False) -> list[go.Bar | go.Scatter]:
-    """The next iteration's ops between two ticks, one period later, faint. shapes: one element a kind."""
+    """Makes faint traces of the next iteration's ops, one period later, between two ticks. shapes: one element per
+    kind.
+    """
     colours, following = sheet.colours, sheet.drawing.next_ops(start, end)
     look = {"opacity": colours.faint, "meta": {"kind": "ghost"}}
     if shapes:
@@ -412,13 +419,13 @@ def _ghost(sheet: Sheet, start: float, end: float, *, shapes: bool = False) -> l
 
 
 def _thread(sheet: Sheet, ops: Sequence[Op], name: str, dash: str = "solid") -> list[go.Bar | go.Scatter]:
-    """Outlines ops and joins each with the next by a line, dark on light so that it shows on any colour."""
+    """Outlines ops and joins each with the next by a line, dark on a light one so that it is visible on any colour."""
     colours, at = sheet.colours, sheet.rows.at
     shown = [op for op in ops if op.worker in at]
     x: list[float | int | None] = []
     y: list[float | None] = []
     for before, op in pairwise(shown):
-        # From edge to edge: the numbers in the bars stay readable.
+        # From edge to edge, so that the numbers in the bars stay readable.
         x += [sheet.x(before.end), sheet.x(op.start), None]
         y += [at[before.worker], at[op.worker], None]
     outline = _spans(
@@ -435,7 +442,7 @@ def _thread(sheet: Sheet, ops: Sequence[Op], name: str, dash: str = "solid") -> 
 
 
 def _waits(sheet: Sheet, path: Iterable[Link]) -> list[go.Bar]:
-    """Where a critical path stands still: nothing it needs runs there."""
+    """Marks where the critical path waits, that is, where none of its ops runs."""
     still = [link for link in path if link.waited and link.op.worker in sheet.rows.at]
     if not still:
         return []
@@ -457,7 +464,7 @@ def _waits(sheet: Sheet, path: Iterable[Link]) -> list[go.Bar]:
 
 
 def _add_held(figure: go.Figure, above: Sheet, start: float, end: float, *, with_figures: bool) -> None:
-    """A second block of rows below the first, on the same time axis: what each worker holds, against its limit."""
+    """Adds a second block of rows on the same time axis: the memory that each worker holds, and its limit."""
     sheet, held = replace(above, axis="y2"), HeldMemory(above.drawing)
     muted, living = sheet.colours.muted, sheet.drawing.living
     height, below = _pixels(sheet.rows), round(sheet.rows.extent * HELD)
@@ -475,7 +482,7 @@ def _add_held(figure: go.Figure, above: Sheet, start: float, end: float, *, with
 
 
 def _held_title(held: HeldMemory) -> str:
-    """What the rows show, and what the dotted lines mean."""
+    """Says what the rows show, and what the dotted lines mean."""
     if held.in_bytes:
         what = "<b>Memory held</b>: weights, optimizer state and activations"
         return what + ("; dotted: the worker's capacity" if held.limited else "; the capacity is not known")
@@ -483,7 +490,7 @@ def _held_title(held: HeldMemory) -> str:
 
 
 def _peak_words(held: HeldMemory, worker: Worker) -> str:
-    """`3 of 4`: the most that the worker holds, and its limit; in bytes `6.2 GiB`, the limit is on hover."""
+    """Returns the most that a worker holds, and its limit: `3 of 4`; in bytes `6.2 GiB`, with the limit on hover."""
     limit, peak = held.limit(worker), held.peak(worker)
     if held.in_bytes:
         return text.size(peak)
@@ -491,7 +498,7 @@ def _peak_words(held: HeldMemory, worker: Worker) -> str:
 
 
 def _curves(sheet: Sheet, held: HeldMemory, start: float, end: float) -> go.Scatter:
-    """An area per worker between two ticks."""
+    """Draws the held memory between two ticks as an area per worker."""
     amount = text.size if held.in_bytes else str
     unit = "" if held.in_bytes else " activations"
     x: list[float | int | None] = []
@@ -550,7 +557,7 @@ def _limits(sheet: Sheet, held: HeldMemory, start: float, end: float) -> list[go
 
 
 def _level(sheet: Sheet, held: HeldMemory, worker: Worker, kept: int) -> float:
-    """Rows count downwards."""
+    """Returns the y position for an amount of memory in a worker's row; rows count downwards."""
     return sheet.rows.at[worker] + BAR_HEIGHT / 2 - BAR_HEIGHT * kept / held.top
 
 
@@ -559,7 +566,7 @@ def _level(sheet: Sheet, held: HeldMemory, worker: Worker, kept: int) -> float:
 
 @dataclass(frozen=True)
 class Strip:
-    """One of the schedules of Compare."""
+    """One of the schedules of the Compare page."""
 
     name: str
     plan: Plan
@@ -577,11 +584,11 @@ def comparison(
     shown: tuple[float, float] | None = None,
     revision: str = "compare",
 ) -> go.Figure:
-    """Two to four schedules on one time axis. The first one is the baseline: its period is drawn through all of them.
+    """Draws two to four schedules on one time axis. The first is the baseline: its period is drawn through all of them.
 
-    Above MAX_NODES ops in all, bars have no numbers; above MAX_BARS, each is a picture. Where time units differ, each
-    plan's times are shares of its own job's fault-free 1F1B iteration. shown: from and to of the time axis, all else
-    can be moved to (default: all).
+    With more than MAX_NODES ops in all, bars have no numbers; with more than MAX_BARS, each schedule is a picture. If
+    time units differ, each plan's times are shares of its own job's fault-free 1F1B iteration. shown: the part of the
+    time axis that is shown first; the user can move to the rest (default: all).
     """
     factors = time_factors([s.plan for s in strips])
     ops = sum(s.ops for s in strips)
@@ -625,21 +632,21 @@ def comparison(
 
 
 def time_factors(plans: Sequence[Plan]) -> list[float]:
-    """By what each plan's times are multiplied, so that they have one axis."""
+    """Returns the factors by which the plans' times are multiplied for a common axis."""
     if len({plan.job.time_unit for plan in plans}) == 1:
         return [1.0] * len(plans)
     return [(1 + plan.metrics.slowdown_vs_1f1b) / plan.metrics.period for plan in plans]
 
 
 def last_time(strips: Sequence[Strip]) -> float:
-    """Where the longest of them ends on the common axis."""
+    """Returns where the longest schedule ends on the common axis."""
     factors = time_factors([s.plan for s in strips])
     drawn = [s.drawing for s in strips]
     return max(f * d.job.units(max(d.schedule.period, d.schedule.end)) for f, d in zip(factors, drawn, strict=True))
 
 
 def short_unit(strips: Sequence[Strip]) -> str:
-    """Of the common axis, for beside a field."""
+    """Returns the unit of the common axis in a word, to stand beside a field."""
     return "iterations" if _relative(strips) else text.plural(strips[0].plan.job.time_unit)
 
 
@@ -653,7 +660,7 @@ def _row_pixels(sheets: Sequence[Sheet]) -> int:
 
 
 def _picture_axis(sheet: Sheet) -> dict[str, object]:
-    """Row numbers, some of them named."""
+    """Makes a y axis of row numbers, of which a few have a worker's name."""
     workers = sheet.rows.workers
     step = max(1, len(workers) // 4)
     return {
@@ -677,15 +684,15 @@ def _add_picture(figure: go.Figure, sheet: Sheet) -> None:
         sizing="stretch",
         layer="below",
     )
-    # A y axis without points is not drawn.
+    # Plotly does not draw a y axis without points.
     figure.add_trace(
         go.Scatter(x=[0], y=[0], yaxis=sheet.axis, mode="markers", marker={"opacity": 0}, hoverinfo="skip", meta={})
     )
 
 
 def _add_title(figure: go.Figure, strip: Strip, sheet: Sheet, top: float) -> None:
-    """The plan's name and its period above its rows, in one line, so that neither runs into the other; and a line where
-    the period ends."""
+    """Adds the plan's name and period above its rows, in one text so that they don't overlap, and a line where the
+    period ends."""
     period = sheet.drawing.schedule.period
     words = text.planned(sheet.job.units(period), sheet.job.time_unit)
     title = f"<b>{_plain(strip.name)}</b> · period {_plain(words)}"
@@ -702,14 +709,14 @@ def _add_baseline(figure: go.Figure, sheet: Sheet) -> None:
 
 
 def _plain(text: str) -> str:
-    """Plotly reads some HTML in annotations; names come from people."""
+    """Escapes a name from people, since Plotly reads some HTML in annotations."""
     return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
-# Up to here one bar per op stays quick; beyond, overview and detail.
+# Up to this many ops one bar per op stays quick; larger schedules get an overview and a detail.
 MAX_BARS = 8_000
 MAX_DETAIL = 4_000
-# What the detail opens with: few enough that the numbers in the bars can be read.
+# Ops in the first detail: few enough that the numbers in the bars can be read.
 FIRST_DETAIL = 400
 
 
@@ -718,9 +725,9 @@ FIRST_DETAIL = 400
 
 @dataclass(frozen=True)
 class Detail:
-    """The part of a schedule drawn bar by bar: its rows, and a time window in ticks.
+    """The part of a schedule that is drawn bar by bar: its rows, and a time window in ticks.
 
-    cut: the window was shortened so that it holds no more ops than asked for.
+    cut: the window was shortened to limit the number of ops.
     """
 
     workers: tuple[Worker, ...]
@@ -730,12 +737,12 @@ class Detail:
 
 
 def picture(drawing: Drawing, colours: Colours) -> str:
-    """The drawing's raster as a PNG in a data URL."""
+    """Returns the drawing's raster as a PNG in a data URL."""
     return "data:image/png;base64," + base64.b64encode(raster_png(raster(drawing), colours)).decode()
 
 
 def out_words(drawing: Drawing) -> str:
-    """What rows without ops are, in a sentence or two; "": there are none."""
+    """Says in a sentence or two what rows without ops are; "": there are none."""
     names = [str(worker) for worker in drawing.rows.workers if worker not in drawing.schedule.ops]
     failed = sum(drawing.out.get(name) == FAILED for name in names)
     parts = [f"Red rows: {text.count(failed, 'failed worker')}."] if failed else []
@@ -745,9 +752,9 @@ def out_words(drawing: Drawing) -> str:
 
 
 def overview(drawing: Drawing, drawn: str, alt: str) -> str:
-    """The whole iteration as HTML: the `picture` between its axes, a few pixels per worker (console.css).
+    """Returns the whole iteration as HTML: the picture between its axes, with a few pixels per worker (console.css).
 
-    It needs no script, so it paints as soon as it is on the page. drawn: the `picture`.
+    It needs no script, so it is visible as soon as it is on the page. drawn: what `picture` returns.
     """
     job, workers = drawing.job, drawing.rows.workers
     width, height = job.units(drawing.schedule.end), len(workers)
@@ -762,14 +769,15 @@ def overview(drawing: Drawing, drawn: str, alt: str) -> str:
 
 
 def box_of(drawing: Drawing, detail: Detail) -> tuple[float, float, float, float]:
-    """Where in the overview the detail is: x in the job's unit, y in row numbers."""
+    """Returns the place of a detail in the overview: x in the job's unit, y in row numbers."""
     job, workers = drawing.job, drawing.rows.workers
     first, last = workers.index(detail.workers[0]), workers.index(detail.workers[-1])
     return job.units(detail.window[0]), job.units(detail.window[1]), first - 0.5, last + 0.5
 
 
 def detail_of(drawing: Drawing, first_row: int, rows: int, start: float, most: int = FIRST_DETAIL) -> Detail:
-    """`rows` workers from `first_row`, from `start` (ticks) for as long as `most` ops allow."""
+    """Returns the detail of `rows` workers from `first_row` on, from `start` (ticks) for as long as `most` ops
+    allow."""
     schedule, chosen = drawing.schedule, drawing.rows.workers[first_row : first_row + rows]
     starts = np.sort(np.array([op.start for w in chosen for op in schedule.ops.get(w, ()) if op.end > start]))
     end = float(schedule.end)
@@ -779,7 +787,7 @@ def detail_of(drawing: Drawing, first_row: int, rows: int, start: float, most: i
 
 
 def detail_of_box(drawing: Drawing, x: tuple[float, float], y: tuple[float, float]) -> Detail:
-    """What a box over the overview selects: x in the job's unit, y in row numbers."""
+    """Returns the detail that a box over the overview selects: x in the job's unit, y in row numbers."""
     schedule, workers = drawing.schedule, drawing.rows.workers
     scale = drawing.job.ticks_per_unit
     first = max(0, min(len(workers) - 1, round(min(y))))

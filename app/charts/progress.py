@@ -1,8 +1,8 @@
-"""Charts of a job that runs. Curves: throughput and loss over iterations, with failures and recoveries marked; and what
-one worker reported over time, op times beside the plan's, and memory. Gaps are where it was silent.
+"""Charts of a running job, as Vega-Lite. Curves: throughput and loss over iterations, with failures and recoveries
+marked; and one worker's op times, beside the plan's, and memory over time, with gaps where it was silent.
 
-Grids of workers too large for a button each, as heat-maps of pipelines and stages: on Live with a mark on each
-worker that is not simply running, on the Planner page with a click that kills.
+Grids of workers that are too large for one button each are heat-maps of pipelines and stages: on Live with a mark on
+each worker that does not simply run, on the Planner page with a click that makes a worker fail.
 """
 
 from __future__ import annotations
@@ -52,16 +52,17 @@ LOOKS: dict[RoleState, tuple[str, str, str]] = {
     RoleState.ENDED: ("Ended with the job", _FRAME, "muted"),
 }
 QUIET = (RoleState.RUNNING, RoleState.REROUTED)
-# Seconds: a heartbeat no older than this is as it should be, and its age is of no interest.
+# Seconds: a heartbeat that is no older is in time, and its exact age is not shown.
 PUNCTUAL = 2
-# Of a worker's ranks.
+# The name of the column with the number of a worker's spare ranks.
 SPARE = "spare ranks"
-# The chart's selection, which holds the worker that was clicked.
+# The name of the chart's selection, which holds the worker that was clicked.
 PICKED = "picked"
 
 
 def worker_grid(view: JobView, colours: Palette) -> LiveChart:
-    """x: pipeline, y: stage. Running workers are quiet cells; every other state adds a shape."""
+    """Draws the workers of a job, by pipeline (x) and stage (y). Running workers are plain cells; every other state has
+    a mark."""
     spec = view.spec
     looks = [state.value for state in LOOKS]
     fills = [getattr(colours, LOOKS[state][2]) if state in QUIET else colours.track for state in LOOKS]
@@ -83,8 +84,8 @@ def worker_grid(view: JobView, colours: Palette) -> LiveChart:
 def _grid_spec(
     stages: int, tooltip: list[Any], cells: dict[str, Any], marked: object, marks: dict[str, Any], *, toggle: object
 ) -> dict[str, Any]:
-    """cells, marks: how they are encoded. marked: the cells that have a mark. toggle: does a click add to those that
-    are picked? Else it picks one instead."""
+    """Makes the spec of a grid. cells, marks: their encodings. marked: which cells have a mark. toggle: whether a click
+    adds to the selection; else it replaces it."""
     axis = {"grid": False, "domain": False, "ticks": False, "labelAngle": 0, "labelPadding": 4}
     axis |= {"labelOverlap": True, "labelSeparation": 5}
     place = {"type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.12}}
@@ -108,7 +109,7 @@ def _grid_spec(
 
 
 def worker_sentence(worker: WorkerView) -> str:
-    """State, heartbeat and iteration of one worker, for hover."""
+    """Describes one worker's state, heartbeat and iteration, for hover."""
     words = LOOKS[worker.state][0].lower()
     extra = f" ({worker.takes_rerouted} micro-batches)" if worker.state is RoleState.REROUTED else ""
     if worker.state is RoleState.MOVED:
@@ -126,7 +127,9 @@ def worker_sentence(worker: WorkerView) -> str:
 
 
 def _rows(view: JobView) -> Columns:
-    """In narrow types, and the same from one refresh to the next while all is quiet: then nothing is sent."""
+    """Returns the grid's rows, in narrow types. While nothing changes they are equal at each refresh, and nothing is
+    sent.
+    """
     workers = view.workers
     newest = max((w.iteration for w in workers), default=0)
     return {
@@ -149,8 +152,8 @@ def _heard(age: float | None) -> str:
 
 
 def _behind(worker: WorkerView, newest: int) -> float:
-    """The newest iteration that any worker is in. One is nothing: they report at different moments. NaN: it is in
-    none."""
+    """Returns how many iterations a worker is behind; NaN: it trains none. One counts as 0, since workers report at
+    different moments. newest: the newest iteration of any worker."""
     if worker.state not in HOLDING:
         return math.nan
     behind = newest - worker.iteration
@@ -162,16 +165,18 @@ def _scale(looks: list[str], values: list[str]) -> dict[str, Any]:
 
 
 def _mark_size(pipelines: int, stages: int) -> float:
-    """Area in square pixels, so that a mark stands out of its cell without hiding its neighbours."""
+    """Returns the area of a mark in square pixels, so that it stands out from its cell without hiding its
+    neighbours."""
     return max(60.0, min(180.0, 12_000 / max(pipelines, 2 * stages)))
 
 
-# Words of the chart, and the look of the same name on Live.
+# The words of the Planner page's chart, and the state with the same look on Live.
 _LOOKS = {"alive": RoleState.RUNNING, "takes re-routed work": RoleState.REROUTED, "dead": RoleState.FAILED}
 
 
 def dead_grid(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> LiveChart:
-    """x: pipeline, y: stage. takes: re-routed micro-batches by worker. A click toggles the selection."""
+    """Draws the Planner page's grid, by pipeline (x) and stage (y). takes: re-routed micro-batches by worker. A click
+    toggles a worker."""
     pipelines, stages = question.pipelines, question.stages
     dead = frozenset(question.failed)
     names = [f"W{p}_{s}" for p in range(pipelines) for s in range(stages)]
@@ -200,13 +205,13 @@ def dead_grid(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> L
 # -- curves of a job that runs ------------------------------------------------------------------
 
 PANEL_HEIGHT = 112
-# Beyond as many iterations a line says more than dots on it.
+# With more iterations than this, a line without dots is clearer.
 MOST_DOTS = 120
 _LONGEST = 160
-# Beyond this share of the axis a mark's words stand on its left.
+# Beyond this share of the axis a mark's words are on its left.
 LATE = 0.85
-# A mark's words take at most this share of the axis, on a narrow screen; where others stand there they go a line up,
-# and where all lines are taken they are left to the tooltip, counted by the last words that stand.
+# A mark's words take at most this share of the axis, on a narrow screen. If other words are there, they go one line up.
+# If all lines are taken, they are only in the tooltip, and counted by the words before them ("+1").
 WORDS = 0.22
 LINES, LINE_HEIGHT = 4, 14
 FROM_ZERO = {"zero": True, "nice": True}
@@ -216,7 +221,8 @@ HEADROOM = 1.15
 
 @dataclass(frozen=True)
 class Mark:
-    """A change of membership: seen first in `iteration`. lost: failure; else a re-join or re-form."""
+    """A change of membership, at the first iteration after it. lost: it is a failure; else workers have joined, left,
+    or formed anew."""
 
     iteration: int
     text: str
@@ -229,7 +235,7 @@ def generation_marks(
     recoveries: tuple[RecoveryView, ...],
     generations: tuple[GenerationView, ...],
 ) -> list[Mark]:
-    """One mark for each iteration whose generation is newer than that of the one before."""
+    """Makes one mark for each iteration whose generation is newer than that of the one before."""
     healed, opened = {r.generation: r for r in recoveries}, {g.generation: g for g in generations}
     marks = []
     for before, after in pairwise(iterations):
@@ -257,8 +263,8 @@ def generation_marks(
 
 
 def throughput(rows: Columns, colours: Palette, shown: tuple[float, float] | None = None) -> LiveChart:
-    """Samples per second by iteration; the fault-free rate, where it is known, dotted. shown: the first and the last
-    iteration that it begins with; None: all."""
+    """Draws samples per second by iteration, and the fault-free rate, if known, as a dotted line. shown: the first and
+    the last iteration that are shown at first; None: all."""
     y = {"field": "reference", "type": "quantitative"}
     last = {"filter": "datum.last"}
     reference = {
@@ -271,9 +277,9 @@ def throughput(rows: Columns, colours: Palette, shown: tuple[float, float] | Non
         "transform": [last],
         "encoding": {"y": y, "x": {"value": 0}, "text": {"value": "fault-free"}},
     }
-    # Over the curve, which would run through the words, and outlined as those of marks are.
+    # Drawn over the curve, which would run through the words, with an outline like the words of marks.
     label = [{**words, "mark": {**text, **_outline(colours)}}, {**words, "mark": {**text, "color": colours.good}}]
-    # An unseen point keeps room for the label above the highest value.
+    # An invisible point keeps room for the label above the highest value.
     headroom = {
         "transform": [last],
         "mark": {"type": "point", "opacity": 0},
@@ -286,20 +292,20 @@ def throughput(rows: Columns, colours: Palette, shown: tuple[float, float] | Non
 
 
 def losses(rows: Columns, colours: Palette, shown: tuple[float, float] | None = None) -> LiveChart:
-    """Loss by iteration. shown: as of `throughput`."""
+    """Draws the loss by iteration. shown: as in `throughput`."""
     layers = [*_curve("loss", colours.muted, shown, zero=False), *_marks(colours, labels=False)]
     return LiveChart(_panel("Loss", layers, axis_title="iteration"), rows, colours)
 
 
 def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], fault_free: float | None) -> Columns:
-    """One row per iteration, in narrow types: it is sent at each refresh.
+    """Returns one row per iteration, in narrow types, since they are sent at each refresh.
 
-    mark: words at iterations that open a new generation, where there is room for them, else empty; height: where they
-    stand, in pixels from the panel's top; change: `lost`, `other` or empty. late: so near
-    the right edge that they stand on the left. before, after: where the iteration begins and ends on the axis.
-    reference: the fault-free rate; headroom: what the axis has to reach; both in the last row only, NaN elsewhere.
+    mark: words at iterations that open a new generation, if there is room for them, else empty; height: their position,
+    in pixels from the panel's top; change: `lost`, `other` or empty. late: near the right edge, so that the words are
+    on the left. before, after: where the iteration begins and ends on the axis. reference: the fault-free rate;
+    headroom: the value that the axis has to reach; both in the last row only, NaN elsewhere.
 
-    All of it is reckoned here: where Vega derives rows of its own it keeps a trace of each that ever was.
+    All of this is computed here, since Vega keeps a trace of each row that it derives itself.
     """
     at = {mark.iteration: mark for mark in marks}
     found = [at.get(i.iteration) for i in iterations]
@@ -332,7 +338,7 @@ def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], faul
 
 
 def _laid_out(marks: list[Mark], first: int, span: int) -> dict[int, tuple[str, int]]:
-    """By iteration the words that stand there, and in which line, from 0: no two words overprint each other."""
+    """Returns, by iteration, the words of its mark and their line (from 0), so that no words overlap."""
     taken: list[list[tuple[float, float]]] = [[] for _ in range(LINES)]
     placed: dict[int, tuple[str, int]] = {}
     left_out = 0
@@ -376,7 +382,7 @@ def _panel(title: str, layers: list[Any], axis_title: str | None = None) -> dict
 
 
 def _curve(field: str, colour: str, shown: tuple[float, float] | None, *, zero: bool) -> list[dict[str, Any]]:
-    """Line and dots, and an unseen column over each iteration, so that hovering needs no aim."""
+    """Makes line and dots, and an invisible column over each iteration, so that hovering needs no aim."""
     y = y_axis(field, FROM_ZERO if zero else {"zero": False, "nice": False, "padding": 8})
     tooltip = [
         {"field": "iteration", "format": ",d"},
@@ -395,7 +401,7 @@ def _curve(field: str, colour: str, shown: tuple[float, float] | None, *, zero: 
             "encoding": {"y": y, "opacity": {"condition": {"test": "datum.dotted", "value": 1}, "value": 0}},
         },
         {
-            # The wheel alone keeps scrolling the page.
+            # The wheel zooms only with Alt, and otherwise scrolls the page.
             "params": [
                 {
                     "name": ZOOM,
@@ -415,12 +421,13 @@ def _curve(field: str, colour: str, shown: tuple[float, float] | None, *, zero: 
 
 
 def _where(test: str) -> dict[str, str]:
-    """Rows for which it holds, and the first, unseen unless it holds: an empty layer would have Vega warn."""
+    """Filters the rows for which `test` holds. The first row always passes (and is invisible unless the test holds),
+    since Vega warns about an empty layer."""
     return {"filter": f"{test} || datum.first"}
 
 
 def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
-    """A line where the membership changed, solid for a loss, dashed otherwise, with its words."""
+    """Makes a line where the membership changed, solid for a failure and dashed otherwise, with its words."""
 
     def by_change(lost: Any, other: Any) -> dict[str, Any]:
         return {"condition": {"test": "datum.change === 'lost'", "value": lost}, "value": other}
@@ -458,18 +465,18 @@ def _marks(colours: Palette, *, labels: bool = True) -> list[dict[str, Any]]:
 
 
 def _outline(colours: Palette) -> dict[str, Any]:
-    """Of words, in the page's colour: what is behind them ends before it runs into them."""
+    """Returns an outline for words in the page's colour, so that they stay readable over lines."""
     return {"stroke": colours.background, "strokeWidth": 5, "strokeJoin": "round"}
 
 
 WORKER_PANEL_HEIGHT = 150
 MIB = 1 << 20
-# A line is broken where so many steps in a row have no heartbeat.
+# A line is broken if this many steps in a row have no heartbeat.
 SILENT_STEPS = 3
 
 
 def op_times(series: Series, planned: Mapping[str, float], colours: Palette) -> LiveChart:
-    """Milliseconds by op kind. planned: of the plan in force, by kind; drawn dashed."""
+    """Draws milliseconds by op kind. planned: those of the plan in force, by kind; drawn dashed."""
     kinds = [kind for kind in OP_WORDS if kind in series.metrics]
     rows: Columns = {"at": [], "milliseconds": [], "planned": [], "op": []}
     for kind in kinds:
@@ -503,7 +510,7 @@ def op_times(series: Series, planned: Mapping[str, float], colours: Palette) -> 
 
 
 def memory(series: Series, colours: Palette) -> LiveChart:
-    """Resident memory in MiB, the highest of each step."""
+    """Draws resident memory in MiB, the highest of each step."""
     at, values = broken(series, series.metrics["resident_bytes"].high)
     rows: Columns = {"at": at, "mebibytes": [None if v is None else v / MIB for v in values]}
     layer = {
@@ -517,7 +524,7 @@ def memory(series: Series, colours: Palette) -> LiveChart:
 
 
 def broken(series: Series, values: Values) -> tuple[list[int], list[float | None]]:
-    """Milliseconds since 1970 and values, with an empty row in each gap, so that no line is drawn across it."""
+    """Returns times (milliseconds since 1970) and values, with an empty row in each gap so that no line crosses it."""
     at: list[int] = []
     out: list[float | None] = []
     for i, (second, value) in enumerate(zip(series.at, values, strict=True)):
@@ -529,7 +536,7 @@ def broken(series: Series, values: Values) -> tuple[list[int], list[float | None
     return at, out
 
 
-# As the console writes times everywhere; Vega's own would be `03 PM` and `:15`.
+# The console's format for times; Vega's own would be `03 PM` and `:15`.
 _CLOCK = {"seconds": "%H:%M:%S", "minutes": "%H:%M", "hours": "%H:%M", "day": "%-d %b", "date": "%-d %b"}
 _TIME = {"field": "at", "type": "temporal", "title": "time", "format": "%H:%M:%S"}
 

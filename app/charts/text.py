@@ -1,4 +1,4 @@
-"""Numbers, times and names as people read them."""
+"""Formats numbers, times and names for people."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from openrecycle.planner.jobs.words import whole_sentence as whole_sentence
 
 
 def seconds(value: float) -> str:
-    """What is waited for while it goes on: `0.4 s`, `12 s`, `5 min 20 s`."""
+    """Formats a time that still goes on: `0.4 s`, `12 s`, `5 min 20 s`."""
     if value < 9.95:
         return f"{value:.1f} s"
     return f"{value:.0f} s" if value < 59.5 else milliseconds(1000 * value)
 
 
 def layers(partition: Sequence[int], stage: int) -> str:
-    """Which a stage holds, counted from 0: `11–24`."""
+    """Formats the layers that a stage holds, counted from 0: `11–24`."""
     first = sum(partition[:stage])
     last = first + partition[stage] - 1
     return f"{first}" if first == last else f"{first}–{last}"
 
 
 def grid_words(of: Grid) -> str:
-    """`3 pipelines × 4 stages, 6 micro-batches each`."""
+    """Formats a grid: `3 pipelines × 4 stages, 6 micro-batches each`."""
     micro_batches = count(of.micro_batches, "micro-batch", "micro-batches")
     return f"{count(of.pipelines, 'pipeline')} × {count(of.stages, 'stage')}, {micro_batches} each"
 
 
 def age(seconds: float | None) -> str:
-    """`0.4 s ago`, `3 min ago`; `never` for None."""
+    """Formats an age: `0.4 s ago`, `3 min ago`; `never` for None."""
     if seconds is None:
         return "never"
     if seconds < 60:
@@ -53,7 +53,7 @@ def age(seconds: float | None) -> str:
 
 
 def at_most(fraction: float) -> str:
-    """What a share is not above, rounded up: `2.8 %` for 0.0273."""
+    """Formats a share, rounded up, for "at most": `2.8 %` for 0.0273."""
     return percent(math.ceil(1000 * fraction - 1e-9) / 1000)
 
 
@@ -62,12 +62,13 @@ def rate(samples_per_second: float) -> str:
 
 
 def clock(at: float, zone: str | None) -> str:
-    """A POSIX time as `14:03:27` in the viewer's zone (UTC where the browser tells none)."""
+    """Formats a POSIX time as `14:03:27` in the viewer's zone (UTC if the browser names none)."""
     return local(at, zone).strftime("%H:%M:%S")
 
 
 def moment(at: float, zone: str | None, now: float) -> str:
-    """`14:03:27`; with the day before it where that is not today's: `20 Nov, 14:03:27`. now: POSIX seconds."""
+    """Formats a POSIX time as `14:03:27`, or with the day if that is not today: `20 Nov, 14:03:27`. now: POSIX
+    seconds."""
     then, today = local(at, zone), local(now, zone)
     if then.date() == today.date():
         return clock(at, zone)
@@ -76,7 +77,7 @@ def moment(at: float, zone: str | None, now: float) -> str:
 
 
 def local(at: float, zone: str | None) -> datetime:
-    """A POSIX time in the viewer's zone."""
+    """Converts a POSIX time to the viewer's zone."""
     try:
         where = ZoneInfo(zone or "UTC")
     except (ZoneInfoNotFoundError, ValueError):
@@ -85,12 +86,12 @@ def local(at: float, zone: str | None) -> datetime:
 
 
 def plain_markdown(words: str) -> str:
-    """Words from outside, with nothing in them that Markdown would read."""
+    """Escapes text from outside, so that nothing in it is Markdown."""
     return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|$~:" else c for c in words)
 
 
 def size_unit(most: int) -> tuple[str, int]:
-    """The unit in which a column of bytes reads well whose largest is `most`, and its bytes: `("GiB", 2**30)`."""
+    """Returns a unit for a column of bytes whose largest value is `most`, and its size: `("GiB", 2**30)`."""
     name, unit = "B", 1
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if most < 1024 * unit:
@@ -100,7 +101,7 @@ def size_unit(most: int) -> tuple[str, int]:
 
 
 def size(number: int) -> str:
-    """Bytes as `412 MiB`."""
+    """Formats bytes: `412 MiB`."""
     name, unit = size_unit(number)
     value = number / unit
     return f"{value:.3g} {name}" if value < 999.5 else f"{value:,.0f} {name}"

@@ -1,20 +1,19 @@
-"""What charts that follow a running job have in common.
+"""What the charts that follow a running job have in common (`LiveChart`).
 
-They are Vega-Lite, since Streamlit hands new rows to a Vega view and keeps its zoom; a
-Plotly chart is torn down and built anew for every change of its data (measured: a blank frame
-each), so Plotly is left to the schedules, which stand still.
+They are Vega-Lite, since Streamlit passes new rows to a Vega view and keeps its zoom. A Plotly chart is torn down and
+built anew for every change of its data (measured: a blank frame each), so Plotly is only used for schedules, which do
+not change.
 
-The rows go as a data set of their own name. Those of a chart's one unnamed data set Streamlit gives to the view
-when it has been drawn, empty, and of an empty one Vega warns in the browser's console that no axis has an extent.
+The rows are sent as a named data set. Streamlit gives the rows of an unnamed one to the view only after it has drawn
+the chart empty, and for an empty chart Vega warns in the browser's console that no axis has an extent.
 
-Each row has a number, by which Vega knows it again when it is given new rows: what it has drawn for the row of a
-number is drawn anew in its place. Without one every row of every refresh is new to it, and of each mark it keeps
-10,000 that have gone before it lets go of them: hundreds of megabytes on a page that stays open. To Vega-Lite such
-a key means a line for each row, so lines go without.
+Each row has a number, by which Vega recognises it among new rows and redraws its mark in place. Without the number
+every row of every refresh is new to Vega, which keeps 10,000 old marks of each kind before it frees any: hundreds of
+megabytes on a page that stays open. Lines go without the number, since Vega-Lite would make a line of each row.
 
-No row is derived from another in the browser: Vega makes a copy of each, and keeps a trace of it for as long as the
-page is open, 20 MiB an hour and chart at one refresh a second. Vega-Lite has it done to turn what a line goes along
-into numbers, unless it is told that they are.
+No row is derived from another in the browser: Vega copies each such row, and keeps a trace of it as long as the page is
+open, 20 MiB an hour and chart at one refresh a second. Vega-Lite has that done to turn a line's x values into numbers,
+unless it is told that they are numbers (`parse` below).
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from openrecycle.app.charts.theme import FONT, Palette
 # Column name to its values, all of one length.
 Columns = dict[str, Any]
 ROWS, NUMBER = "rows", "row"
-# Of the part that is shown of a chart that can be moved.
+# The name of the selection that holds which part of a chart is shown.
 ZOOM = "zoom"
-# Marks of which one goes through many rows.
+# Kinds of marks that go through many rows.
 PATHS = ("line", "area")
-# A column of so few different words is sent as numbers of a byte each.
+# A text column with at most this many different words is sent as numbers of one byte.
 MOST_WORDS = 100
 
 
 @dataclass(frozen=True)
 class LiveChart:
-    """A Vega-Lite spec of layers that stays the same while the job runs, the rows that change, and the colours that
-    are not of a layer. It is as wide as its place."""
+    """A chart of a running job. spec: a Vega-Lite spec of layers, which stays the same. rows: the data, which changes.
+    colours: for everything outside the layers. The chart is as wide as its container."""
 
     spec: dict[str, Any]
     rows: Columns
     colours: Palette
 
     def whole(self) -> dict[str, Any]:
-        """The spec with its rows, as `st.vega_lite_chart` takes them."""
+        """Returns the spec with its rows, as `st.vega_lite_chart` takes it."""
         count = len(next(iter(self.rows.values()), ()))
         rows = {**self.rows, NUMBER: np.arange(count, dtype=np.int32)}
         layers = list(map(_keyed, self.spec["layer"]))
@@ -73,7 +72,8 @@ def _keyed(layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def arrow(rows: Columns) -> bytes:
-    """The rows as an Arrow stream; NaN becomes null. By way of pandas it would take several times as long."""
+    """Returns the rows as an Arrow stream; NaN becomes null. This takes a fraction of the time that pandas would
+    take."""
     table = pa.table({name: _column(values) for name, values in rows.items()})
     stream = pa.BufferOutputStream()
     with pa.ipc.new_stream(stream, table.schema) as writer:
@@ -85,21 +85,22 @@ def _column(values: Any) -> pa.Array:
     column = pa.array(values, from_pandas=True)
     if pa.types.is_string(column.type):
         coded = column.dictionary_encode()
-        if len(coded.dictionary) <= MOST_WORDS:  # thousands of rows say one of a few words
+        if len(coded.dictionary) <= MOST_WORDS:  # thousands of rows may have one of a few words each
             return coded.cast(pa.dictionary(pa.int8(), pa.string()))
     return column
 
 
 def y_axis(field: str, scale: dict[str, Any]) -> dict[str, Any]:
-    """Without a line of its own, and with so much room for its numbers, whichever they are, that charts above each
-    other begin at one place."""
+    """Returns a y axis without a line, and with enough room for any numbers, so that charts above each other are
+    aligned.
+    """
     axis = {
         "title": None,
         "tickCount": 4,
         "domain": False,
         "ticks": False,
         "minExtent": 54,  # for 123,456.5 or 0.0012345
-        # Of values that are all the same Vega gives every digit; of those that differ by little, what they differ by.
+        # For values that are all the same Vega shows every digit; for values that differ little, only the difference.
         "labelExpr": "abs(datum.value) < 1e6 && length(datum.label) < 10 ? datum.label : format(datum.value, "
         "abs(datum.value) < 1e-3 || abs(datum.value) >= 1e6 ? '.6~s' : abs(datum.value) < 1 ? '.7~f' : ',.7~g')",
     }
@@ -107,7 +108,7 @@ def y_axis(field: str, scale: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(colours: Palette) -> dict[str, Any]:
-    """Vega's configuration in the theme's colours."""
+    """Returns Vega's configuration in the theme's colours."""
     text = {"labelFont": FONT, "titleFont": FONT, "labelColor": colours.muted, "titleColor": colours.muted}
     return {
         "background": "transparent",

@@ -1,11 +1,12 @@
-"""Plans as files: those that come from outside, and those that go out. Each is read and made in a child process.
+"""Plans as files: uploads (`Uploads`) and exports (`offers`, `render`). Large ones are read and made in child
+processes.
 
-JSON and pydantic let no other thread run: megabytes of it would hold up every heartbeat for as long as they take.
-The child reads, checks and sums up; the console never builds the plan, and a document that was made to take a lot of
-memory takes it from a process that ends.
+Other threads can't run while JSON is parsed and pydantic validates: megabytes of it would delay every heartbeat. So a
+child reads an upload, checks it and returns a summary and its bytes. The console never builds the plan, and a document
+that was made to take a lot of memory takes it in a process that then ends.
 
-Out: which formats there are for a plan, why one is refused, and the file itself. The bundle is one zip with all that
-is needed to read a plan, and to run its job elsewhere.
+For exports this file says which formats there are for a plan and why one is refused, and makes the file. The bundle is
+a zip with all that is needed to read a plan, and to run its job elsewhere.
 """
 
 from __future__ import annotations
@@ -42,18 +43,19 @@ from openrecycle.planner.plans.plan import MEASURED, JobDoc, Plan
 
 log = structlog.get_logger()
 
-# Of a file's name, what a plan is kept under.
+# How many characters of a file's name become the plan's name.
 NAME = 80
-# Smaller ones are read in some milliseconds, where they came in.
+# Smaller plans are read in a few milliseconds, in the process that gets them.
 LARGE = 128 * 1024
-# Where in a body it is no JSON.
+# The end of a JSON error, which says where it is.
 _PLACE = re.compile(r"line (\d+) column (\d+) \(char \d+\)$")
-# Uploads that may wait for the one that is read, each with its megabytes.
+# How many uploads, each of megabytes, may wait for the one that is read.
 MOST_WAITING = 8
-# Beyond this a process has gone astray: 31 MB take some 12 s and 0.7 GB, 128 MB four times that.
+# Limits for the process that reads: 31 MB take some 12 s and 0.7 GB, 128 MB four times that.
 TIMEOUT = 300.0
 MOST_BYTES = 4 << 30
-# Eight megabytes of ops have no more; of larger ones so many bytes at least belong to each.
+# Limits for objects and lists, and for fields: eight megabytes of ops have fewer. Larger documents may have one for
+# each so many bytes.
 MOST_CONTAINERS, MOST_FIELDS = 150_000, 800_000
 CONTAINER_BYTES, FIELD_BYTES = 40, 10
 
@@ -69,7 +71,7 @@ class PlanToSave(BaseModel):
 
     @property
     def wrong(self) -> str:
-        """Why it can't be saved; "": it can be."""
+        """Why the plan can't be saved; "": it can."""
         if (self.plan is None) == (self.solve is None):
             return "plan, solve: expected one of them"
         if self.plan is None or not (found := check(self.plan)):
@@ -78,7 +80,7 @@ class PlanToSave(BaseModel):
 
 
 class ReadPlan(NamedTuple):
-    """A plan that has been checked, and is not read again to be stored. summary: see `summary_of`."""
+    """A plan that was read and checked, with the bytes to store. summary: see `summary_of`."""
 
     name: str
     fingerprint: str
@@ -87,8 +89,8 @@ class ReadPlan(NamedTuple):
 
 
 class Reading:
-    """A file that is read beside the page that waits for it. size: bytes. Once `over`, either `kept` is the fingerprint
-    of the plan that it holds, or `error` says why it holds none."""
+    """A file that is being read in a thread while a page waits. size: bytes. Once `over`, either `kept` is the
+    fingerprint of its plan, or `error` says why there is none."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size, self.began = name, size, time.monotonic()
@@ -100,7 +102,7 @@ class Reading:
 
 
 class Uploads:
-    """One per console. Thread-safe; blocks its caller, one upload after the other."""
+    """Reads uploaded plans, one after the other. One per console. Thread-safe; `read` blocks its caller."""
 
     def __init__(self) -> None:
         self._children = Children(read_upload, name="upload", most=1, memory=MOST_BYTES)
@@ -108,9 +110,9 @@ class Uploads:
         self._waiting = 0
 
     def read(self, body: bytes) -> ReadPlan | PlanToSave:
-        """What the body of POST /plans asks for: a plan that came with it, or the id of a solve.
+        """Reads the body of POST /plans: returns the plan in it, or the id of a solve.
 
-        Raises ConsoleError: 422 for what is no plan, 429 when too many wait, 503 when the process was ended.
+        Raises ConsoleError: 422 if it has no valid plan, 429 if too many wait, 503 if the process has ended early.
         """
         with self._lock:
             if self._waiting > MOST_WAITING:
@@ -135,9 +137,9 @@ class Uploads:
         return ReadPlan(said["name"], said["fingerprint"], said["summary"], stored)
 
     def begin(self, name: str, document: bytes, keep: Callable[[ReadPlan], str]) -> Reading:
-        """Reads the Plan document of that file name in a thread of its own, and keeps the plan under the name.
+        """Reads the Plan document of a file in a thread of its own, and keeps the plan under the file's name.
 
-        keep: called in that thread; returns the plan's fingerprint.
+        keep: stores the plan and returns its fingerprint; called in that thread.
         """
         reading = Reading(name, len(document))
         called = json.dumps(name.removesuffix(".json")[:NAME].strip() or "plan").encode()
@@ -159,12 +161,13 @@ class Uploads:
         return reading
 
     def close(self) -> None:
-        """Ends what is being read."""
+        """Ends the process that reads."""
         self._children.close()
 
 
 def of_file(detail: str, before: int) -> str:
-    """What is wrong with a body, as of the file in it. before: bytes of the body before the file's."""
+    """Turns an error about a body into one about the file in it. before: how many bytes of the body precede the
+    file."""
     said = detail.replace("the body", "the file", 1) if detail.startswith("the body") else detail
     if found := _PLACE.search(said):
         line, column = int(found[1]), int(found[2])
@@ -173,14 +176,14 @@ def of_file(detail: str, before: int) -> str:
 
 
 def read_upload(channel: Channel, body: bytes) -> None:
-    """In a child."""
-    gc.disable()  # a million lists would be looked through again and again, and all goes with the process
+    """Reads one upload, in the child."""
+    gc.disable()  # rounds would search a million lists again and again, and the process ends soon
     channel.say(answer(body))
 
 
 def answer(body: bytes) -> bytes:
-    """A line of JSON: {"wrong": sentence}, {"name", "solve"}, or of a ReadPlan how long its columns are, which
-    follow with its document."""
+    """Returns a line of JSON: {"wrong": sentence}, {"name", "solve"}, or the fields of a ReadPlan with the length of
+    its columns. In the last case the columns and the document follow as bytes."""
     try:
         size = len(body)
         containers, fields = max(MOST_CONTAINERS, size // CONTAINER_BYTES), max(MOST_FIELDS, size // FIELD_BYTES)
@@ -208,7 +211,7 @@ def answer(body: bytes) -> bytes:
 
 
 def summary_of(plan: Plan) -> dict[str, Any]:
-    """Plain data."""
+    """Returns the summary of a plan that is stored beside it, as plain data."""
     job, metrics = plan.job, plan.metrics
     return {
         "period": metrics.period,
@@ -227,13 +230,13 @@ def summary_of(plan: Plan) -> dict[str, Any]:
 
 # -- a plan as a file ---------------------------------------------------------------------------
 
-# A catalog of more ops than this makes the bundle too large to hand around.
+# A catalog of more ops than this would make the bundle too large to pass around.
 CATALOG_OPS = 1_000_000
 PICTURE_OPS = 20_000
 
 
 class CatalogPart(NamedTuple):
-    """document: as JSON, empty where there is none to give; about: what it is, or why there is none."""
+    """The catalog in a bundle. document: as JSON; "": none. about: what it has, or why there is none."""
 
     document: str
     about: str
@@ -250,10 +253,10 @@ def catalog_part(catalog: Catalog | None) -> CatalogPart:
 
 
 def make_bundle(plan: Plan, name: str, spec: JobSpec | None, catalog: CatalogPart) -> bytes:
-    """plan.json, profile.json (the job that was planned for), plan.svg, catalog.json, README.md.
+    """Makes a zip of plan.json, profile.json (the job that was planned for), plan.svg, catalog.json and README.md.
 
-    spec, catalog: of the job that the plan belongs to. The picture is left out of large plans, the
-    catalog where there is none or it is too large; the README says so.
+    spec, catalog: of the job that the plan belongs to. Large plans come without a picture, and a catalog that is
+    missing or too large is left out; the README says so.
     """
     files: dict[str, tuple[str, str]] = {
         "plan.json": ("The plan: every op with its worker and its times.", plan.to_json() + "\n"),
@@ -288,7 +291,7 @@ def make_bundle(plan: Plan, name: str, spec: JobSpec | None, catalog: CatalogPar
 
 
 def launch_line(plan: Plan, spec: JobSpec | None) -> str:
-    """The command that starts the plan's job, with the console's address left to the reader."""
+    """Returns the command that starts the plan's job, without the console's address."""
     job = plan.job
     words = ["openrecycle", "train"]
     for option in ("pipelines", "stages", "micro_batches"):
@@ -308,7 +311,7 @@ def launch_line(plan: Plan, spec: JobSpec | None) -> str:
 
 
 def plan_line(plan: Plan, *, command: str = "plan") -> str:
-    """The command that makes the plan, or its catalog, anew."""
+    """Returns the command that makes the plan, or its catalog, anew."""
     words = ["openrecycle", command, "--profile", "profile.json"]
     if command == "plan":
         for worker in plan.failed:
@@ -322,7 +325,7 @@ def plan_line(plan: Plan, *, command: str = "plan") -> str:
 
 
 def _slots(job: JobDoc) -> bool:
-    """Is it what the command line plans for without any op times?"""
+    """Says whether the job is the one that the command line plans for if no op times are given."""
     return job.job() == Job.uniform(job.pipelines, job.stages, job.micro_batches)
 
 
@@ -368,17 +371,17 @@ def _readme(plan: Plan, name: str, spec: JobSpec | None, files: dict[str, str], 
 
 BUNDLE, BUNDLE_TYPE = "bundle", "application/zip"
 MAX_OPS = 2_000_000
-# Above this a file takes so long that the console's own work would wait for it: a child makes it.
+# Files of larger plans are made in a child, since the console's own work would wait for them too long.
 OPS_HERE = 20_000
 CHILD_SECONDS = 120.0
-# The code of a plan that can't be written in a format.
+# The error code for a plan that can't be written in a format.
 _NOT_IN_THIS = "not_in_this_format"
 
 
 @dataclass(frozen=True)
 class ExportOffer:
-    """One format of one plan. pipeline: the one that the file holds, where it can't hold all. refusal: why there is no
-    file, and what would do."""
+    """One format of one plan. pipeline: the one that the file holds, if it can't hold all. refusal: why there is no
+    file, and what to use instead."""
 
     name: str
     title: str
@@ -390,10 +393,8 @@ class ExportOffer:
 
 @dataclass(frozen=True)
 class Export:
-    """What is exported. name: how people call the plan.
-
-    spec, catalog, job_id: of the job that it belongs to, if it does; the catalog is called for by the bundle alone.
-    """
+    """A plan to export. name: for people. spec, catalog, job_id: of the job that it belongs to, if any; only the bundle
+    calls `catalog`."""
 
     plan: Plan
     name: str
@@ -403,7 +404,7 @@ class Export:
 
 
 def offers(plan: Plan, name: str, job_id: str | None = None) -> list[ExportOffer]:
-    """Every format, those that are refused for this plan too. job_id: of the job that the plan belongs to."""
+    """Returns every format, also those that are refused for this plan. job_id: of the job that the plan belongs to."""
     stem = file_stem(plan, name, job_id)
     out = []
     for entry in EXPORTERS.values():
@@ -417,7 +418,7 @@ def offers(plan: Plan, name: str, job_id: str | None = None) -> list[ExportOffer
 
 
 def offer_named(plan: Plan, name: str, wanted: str, job_id: str | None = None) -> ExportOffer:
-    """Raises ConsoleError (422) for a format that there is none of."""
+    """Returns the offer of one format. Raises ConsoleError (422) for an unknown format."""
     found = {offer.name: offer for offer in offers(plan, name, job_id)}
     if wanted not in found:
         raise ConsoleError(422, "invalid", f"format: got {wanted!r}, expected one of {', '.join(found)}")
@@ -425,9 +426,9 @@ def offer_named(plan: Plan, name: str, wanted: str, job_id: str | None = None) -
 
 
 def render(export: Export, offer: ExportOffer, pipeline: int | None = None) -> bytes:
-    """The file. pipeline: another one than the offer's. Raises ConsoleError (413, 422, 503).
+    """Returns the file. pipeline: to be used in place of the offer's. Raises ConsoleError (413, 422, 503).
 
-    Blocks; a large plan's file is made in a child process.
+    Blocks; the file of a large plan is made in a child process.
     """
     if offer.refusal is not None:
         raise offer.refusal
@@ -438,10 +439,10 @@ def render(export: Export, offer: ExportOffer, pipeline: int | None = None) -> b
 
 
 def file_stem(plan: Plan, name: str, job_id: str | None = None, at: float | None = None) -> str:
-    """`demo-6f1c2a-3x4x6-without-W1_2-staggered-1a2b3c4d-2026-11-22`: the job and the plan, and the day (UTC).
+    """Returns a file name without its ending, with the job, the plan and the day (UTC), such as
+    `demo-6f1c2a-3x4x6-without-W1_2-staggered-1a2b3c4d-2026-11-22`.
 
-    Of the name what comes before a colon or what the rest of the file's name says too. at: POSIX seconds (default:
-    now).
+    The plan's name is cut at a colon, and before words that the file name repeats. at: POSIX seconds (default: now).
     """
     called = re.split(r":|,? *without |, memory ", name)[0]
     words = re.sub(r"[^0-9A-Za-z._]+", "-", called).strip("-.")[:40].strip("-.")
@@ -519,7 +520,7 @@ def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
 def make_file(
     channel: Channel, document: str, called: str, spec: str, catalog: CatalogPart, name: str, pipeline: int | None
 ) -> None:
-    """In a child: the file, or a sentence."""
+    """Makes a file, in the child: sends it, or the reason why there is none."""
     try:
         parsed = JobSpec.model_validate_json(spec) if spec else None
         channel.say(made(_made(Plan.from_json(document), called, parsed, catalog, name, pipeline)))

@@ -1,5 +1,5 @@
-"""Profiles: those that go by name, shipped with the planner or kept by people; a profile as a table, to look at and to
-edit; and the one that a running job measures by the way.
+"""Profiles: the named ones, which are shipped with the planner or saved by people (`NamedProfiles`); a profile as a
+table that pages show and edit (`table`, `edited`); and the profile that a running job measures (`measured_profile`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc, first_problem, job_doc, read_model
 from openrecycle.planner.profiles import Profile, job_on, load_profile, shape_name, shipped
 
-# What a profile may be called: it stands in addresses.
+# The pattern of a profile's name, which may be part of an address.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,79}$"
-# Longer documents are no profiles: one of 4,096 stages has some 600 kB.
+# The longest document: a profile of 4,096 stages has some 600 kB.
 MAX_DOCUMENT = 1 << 20
 MOST = 1_000
 
@@ -50,8 +50,8 @@ class ProfileInfo(BaseModel):
 
 @dataclass(frozen=True)
 class SavedProfile:
-    """What is kept under a name. saved_by: who did so last. digest: of the document, so that a link can tell whether
-    it is still that one."""
+    """A saved profile. saved_by: who saved it last. digest: of the document, by which a link tells whether it has
+    changed."""
 
     name: str
     document: Profile | JobDoc
@@ -63,24 +63,25 @@ class SavedProfile:
 
     @property
     def stages(self) -> int | None:
-        """That it is good for; None: any number that its layers can be cut into."""
+        """The number of stages that it is for; None: any number into which its layers can be cut."""
         return _summary(self.document)["stages"]  # type: ignore[no-any-return]
 
 
 class NamedProfiles:
-    """One per console (`console.plans.profiles`). Thread-safe. Its methods raise ConsoleError."""
+    """The shipped and the saved profiles. One per console (`console.plans.profiles`). Thread-safe. Its methods raise
+    ConsoleError."""
 
     def __init__(self, database: Database) -> None:
         self._rows = rows.Profiles(database)
 
     def list(self) -> list[ProfileInfo]:
-        """By name."""
+        """Returns all profiles, sorted by name."""
         with storing():
             saved = [ProfileInfo(source="saved", **row) for row in self._rows.all()]
         return sorted([*map(_shipped_line, shipped()), *saved], key=lambda line: line.name)
 
     def get(self, name: str) -> tuple[ProfileInfo, Profile | JobDoc]:
-        """Raises ConsoleError (404)."""
+        """Returns a shipped or saved profile. Raises ConsoleError (404)."""
         if (known := shape_name(name)) in shipped():
             return _shipped_line(known), _shipped_document(known)
         with storing():
@@ -90,24 +91,24 @@ class NamedProfiles:
         return ProfileInfo(source="saved", **found[0]), _read(found[1])
 
     def kept(self, name: str) -> SavedProfile:
-        """One that people keep. Raises ConsoleError (404)."""
+        """Returns a saved profile. Raises ConsoleError (404)."""
         line, document = self.get(name)
         return SavedProfile(name, document, line.saved_by)
 
     def put(self, name: str, document: Profile | JobDoc, actor: str) -> bool:
-        """Keeps it in the place of what had the name before; says whether it is new.
+        """Saves a profile, and replaces the one that had the name; returns whether it is new.
 
-        Raises ConsoleError: 409 for the name of one that is shipped, 422 for a document that makes no job.
+        Raises ConsoleError: 409 for the name of a shipped profile, 422 for a document that makes no job.
         """
         text, by = self._checked(name, document), named(actor)
         with storing():
             return self._rows.put(name, text, _summary(document), by)
 
     def put_over(self, name: str, document: Profile | JobDoc, actor: str, *, updated_at: float | None) -> None:
-        """Keeps it in the place of the one that was saved at that time, which somebody has seen and would replace;
-        None: they saw that the name was free.
+        """Saves a profile only if the name is as the user saw it: the profile under it was saved at `updated_at`, or
+        the name was free (None).
 
-        Raises ConsoleError as `put` does, and 409 where it is no longer so.
+        Raises ConsoleError as `put` does, and 409 if that has changed.
         """
         text, by = self._checked(name, document), named(actor)
         with storing():
@@ -119,7 +120,7 @@ class NamedProfiles:
         raise ConsoleError(409, "taken", f"name: {name!r} is taken: {now[0]['saved_by']} has saved one")
 
     def _checked(self, name: str, document: Profile | JobDoc) -> str:
-        """The document's text."""
+        """Checks name and document; returns the document's text."""
         if not re.fullmatch(NAME, name):
             expected = "1 to 80 letters, digits, _ . + or -, a letter or digit first"
             raise ConsoleError(422, "invalid", f"name: got {name[:100]!r}, expected {expected}")
@@ -140,7 +141,8 @@ class NamedProfiles:
         return text
 
     def delete(self, name: str) -> None:
-        """Jobs and plans that were made with it keep what they have of it. Raises ConsoleError (404, 409)."""
+        """Deletes a saved profile; jobs and plans that were made with it stay as they are. Raises ConsoleError (404,
+        409)."""
         if name in shipped():
             raise ConsoleError(409, "shipped", f"profile: {name!r} comes with the planner, and stays")
         with storing():
@@ -151,9 +153,9 @@ class NamedProfiles:
     def job(
         self, name: str, pipelines: int | None = None, stages: int | None = None, micro_batches: int | None = None
     ) -> Job:
-        """The job of that profile on a grid; sizes that are None are as the profile has them.
+        """Makes the job of a profile on a grid; sizes that are None are the profile's.
 
-        Raises ConsoleError (404; 422 where it has no such job).
+        Raises ConsoleError: 404, and 422 if the profile has no such job.
         """
         document = self.get(name)[1]
         try:
@@ -168,7 +170,7 @@ def unknown_profile(name: str) -> ConsoleError:
 
 
 def _read(text: str) -> Profile | JobDoc:
-    """What `put` has stored."""
+    """Parses a document that `put` has stored."""
     try:
         if text.startswith('{"profile_version"'):
             return read_model(Profile, text)
@@ -229,8 +231,8 @@ HELP = {
 
 
 def table(document: JobDoc, *, memory: bool) -> dict[str, list[Any]]:
-    """One row per layer, or per stage; columns as in HELP. memory: also those of bytes, in MB, and of a worker's
-    memory, which is known by stage."""
+    """Returns a job's profile as a table with one row per layer, or per stage, and columns as in HELP. memory: adds
+    columns of bytes, in MB, and for stages the capacity of a worker."""
     rows: Sequence[StageDoc] = document.layers or document.profiles
     made: dict[str, list[Any]] = {row_name(document): list(range(len(rows)))}
     for column, name in TIMES.items():
@@ -251,7 +253,7 @@ def row_name(document: JobDoc) -> str:
 
 
 def _transfers(document: JobDoc) -> tuple[list[float], list[float]]:
-    """Behind each row but the last: forward, backward."""
+    """Returns the transfer times forward and backward after each row but the last."""
     if not document.layers:
         return list(document.transfers), list(document.backward_transfers or document.transfers)
     sent = [layer.transfer for layer in document.layers[:-1]]
@@ -260,7 +262,7 @@ def _transfers(document: JobDoc) -> tuple[list[float], list[float]]:
 
 
 def edited(document: JobDoc, edits: Mapping[int, Mapping[str, Any]]) -> JobDoc:
-    """`document` with cells changed: row -> column -> value. Raises InputError naming the cell."""
+    """Returns `document` with cells changed. edits: row -> column -> value. Raises InputError that names the cell."""
     rows: Sequence[StageDoc] = document.layers or document.profiles
     profiles = [p.model_dump() for p in rows]
     forward, backward = _transfers(document)
@@ -312,12 +314,12 @@ OPS = ("forward", "input_backward", "weight_backward")
 
 
 def measured_profile(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
-    """The job as it is planned for, with the medians of its peers' F, I and W, in ms, in the place of those it was
-    planned with. op_times: of a worker, milliseconds by op kind.
+    """Returns the job as it is planned, with measured times of F, I and W in ms: the medians of each stage's workers.
+    op_times: returns a worker's milliseconds by op kind.
 
-    A B that is run whole is split as the job's own profile splits it. The rest is the profile's: bytes, transfers
-    and the step, which waits for others, so that its reported time is no measure of it; where the profile is in no
-    unit of time, transfers and steps are 0. None: not every stage has reported its ops yet, or they make no job.
+    If workers run B as a whole, it is split as in the job's own profile. Bytes, transfers and the step are those of the
+    profile: the reported time of a step includes its wait for others, and so does not measure it. If the profile's unit
+    is no time, transfers and steps are 0. Returns None if a stage has not reported its ops yet, or they make no job.
     """
     made = _by_layer(nominal, op_times) if nominal.layers else _by_stage(nominal, op_times)
     if made is None:
@@ -330,7 +332,7 @@ def measured_profile(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
 
 
 def _milliseconds(unit: str) -> Callable[[float], float]:
-    """What turns a planned time into ms."""
+    """Returns a function that converts a planned time to ms."""
     scale = 1000 * SECONDS.get(unit, 0.0)
     return lambda time: round(scale * time, MAX_DECIMALS)
 
@@ -363,7 +365,8 @@ def _by_stage(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
 
 
 def _by_layer(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
-    """A stage's measured times fall to its layers as the planned ones do, or evenly where those are zero."""
+    """Divides a stage's measured times among its layers in proportion to the planned ones, or evenly if those are
+    zero."""
     planned = job_doc(nominal)
     ms = _milliseconds(planned.time_unit)
     layers, at = list[LayerDoc](), 0
@@ -392,19 +395,20 @@ def _by_layer(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
 
 
 def _share(time: float, part: float) -> float:
-    """To the microsecond, and of what takes any time at least one: no layer's forward takes none."""
+    """Returns time * part, rounded to microseconds, but at least one unless it is 0: a forward of length 0 is
+    invalid."""
     return max(round(time * part, 3), 0.001) if time * part else 0.0
 
 
 def _medians(nominal: Job, op_times: OpTimesOf, stage: int) -> dict[OpKind, float]:
-    """Milliseconds, to the microsecond, of the kinds that a peer of the stage has reported."""
+    """Returns the median milliseconds by kind over a stage's workers, rounded to microseconds."""
     reports = [op_times(f"W{p}_{stage}") for p in range(nominal.pipelines)]
     known = {kind: [report[kind] for report in reports if kind in report] for kind in KINDS}
     return {kind: round(median(values), 3) for kind, values in known.items() if values}
 
 
 def _backward(took: Mapping[OpKind, float], planned: StageDoc | StageProfile) -> tuple[float, float] | None:
-    """I and W; None where they are not known."""
+    """Returns the times of I and W; None: not known."""
     if "I" in took or "W" in took:
         return took.get("I", 0.0), took.get("W", 0.0)
     if "B" not in took:

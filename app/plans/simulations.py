@@ -1,7 +1,7 @@
-"""Simulations for the Simulate page: they run in child processes, and can be cancelled.
+"""Simulations for the Simulate page, which run in child processes and can be cancelled.
 
-The engine and its policies are the planner's; here is only what a page asks for and how it is run. A process is kept
-for the next simulation, and with it what was planned: a change of the failures needs few plans that are not there.
+The engine and the policies are the planner's; this file only has the page's requests and runs them. A process is kept
+for the next simulation with all plans that it has made, so that a change of the failures needs few new ones.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from openrecycle.planner.simulation.traces import HOST, Domain, Trace, from_hist
 
 POLICIES = (*PLANNED, "spares")
 DRAWN, HISTORY = "drawn", "history"
-# Larger grids are planned for too long for a page that somebody waits for; the command line takes them.
+# Plans for larger grids take too long for a page; the command line takes such grids.
 MAX_WORKERS = 4096
 MAX_KEPT = 32
 MAX_PLANNED = 4
-# Up to as many ops in an iteration a plan is made in a moment, and a simulation that is not wanted ends by itself.
+# A plan of up to this many ops is made in a moment, so that a simulation can be stopped without ending its process.
 QUICK_OPS = 20_000
-# Seconds that a process is kept for the next simulation, and that one may take to heed that it is not wanted.
+# Seconds for which a process is kept for the next simulation, and in which it has to stop when told to.
 KEEP, HEED = 300.0, 10.0
-# A page that has not looked for so many seconds is gone: browsers let one that is hidden look once a minute.
+# A page that has not looked for this many seconds counts as closed: browsers let hidden pages look once a minute.
 GONE = 150.0
 # The sweep's mean times between failures, as multiples of the one asked for.
 SWEEP = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -73,24 +73,23 @@ class SimulationRequest(BaseModel):
     history_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
 
     def __hash__(self) -> int:
-        return hash(self.model_dump_json())  # pydantic's own can't: a job has its workers' speeds in a dict
+        return hash(self.model_dump_json())  # pydantic's own hash fails: a job has its workers' speeds in a dict
 
     @property
     def ops(self) -> int:
-        """Of one iteration."""
+        """The number of ops of one iteration."""
         grid = self.job or self
         return count_ops(grid.pipelines, grid.stages, grid.micro_batches)
 
 
 @dataclass
 class Simulation:
-    """One run, filled from its child process. rows: one document per policy, as the command prints it.
+    """One simulation, filled by its child process. rows: one document per policy, as the command line prints it.
 
-    curves: by policy, (hours, samples per second from then on). living: (hours, workers from then
-    on). rates: by policy, samples per second at each MTBF of `mtbf`. refused: policies that this
-    job can't have, and what it could have in their place.
-    watched: by page that shows it, when that looked last, monotonic seconds. first: set once there is a row, or will
-    be none.
+    curves: by policy, (hours, samples per second from then on). living: (hours, workers from then on). rates: by
+    policy, samples per second at each MTBF of `mtbf`. refused: policies that this job can't have, and what it could
+    have instead. watched: by page that shows it, when it last looked, in monotonic seconds. first: set once there is a
+    row, or none will come.
     """
 
     request: SimulationRequest
@@ -108,11 +107,11 @@ class Simulation:
     first: threading.Event = field(default_factory=threading.Event)
 
     def look(self, page: str) -> None:
-        """That page shows it still."""
+        """Notes that a page still shows it."""
         self.watched[page] = time.monotonic()
 
     def take(self, message: bytes | None) -> None:
-        """What the child says. None: it says no more."""
+        """Takes a message of the child; None: there will be no more."""
         if self.done:
             return
         if message is None:
@@ -136,13 +135,13 @@ class Simulation:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """(finished, all) of the parts that a progress bar counts."""
+        """The progress: (finished parts, all parts)."""
         swept = self.request.trace == DRAWN
         return len(self.rows) + bool(self.mtbf), len(self.request.policies) - len(self.refused) + swept
 
 
 class Simulations:
-    """Keeps the newest results. Thread-safe."""
+    """Runs simulations, and keeps the newest results. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -150,11 +149,12 @@ class Simulations:
         self._kept: dict[SimulationRequest, Simulation] = {}
 
     def prepare(self) -> None:
-        """Somebody is about to ask for one."""
+        """Prepares a process, since somebody is about to ask for a simulation."""
         self._children.prepare()
 
     def get(self, request: SimulationRequest, page: str) -> Simulation:
-        """The simulation of `request`, started now if there is none. page: that shows it, by whatever name."""
+        """Returns the simulation of `request`, and starts it if there is none. page: any name for the page that shows
+        it."""
         with self._lock:
             known = self._kept.pop(request, None)
             if known is None:
@@ -167,14 +167,16 @@ class Simulations:
             return known
 
     def cancel(self, request: SimulationRequest, page: str) -> None:
-        """That page shows it no more: where none does, it ends if it still runs, and is forgotten then."""
+        """Notes that a page no longer shows it. If it still runs and no other page shows it, it is ended and
+        forgotten."""
         with self._lock:
             if (running := self._kept.get(request)) is not None:
                 running.watched.pop(page, None)
                 self._end_unless_watched(running)
 
     def end_unwatched(self) -> None:
-        """Those of pages that were closed or loaded again, which nobody says. Call it now and then."""
+        """Ends simulations whose pages were closed or loaded again, of which there is no notice. Call it now and
+        then."""
         with self._lock:
             for running in list(self._kept.values()):
                 self._end_unless_watched(running)
@@ -204,20 +206,20 @@ def _follow(simulation: Simulation, asked: PendingAnswer) -> None:
         for message in asked.messages():
             simulation.take(message)
     except ChildEnded:
-        pass  # which the end says
+        pass  # the last `take` below reports it
     simulation.take(None)
 
 
 class Simulator:
-    """In the child: answers requests, and keeps what it has planned for the newest jobs."""
+    """Answers requests in the child, and keeps the plans for the newest jobs."""
 
     def __init__(self) -> None:
         self._planned: LRUCache[tuple[Job, float], _WantedJob] = LRUCache(MAX_PLANNED)
         for _ in run(SimulationRequest(pipelines=2, stages=2, micro_batches=2, hours=24, mtbf=12)):
-            """Once, for what Python reads in at the first one."""
+            """Run a small one now, since the first one imports modules."""
 
     def answer(self, request: SimulationRequest, wanted: Callable[[], bool]) -> Iterator[bytes]:
-        """One message per policy, one for the sweep, and the end."""
+        """Yields one message per policy, one for the sweep, and the end."""
         try:
             for message in run(request, lambda job, samples: self._plan(job, samples, wanted)):
                 yield json.dumps(message).encode()
@@ -239,12 +241,12 @@ class Simulator:
 
 @functools.cache
 def simulator() -> Simulator:
-    """The one of a child."""
+    """Returns the simulator of this child process."""
     return Simulator()
 
 
 def answer(channel: Channel, request: SimulationRequest) -> None:
-    """In the child."""
+    """Answers one request, in the child."""
     for message in simulator().answer(request, channel.wanted):
         channel.say(message)
         if not channel.wanted():
@@ -252,11 +254,11 @@ def answer(channel: Channel, request: SimulationRequest) -> None:
 
 
 class Unwanted(Exception):
-    """Whoever asked does not want the answer any more."""
+    """Raised when the answer is not wanted any more."""
 
 
 class _WantedJob(PlannedJob):
-    """Raises Unwanted where a rate is asked for that nobody wants any more: a plan for it may take a second."""
+    """A PlannedJob that raises Unwanted in place of making a plan that nobody wants any more: one may take a second."""
 
     wanted: Callable[[], bool] = staticmethod(lambda: True)
 
@@ -293,7 +295,8 @@ def run(
     request: SimulationRequest,
     plan: Callable[[Job, float], PlannedJob] = _planned,
 ) -> Iterator[dict[str, Any]]:
-    """The messages of one simulation, as they become known. plan: (job, samples of an iteration) -> its rates.
+    """Yields the messages of one simulation as soon as they are known. plan: makes the PlannedJob for (job, samples of
+    an iteration).
 
     Raises PlannerError, and what `plan` raises.
     """
@@ -339,7 +342,7 @@ def run(
         def rarer(mtbf: float) -> Trace | None:
             try:
                 return _drawn(request, planned.workers, mtbf)
-            except InputError:  # of too many failures; as they were asked for, there are few enough
+            except InputError:  # too many failures at this MTBF
                 return None
 
         made = sweep([request.mtbf * factor for factor in SWEEP], rarer, play)
@@ -351,7 +354,7 @@ def run(
 
 
 def curve(outcome: SimulationOutcome) -> list[tuple[float, float]]:
-    """(hours, samples per second from then on), up to the trace's end."""
+    """Returns (hours, samples per second from then on), up to the trace's end."""
     points = [(at / HOUR, rate) for at, rate in outcome.rates]
     return [*points, (outcome.hours, points[-1][1])] if points else []
 
@@ -360,7 +363,7 @@ def _trace(request: SimulationRequest, workers: int) -> Trace:
     if request.trace == DRAWN:
         return _drawn(request, workers, request.mtbf)
     if request.trace == HISTORY:
-        # A worker that never failed is in no row; the names only have to be as many as the workers.
+        # Workers that never failed are in no row. Their names do not matter, only the number of names.
         failed = sorted({row[1] for row in request.history})
         names = [*failed, *(f"other{i}" for i in range(workers - len(failed)))]
         return from_history(request.history, names, end=max(request.history_seconds, 1.0), name="its own history")
@@ -382,7 +385,7 @@ def shapes() -> list[str]:
 
 
 def parse_request(**values: Any) -> SimulationRequest:
-    """Raises PlannerError, a sentence that names the field."""
+    """Makes a request. Raises PlannerError with a sentence that names the field."""
     try:
         return SimulationRequest(**values)
     except ValidationError as error:

@@ -1,11 +1,12 @@
-"""What is asked on the Planner page, as data: a grid, its profile, who is dead, what may be used; and as the words of
-a link to the page. The controls that ask it are `app.ui.planner_controls`.
+"""The question of the Planner page, as data (`WhatIf`): a grid, its profile, the failed workers, technique and memory.
+The page's controls are in `app.ui.planner_controls`.
 
-`WhatIf.params` and `parse` go from and to the words of a URL; `asked` makes the planner's request of it.
+`WhatIf.params` and `parse` convert a question to and from the parameters of a link; `WhatIf.asked` makes the request to
+the planner.
 
-The idea in five pictures is such questions, too: the paper's worked example, planned here when it is first asked for.
-3 pipelines x 4 stages x 6 micro-batches, one slot for each of F, I and W, no transfers, no step. The list scheduler
-solves each of them in milliseconds, and proves them to be optimal.
+The idea in five pictures (`pictures`) also consists of such questions: the paper's worked example, planned when it is
+first asked for. It has 3 pipelines x 4 stages x 6 micro-batches, one slot for each of F, I and W, no transfers, and no
+step. The list scheduler solves each of them in milliseconds, and proves the results optimal.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError, first_proble
 from openrecycle.planner.profiles import Profile, job_on, load_profile, of_layers, on_grid, shape_name, shipped
 from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan
 
-# Presets of stage times, in slots. uneven: as the planner's benchmark; ends: an embedding that hands no
-# gradient on, and a head that takes longer than the layers do.
+# Presets of stage times, in slots. uneven: as in the planner's benchmark; ends: an embedding that passes no gradient
+# on, and a head that takes longer than the layers.
 EVEN, UNEVEN, ENDS, OWN = "even", "uneven", "ends", "own"
 
 # -- the Planner page's question ----------------------------------------------------------------
@@ -58,7 +59,7 @@ EVEN, UNEVEN, ENDS, OWN = "even", "uneven", "ends", "own"
 PRESETS = (EVEN, UNEVEN, ENDS)
 _HEAD = 1.4
 MAX_PROFILE = 1 << 20
-# Before the name of one that people keep, and between it and the digest of what it was.
+# A saved profile is `saved:NAME@DIGEST` in a link; the digest tells whether it has changed since.
 SAVED = "saved"
 _SAVED = re.compile(rf"{SAVED}:({NAME.strip('^$')})(?:@([0-9a-f]+))?")
 
@@ -67,8 +68,8 @@ Keeper = Callable[[str], SavedProfile]
 
 @dataclass(frozen=True)
 class NamedProfile:
-    """A link's word for a profile, as it is now. kept: what stands behind the name of one that people keep. note: a
-    sentence where that is no longer what it was; "" where it is."""
+    """A link's word for a profile, brought up to date. kept: the profile that people keep under that name, if it is
+    one. note: a sentence if that profile has changed since the link was made; "": it has not."""
 
     word: str
     kept: SavedProfile | None = None
@@ -80,14 +81,16 @@ def saved_word(kept: SavedProfile) -> str:
 
 
 def saved_name(word: str) -> str | None:
-    """The name in the word of a profile that people keep; None for any other word."""
+    """Returns the name in a link's word for a saved profile; None for any other word."""
     found = _SAVED.fullmatch(word)
     return found.group(1) if found else None
 
 
 def follow(word: str, keeper: Keeper, before: Callable[[], str] | None) -> NamedProfile:
-    """Looks a name up. before: makes the user's own profile of what they had under that word, if they have it still:
-    they keep it when the name stands for something else by now. A link alone gets what the name stands for.
+    """Looks up the saved profile of a link's word.
+
+    before: makes the user's own profile out of what they had under that word, if their page still has it. They keep
+    that if the saved profile has changed. A link alone gets the profile as it is now.
 
     Raises ConsoleError when the database can't be asked.
     """
@@ -105,7 +108,7 @@ def follow(word: str, keeper: Keeper, before: Callable[[], str] | None) -> Named
         return NamedProfile(saved_word(kept), kept)
     what = "was deleted" if kept is None else f"was saved anew by {kept.saved_by}"
     if before is not None:
-        with suppress(PlannerError):  # it made no job of that grid: there is nothing to go on with
+        with suppress(PlannerError):  # the old profile made no job of that grid, so there is nothing to keep
             note = f"The profile {name} {what} meanwhile. The op times that you had stay here, as your own."
             return NamedProfile(before(), None, note)
     if kept is None:
@@ -116,7 +119,7 @@ def follow(word: str, keeper: Keeper, before: Callable[[], str] | None) -> Named
 
 
 def own_profile(document: JobDoc) -> str:
-    """The stages' times and bytes of a job as one word of a URL; a preset's name where they are that."""
+    """Encodes the stages' times and bytes of a job as one word of a URL; returns a preset's name if they equal it."""
     if not document.speeds and not document.layers:
         job = on_grid(document, 1, 1).job()
         whole = not any(p.reductions for p in document.profiles)
@@ -124,14 +127,14 @@ def own_profile(document: JobDoc) -> str:
             if whole and job == Job(1, job.stages, 1, profiles=preset(name, job.stages)):
                 return name
     one = document.model_copy(update={"pipelines": 1, "micro_batches": 1})
-    if one.layers:  # what follows from them is left out
+    if one.layers:  # the stages' values follow from the layers, so they are left out
         one = one.model_copy(update={"profiles": (), "transfers": (), "backward_transfers": ()})
     text = one.model_dump_json(exclude_defaults=True)
     return f"{OWN}:" + base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode().rstrip("=")
 
 
 def read_profile(text: str) -> JobDoc:
-    """A profile out of a URL, as a document of one pipeline and one micro-batch. Raises InputError."""
+    """Decodes a profile from a URL into a document of one pipeline and one micro-batch. Raises InputError."""
     wrong = InputError("profile", text[:40], "a preset, a shipped profile's name, or one from a link of this page")
     head, _, word = text.partition(":")
     if head != OWN:
@@ -154,7 +157,8 @@ def preset(name: str, stages: int) -> tuple[StageProfile, ...]:
 
 
 def resized(document: JobDoc, stages: int) -> JobDoc:
-    """Without its last stages, or with the last one and its boundary repeated; layers are cut anew."""
+    """Returns the document with this number of stages: last stages are dropped, or the last one and its transfer are
+    repeated. Layers are cut anew."""
     if document.layers:
         return of_layers(document, stages)
 
@@ -180,12 +184,12 @@ MAX_SIZE = 100_000
 
 @dataclass(frozen=True)
 class WhatIf:
-    """failed: sorted. profile: a preset, a shipped profile's name, that of one that people keep (`saved_word`), or
-    one of the user's own (`own_profile`). kept: what stands behind the name. partition: of a profile with layers: how
-    many per stage, such as 11,14,7,12; AUTO: the best; "": as evenly as they go.
+    """A question of the Planner page. failed: sorted. profile: a preset, a shipped profile's name, a saved profile's
+    word (`saved_word`), or the user's own (`own_profile`). kept: the saved profile, if it is one. partition: for a
+    profile with layers, how many per stage, such as 11,14,7,12; AUTO: the best; "": as evenly as possible.
 
-    seconds: of the solver. state_gb: weights and optimizer of a stage in 10^9 bytes (0: as the profile
-    says); copy_gbs: 10^9 bytes per second of a copy; heals_in: seconds until the failed are back (0: never).
+    seconds: the solver's limit. state_gb: weights and optimizer of a stage in 10^9 bytes (0: as the profile says);
+    copy_gbs: 10^9 bytes per second of a copy; heals_in: seconds until the failed workers are back (0: never).
     """
 
     pipelines: int = 3
@@ -206,7 +210,7 @@ class WhatIf:
     # -- for the planner --------------------------------------------------------------------
 
     def job(self) -> Job:
-        """Raises InputError, before memory is taken for an absurd size, and PlanError."""
+        """Makes the job. Raises PlanError, and InputError, for an absurd size before memory is taken."""
         ops = count_ops(self.pipelines, self.stages, self.micro_batches)
         if min(self.pipelines, self.stages, self.micro_batches) > 0 and ops > MAX_SOLVED_OPS:
             raise InputError(
@@ -227,7 +231,7 @@ class WhatIf:
         return on_grid(document, self.pipelines, self.micro_batches).job()
 
     def asked(self) -> PlanAsked:
-        """Raises PlannerError for a job that is none."""
+        """Makes the request for a plan. Raises PlannerError for an invalid job."""
         return PlanAsked(
             job=job_doc(self.job()),
             failed=self.failed,
@@ -240,7 +244,7 @@ class WhatIf:
         )
 
     def migrations_asked(self) -> MigrationsAsked:
-        """Raises PlannerError for a job that is none."""
+        """Makes the request for migrations. Raises PlannerError for an invalid job."""
         return MigrationsAsked(
             job=job_doc(self.job()),
             failed=self.failed,
@@ -253,22 +257,23 @@ class WhatIf:
 
     @property
     def named(self) -> SavedProfile | None:
-        """What people keep under the profile's name; None for any other profile."""
+        """The saved profile, if the question has one; else None."""
         return self.kept if self.kept is not None and self.profile == saved_word(self.kept) else None
 
     # -- changes ----------------------------------------------------------------------------
 
     def toggled(self, worker: str) -> WhatIf:
-        """With a living worker dead, or a dead one living."""
+        """Returns the question with a worker's state switched between living and failed."""
         return self.with_failed(set(self.failed) ^ {worker})
 
     def with_failed(self, names: set[str]) -> WhatIf:
-        """Those of `names` that the grid has."""
+        """Returns the question with these workers failed, of which those outside the grid are dropped."""
         inside = [w for w in map(Worker.parse, names) if w.pipeline < self.pipelines and w.stage < self.stages]
         return replace(self, failed=tuple(map(str, sorted(inside))))
 
     def with_grid(self, pipelines: int, stages: int, micro_batches: int) -> WhatIf:
-        """Failed workers outside the grid are let go; a profile of the user's own gets or loses last stages."""
+        """Returns the question for another grid. Failed workers outside the grid are dropped, and a profile that is not
+        for this number of stages becomes the user's own, with stages added or dropped at the end."""
         changed = replace(self, pipelines=pipelines, stages=stages, micro_batches=micro_batches)
         if stages != self.stages and self.partition != AUTO:
             changed = replace(changed, partition="")
@@ -277,17 +282,17 @@ class WhatIf:
         return changed.with_failed(set(self.failed))
 
     def with_kept(self, kept: SavedProfile) -> WhatIf:
-        """With a profile that people keep, on as many stages as it has."""
+        """Returns the question with a saved profile, on as many stages as that has."""
         stages = kept.stages or self.stages
         made = replace(self, stages=stages, profile=saved_word(kept), kept=kept)
         return made.with_failed(set(self.failed))
 
     def as_own(self) -> str:
-        """The profile as one of the user's own, whatever becomes of the name. Raises PlannerError."""
+        """Returns the profile as the user's own, which stays if a saved one changes. Raises PlannerError."""
         return own_profile(self._document())
 
     def with_own(self) -> WhatIf:
-        """With the profile as one of the user's own. Raises PlannerError."""
+        """Returns the question with its profile as the user's own. Raises PlannerError."""
         return replace(self, profile=self.as_own(), kept=None)
 
     def _good_for(self, stages: int) -> bool:
@@ -296,7 +301,7 @@ class WhatIf:
         return self.profile in (*PRESETS, *shipped())
 
     def _document(self) -> JobDoc:
-        """Of a profile that has a document."""
+        """Returns the document of the profile, which is a saved one or the user's own."""
         if self.named is None:
             return read_profile(self.profile)
         document = self.named.document
@@ -306,30 +311,30 @@ class WhatIf:
 
     @classmethod
     def of(cls, job: Job, failed: tuple[str, ...], technique: Technique, memory: str) -> WhatIf:
-        """The question that a job and its present failures ask."""
+        """Makes the question for a job and its present failures."""
         made = cls(job.pipelines, job.stages, job.micro_batches, technique=technique, memory=memory)
         made = replace(made, partition=AUTO if job.layers else "")
         return replace(made, profile=own_profile(job_doc(job))).with_failed(set(failed))
 
     @classmethod
     def of_plan(cls, plan: Plan) -> WhatIf:
-        """The question that a plan answers."""
+        """Makes the question that a plan answers."""
         made = cls.of(plan.job.job(), plan.failed, plan.technique, plan.memory)
         return replace(made, partition=",".join(map(str, plan.partition)))
 
     # -- for links --------------------------------------------------------------------------
 
     def params(self) -> dict[str, str]:
-        """The words of a URL; what is as usual is left out."""
+        """Returns the parameters of a URL, without those that have their default."""
         usual = WhatIf().words()
         return {name: word for name, word in self.words().items() if word != usual[name]}
 
     def in_a_word(self) -> str:
-        """The whole question as one word of a URL, whatever becomes of names in it. Raises PlannerError."""
+        """Returns the whole question as one word of a URL, with a saved profile written out. Raises PlannerError."""
         return urlencode((self.with_own() if self.named is not None else self).params())
 
     def words(self) -> dict[str, str]:
-        """Every word that a URL may have."""
+        """Returns all parameters that a URL may have."""
         return {
             "grid": f"{self.pipelines}x{self.stages}x{self.micro_batches}",
             "fail": ".".join(self.failed),
@@ -346,7 +351,7 @@ class WhatIf:
 
 
 def at_random(question: WhatIf, count: int, noise: random.Random) -> WhatIf:
-    """`question` with so many workers dead, those that are and others, each stage keeping a living one."""
+    """Returns `question` with `count` more workers failed at random; each stage keeps a living one."""
     dead = set(question.failed)
     left = [question.pipelines] * question.stages
     for name in dead:
@@ -362,14 +367,14 @@ def at_random(question: WhatIf, count: int, noise: random.Random) -> WhatIf:
 
 
 PARAMS = tuple(WhatIf().words())
-# From and to, of what migrations cost.
+# The smallest and the largest values for what migrations cost.
 LIMITS = {"state_gb": (0.0, 1e6), "copy_gbs": (1e-6, 1e6), "heals_in": (0.0, 1e9)}
 
 
 def parse(params: Mapping[str, str], kept: SavedProfile | None = None) -> tuple[WhatIf, list[InputError]]:
-    """The question of a URL, and what in it can't be understood, for which the usual stands.
+    """Returns the question of a URL, and errors for parameters that can't be understood, which get their default.
 
-    kept: the profile that people keep under the name that stands in it, where one does (whatif_profile.follow).
+    kept: the saved profile that the URL names, if it does (see `follow`).
     """
     made, wrong = WhatIf(), list[InputError]()
     readers: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -398,7 +403,7 @@ def parse(params: Mapping[str, str], kept: SavedProfile | None = None) -> tuple[
 
 
 def parse_word(word: str) -> WhatIf:
-    """The question of `WhatIf.in_a_word`. Raises InputError for what can't be understood."""
+    """Parses what `WhatIf.in_a_word` has made. Raises InputError if it can't be understood."""
     made, wrong = parse(dict(parse_qsl(word)))
     if wrong:
         raise wrong[0]
@@ -470,7 +475,7 @@ def read_upload(data: bytes) -> Profile | JobDoc:
 
 
 def uploaded(read: Profile | JobDoc, asked: WhatIf) -> WhatIf:
-    """`asked` with the profile of a file. The file's own grid is taken over, and nobody is dead."""
+    """Returns `asked` with the profile and grid of a file, and no failed workers."""
     job = read.job if isinstance(read, Profile) else read
     made = WhatIf.of(job.job(), (), asked.technique, asked.memory)
     kept = {f.name: getattr(asked, f.name) for f in fields(WhatIf) if f.name in ("solver", "seconds", "copy_gbs")}
@@ -478,8 +483,8 @@ def uploaded(read: Profile | JobDoc, asked: WhatIf) -> WhatIf:
 
 
 def to_keep(question: WhatIf, measured: Profile | None = None) -> Profile | JobDoc:
-    """What is kept of its profile under a name. measured: what the user's own one was read from, which is good for
-    more grids than this one. Raises PlannerError."""
+    """Returns the question's profile as it is to be saved. measured: the file that the user's own profile was read
+    from, which is good for more grids than this one. Raises PlannerError."""
     if question.named is not None:
         return question.named.document
     if question.profile in shipped():
@@ -488,14 +493,14 @@ def to_keep(question: WhatIf, measured: Profile | None = None) -> Profile | JobD
 
 
 GRID, PROFILE, TECHNIQUE, MEMORY, SOLVER, PARTITION = "grid", "profile", "technique", "memory", "solver", "partition"
-# Up to so many ops the bound is worked out while somebody clicks; it takes milliseconds.
+# Up to this many ops the bound is computed at each click; it takes milliseconds.
 BOUNDED_OPS = 20_000
 
 
 @dataclass(frozen=True)
 class Checked:
-    """errors: sentences by field. infeasible: well asked, and no schedule exists. bound: of the period, before
-    anything is planned; None where it takes too long to work out, or there is none."""
+    """A question after its check. errors: sentences by field. infeasible: why no schedule exists, though the question
+    is valid. bound: a lower bound of the period; None if it takes too long to compute, or there is none."""
 
     job: Job | None = None
     asked: PlanAsked | None = None
@@ -509,7 +514,7 @@ class Checked:
 
 
 def checked(question: WhatIf) -> Checked:
-    """Nothing is solved, and absurd sizes are refused before memory is taken."""
+    """Checks a question without solving it. Absurd sizes are refused before memory is taken."""
     try:
         job = question.job()
         asked = question.asked()
@@ -520,7 +525,7 @@ def checked(question: WhatIf) -> Checked:
         return Checked(errors={PROFILE: str(error)})
     try:
         asked.check()
-        # Over all partitions it is another one, which whoever looks for the best of them works out.
+        # The bound over all partitions is another one, which the search for the best partition computes.
         bound = best_bound(asked.problem()) if asked.job.ops <= BOUNDED_OPS and asked.over == "schedules" else None
     except InfeasibleError as error:
         return Checked(job, asked, infeasible=f"{error.constraint}; {error.remedy}")
@@ -532,7 +537,7 @@ def checked(question: WhatIf) -> Checked:
 
 
 def _words(error: InputError, field: str) -> str:
-    """The sentence with the page's name of the field instead of the command line's."""
+    """Returns the error's sentence with the page's name of the field in place of the command line's."""
     return f"{field.removeprefix('--')}: got {error.value!r}, expected {error.expected}"
 
 
@@ -545,7 +550,8 @@ TWO = frozenset({Worker(0, 2), Worker(1, 2)})
 
 @dataclass(frozen=True)
 class IntroductionPicture:
-    """title and text: for people; `text` may speak of what came before. moved: who took whose place."""
+    """One of the five pictures. title, text: for people; `text` may refer to the pictures before. moved: (worker, the
+    place that it took)."""
 
     title: str
     text: str
@@ -554,7 +560,7 @@ class IntroductionPicture:
 
     @cached_property
     def drawing(self) -> model.Drawing:
-        """Whoever is out in these pictures has failed, or has taken another one's place."""
+        """The drawing of the plan. Workers that are out have failed, or have taken another one's place."""
         why = dict.fromkeys(self.plan.failed, model.FAILED)
         return model.Drawing.of(
             self.plan.schedule(), out=why | {str(who): f"moved to {place}" for who, place in self.moved}
@@ -562,7 +568,7 @@ class IntroductionPicture:
 
     @property
     def words(self) -> str:
-        """The picture for those who can't see it."""
+        """A description of the picture for people who can't see it."""
         schedule = self.drawing.schedule
         failed = ", ".join(map(str, sorted(schedule.problem.failed))) or "none"
         return (
@@ -574,7 +580,7 @@ class IntroductionPicture:
 
 @lru_cache(maxsize=1)
 def pictures() -> tuple[IntroductionPicture, ...]:
-    """Fault-free, then one technique after another; last a migration. Some 50 ms the first time."""
+    """Makes the pictures: fault-free, then one technique after another, then a migration. Takes some 50 ms at first."""
     whole = _plan(frozenset(), Technique.FAULT_FREE, "1f1b")
     adaptive = _plan(FAILED, Technique.ADAPTIVE, "1f1b")
     decoupled = _plan(FAILED, Technique.DECOUPLED, "none")
@@ -641,7 +647,7 @@ def _more(plan: Plan, whole: Plan) -> str:
 
 @dataclass(frozen=True)
 class ExampleStep:
-    """name, about: for people. question: what the planner is asked."""
+    """A step of the worked example. name, about: for people. question: for the planner."""
 
     name: str
     about: str
@@ -674,5 +680,5 @@ STEPS = (
 
 
 def step_of(question: WhatIf) -> ExampleStep | None:
-    """The step that asks this, whatever the solver."""
+    """Returns the step with this question; None: there is none."""
     return next((s for s in STEPS if s.question == question), None)
