@@ -1,7 +1,7 @@
 """Colours and figure defaults, light and dark.
 
-The colours of policies, like those of ops (planner.plans.drawing), were searched for the largest smallest distance
-under full deutan-, protan- and tritanomaly; wherever two states are near in colour, shape and words carry the
+The colours of policies, like those of ops (planner.plans.drawing), were chosen by a search for the largest minimal
+distance under full deutan-, protan- and tritanomaly. Wherever two states are near in colour, shape and words show the
 difference.
 """
 
@@ -19,8 +19,8 @@ FONT = '"Source Sans", "Source Sans Pro", system-ui, sans-serif'
 
 @dataclass(frozen=True)
 class Palette(drawing.Colours):
-    """One theme: the colours of schedules, and those of the pages. `policies`: of a simulation's curves. op_lines: of
-    lines, which have no edge and no number as bars do, and must stand out from the page by themselves."""
+    """The colours of one theme, for schedules and pages. policies: for a simulation's curves. op_lines: for the lines
+    of op kinds, which have no edge or number like bars, and must stand out from the page by themselves."""
 
     failed_strong: str
     healthy: str
@@ -83,9 +83,9 @@ DARK = Palette(
     },
 )
 
-# In a line above what is drawn.
+# A legend in one line above the chart.
 LEGEND = {"orientation": "h", "x": 0, "y": 1.01, "yanchor": "bottom", "font": {"size": 12}}
-# What the mode bar keeps: zoom, pan, reset and the picture's download.
+# Plotly's mode bar keeps zoom, pan, reset and the picture's download.
 CHART_CONFIG: dict[str, object] = {
     "displaylogo": False,
     "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
@@ -93,7 +93,7 @@ CHART_CONFIG: dict[str, object] = {
 
 
 def palette(theme_type: str | None) -> Palette:
-    """The palette of a Streamlit theme type; light until the browser has told its own."""
+    """Returns the palette of a Streamlit theme type; light until the browser has reported its own."""
     return DARK if theme_type == "dark" else LIGHT
 
 
@@ -126,7 +126,7 @@ def style(figure: go.Figure, colours: Palette, *, height: int, revision: str) ->
 
 
 def lower_axis(title: str, colours: Palette, domain: list[float], ticks: int) -> dict[str, object]:
-    """Of a panel below the first one, from 0."""
+    """Returns the y axis of a panel below the first one, starting at 0."""
     return {
         "title": {"text": title, "font": {"size": 13, "color": colours.muted}},
         "tickfont": {"size": 12, "color": colours.muted},
@@ -139,12 +139,12 @@ def lower_axis(title: str, colours: Palette, domain: list[float], ticks: int) ->
 
 
 def note(figure: go.Figure, words: str, colour: str, size: int = 12, **place: Any) -> None:
-    """Words on a figure. place: as Plotly has it."""
+    """Adds words to a figure. place: Plotly's arguments for their position."""
     figure.add_annotation(text=words, showarrow=False, font={"size": size, "color": colour}, **place)
 
 
 def fixed(figure: go.Figure) -> go.Figure:
-    """For a figure that shows all there is: dragging over it does nothing, and the mode bar offers no zoom."""
+    """Fixes a figure that shows all its data: dragging does nothing, and the mode bar offers no zoom."""
     figure.update_layout(dragmode=False)
     figure.update_xaxes(fixedrange=True)
     figure.update_yaxes(fixedrange=True)
