@@ -1,4 +1,4 @@
-"""Who sits before the page: the name under which they act, and whether they may act at all."""
+"""The person at the page: the name under which they act, and whether they may act at all."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from openrecycle.planner.jobs.errors import PlannerError
 
 
 class Guarded(Protocol):
-    """A console, as far as it is asked here."""
+    """The part of a console that is used here."""
 
     security: Security
 
 
 def actor(console: Guarded) -> str:
-    """For the audit log. Raises ConsoleError, a sentence, when they may only look on."""
+    """Returns the person's name for the audit log. Raises ConsoleError, with a sentence, if they may only look."""
     return console.security.access.operator(st.context.headers.get(CALLER))
 
 
 def why_not(console: Guarded) -> str:
-    """Why they may only look on; "" for an operator."""
+    """Says why the person may only look; "": they may act."""
     try:
         actor(console)
     except ConsoleError as error:
@@ -37,13 +37,14 @@ def why_not(console: Guarded) -> str:
 
 
 def say_error(words: str, where: DeltaGenerator | None = None) -> None:
-    """What went wrong, as it is: words from outside may be in it. where: instead of after what was drawn last."""
+    """Shows an error, with all Markdown in it escaped, since it may have text from outside. where: a place for it; by
+    default it comes after what was drawn last."""
     (where or st).error(text.plain_markdown(words))
 
 
 @contextmanager
 def told(say: Callable[[str], object] = say_error) -> Iterator[None]:
-    """Around what may be refused: why is said, and the rest of it is left out."""
+    """Shows the reason if the code inside is refused; the rest of that code is skipped."""
     try:
         yield
     except (ConsoleError, PlannerError) as error:
@@ -52,14 +53,15 @@ def told(say: Callable[[str], object] = say_error) -> Iterator[None]:
 
 @contextmanager
 def acting(console: Guarded, action: str, target: str = "") -> Iterator[None]:
-    """Around what is no change of a job: asks whether they may, and puts it into the audit log when it is done."""
+    """For an action that changes no job: checks that the person may act, and writes the action to the audit log after
+    it is done."""
     name = actor(console)
     yield
     console.security.audit.record(name, action, target)
 
 
 def who(console: Guarded) -> None:
-    """Says who has signed in, and what they may not do. Nothing where the console has no token."""
+    """Shows who has signed in, and what they may do; nothing if the console has no token."""
     if not console.security.access.guarded:
         return
     with told():

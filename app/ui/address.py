@@ -1,12 +1,10 @@
-"""Controls whose value is in the address, and what is said where the address holds none that they can have.
+"""Controls whose values are in the page's address.
 
-The address is the only truth: a control shows what it says, and writes what somebody chooses into it. Of a value that
-the control cannot have, it says beside itself what it got and what was expected: until it is changed or the page is
-left. Of a value for which another job or plan, chosen since, has no room, nothing is said: nobody has sent it for that
-one.
+The address is the only truth: a control shows the value that is there, and writes a choice into it. If the address has
+an invalid value, the control says beside itself what it got and what was expected, until it is changed or the page is
+left. It says nothing about a value that only became invalid because another job or plan was chosen.
 
-The part that is shown of charts that can be moved is in the address, too: of a schedule's time, and of a job's
-iterations.
+The part of a chart that is shown is in the address, too: a schedule's time, and a job's iterations.
 """
 
 from __future__ import annotations
@@ -38,17 +36,17 @@ N = TypeVar("N", int, float)
 
 DEFAULT, LEFT_OUT = "The default is shown.", "It is left out."
 SWITCH = "true or false"
-# In the session: the page that is open, what has been noted of each name since it was opened, and how often each
-# control was made anew, and with which value last.
+# Names in the session: the page that is open; the note on each name of the address since it was opened; and how often
+# each control was made anew, and with which value last.
 PAGE, NOTES, TURNS = "bound-page", "bound-notes", "bound-turns"
 JOB = "job"
-# In the session: the job that was looked at on another page; and the plans that Compare began with, which nobody has
-# chosen: those of another job take their place.
+# Names in the session: the job that was shown on another page; and the plans that Compare chose by itself at first,
+# which are replaced when another job is chosen.
 CHOSEN, BEGAN_WITH = "chosen-job", "compare-began-with"
 _SHARED = (JOB, "show", "pipeline", "stage", "time", "figures")
 # The page whose address is empty.
 FIRST = "live"
-# What each page, by its address, may have in it; `name*`: with anything behind it. Any may have a job's.
+# The names that each page's address may have; `name*`: any name with that beginning. Every page may have JOB.
 NAMES: dict[str, tuple[str, ...]] = {
     "": (
         *(JOB, "worker", "worker-tabs", "worker-span", "events", "find", "refresh", "iterations"),
@@ -64,17 +62,17 @@ NAMES: dict[str, tuple[str, ...]] = {
     "simulate": ("model", "trace", "policies", "covers", "simulation-mtbf-figures", "sim_*"),
     "help": ("section",),
 }
-# Seconds within which a browser has heard what somebody has chosen on it.
+# Seconds after which a browser surely knows the address that a choice on it led to.
 HEARD_SECONDS = 1.0
-# Of many possible values the first few are named; of a long one its beginning.
+# In messages, at most this many possible values are named, and a value is cut at this length.
 MOST_NAMED, LONGEST = 8, 60
 WIDTH = 260
 
 
 @dataclass
 class _Note:
-    """Of one name of the address. words: what is said of it. put: whether somebody has chosen `chosen`, in the place of
-    `before`, and the browser may not have heard of it; at: when, by monotonic seconds."""
+    """A note on one name of the address. words: the message about its value. put: somebody has chosen `chosen` in place
+    of `before`, and the browser may not know that yet; at: when, in monotonic seconds."""
 
     words: str = ""
     put: bool = False
@@ -84,8 +82,8 @@ class _Note:
 
 
 def page(name: str) -> Page:
-    """The page whose `page()` is in the file of that name, for the navigation and for links. Pages don't import each
-    other."""
+    """Returns the page in the file of that name, for the navigation and for links. It is imported when it is drawn, so
+    that pages need not import each other."""
     return st.Page(partial(_draw, name), title=name.capitalize(), url_path=name, default=name == FIRST)
 
 
@@ -94,8 +92,8 @@ def _draw(name: str) -> None:
 
 
 def enter(page: str) -> None:
-    """Call it before a page runs as a whole: what was said on another one is said no more, and what the address holds
-    counts, as after the browser's Back."""
+    """Begins the run of a whole page. Messages of another page are dropped, and the values in the address count, also
+    after the browser's Back."""
     if st.session_state.get(PAGE) != page:
         st.session_state[PAGE] = page
         st.session_state[NOTES] = {}
@@ -108,7 +106,7 @@ def enter(page: str) -> None:
 
 
 def say_unknown() -> None:
-    """Says which names of the address the page that was entered has nothing for. Call it before the page runs."""
+    """Shows which names of the address the page does not know. Call it after `enter`, before the page runs."""
     known = NAMES[st.session_state[PAGE]]
     begins = tuple(name[:-1] for name in known if name.endswith("*"))
     strange = [
@@ -124,41 +122,41 @@ def say_unknown() -> None:
 
 
 def moved() -> None:
-    """For a callback: the page goes on with another job or plan, for which nobody has sent what the address holds."""
+    """For a callback: notes that another job or plan was chosen, so that values which do not suit it get no message."""
     for name in st.query_params:
         _notes().setdefault(name, _Note())
 
 
 def job_asked_for(known: Collection[str]) -> str | None:
-    """The job that the address names, whether there is such a one or not; else the one that was looked at on another
-    page: links between pages drop the query. known: the jobs that there are."""
+    """Returns the job that the address names, even if there is no such job; else the one that was shown on another
+    page, since links between pages drop the query. known: the existing jobs."""
     seen = st.session_state.get(CHOSEN)
     return read(JOB, str, "the id of a job") or (seen if seen in known else None)
 
 
 def show_job(job_id: str) -> None:
-    """Has the address name the job, and other pages go on with it."""
+    """Writes the job into the address, and has other pages show it, too."""
     pin(JOB, job_id)
     st.session_state[CHOSEN] = job_id
 
 
 def pin(name: str, shown: str) -> None:
-    """Has the address name what the page shows, so that a link shows what its sender saw."""
+    """Writes what the page shows into the address, so that a link shows what its sender saw."""
     if st.query_params.get_all(name) != [shown]:
         put(name, shown)
 
 
 def forget_job() -> None:
-    """The page goes on with the newest job."""
+    """Removes the job from the address; the page then shows the newest one."""
     put(JOB, None)
     st.session_state.pop(CHOSEN, None)
 
 
 def read(name: str, accept: Callable[[str], T | None], expected: str, instead: str = DEFAULT) -> T | None:
-    """What the address says of that name; None if nothing, or nothing that can be: that leaves the address, and `say`
-    says what was wrong with it.
+    """Returns the value of a name in the address; None if there is none or it is invalid. An invalid one is removed
+    from the address, and `say` shows what was wrong with it.
 
-    accept: makes a value of the address's words; None: it can't.
+    accept: converts the address's text to a value; None: it is invalid. expected, instead: for the message.
     """
     given = _given(name)
     found = accept(given[-1]) if given else None
@@ -170,8 +168,8 @@ def read(name: str, accept: Callable[[str], T | None], expected: str, instead: s
 
 
 def read_all(name: str, accept: Callable[[str], T | None], expected: str) -> list[T] | None:
-    """The same of a name that the address may have any number of times; `?name=` is none of them. What can't be is
-    left out."""
+    """Does the same as `read` for a name that the address may have several times; `?name=` means an empty list. Invalid
+    values are left out."""
     given = _given(name)
     made = {words: accept(words) for words in given if words}
     found = {words: value for words, value in made.items() if value is not None}
@@ -187,27 +185,29 @@ def _given(name: str) -> list[str]:
     note = _notes().get(name)
     given: list[str] = st.query_params.get_all(name)
     if note is not None and note.put and given != note.chosen:
-        _write(name, note.chosen)  # a browser that has not heard of it yet has asked for a part of the page
+        _write(name, note.chosen)  # a browser that does not know the choice yet has asked for a part of the page
         return note.chosen
     return given
 
 
 def _refuse(name: str, strange: str, rest: list[str], expected: str, instead: str) -> None:
-    """Of what was right at first, or was sent for another job, nothing is said."""
+    """Removes an invalid value from the address, with a message, unless the value was valid at first or was for another
+    job. rest: the valid values."""
     _notes().setdefault(name, _Note(sentence(name, strange, expected, instead))).put = False
     _write(name, rest)
 
 
 def say(name: str) -> None:
-    """Says what was wrong with the address's value, if anything was, beside what has been drawn last."""
+    """Shows what was wrong with the address's value, if anything, beside what was drawn last."""
     if (note := _notes().get(name)) and note.words:
         field_error(note.words)
 
 
 def put(name: str, chosen: str | Sequence[str] | None) -> None:
-    """For a callback: somebody has chosen that value of what `read` reads, None: none. It goes into the address, of
-    which nothing is said any more, and counts whatever the browser sends for the old one: a page's part that is
-    refreshed by the clock, or the next click, may have been asked for before the browser heard of the new one."""
+    """For a callback: writes a choice into the address (None removes it), and drops its message.
+
+    The choice counts even if the browser sends the old value once more: a timed refresh of a part of the page, or the
+    next click, may have been sent before the browser knew of the choice."""
     words = [] if chosen is None else [chosen] if isinstance(chosen, str) else list(chosen)
     _notes()[name] = _Note("", True, words, st.query_params.get_all(name), time.monotonic())
     _write(name, words)
@@ -221,13 +221,13 @@ def _write(name: str, words: list[str]) -> None:
 
 
 def sentence(name: str, given: str, expected: str, instead: str = DEFAULT) -> str:
-    """`show: got 'xyz', expected one of all, pipeline, stage. The default is shown.`"""
+    """Returns a message such as `show: got 'xyz', expected one of all, pipeline, stage. The default is shown.`"""
     short = given if len(given) <= LONGEST else given[:LONGEST] + "…"
     return f"{name}: got {short!r}, expected {expected}. {instead}"
 
 
 def one_of(words: Iterable[str]) -> str:
-    """`one of a, b, c`; of many, or long ones, the first few."""
+    """Returns `one of a, b, c`; only the first few if there are many, or they are long."""
     known = list(words)
     named = known[:MOST_NAMED]
     while len(named) > 1 and sum(map(len, named)) > 2 * LONGEST:
@@ -237,11 +237,11 @@ def one_of(words: Iterable[str]) -> str:
 
 
 def field_error(words: str, width: int | Literal["stretch"] = WIDTH) -> None:
-    """Beside the field that it speaks of."""
+    """Shows a message beside its field."""
     st.html(f'<div class="or-field-error" role="alert">{escape(words)}</div>', width=width)
 
 
-# -- controls. What is said here of their look is passed on to Streamlit. ---------------------------------------------
+# -- controls; `look` is passed on to Streamlit ----------------------------------------------------------------------
 
 
 def control(
@@ -251,23 +251,23 @@ def control(
     choose: Callable[[Any], object],
     alike: Callable[[Any, Any], bool] = eq,
 ) -> D:
-    """A control that shows `value`, whatever it showed before. draw: with that, and Streamlit's `key` and `on_change`.
-    choose: a callback, with what somebody has chosen. alike: is what it shows what is to be shown?
+    """Draws a control that shows `value`, whatever it showed before. draw: called with the value, and Streamlit's `key`
+    and `on_change`. choose: called back with a choice. alike: compares what the control shows with `value`.
 
-    A value that comes from elsewhere than the control (a preset, a link, Back) makes it a new one. To set it by its key
-    would not do: when two clicks come so fast that a run is cut short, the browser misses what was set, shows the
-    control's default instead, and reports that as if somebody had chosen it.
+    If the value comes from elsewhere (a preset, a link, Back), the control is made anew under another key. To set its
+    value by the key does not work: when two clicks come so fast that a run is cut short, the browser misses the new
+    value, shows the control's default, and reports that as if somebody had chosen it.
     """
     key = _turned(name, value, alike)[0]
     return draw(value, key=key, on_change=lambda: choose(st.session_state[key]))
 
 
 def _turned(name: str, value: Any, alike: Callable[[Any, Any], bool] = eq) -> tuple[str, Any]:
-    """The key of a control that shows `value`, and what it was made with. Keys differ in white space at their end: that
-    is not in the class by which the style sheet knows a control."""
+    """Returns the key of a control that shows `value`, and the value that it was made with. Keys differ only in white
+    space at their end, since that is not part of the class by which the style sheet finds a control."""
     turns: dict[str, tuple[int, Any]] = st.session_state.setdefault(TURNS, {})
     turn, made_with = turns.get(name, (0, value))
-    if (key := name + turn * " ") not in st.session_state:  # not drawn yet, or not since another page was open
+    if (key := name + turn * " ") not in st.session_state:  # it was not drawn since the page was opened
         made_with = value
     elif not alike(st.session_state[key], value):
         turn, made_with = turn + 1, value
@@ -285,8 +285,8 @@ def _addressed(
     *,
     above: bool = False,
 ) -> D:
-    """A control of what the address says, or of its default, which no address has. above: what is wrong is said
-    there."""
+    """Draws a control for a value in the address, or for its default, which is never written there. above: shows the
+    message above the control."""
 
     def choose(chosen: T) -> None:
         put(name, None if chosen == default else spell(chosen))
@@ -301,8 +301,8 @@ def _addressed(
 
 
 def _known(options: Sequence[T], format_func: Callable[[T], str]) -> dict[str, T]:
-    """The address has the option itself, so that a link stays good when the page words it otherwise; what the page
-    calls it is understood too."""
+    """Returns the options by their text in the address. The address has the option itself, so that a link stays valid
+    when the page's words change; the words are understood, too."""
     return {format_func(option): option for option in options} | {str(option): option for option in options}
 
 
@@ -317,7 +317,7 @@ def selectbox(
     on_change: Callable[[], object] = lambda: None,
     **look: Any,
 ) -> T:
-    """One of the options, of which there is at least one. default: the first one."""
+    """Draws a choice of one of the options, of which there must be one. default: by default the first one."""
 
     def draw(value: T, **rest: Any) -> T:
         shown = list(options).index(value)
@@ -330,7 +330,7 @@ def selectbox(
 def segmented_control(
     label: str, options: Sequence[T], *, key: str, format_func: Callable[[Any], str] = str, default: T, **look: Any
 ) -> T:
-    """One of the options: that it has none cannot be chosen."""
+    """Draws a choice of one of the options, which cannot be emptied."""
 
     def draw(value: T, **rest: Any) -> T:
         return cast(
@@ -350,7 +350,7 @@ def several(
     format_func: Callable[[Any], str] = str,
     default: list[T],
 ) -> list[T]:
-    """Any number of the options; none of them is `?name=`. draw: as `st.multiselect` does."""
+    """Draws a choice of any number of options; none is `?name=` in the address. draw: such as `st.multiselect`."""
 
     def drawn(value: list[T], **rest: Any) -> list[T]:
         return draw(label, options, default=value, format_func=format_func, **rest)
@@ -360,7 +360,7 @@ def several(
 
 
 def number_input(label: str, least: N, most: N, value: N, *, key: str, **look: Any) -> N:
-    """A number from `least` to `most`, a whole one where they are."""
+    """Draws a field for a number from `least` to `most`, which must be whole if `value` is."""
     whole = isinstance(value, int)
 
     def accept(words: str) -> N | None:
@@ -394,10 +394,10 @@ def toggle(label: str, *, key: str, value: bool = False, **look: Any) -> bool:
 
 
 def tabs(labels: list[str], *, key: str) -> Sequence[Any]:
-    """Their containers, of which one's `.open` is true."""
+    """Draws tabs; returns their containers, of which one has `.open` true."""
 
     def draw(value: str, **rest: Any) -> Any:
-        made_with = _turned(key, value)[1]  # with another default they would be others
+        made_with = _turned(key, value)[1]  # with another default Streamlit would make new tabs
         return st.tabs(labels, default=made_with if made_with in labels else value, **rest)
 
     sent = read(key, _known(labels, str).get, one_of(labels))
@@ -406,7 +406,7 @@ def tabs(labels: list[str], *, key: str) -> Sequence[Any]:
 
 
 def expander(label: str, *, key: str, icon: str | None = None) -> Any:
-    """Folded up at first. What is large in it is to be made only where its `.open` is true."""
+    """Draws an expander, closed at first. Make large content only if its `.open` is true."""
 
     def draw(value: bool, **rest: Any) -> Any:
         return st.expander(label, _turned(key, value)[1], icon=icon, **rest)
@@ -431,14 +431,15 @@ def _notes() -> dict[str, _Note]:
 Range = tuple[float, float]
 
 TIME = "time"
-# Of a chart that is followed: a double click is for `chart_zoom.js`.
+# For a chart that is followed, `chart_zoom.js` handles the double click.
 FOLLOWED_CONFIG: dict[str, object] = {**CHART_CONFIG, "doubleClick": False}
 _SCRIPT = Path(__file__).parent / "assets" / "chart_zoom.js"
 
 
 @dataclass(frozen=True)
 class TimeRange:
-    """Times in the unit of the chart's axis. shown: None: all, from 0 to `end`. name: in the address."""
+    """The part of a schedule's time that is shown, in the unit of the chart's axis. shown: None: all, from 0 to `end`.
+    name: in the address."""
 
     name: str
     end: float
@@ -446,8 +447,8 @@ class TimeRange:
 
 
 def choose_time(of: str, end: float, unit: str, name: str = TIME) -> TimeRange:
-    """Draws the slider. of: what is shown; each has a slider of its own, since their times differ in length. name: in
-    the address."""
+    """Draws the slider. of: names the schedule; each has a slider of its own, since their lengths differ. name: in the
+    address."""
     expected = f"two times from 0 to {spelled(end)}, such as 0-{spelled(end / 2)}"
     sent = read(name, lambda word: parsed(word, end), expected, "All of it is shown.")
 
@@ -455,7 +456,7 @@ def choose_time(of: str, end: float, unit: str, name: str = TIME) -> TimeRange:
         step, label = _step(end), f"Time ({unit})"
         return cast("Range", st.slider(label, 0.0, end, value, step=step, format="%g", width=240, **rest))
 
-    def alike(slid: Range, value: Range) -> bool:  # an address has nine digits
+    def alike(slid: Range, value: Range) -> bool:  # compared as text, since an address has nine digits
         return _word(narrowed(slid, end)) == _word(narrowed(value, end))
 
     control(draw, f"{name}-{of}", sent or (0.0, end), lambda slid: choose_range(name, narrowed(slid, end)), alike)
@@ -464,15 +465,14 @@ def choose_time(of: str, end: float, unit: str, name: str = TIME) -> TimeRange:
 
 
 def follow(chart: str, time: TimeRange) -> None:
-    """Has the chart of that key choose the time: dragging over it, moving its axis, and a double click for all."""
+    """Lets the chart of that key choose the time: by dragging over it, moving its axis, or a double click for all."""
     _component()(
         key=_key(chart), data={"chart": chart}, on_range_change=partial(dragged, chart, time)
     )  # fmt: skip
 
 
 def within(time: TimeRange, low: float, high: float) -> Range | None:
-    """Of what is chosen, the part that lies in a chart which has only the time from `low` to `high`. None: all of
-    that."""
+    """Returns the part of the chosen time that lies in a chart from `low` to `high`; None: all of the chart."""
     if time.shown is None:
         return None
     part = max(low, time.shown[0]), min(high, time.shown[1])
@@ -480,14 +480,14 @@ def within(time: TimeRange, low: float, high: float) -> Range | None:
 
 
 def dragged(chart: str, time: TimeRange) -> None:
-    """What else a browser may send than two times in order, or nothing for all, changes nothing."""
+    """Takes the range that a browser has sent: two times in order, or nothing for all. Anything else is ignored."""
     state = st.session_state.get(_key(chart))
     sent = state.get("range") if state else None
     if not isinstance(sent, list) or not all(isinstance(edge, int | float) and math.isfinite(edge) for edge in sent):
         return
     if not sent:
         part = None
-        forget_chart(chart)  # the browser waits for it
+        forget_chart(chart)  # the browser waits for the chart to be drawn anew
     else:
         low, high = (min(max(edge, 0.0), time.end) for edge in (sent[0], sent[-1]))
         if low >= high:
@@ -499,7 +499,7 @@ def dragged(chart: str, time: TimeRange) -> None:
 
 
 def choose_range(name: str, part: Range | None) -> None:
-    """For a callback. None: all of it."""
+    """For a callback: writes the chosen time into the address; None: all of it."""
     put(name, _word(part))
 
 
@@ -508,13 +508,13 @@ def _word(part: Range | None) -> str | None:
 
 
 def narrowed(chosen: Range, end: float) -> Range | None:
-    """None where it is all, as far as the slider can tell, or nothing."""
+    """Returns the range, or None if it is empty or, within a step of the slider, everything."""
     low, high = chosen
     return None if (low <= 0 and high > end - _step(end)) or low >= high else (low, high)
 
 
 def parsed(word: str, end: float) -> Range | None:
-    """`5-12`."""
+    """Parses `5-12`; None: invalid."""
     low, _, high = word.partition("-")
     try:
         found = float(low), float(high)
@@ -524,12 +524,12 @@ def parsed(word: str, end: float) -> Range | None:
 
 
 def spelled(value: float) -> str:
-    """As it stands in an address."""
+    """Formats a time for the address."""
     return f"{value:.9f}".rstrip("0").rstrip(".")
 
 
 def _step(end: float) -> float:
-    """A hundredth of the iteration or so, whole where times are."""
+    """Returns the slider's step: about a 200th of the iteration, whole if that is long enough."""
     rough = end / 200
     return max(1.0, float(round(rough))) if end >= 20 else rough
 
@@ -545,14 +545,14 @@ def _component() -> ComponentRenderer:
 
 # -- charts that somebody may have moved since -----------------------------------------------------------------------
 #
-# Which part each was drawn with, and which it shows by now: it is drawn anew only where it does not show the part that
-# is asked for, so what somebody drags does not come back to be drawn again meanwhile.
+# For each chart it is remembered which part it was drawn with, and which part it shows by now. It is drawn anew only if
+# it does not show the wanted part; so a chart that somebody drags is not drawn again meanwhile.
 
 
 @dataclass
 class _ChartRevision:
-    """what: is in it. drawn: the part that it was drawn with, None: all; showing: that it shows. turn: counts
-    drawings."""
+    """The state of a chart in the browser. what: names its content. drawn: the part with which it was drawn (None:
+    all); showing: the part that it shows by now. turn: counts drawings."""
 
     what: str
     drawn: Range | None
@@ -561,8 +561,8 @@ class _ChartRevision:
 
 
 def drawn_with(chart: str, what: str, shown: Range | None) -> tuple[Range | None, int]:
-    """The part to draw the chart of that key with so that it shows `shown`, and a number that is another one whenever
-    the browser is to forget what somebody has moved. what: names all else that is in the chart."""
+    """Returns the part with which to draw a chart so that it shows `shown`, and a number that changes whenever the
+    browser must forget how somebody has moved the chart. what: names everything else in the chart."""
     key = _revision_key(chart)
     chart_revision: _ChartRevision | None = st.session_state.get(key)
     if chart_revision is None or chart_revision.what != what or chart_revision.showing != shown:
@@ -572,13 +572,13 @@ def drawn_with(chart: str, what: str, shown: Range | None) -> tuple[Range | None
 
 
 def chart_moved(chart: str, showing: Range | None) -> None:
-    """For a callback: somebody has moved it, and it shows that part by now."""
+    """For a callback: notes that somebody has moved the chart, so that it shows that part by now."""
     if (chart_revision := st.session_state.get(_revision_key(chart))) is not None:
         chart_revision.showing = showing
 
 
 def forget_chart(chart: str) -> None:
-    """For a callback: it is drawn anew in any case."""
+    """For a callback: has the chart drawn anew in any case."""
     if (chart_revision := st.session_state.get(_revision_key(chart))) is not None:
         chart_revision.what = ""
 
@@ -589,18 +589,18 @@ def _revision_key(chart: str) -> str:
 
 # -- the part of a job's progress that Live shows: chosen by moving or zooming either curve ---------------------------
 #
-# A curve that is moved tells the console once it has stood still for a moment, whatever the mouse did. Its view stands,
-# and the other's is made anew with that part; new rows are handed to both as before. A plain choice of the newest so
-# many would not do: what an operator looks at closely is a failure, and that moves away from the newest.
+# A curve that is moved reports its part to the console once it has stood still for a moment. Its view stays, and the
+# other curve is made anew with that part; both get new rows as before. A choice of "the newest N iterations" would not
+# be enough: operators look closely at failures, and these move away from the newest iteration.
 
 ITERATIONS = "iterations"
 _FROM_TO = re.compile(r"([0-9]{1,12})-([0-9]{1,12})")
 
 
 def iterations_shown(first: int, last: int) -> Range | None:
-    """`?iterations=120-180`; None: all. A part that the job has left behind is none any more.
+    """Reads `?iterations=120-180` from the address; None: all. A part that is older than all iterations is invalid.
 
-    first, last: the iterations that there are to see.
+    first, last: the first and the last iteration that can be shown.
     """
 
     def accept(word: str) -> Range | None:
@@ -613,7 +613,8 @@ def iterations_shown(first: int, last: int) -> Range | None:
 
 
 def zoomed(chart: str, key: str) -> None:
-    """For a callback of the chart `chart`, whose widget is `key`. What else a browser may send changes nothing."""
+    """For a callback of the chart `chart`, whose widget is `key`: takes the part that it shows. Anything invalid from
+    the browser is ignored."""
     state = st.session_state.get(key)
     edges = next(iter((state["selection"].get(ZOOM) or {}).values()), None) if state else None
     part = None

@@ -1,11 +1,11 @@
-"""The console's own pieces of HTML: cards, the coordinator's sentence, recovery, legend; and what pages share: their
-head, with the job that they show (`?job=` of the URL, else the newest one that runs), and figures. Every text that
-comes from outside is escaped here.
+"""Parts that several pages share: pieces of HTML (cards, the coordinator's sentence, recovery, legends), the head of a
+page with the job that it shows (`?job=` of the URL, else the newest one that runs), and charts. All text from outside
+is escaped here.
 
-A schedule's figure is on the page as a picture before the browser has read Plotly's code and drawn with it.
-That takes it a second and more; the picture takes it nothing. It has the bars, their numbers, the memory held and the
-words between and beside the rows, each where Plotly puts it. What is left to Plotly: hatches, the numbers of the time
-axis, and all that answers to the pointer. The style sheet has it in the chart's place until there is one (console.css).
+A schedule's figure is first shown as a picture (`chart_placeholder`), since the browser takes a second or more to load
+Plotly and draw with it. The picture has the bars, their numbers, the memory held and the words between and beside the
+rows, each where Plotly will put it. It lacks hatches, the numbers of the time axis, and everything that reacts to the
+pointer. The style sheet shows it in the chart's place until the chart is there (console.css).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from openrecycle.planner.plans.schedule import Schedule
 
 # The plot area's width, in the units of the pictures' paths; in pixels it is the browser's.
 WIDTH = 10_000
-# A number is there where its bar has so many parts of the width: 20 pixels of a chart of 1,000.
+# The width that a bar needs for its number: 20 pixels in a chart of 1,000 pixels.
 LEAST_FOR_NUMBER = 200
-# Half the height of a line, and from the chart's bottom to its title's middle.
+# Half the height of a line, and the distance from the chart's bottom to the middle of its title, in pixels.
 HALF_LINE, TITLE = 9, 8
 _TAG = re.compile(r"(<[^>]*>)")
 _DASHES = {"dot": ' stroke-dasharray="2 3"', "dash": ' stroke-dasharray="6 4"'}
 _BOLD = {"<b>": '<tspan font-weight="600">', "</b>": "</tspan>"}
-# What no XML document may have in it.
+# Characters that are not allowed in XML.
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 Document = dict[str, Any]
@@ -63,7 +63,8 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Area:
-    """Where a figure's values are. left, right: its time axis. Pixels count from the figure's top."""
+    """Converts a figure's values to positions. left, right: the ends of its time axis. top, height: of the plot area,
+    in pixels from the figure's top."""
 
     layout: Document
     left: float
@@ -73,17 +74,18 @@ class Area:
 
     @classmethod
     def of(cls, layout: Document) -> Area:
-        """Its time axis must have a range, and it a height and margins."""
+        """Makes the area of a layout, which must have a time axis with a range, a height and margins."""
         left, right = layout["xaxis"]["range"]
         margin = layout["margin"]
         return cls(layout, left, right, margin["t"], layout["height"] - margin["t"] - margin["b"])
 
     def x(self, value: float) -> int:
-        """In parts of WIDTH."""
+        """Converts a time to parts of WIDTH."""
         return round(WIDTH * (value - self.left) / (self.right - self.left))
 
     def y(self, value: float, axis: str) -> float:
-        """axis: a row axis' name, or `paper`; with ` domain`, a share of that axis."""
+        """Converts a position on an axis to pixels. axis: a row axis' name, or `paper`; with ` domain`, the value is a
+        share of that axis."""
         low, high, share = 0.0, 1.0, value
         if axis != "paper":
             name, _, domain = axis.partition(" ")
@@ -96,7 +98,7 @@ class Area:
 
 
 def chart_placeholder(figure: go.Figure) -> str:
-    """HTML of the picture of a figure of bars in rows; empty where it has none."""
+    """Returns HTML of a picture of a figure with bars in rows; "": it has no bars."""
     whole = figure.to_dict()
     traces, layout = whole["data"], whole["layout"]
     if not any(trace["type"] == "bar" for trace in traces):
@@ -118,7 +120,7 @@ def chart_placeholder(figure: go.Figure) -> str:
 
 
 def _svg(inside: str, anchor: str) -> str:
-    """As a data URL."""
+    """Returns an SVG as a data URL."""
     whole = (
         '<svg xmlns="http://www.w3.org/2000/svg" width="100%" height="100%" font-family="Source Sans,system-ui,'
         f'sans-serif" font-size="12" text-anchor="{anchor}" dominant-baseline="central">{inside}</svg>'
@@ -131,7 +133,7 @@ def _trace(area: Area, trace: Document) -> Iterator[str]:
 
 
 def _bars(area: Area, trace: Document) -> Iterator[str]:
-    """A path for each colour of its bars."""
+    """Yields a path for each colour of a trace's bars."""
     fills, line = trace["marker"]["color"], trace["marker"]["line"]
     look = f' stroke="{line["color"]}" stroke-width="{line["width"]}"' if line["width"] else ""
     look += f' opacity="{trace["opacity"]}"' if trace.get("opacity") is not None else ""
@@ -145,13 +147,13 @@ def _bars(area: Area, trace: Document) -> Iterator[str]:
 
 
 def _bar(area: Area, base: float, length: float, top: str, bottom: str) -> str:
-    """One of a path's bars; nothing where it lies outside."""
+    """Returns one bar of a path; "" if it lies outside of the area."""
     left, right = area.x(base), area.x(base + length)
     return "" if right < 0 or left > WIDTH else f"M{left} {top}h{right - left}V{bottom}h{left - right}z"
 
 
 def _curve(area: Area, trace: Document) -> Iterator[str]:
-    """Areas and lines, broken where there is no value."""
+    """Yields the path of an area or a line, broken where there is no value."""
     line = trace.get("line") or {}
     if not trace.get("fill") and not line.get("width"):
         return
@@ -184,7 +186,7 @@ def _paint(colour: str) -> str:
 
 
 def _failed(area: Area) -> Iterator[str]:
-    """The tints behind rows of workers that are out."""
+    """Yields the tints behind the rows of workers that are out."""
     for shape in area.layout.get("shapes", ()):
         if shape["type"] == "rect":
             top, bottom = sorted(area.y(value, shape["yref"]) for value in (shape["y0"], shape["y1"]))
@@ -199,7 +201,7 @@ def _lines(area: Area) -> Iterator[str]:
 
 
 def _numbers(area: Area, traces: list[Document]) -> Iterator[str]:
-    """In the bars, where they are wide enough."""
+    """Yields the numbers in the bars that are wide enough."""
     least = LEAST_FOR_NUMBER * (area.right - area.left) / WIDTH
     for trace in traces:
         if trace.get("text") is None:
@@ -212,7 +214,7 @@ def _numbers(area: Area, traces: list[Document]) -> Iterator[str]:
 
 
 def _notes(area: Area, *, beside: bool = False) -> Iterator[str]:
-    """The words between the rows, or those beside them, at the right."""
+    """Yields the words between the rows, or, if `beside`, those at the right of them."""
     for note in area.layout.get("annotations", ()):
         x, from_left = note["x"], note.get("xanchor") == "left"
         across = x if note.get("xref", "x") in ("paper", "x domain") else area.x(x) / WIDTH
@@ -226,13 +228,13 @@ def _notes(area: Area, *, beside: bool = False) -> Iterator[str]:
 
 
 def _title(area: Area) -> str:
-    """Of the time axis."""
+    """Returns the title of the time axis."""
     title = area.layout["xaxis"]["title"]
     return _text("50%", area.layout["height"] - TITLE, title["text"], title["font"])
 
 
 def _names(area: Area, right: float) -> Iterator[str]:
-    """Of the rows."""
+    """Yields the names of the rows."""
     for name, axis in area.layout.items():
         if name.startswith("yaxis"):
             for row, words in zip(axis["tickvals"], axis["ticktext"], strict=True):
@@ -240,7 +242,7 @@ def _names(area: Area, right: float) -> Iterator[str]:
 
 
 def _text(x: str, y: float, words: str, font: Document, anchor: str = "") -> str:
-    """words: as Plotly takes them, with tags."""
+    """Returns a text element. words: in Plotly's form, with tags."""
     size = f' font-size="{font["size"]}"' if "size" in font else ""
     faint = "" if font.get("opacity") is None else f' opacity="{font["opacity"]}"'
     side = {"left": ' text-anchor="start"', "right": ' text-anchor="end"'}.get(anchor, "")
@@ -267,12 +269,12 @@ JOB_TONE = {
 }
 
 
-# Among the steps of a recovery the one that is a person's.
+# The index of the step of a recovery in which it waited for a person.
 PEOPLE = 4
 
 
 def use_style() -> Palette:
-    """Puts the theme's colours on the page, for its style sheet; returns the palette."""
+    """Puts the theme's colours on the page for its style sheet, and returns the palette."""
     colours = palette(st.context.theme.type)
     names = [f.name for f in fields(Palette) if f.type == "str" and f.name != "name"]
     variables = "".join(f"--or-{n.replace('_', '-')}:{getattr(colours, n)};" for n in names)
@@ -282,7 +284,7 @@ def use_style() -> Palette:
 
 
 def guard(page: Callable[[], None]) -> None:
-    """Runs a page; what is refused, or cannot be asked, becomes a sentence on it."""
+    """Runs a page. If the console refuses something, or can't ask its database, the page shows a sentence."""
     try:
         page()
     except (ConsoleError, PlannerError) as error:
@@ -293,7 +295,7 @@ def guard(page: Callable[[], None]) -> None:
 
 
 def _until_ready() -> None:
-    """Has the page run again once the database answers."""
+    """Runs the page again once the database answers."""
     try:
         get_console().ready()
     except ConsoleError:
@@ -303,7 +305,8 @@ def _until_ready() -> None:
 
 
 def cards(items: list[Card], fresh: float | None = None) -> None:
-    """fresh: when this was read, POSIX seconds, on a page that refreshes itself: it says when no more comes."""
+    """Draws cards. fresh: when their data was read, in POSIX seconds, on a page that refreshes itself; a script there
+    says when no newer data comes."""
     mark = "" if fresh is None else f'<i class="or-fresh" data-at="{fresh:.1f}"></i>'
     st.html('<div class="or-cards">' + "".join(map(_card, items)) + mark + "</div>")
 
@@ -319,15 +322,15 @@ def _card(card: Card) -> str:
 
 
 def tone_of(view: JobView) -> str:
-    """Of the job's state, as far as that is known. While nothing can be stored none that goes on is well, or waits for
-    nobody: a worker that dies would halt it."""
+    """Returns the tone of a job's state. While the database takes nothing, a job that goes on has a warning tone, since
+    a worker that dies would halt it; so has one whose data is old."""
     tone = JOB_TONE[view.condition]
     doubtful = (view.unstorable and tone in ("good", "paused", "wait")) or (tone == "good" and is_old(view))
     return "warn" if doubtful else tone
 
 
 def sentence(view: JobView) -> None:
-    """What the coordinator does or waits for."""
+    """Draws the sentence about what the coordinator does or waits for."""
     st.html(
         f'<div class="or-sentence or-tone-{tone_of(view)}" role="status" aria-live="polite">'
         f'<span class="or-state">{escape(view.condition.value)}</span>'
@@ -336,7 +339,7 @@ def sentence(view: JobView) -> None:
 
 
 def legend(workers: Iterable[WorkerView]) -> None:
-    """One entry per state that occurs, with its shape, colour and count."""
+    """Draws a legend with one entry per state that occurs, with its shape, colour and count."""
     counts = Counter(worker.state for worker in workers)
     entries = "".join(
         f'<span class="or-key"><i class="or-shape or-look-{state.value}"></i>{escape(words)} '
@@ -348,7 +351,7 @@ def legend(workers: Iterable[WorkerView]) -> None:
 
 
 def recovery(latest: RecoveryView | None, zone: str | None) -> None:
-    """The latest failure's way back to training, step by step, to scale: the steps add up to the whole."""
+    """Draws the latest recovery to scale, step by step; the steps add up to the whole."""
     if latest is None:
         words = "None so far. It is measured once training goes on after a failure."
         st.html(f'<div class="or-quiet or-recovery">{words}</div>')
@@ -368,12 +371,12 @@ def recovery(latest: RecoveryView | None, zone: str | None) -> None:
     )
 
 
-# Up to here each worker is a button; larger grids are drawn as a heat-map.
+# Up to this many workers, each is a button; larger grids are drawn as a heat-map.
 MAX_TILES = 64
 
 
 class Tile(NamedTuple):
-    """A worker as a button. look: of its state. words: below its name. tip: Markdown."""
+    """A worker as a button. look: the style of its state. words: below its name. tip: shown on hover, in Markdown."""
 
     name: str
     look: str
@@ -388,8 +391,8 @@ def tiles(
     held: Sequence[int] = (),
     coming: Sequence[int] = (),
 ) -> None:
-    """A grid of workers, a row per pipeline. place: its key. on_click: a callback, with the worker's name. held,
-    coming: as of `_grid_columns`."""
+    """Draws a grid of workers, with a row per pipeline. place: its key. on_click: called back with the worker's name.
+    held, coming: as in `_grid_columns`."""
     with st.container(key=place, gap=None):
         for pipeline, row in enumerate(rows):
             if not pipeline:
@@ -413,7 +416,7 @@ def quiet(words: str) -> None:
 
 
 def op_legend(kinds: Iterable[str], *, rerouted: bool, ghost: bool) -> None:
-    """What the bars of a schedule mean: the op kinds that occur, and the marks."""
+    """Draws a legend for the bars of a schedule: the op kinds that occur, and the marks."""
     keys = op_keys(kinds, rerouted=rerouted, ghost=ghost)
     shapes = "".join(
         f'<span class="or-key"><i class="or-shape or-op-{key.look}"></i>{escape(key.words)}</span>' for key in keys
@@ -422,13 +425,13 @@ def op_legend(kinds: Iterable[str], *, rerouted: bool, ghost: bool) -> None:
 
 
 def legend_of(drawings: Sequence[Drawing], *, ghost: bool) -> None:
-    """One legend of what occurs in the rows of all."""
+    """Draws one legend for several drawings."""
     looks = {(op.kind, op.rerouted) for drawing in drawings for op in drawing.ops}
     op_legend({kind for kind, _ in looks}, rerouted=any(moved for _, moved in looks), ghost=ghost)
 
 
 def job_title(spec: JobSpec, *, pace: bool = True) -> None:
-    """The job's name, what it is, and whether its op times are paced."""
+    """Draws the job's name, its grid and technique, and whether its op times are paced."""
     about = _about(spec, spec.technique, spec.memory)
     if spec.profile is not None and spec.profile.layers:
         about += f" · {text.count(len(spec.profile.layers), 'layer')}"
@@ -449,27 +452,27 @@ def _about(grid: text.Grid, technique: str, memory: str) -> str:
 
 
 def plan_title(name: str, plan: Plan, aside: str) -> None:
-    """The name of a plan that is no job's, what it is for, and what it has to do with the job."""
+    """Draws the name of a plan that is not the job's, what it is for, and (`aside`) how it is related to the job."""
     about = f"{_about(plan.job, plan.technique.value, plan.memory)} · {aside}"
     st.html(f'<h1 class="or-title">{escape(name)}</h1><div class="or-about">{escape(about)}</div>')
 
 
 def until_drawn(figure: go.Figure) -> None:
-    """A schedule's picture in the place of its chart, which is to be the next in the same container, until the browser
-    has drawn that."""
+    """Draws a schedule's picture, which is shown until the browser has drawn the chart. The chart must come next in the
+    same container."""
     if picture := chart_placeholder(figure):
         st.html(picture)
 
 
 def live_chart(chart: LiveChart, key: str, alt: str, **look: Any) -> None:
-    """look: passed on to Streamlit."""
+    """Draws a Vega-Lite chart. look: passed on to Streamlit."""
     st.vega_lite_chart(None, chart.whole(), theme=None, key=key, alt=alt, **look)
 
 
 def schedule_chart(
     figure: go.Figure, key: str, time: TimeRange, alt: str, *, place: str = "wide-chart", **look: Any
 ) -> None:
-    """Drawn as wide as the page; somebody who moves it chooses the time. look: passed on to Streamlit."""
+    """Draws a schedule's chart as wide as the page; moving it chooses the time. look: passed on to Streamlit."""
     with st.container(key=place, gap=None):
         until_drawn(figure)
         st.plotly_chart(figure, theme=None, key=key, config=FOLLOWED_CONFIG, alt=alt, **look)
@@ -477,8 +480,9 @@ def schedule_chart(
 
 
 def _grid_columns(stages: int, held: Sequence[int] = (), coming: Sequence[int] = ()) -> None:
-    """Tells the style sheet how many columns the worker grid has; draws their heads. held: layers per stage, where
-    stages can be cut anew; coming: those that they will have, once some have moved."""
+    """Draws the heads of the worker grid's columns, and tells the style sheet how many there are. held: layers per
+    stage,
+    if stages can be cut anew; coming: those that they will have once layers have moved."""
     heads = ""
     for s in range(stages):
         below = ""
@@ -492,7 +496,7 @@ def _grid_columns(stages: int, held: Sequence[int] = (), coming: Sequence[int] =
 
 
 def no_job(address: str) -> None:
-    """What this console is for, and how to bring it a job."""
+    """Draws what this console is for, and how to start a job."""
     st.html('<h1 class="or-title">No training job yet</h1>')
     st.markdown(
         "This console plans, watches and repairs pipeline-parallel training jobs. "
@@ -515,12 +519,12 @@ def no_job(address: str) -> None:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The plan's schedule, read once and shared by all viewers."""
+    """Returns the plan's schedule, which is made once and shared by all viewers."""
     return st.cache_resource(_schedule, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)  # type: ignore[no-any-return]
 
 
 def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
-    """Keyed by the fingerprint; the plan itself is not hashed."""
+    """Makes the schedule. Streamlit caches it by the fingerprint; the underscore keeps it from hashing the plan."""
     return _plan.schedule()
 
 
@@ -532,11 +536,11 @@ PICKER = "job-picker"
 def open_job(
     console: ConsoleService, *, pace: bool = True, title: Callable[[LiveJob], bool] = lambda job: False
 ) -> tuple[LiveJob, DeltaGenerator] | None:
-    """Draws the page's head; returns the job and the place for the page's own controls.
+    """Draws the page's head; returns the job and a container for the page's own controls. Returns None if there is no
+    job, or none with the URL's id, which the page then says.
 
-    pace: also say whether the job is paced. title: draws what the page shows in the place of the job's name, and
-    returns True, where that is not the job's. None: there is no job, or none with the URL's id; the
-    page has then said so. Raises ConsoleError.
+    pace: also says whether the job is paced. title: may draw another title than the job's name, and then returns True.
+    Raises ConsoleError.
     """
     jobs = jobs_to_pick(console)
     known = {job.job_id: job for job in jobs}
@@ -554,7 +558,7 @@ def open_job(
         place = st.empty()
         controls = st.container(horizontal=True, vertical_alignment="bottom", width="content", key="page-controls")
     job_id = jobs[0].job_id if wanted is None else wanted
-    # Before the controls, which on a narrow page are below it and would be moved by it.
+    # Drawn before the controls: on a narrow page they are below the title, and it would move them.
     opened = None if unknown else _titled(place, console, job_id, title, pace=pace)
     if len(jobs) > 1 or unknown:
         with controls:
@@ -578,13 +582,14 @@ def _titled(
 
 
 def jobs_to_pick(console: ConsoleService) -> list[JobSummary]:
-    """The newest first, those that run before those that have ended, however new: that is what somebody comes for."""
+    """Returns the jobs that run, then those that have ended, each newest first: people mostly look for a running
+    job."""
     return sorted(console.queries.list_jobs(), key=lambda job: (job.state not in OVER, job.created_at), reverse=True)
 
 
 def job_names(jobs: Iterable[JobSummary]) -> dict[str, str]:
-    """As a list has them, by their ids. Of one that runs it is not said how it is: that would be so no more by the
-    time somebody looks."""
+    """Returns the jobs' names for a list, by id. Only ended jobs have their condition there: that of a running one
+    would soon be out of date."""
     return {
         job.job_id: " · ".join([job.name, *([job.condition.value] if job.state in OVER else []), job.job_id])
         for job in jobs
@@ -600,8 +605,8 @@ def pick_job(
     width: int,
     on_change: Callable[[], None] = lambda: None,
 ) -> None:
-    """Draws the choice of a job, which goes into the address. names: in words, by what the address calls each; job_id:
-    the one that is shown, None: none yet."""
+    """Draws the choice of a job, which goes into the address. names: by id. job_id: the one that is shown; None: none
+    yet."""
     options = list(names)
 
     def draw(value: str | None, **rest: Any) -> None:
@@ -610,7 +615,7 @@ def pick_job(
         st.selectbox(label, options, shown, format_func=words, placeholder="Choose a job", width=width, **rest)
 
     def choose(chosen: str) -> None:
-        if chosen in options:  # of a job that is gone since, the browser still sends the words
+        if chosen in options:  # a browser may still send a job that is gone
             address.moved()
             address.put(address.JOB, chosen)
             on_change()
@@ -619,7 +624,7 @@ def pick_job(
 
 
 def _left() -> None:
-    """For a callback: what the address has of the job that was shown before goes with it."""
+    """For a callback: removes from the address what belongs to the job that was shown before."""
     left = ["plan", "follow", ITERATIONS]
     if st.query_params.get_all("plans") == st.session_state.get(BEGAN_WITH):
         left += ["plans", "baseline"]
@@ -628,8 +633,8 @@ def _left() -> None:
 
 
 def choose_grid(prefix: str, usual: tuple[int, int, int], *, width: int) -> dict[str, int]:
-    """Draws the fields of a grid of one's own. usual: pipelines, stages and micro-batches. prefix: of the names in the
-    address."""
+    """Draws the fields for a grid of the user's own. usual: default pipelines, stages and micro-batches. prefix: of the
+    names in the address."""
     pipelines, stages, micro_batches = usual
     field = partial(address.number_input, width=width)
     return {
@@ -642,7 +647,8 @@ def choose_grid(prefix: str, usual: tuple[int, int, int], *, width: int) -> dict
 
 
 def unknown_job(job_id: str, *, others: bool = True) -> None:
-    """Says so. job_id: that the address names. others: are there any? With none it may be another database."""
+    """Shows that there is no such job. job_id: in the address. others: whether there are other jobs; if there are none,
+    the console may be on another database."""
     instead = "Choose one instead." if others else "It knows none: is it on the database that the job was on?"
     words = f"job: got {job_id!r}, expected the id of a job that this console knows. {instead}"
     access.say_error(words)

@@ -1,8 +1,8 @@
-"""Live: what a job does now, and the hand on it.
+"""The Live page: shows what a job does now, and lets operators act on it.
 
-What a refresh reads of the database is read all at once. Operators say who decides when workers are lost, and choose
-among the options; they freeze the plan in force or have it planned again, and see how it is taken up; and they act on
-the job as a whole.
+A refresh of the page reads everything at once (`read_now`). Operators choose who decides when workers are lost, and
+among the options; freeze the plan in force or have the job planned again, and see how a plan is taken up; and pause or
+delete the job. Single workers and the event feed are in app.ui.worker_dialog.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ from openrecycle.planner.solvers.portfolio import SOLVERS
 
 # -- what a refresh of Live reads of the database, all at once ----------------------------------
 
-# A database that hangs refuses nothing: it does not answer at all, and a page that waited for it would stand still
-# without a word. So a page waits no longer than this.
+# A database that hangs does not even refuse, and a page that waited for it would stand still without a word. So a page
+# waits no longer than this.
 READ_SECONDS = 3.0
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Now:
-    """at: POSIX seconds."""
+    """All that one refresh shows. at: when it was read, in POSIX seconds."""
 
     view: JobView
     choice: Choice
@@ -77,7 +77,8 @@ class Now:
 
 
 def read_now(console: ConsoleService, job_id: str, iterations: int, events: int) -> Now:
-    """The newest so many iterations and events. Raises ConsoleError: 404; 503, also when it takes seconds."""
+    """Reads all that a refresh shows. iterations, events: how many of the newest. Raises ConsoleError: 404; 503, also
+    when it takes too long."""
 
     def read() -> Now:
         at = time.time()
@@ -95,16 +96,18 @@ def read_now(console: ConsoleService, job_id: str, iterations: int, events: int)
 
 
 class SharedReads:
-    """Thread-safe. Who asks for what is being read already waits for that; so a database that hangs holds one thread
-    for each thing that is looked at, however many look and however often. seconds: how long each waits."""
+    """Shares reads between pages. Thread-safe. A page that asks for something that is being read already waits for that
+    read. So a database that hangs blocks one thread per job that is shown, however many pages show it. seconds: how
+    long each page waits."""
 
     def __init__(self, seconds: float = READ_SECONDS) -> None:
         self._seconds = seconds
-        self._reads: dict[Hashable, tuple[float, Future[Any]]] = {}  # since when, by monotonic seconds
+        self._reads: dict[Hashable, tuple[float, Future[Any]]] = {}  # with their begin, in monotonic seconds
         self._lock = threading.Lock()
 
     def read(self, what: Hashable, read: Callable[[], Result]) -> Result:
-        """Its result, or what it raises; ConsoleError (503) when it takes too long. what: equal for equal reads."""
+        """Returns the result of `read`, or raises its error; ConsoleError (503) if it takes too long. what: equal for
+        equal reads."""
         with self._lock:
             found = self._reads.get(what)
             if found is None:
@@ -119,7 +122,7 @@ class SharedReads:
     def _run(self, what: Hashable, future: Future[Any], read: Callable[[], object]) -> None:
         try:
             end = partial(future.set_result, read())
-        except BaseException as error:  # whoever waits raises it
+        except BaseException as error:  # raised by those who wait
             end = partial(future.set_exception, error)
         with self._lock:
             del self._reads[what]
@@ -135,14 +138,15 @@ MOST_COLUMNS = 4
 
 
 def said_by_controls(console: ConsoleService, job_id: str, choice: Choice) -> tuple[object, ...]:
-    """What the controls in the page's head say of the job. Others may change it, and workers take their time. Raises
-    ConsoleError."""
+    """Returns all that the controls in the page's head show of the job. If it changes, by another operator or since
+    workers have come further, the head has to be drawn anew. Raises ConsoleError."""
     menus = console.jobs.find(job_id).baseline, console.histories.kept_for(job_id)
     return choice.mode, choice.choice_timeout, choice.paused, choice.stopped, choice.frozen_by, *menus
 
 
 def mode_switch(console: ConsoleService, job_id: str, choice: Choice, *, over: bool) -> None:
-    """Says who decides; changing it takes effect only when it is applied. Pauses the job, and lets it go on."""
+    """Draws the menu that says who decides (a change counts only once it is applied), and that pauses and resumes the
+    job."""
     mode, paused, stopped = choice.mode, choice.paused, choice.stopped
     said = "Paused" if stopped else "Pausing" if paused else WORDS[mode]
     with st.popover(said, icon=":material/tune:", key="mode", disabled=over):
@@ -186,7 +190,7 @@ def mode_switch(console: ConsoleService, job_id: str, choice: Choice, *, over: b
 
 
 def _pause_button(console: ConsoleService, job_id: str, key: str, *, paused: bool) -> None:
-    # What it says is what is asked for: by now another operator may have done so.
+    # It asks for what its label says, even if another operator has done the same meanwhile.
     ask = console.operators.resume if paused else console.operators.pause
     st.button(
         "Resume" if paused else "Pause",
@@ -198,9 +202,9 @@ def _pause_button(console: ConsoleService, job_id: str, key: str, *, paused: boo
 
 
 def options(console: ConsoleService, view: JobView, choice: Choice) -> None:
-    """The options side by side: in full while the job waits for one, else folded up while workers are out, with which
-    of them is best. While there is nothing to choose, a line in its place, so that a loss moves nothing on the page.
-    The way on of a paused job comes first."""
+    """Draws the options side by side: in full while the job waits for a choice, and folded up while workers are out.
+    Otherwise a line takes their place, so that a loss moves nothing on the page. The button to resume a paused job
+    comes first."""
     with st.container(key="ways", gap="xsmall"):
         if choice.paused and view.state not in OVER:
             _pause_button(console, view.job_id, "resume", paused=True)
@@ -236,7 +240,7 @@ def _cards(console: ConsoleService, job_id: str, choice: Choice, verb: str) -> N
 
 def _card(console: ConsoleService, job_id: str, choice: Choice, way: Candidate, verb: str) -> None:
     name, best = way.name, way.name == _best(choice)
-    # `in force` is the one whose plan the job runs while it trains.
+    # An option is in force if the job trains by its plan.
     run = console.jobs.find(job_id).plan_run
     in_force = not choice.waiting and run is not None and run.fingerprint == way.plan
     badge = "in force" if in_force else "the best" if best else ""
@@ -271,7 +275,7 @@ NAME = "delete-name"
 
 
 def job_menu(console: ConsoleService, job: LiveJob) -> None:
-    """Draws the button; what is behind it acts only after it was confirmed."""
+    """Draws the menu that downloads the job's history, and deletes the job after a confirmation."""
     name, job_id = job.spec.name, job.job_id
     with st.popover("Job", icon=":material/folder:", key=f"job-menu-{job_id}"):
         st.markdown("**History**")
@@ -307,15 +311,16 @@ def _delete(console: ConsoleService, job_id: str, name: str) -> None:
         say_later(f"{name} is deleted")
 
 
-# Seconds for which the outcome of a request stands on the page; the event feed keeps it.
+# Seconds for which the outcome of a request is shown; the event feed keeps it.
 TOLD_FOR = 300.0
-# Rows of the roll-out's table: who is last is what it is looked at for.
+# Rows of the roll-out's table, the slowest workers first, which people look for.
 MOST_ROWS = 24
 HEADS = ("has the plan", "in its groups", "trains")
 
 
 def plan_menu(console: ConsoleService, job_id: str, *, over: bool) -> None:
-    """Freezes the plan in force, and has the job planned again."""
+    """Draws the menu that freezes the plan in force, has the fault-free rate measured, and has the job planned
+    again."""
     frozen_by = console.operators.choice(job_id).frozen_by
     with st.popover(
         "Plan frozen" if frozen_by else "Plan",
@@ -375,7 +380,7 @@ def plan_menu(console: ConsoleService, job_id: str, *, over: bool) -> None:
 
 
 def replan_line(console: ConsoleService, view: JobView) -> None:
-    """How far the search for a new plan is, or what became of it."""
+    """Draws how far the search for a new plan is, or what became of it."""
     replan = console.plans.replanning.status(view.job_id)
     if replan is None:
         return
@@ -422,7 +427,7 @@ def _outcome(replan: Replan, zone: str | None) -> str:
 
 
 def roll_out_html(found: RollOut | None) -> str:
-    """Who has come how far in taking up the newest generation, the last ones first. "": there is none."""
+    """Returns HTML of how far each worker has taken up the newest generation, the slowest first; "": there is none."""
     if found is None:
         return ""
     total = len(found.workers)
@@ -450,7 +455,7 @@ def roll_out_html(found: RollOut | None) -> str:
 
 
 def _try(act: Callable[[], str]) -> None:
-    """What it answers, or why it is refused, is said by the page's next run."""
+    """Calls `act`; the page's next run shows its answer, or why it was refused."""
     with told(_say_sentence):
         _say_sentence(act())
 
@@ -461,14 +466,14 @@ def _say_sentence(words: str) -> None:
 
 # -- live ---------------------------------------------------------------------------------------
 
-# What one refresh carries; about 80 bytes an iteration and chart.
+# How many iterations and events a refresh sends; about 80 bytes per iteration and chart.
 ITERATIONS = 400
 EVENTS = 100
-# Read when the feed is filtered: what is looked for may be a while ago.
+# How many events are read when the feed is filtered, since the wanted ones may be old.
 FILTERED_EVENTS = 2000
 
 
-# In the session: what was shown last, for as long as the database does not answer.
+# The name in the session of what was shown last, which is shown while the database does not answer.
 SEEN = "live-seen"
 
 
@@ -490,7 +495,7 @@ def page() -> None:
             "Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely."
         )
     every = (1.0 if len(job.state.members) <= components.MAX_TILES else 2.0) if moving else None
-    show_opened(console, job.job_id)  # first, since somebody has just clicked
+    show_opened(console, job.job_id)  # first, since somebody who has just clicked waits for it
     said = said_by_controls(console, job.job_id, offered)
     st.fragment(_live, run_every=every)(console, job.job_id, colours, over=over, moving=moving, said=said)
 
@@ -508,7 +513,7 @@ def _live(
         st.session_state[SEEN] = now
     except ConsoleError as error:
         if error.status == 404:
-            st.rerun()  # it was deleted; the page's head says so, and offers others
+            st.rerun()  # the job was deleted; the page's head will say so, and offer others
         seen = st.session_state.get(SEEN)
         if seen is None or seen.view.job_id != job_id:
             say_error(f"{error}. The page tries again by itself.")
@@ -521,7 +526,7 @@ def _live(
             )
     else:
         if (now.view.state in OVER) != over or head != said:
-            st.rerun()  # the head's controls are those of a job that has come further by now
+            st.rerun()  # the head's controls show an older state of the job
     view = now.view
     worker_dialog.say_now()
     zone = st.context.timezone
@@ -565,7 +570,7 @@ def _tile(worker: WorkerView) -> components.Tile:
 
 
 def _heat_map(view: JobView, colours: Palette) -> None:
-    # Workers that need a look come first, so that they are found without scrolling.
+    # Workers that need attention come first, so that they are found without scrolling.
     quiet = (RoleState.RUNNING, RoleState.FINISHED, RoleState.ENDED)
     names = [w.name for w in sorted(view.workers, key=lambda w: (w.state in quiet, w.pipeline, w.stage))]
     with st.container(horizontal=True, vertical_alignment="bottom"):
@@ -588,7 +593,7 @@ def _heat_map(view: JobView, colours: Palette) -> None:
 
 
 def _picked() -> None:
-    """A click on a cell, or beside all of them."""
+    """Handles a click on a cell, or beside all cells."""
     picked = st.session_state["worker-map"]["selection"].get(PICKED)
     if picked:
         open_worker(picked[0]["worker"])
@@ -621,7 +626,7 @@ def _progress(view: JobView, colours: Palette) -> None:
     if waited >= 1:
         source += f"{text.milliseconds(1000 * waited)} of waiting for a person left out. "
     st.caption(source + "Drag to move, Alt + wheel to zoom, double-click to see all.")
-    # Only what is opened is sent at each refresh.
+    # The figures are only sent while they are open.
     figures = address.expander("The same in figures", key="progress-figures")
     if figures.open:
         rows = tables.iterations_table(view.iterations, marks, view.spec.micro_batches)
@@ -630,7 +635,7 @@ def _progress(view: JobView, colours: Palette) -> None:
 
 
 def _measured(job_id: str, found: MeasuredIteration | None) -> None:
-    """The real period beside the planned one, and where the iteration can be seen op by op."""
+    """Draws the measured period beside the planned one, and a link to the iteration op by op."""
     if found is None:
         return
     words = facts.measured_words(found)

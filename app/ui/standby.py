@@ -1,4 +1,4 @@
-"""What a browser gets of a console that does not lead: who does, and a link to it."""
+"""The page of a console that does not lead: it says which one leads, and links to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from openrecycle.planner.jobs.words import capital, whole_sentence
 
 
 def show(status: LeaderStatus) -> None:
-    """Until this console leads; then the page that was asked for comes by itself."""
+    """Draws the page. Once this console leads, the page that was asked for comes by itself."""
     use_style()
     if status.doubt:
         st.title("This console may no longer lead")
@@ -30,8 +30,8 @@ def show(status: LeaderStatus) -> None:
 
 
 def on_open_page() -> bool:
-    """On a page that was open when the console stopped being sure that it leads: what is shown stays, and this says
-    so. Once another leads, the page of a standby comes in its place. False: there is nothing to say."""
+    """Warns on an open page while the console is not sure any more that it leads; what the page shows stays. Once
+    another console leads, the standby's page takes its place. Returns whether it has warned."""
     status = standby_status()
     if status is None:
         return False

@@ -1,4 +1,4 @@
-"""Schedules as tables: the same facts as the charts, for reading, sorting and screen readers."""
+"""Tables with the same facts as the charts, for reading, sorting and screen readers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 
 Table = dict[str, list[object]]
-# Of a millisecond that was measured.
+# The most decimals of a number.
 DECIMALS = 3
 
 
 def show(rows: Mapping[str, Sequence[object]], key: str, alt: str, **look: Any) -> None:
-    """One row per entry of its columns, to be sorted and scrolled. look: passed on to Streamlit."""
+    """Draws a table that can be sorted and scrolled. rows: the values by column. look: passed on to Streamlit."""
     st.dataframe(rows, hide_index=True, key=key, alt=alt, column_config=columns_of(rows), **look)
 
 
 def columns_of(rows: Mapping[str, Sequence[object]]) -> dict[str, Any]:
-    """A column `worker` stays in sight beside those that are scrolled to, and numbers of a column have the same digits
-    after the point, so that they stand below each other."""
+    """Returns the columns' settings: a column `worker` stays visible when the table is scrolled, and all numbers of a
+    column have the same number of decimals."""
     columns: dict[str, Any] = {"worker": {"pinned": True}} if "worker" in rows else {}
     for name, values in rows.items():
         digits = max((_decimals(value) for value in values if isinstance(value, float)), default=0)
@@ -47,7 +47,8 @@ def _decimals(value: float) -> int:
 def table_html(
     heads: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", *, foot: str = "", look: str = ""
 ) -> str:
-    """A small one, all of which is seen. heads: the first one is of what names the rows. Cells are HTML."""
+    """Returns a small table as HTML, all of which is visible. heads: the first is that of the rows' names. rows: cells
+    of HTML."""
     head = "".join(f'<th scope="col">{words}</th>' for words in heads)
     body = "".join(
         f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
@@ -62,8 +63,8 @@ def table_html(
 
 
 def differences(plans: Sequence[Plan], only: Container[str] | None = None) -> list[tuple[str, list[str]]]:
-    """What is compared, and what it is of each plan. Times are in each plan's unit, with five digits and by how much
-    they differ from the first plan's. only: the rows of these keys."""
+    """Returns rows that compare plans: (label, a cell per plan). Times are in each plan's unit, with five digits and
+    their difference from the first plan's. only: the keys of the wanted rows."""
     rows = []
     for row in compare(plans, only):
         cells = []
@@ -87,19 +88,21 @@ def differences(plans: Sequence[Plan], only: Container[str] | None = None) -> li
 
 
 def beside_html(labels: Sequence[str], figures: Sequence[tuple[str, list[str]]], caption: str) -> str:
-    """One column per label, one row per figure; on narrow screens it scrolls beside the names of its rows."""
+    """Returns a table as HTML, with one column per label and one row per figure. On narrow screens it scrolls, and the
+    names of the rows stay."""
     rows = ([escape(name), *map(_whole, cells)] for name, cells in figures)
     table = table_html(["figure", *map(escape, labels)], rows, look="or-beside")
     return f'<div class="or-scroll" tabindex="0" role="region" aria-label="{escape(caption)}">{table}</div>'
 
 
 def rows_html(table: Mapping[str, Sequence[object]], caption: str) -> str:
-    """One column per entry of `table`, the first one naming the rows; on narrow screens a block per row, so that
-    nothing is beyond the edge. The roles are said, since a browser forgets a table's when it is laid out as blocks."""
+    """Returns a table as HTML, with one column per entry of `table`, of which the first names the rows. On narrow
+    screens each row is a block, so that nothing is beyond the edge. It has explicit roles, since browsers drop a
+    table's roles when it is laid out as blocks."""
     names = list(table)
     heads = "".join(
         f'<th role="columnheader" scope="col"{_number(table[name]) if i else ""}>{escape(name)}</th>'
-        for i, name in enumerate(names)  # what names the rows is not set below each other as figures are
+        for i, name in enumerate(names)  # the column of row names is not aligned like numbers
     )
     rows = "".join(
         '<tr role="row">'
@@ -121,7 +124,7 @@ def rows_html(table: Mapping[str, Sequence[object]], caption: str) -> str:
 
 
 def _number(values: Sequence[object]) -> str:
-    """For the class of a column of numbers, which stand below each other."""
+    """Returns the class attribute for a column of numbers, which aligns them; "" for others."""
     return ' class="or-number"' if any(isinstance(v, int | float) for v in values) else ""
 
 
@@ -134,15 +137,15 @@ def _figure(value: object) -> str:
 
 
 def _whole(words: str) -> str:
-    """A number is not parted from its sign of percent at the end of a line."""
+    """Escapes words, and keeps a percent sign on the line of its number."""
     return escape(words).replace(" %", "&nbsp;%")
 
 
 def workers_table(schedule: Schedule, workers: Sequence[Worker], out: Mapping[str, str] | None = None) -> Table:
-    """One row per worker: re-routed micro-batches, idle and busy time, peak activations and bytes, ops.
+    """Returns one row per worker: re-routed micro-batches, idle and busy time, peak activations and bytes, ops.
 
-    What is looked at most comes first, so that on a narrow screen little has to be scrolled to. out: why a
-    job goes without a worker (default: nobody knows).
+    The most used columns come first, so that little has to be scrolled on a narrow screen. out: by worker, why the job
+    goes without it (default: not known).
     """
     units, moved = schedule.problem.job.units, schedule.rerouted_forwards
 
@@ -172,7 +175,7 @@ def workers_table(schedule: Schedule, workers: Sequence[Worker], out: Mapping[st
 
 
 def stage_table(labels: Sequence[str], schedules: Sequence[Schedule]) -> Table:
-    """One row per stage and plan; times in each plan's own unit."""
+    """Returns one row per stage and plan; times are in each plan's own unit."""
     found = [
         (label, schedule.problem.job.units, figures)
         for label, schedule in zip(labels, schedules, strict=True)
@@ -194,7 +197,7 @@ def stage_table(labels: Sequence[str], schedules: Sequence[Schedule]) -> Table:
 
 
 def operations_table(schedule: Schedule, workers: Sequence[Worker], window: tuple[float, float] | None = None) -> Table:
-    """One row per op by start. window: only ops that run between these ticks."""
+    """Returns one row per op, by start. window: only ops that run between these ticks."""
     job = schedule.problem.job
     low, high = window or (float("-inf"), float("inf"))
     ops = [op for w in workers for op in schedule.ops.get(w, ()) if op.end >= low and op.start <= high]
@@ -212,7 +215,7 @@ def operations_table(schedule: Schedule, workers: Sequence[Worker], window: tupl
 
 
 def iterations_table(iterations: Sequence[IterationView], marks: Sequence[Mark], micro_batches: int) -> Table:
-    """One row per iteration, the newest first. micro_batches: of a pipeline."""
+    """Returns one row per iteration, the newest first. micro_batches: of a pipeline."""
     happened = {mark.iteration: f"{mark.text}: {mark.detail}" for mark in marks}
     newest = list(reversed(iterations))
     return {
@@ -238,7 +241,7 @@ def iterations_table(iterations: Sequence[IterationView], marks: Sequence[Mark],
 
 
 def grid_table(workers: Sequence[WorkerView]) -> Table:
-    """One row per worker, those that need a look first."""
+    """Returns one row per worker, those that need attention first."""
     rows = sorted(workers, key=lambda w: (w.state in QUIET, w.pipeline, w.stage))
     return {
         "worker": [w.name for w in rows],
