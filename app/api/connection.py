@@ -1,11 +1,11 @@
-"""HTTP connections: how many the console takes at a time, and what one may take of it. uvicorn has no limits of its own
-on heads, on time, or on answers that nobody reads.
+"""Limits on HTTP connections: how many the console takes at a time (`ConnectionLimit`), and how much time and memory
+one may take (`LimitedProtocol`). uvicorn has no limits of its own on heads, on time, or on answers that nobody reads.
 
-Each connection is a file. Without any left, the console could not read its database, begin a process or accept who
-comes next, not even to say so. So some are kept for itself, and who comes beyond is told to come back.
+Each connection is an open file. Without any left, the console could not read its database, start a process, or accept
+and refuse the next connection. So it keeps some files for itself, and refuses connections beyond that with 503.
 
-A connection over which nothing is asked shuts nobody out: where there is no room, or where an address has its share,
-the one that has waited longest for a request makes way, of the address that has most of them. What has been asked is
+A connection without a request shuts nobody out. If there is no room, or an address has its share, the connection is
+closed that has waited longest for a request, of the address that has most connections. A request that was received is
 always answered.
 """
 
@@ -33,26 +33,28 @@ from openrecycle.app.runtime.problems import AGAIN, problem
 
 log = structlog.get_logger()
 
-# For databases, processes, modules that are read in, and whoever is being refused.
+# Files that are kept for databases, processes, imports, and connections that are being refused.
 KEPT_FILES = 128
-# Between two lines in the log.
+# Seconds between two lines in the log.
 QUIET_SECONDS = 60.0
-# Seconds for a refused connection to ask, so that the answer reaches it.
+# Seconds for which a refused connection may send its request, so that it gets the answer.
 TIMEOUT = 1.0
 
 
 class LimitedConnection(Protocol):
-    """A connection. address: of its other end; ours, behind a proxy."""
+    """A connection. address: of its other end, which is the proxy if there is one."""
 
     address: str
 
     def make_way(self) -> None:
-        """Ends it, soon: nothing has been asked over it."""
+        """Closes the connection, over which no request has come."""
 
 
 class ConnectionLimit:
-    """most: connections at a time. share: of one address, at most; None: half of them. exempt: is an address a
-    proxy's, which has everybody's connections? For the event loop alone: no lock."""
+    """Counts connections, and decides which are refused or closed. Has no lock: only the event loop may use it.
+
+    most: connections at a time. share: the most of one address; None: half of them. exempt: says whether an address is
+    a proxy's, which has everybody's connections."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class ConnectionLimit:
         self._exempt = exempt
         self._clock = clock
         self._open: Counter[str] = Counter()
-        # By address: those over which nothing is asked now, the one that waits for longest first.
+        # By address: the connections without a request, the one that has waited longest first.
         self._waiting: dict[str, dict[LimitedConnection, None]] = {}
         self._leaving: set[LimitedConnection] = set()
         self._said = -QUIET_SECONDS
@@ -77,7 +79,7 @@ class ConnectionLimit:
     def of_process(
         cls, share: int | None = None, exempt: Callable[[str], bool] = lambda address: False
     ) -> ConnectionLimit:
-        """By the files that this process may have open."""
+        """Makes the limit by the number of files that this process may have open."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = 1 << 31 if files == resource.RLIM_INFINITY else max(1, files - min(KEPT_FILES, files // 2))
         return cls(most, share=share, exempt=exempt)
@@ -85,13 +87,13 @@ class ConnectionLimit:
     # -- who is there ---------------------------------------------------------------------------
 
     def enter(self, guest: LimitedConnection, connections: int) -> bool:
-        """May it stay? connections: that are open, with this one."""
+        """Takes a new connection; returns whether it may stay. connections: how many are open, with this one."""
         address = guest.address
         self._open[address] += 1
         self.waits(guest)
         over_share = self._open[address] > self.share and not self._exempt(address)
         if over_share and not self._evict(address, guest):
-            return self.admits(self.most + 1)  # said as any other refusal is
+            return self.admits(self.most + 1)  # refused, and logged like any other refusal
         if connections - len(self._leaving) > self.most:
             busiest = max(self._waiting, key=self._open.__getitem__)
             if not self._evict(busiest, guest) and not self._evict(address, guest):
@@ -99,7 +101,7 @@ class ConnectionLimit:
         return True
 
     def leave(self, guest: LimitedConnection) -> None:
-        """It is closed."""
+        """Notes that a connection is closed."""
         self.asks(guest)
         if guest in self._leaving:
             self._leaving.discard(guest)
@@ -109,7 +111,7 @@ class ConnectionLimit:
             del self._open[guest.address]
 
     def waits(self, guest: LimitedConnection) -> None:
-        """Nothing is asked over it from now on."""
+        """Notes that a connection has no request from now on."""
         waiting = self._waiting.get(guest.address)
         if waiting is None:
             waiting = self._waiting[guest.address] = {}
@@ -117,7 +119,7 @@ class ConnectionLimit:
         waiting[guest] = None
 
     def asks(self, guest: LimitedConnection) -> None:
-        """The whole head of a request has come."""
+        """Notes that the whole head of a request has come."""
         waiting = self._waiting.get(guest.address)
         if waiting is not None:
             waiting.pop(guest, None)
@@ -136,7 +138,7 @@ class ConnectionLimit:
     # -- refusing -------------------------------------------------------------------------------
 
     def admits(self, connections: int) -> bool:
-        """Is there room for the last one of so many? One that is refused is said in the log, once a minute."""
+        """Says whether there is room for the last of so many connections. Refusals are logged once a minute."""
         if connections <= self.most:
             return True
         self._refused += 1
@@ -152,15 +154,15 @@ class ConnectionLimit:
         return False
 
     def hopeless(self, connections: int) -> bool:
-        """Are there so many that are being refused that even those take the files that are kept?"""
+        """Says whether so many connections are being refused that they use up the kept files."""
         return connections > self.most + KEPT_FILES // 4
 
 
-# Of a request's head: bytes, and seconds from its first one, or from the beginning of the connection.
+# Limits for a request's head: bytes, and seconds from its first byte, or from the beginning of the connection.
 HEAD_BYTES, HEAD_SECONDS = 64 * 1024, 30.0
-# Of an answer so much must be taken by its reader in that time, or the connection ends: what is not read takes memory.
+# A client must read this much of an answer in this time, or the connection is closed, since unread bytes take memory.
 SEND_BYTES, SEND_SECONDS = 64 * 1024, 30.0
-# Of what comes after a refusal and is not looked at.
+# The most bytes that are received and dropped after a refusal.
 MOST_THROWN_AWAY = 1024 * 1024
 
 _AT_ONCE = struct.pack("ii", 1, 0)  # of SO_LINGER: on, for no time
@@ -169,17 +171,17 @@ _AT_ONCE = struct.pack("ii", 1, 0)  # of SO_LINGER: on, for no time
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. limit: set by `connections`.
 
-    A request's head has HEAD_BYTES and HEAD_SECONDS at most, from its first byte, or from the connection's beginning;
-    so has what is neither head nor body (trailers, sizes of chunks). A request that has been accepted takes its time;
-    its answer is read, or given up (SEND_BYTES, SEND_SECONDS).
+    A request's head may take at most HEAD_BYTES and HEAD_SECONDS, from its first byte or from the connection's
+    beginning. The same holds for bytes that are neither head nor body (trailers, sizes of chunks). A request that has
+    been accepted may take any time. Its answer must be read, or it is given up (SEND_BYTES, SEND_SECONDS).
     """
 
     limit: ConnectionLimit
     address = ""
     _refused = False
-    _in_message = False  # has the parser had a part of a request?
+    _in_message = False  # whether the parser has had a part of a request
     _no_head_in_time: asyncio.TimerHandle | None = None
-    _idle_bytes = 0  # that were neither the end of a head nor a part of a body
+    _idle_bytes = 0  # bytes since the last end of a head or part of a body
     _too_large = False
     _left = False
     _upgraded = False
@@ -225,15 +227,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def _look_for_reader(self) -> None:
         self._unread = None
         if self.transport.get_write_buffer_size() and self._unread_now() > self._unread_bytes - SEND_BYTES:
-            # Closing it would wait for the reader, and the system would keep what is not read.
+            # A plain close would wait for the client, and the system would keep the unread bytes.
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
             self.transport.abort()
         else:
             self._await_reader()
 
     def _unread_now(self) -> int:
-        """Bytes, with those that the system has and the other side has not: megabytes, of which it is slow to ask for
-        more."""
+        """Returns the unread bytes: those that wait here, and those in the system that the client has not received. The
+        latter may be megabytes, of which the client asks for more only slowly."""
         held = bytearray(4)
         with suppress(OSError):
             fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
@@ -245,7 +247,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._unread = None
 
     def handle_websocket_upgrade(self) -> None:
-        """It stays one of its address's, and waits for nothing any more."""
+        """Hands over to a WebSocket, which still counts for its address, but has no time limits."""
         self._upgraded = True
         self._head_came()
         self._is_read()
@@ -276,14 +278,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._turn_away(408, "too_slow", f"the head of the request: not all of it came within {HEAD_SECONDS:g} s")
 
     def _turn_away(self, status: int, code: str, detail: str) -> None:
-        """Says so and ends the connection, once the other side has had the time to read it: what is still on its way
-        when a connection is closed resets it, and the answer is lost."""
+        """Answers with an error, and closes the connection after the client has had time to read that. Data that is on
+        its way when a connection is closed resets the connection, and the answer is lost."""
         if self._thrown_away or self.transport.is_closing():
             return
         self._thrown_away = 1
         self._head_came()
         self._unset_keepalive_if_required()
-        if self.cycle is None or self.cycle.response_complete:  # else there is an answer on its way
+        if self.cycle is None or self.cycle.response_complete:  # else another answer is on its way
             self.transport.write(_answer(status, code, detail))
         self.loop.call_later(TIMEOUT, self.transport.close)
 
@@ -323,7 +325,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value) + 4
-        if self._head_bytes > HEAD_BYTES:  # in one piece with all that follows; or as trailers of a body
+        if self._head_bytes > HEAD_BYTES:  # it came in one piece with other data, or as trailers of a body
             self._too_large = True
             raise ValueError("too large")
         super().on_header(name, value)
@@ -352,7 +354,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class LimitedWebSocket(WebSocketsSansIOProtocol):
-    """What a LimitedProtocol becomes. left: called when it is closed."""
+    """The WebSocket that a LimitedProtocol becomes. left: called when it is closed."""
 
     def __init__(self, left: Callable[[], None], **given: Any) -> None:
         super().__init__(**given)
@@ -366,9 +368,8 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 def connections(
     share: int | None = None, exempt: Callable[[str], bool] = lambda address: False
 ) -> type[LimitedProtocol]:
-    """The protocol for uvicorn's `http`; after app.runtime.patches.tune_process.
-
-    share, exempt: see ConnectionLimit."""
+    """Makes the protocol class for uvicorn's option `http`. Call it after app.runtime.patches.tune_process, which
+    raises the limit on open files. share, exempt: see ConnectionLimit."""
     return type("Connection", (LimitedProtocol,), {"limit": ConnectionLimit.of_process(share, exempt)})
 
 

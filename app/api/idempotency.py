@@ -1,9 +1,9 @@
-"""A POST with an Idempotency-Key is done once: who sends it again gets the first one's answer.
+"""A POST with an Idempotency-Key is done once: a client that sends it again gets the answer of the first.
 
-Keys and answers are in the database, so that this holds through a restart of the console, which is when
-requests are sent again. POST /jobs keeps its key with the job itself, as long as that is there; heartbeats may come
-twice; a history that is imported is never imported over another one; the answer of POST /tokens is a secret, which is
-kept nowhere.
+Keys and answers are in the database, so that this also works across a restart of the console, which is when requests
+are sent again. Some paths keep no keys here: POST /jobs keeps its key with the job, as long as that exists; heartbeats
+may come twice; an imported history never replaces another job; and the answer of POST /tokens is a secret, which is
+stored nowhere.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from openrecycle.db.access import Earlier, IdempotentRequests
 
 HEADER = "Idempotency-Key"
 MOST_CHARACTERS = 255
-# Seconds after which a request that was never answered may be done anew: any takes less, but a plan that is uploaded
-# while others are read.
+# Seconds after which a request that was never answered may be done again. Every request takes less, except the upload
+# of a plan while others are read.
 STALE = 120.0
 STALE_UPLOAD = TIMEOUT * (MOST_WAITING + 1)
-# A larger answer is none that a request with an effect gets.
+# No request with an effect has a larger answer.
 MOST_BYTES = 1 << 20
 
 
 def keeps_keys(path: str) -> bool:
-    """path: as in the OpenAPI document, or of a request, below /api/v1."""
+    """Says whether POST requests to a path have their keys kept here. path: of a request or as in the OpenAPI document,
+    below /api/v1."""
     return path not in ("/jobs", "/tokens") and not path.endswith(("/heartbeats", "/history/import"))
 
 
 class Idempotency:
-    """ASGI, around FastAPI."""
+    """ASGI middleware around FastAPI that handles Idempotency-Key."""
 
     def __init__(self, app: ASGIApp, requests: IdempotentRequests) -> None:
         self.app, self.requests = app, requests
@@ -57,7 +58,7 @@ class Idempotency:
         body = await Request(scope, receive).body()  # bounded by the guard before
         headers = Headers(scope=scope)
         caller = headers.get(CALLER)
-        asks = from_header(caller).key if caller else ""  # names are no keys: two tokens may have the same one
+        asks = from_header(caller).key if caller else ""  # not the name, which two tokens may share
         key = _digest(scope["path"], asks, headers.get(ACTOR, ""), given)
         try:
             earlier = await in_thread(self._begin, key, scope, body)
@@ -70,7 +71,7 @@ class Idempotency:
         await self._first(scope, body, receive, send, key)
 
     def _begin(self, key: str, scope: Scope, body: bytes) -> Earlier | None:
-        request = _digest(scope["query_string"], body)  # of megabytes: not in the event loop
+        request = _digest(scope["query_string"], body)  # may be megabytes, so this runs outside of the event loop
         stale = STALE_UPLOAD if scope["path"].removeprefix(API) == "/plans" else STALE
         with storing():
             earlier = self.requests.begin(key, request, stale=stale)
@@ -96,11 +97,11 @@ class Idempotency:
                     await in_thread(self.requests.answered, key, status, media, location, answer)
                 kept = True
         except ConsoleError:
-            pass  # it is done, though it can't be kept: said all the same, and done anew if it comes again
+            pass  # the request was done, but its answer can't be kept; if it comes again, it is done again
         finally:
             if not kept:
                 await in_thread(self._forget, key)
-            for message in messages:  # also where a handler failed: it is answered, and raised once it is
+            for message in messages:  # also if a handler failed: its error is answered first, and raised after that
                 await send(message)
 
     def _forget(self, key: str) -> None:

@@ -1,11 +1,11 @@
-"""What happens, as it happens: server-sent events for people's scripts and dashboards.
+"""Server-sent events for scripts and dashboards: a job's events and a solve's progress, as they come.
 
-A stream says where it is in each message's `id`; a client that comes back with it in Last-Event-ID misses
-nothing. When nothing more can come the stream ends, and whoever comes back is told so with 204. FastAPI sends a comment
-now and then, so that no proxy takes a silent connection for a dead one.
+Each message has its position as `id`; a client that comes back with it in Last-Event-ID misses nothing. When nothing
+more can come, the stream ends, and a client that comes back gets 204. FastAPI sends a comment now and then, so that no
+proxy takes a silent connection for a dead one.
 """
 
-# Annotations are no text here: FastAPI would not find the router's own functions in it.
+# No `from __future__ import annotations` here: FastAPI could not resolve names of the router's own functions in text.
 
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.access import STILL
 
-# Seconds after which a stream that nothing came for ends, where its token was revoked meanwhile or the session is over.
+# Seconds after which a silent stream looks whether its token was revoked or its session is over, and then ends.
 LOOK_AGAIN = 15.0
 AT_ONCE = 500
 
@@ -35,12 +35,12 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 async def _known(after: After = 0, last_event_id: LastEventId = None) -> int:
-    """The last id that the client knows."""
+    """Returns the last id that the client knows."""
     return after if last_event_id is None else int(last_event_id)
 
 
 async def _still(request: Request) -> Callable[[], bool]:
-    """Neither is the token revoked of whoever listens, nor has the session ended."""
+    """Returns a function that says whether the client may still listen: its token is valid, and its session lasts."""
     still: Callable[[], bool] = request.scope.get(STILL, lambda: True)
     return still
 
@@ -52,7 +52,7 @@ Still = Annotated[Callable[[], bool], Depends(_still)]
 def router(console: ConsoleService) -> APIRouter:
     api = APIRouter(default_response_class=EventSourceResponse)
 
-    # A stream has begun before its first message is made: who gets none is told before.
+    # These are dependencies, since a refusal or 204 must be answered before the stream begins.
     async def followed_job(job_id: str, known: Known) -> LiveJob:
         job = await console.jobs.find_beside(job_id)
         if job.state.over and job.feed.last <= known:

@@ -1,5 +1,5 @@
-"""Catalog: plans made ahead, by number of failures: what they cost, what is missing, and filling it. The question is a
-job's, one's own, or a stored catalog's, and in the URL."""
+"""The Catalog page: plans made ahead, by number of failures, with what they cost and which are missing; and the button
+that makes those. The question is a job's, the user's own, or a stored catalog's, and is in the URL."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
 SEEN = "catalog-filling-seen"
-# In the URL: which plans are looked at, by their number of failures, and which one of them.
+# Names in the URL: the number of failures whose plans are shown, and which one of them.
 COUNT, PLAN = "cat_count", "cat_plan"
-# Rows that are shown at once; of more, a table that can be scrolled and sorted.
+# The most rows of a plain table; with more, the table can be scrolled and sorted.
 MOST_ROWS = 100
-# Seconds between two looks at a filling; of so many plans, which take longer to draw, fewer.
+# Seconds between two refreshes while a catalog is filled; above MANY plans, which take longer to draw, it is more.
 REFRESH, MANY = 0.5, 100
 
 
@@ -65,7 +65,7 @@ def page() -> None:
 
 
 def _catalog(console: ConsoleService, request: CatalogRequest, colours: Palette) -> None:
-    """All that changes while it is filled."""
+    """Draws everything that changes while the catalog is filled."""
     report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
     _fill(console, request, report)
     if not report.plans:
@@ -93,12 +93,12 @@ def _catalog(console: ConsoleService, request: CatalogRequest, colours: Palette)
 
 
 def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogReport) -> None:
-    """Fill, its progress and Cancel. A stale catalog is shown as it is."""
+    """Draws the Fill button, its progress and Cancel. A stale catalog can't be filled."""
     current = st.query_params.get("catalog") in (None, CatalogInfo.of(request.question).fingerprint)
     filling = console.catalogs.filling(report.fingerprint)
     running = filling is not None and filling.running
     if not running and not st.session_state.get(SEEN, True):
-        # Once more, without the refresh of a filling under way.
+        # The page runs once more, without the refresh that a filling needs.
         st.session_state[SEEN] = True
         st.rerun()
     whole = not report.missing and request.solver == "list"
@@ -136,7 +136,7 @@ def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogRepor
 
 
 def _plans(report: CatalogReport) -> None:
-    """One count's plans, and the way to the Gantt chart of each."""
+    """Draws the plans for one number of failures, with links to their Gantt charts."""
     counts = [line.failures for line in report.lines if line.plans]
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-plans"):
         count = address.selectbox(
@@ -160,7 +160,7 @@ def _plans(report: CatalogReport) -> None:
 
 
 def _exports(console: ConsoleService, report: CatalogReport) -> None:
-    """The whole catalog; made when its button is pressed."""
+    """Draws the export of the whole catalog; each file is made when its button is pressed."""
     with st.popover("Export", icon=":material/download:", key="export-catalog"), told():
         refusal = json_refusal(console.catalogs.stored(report.fingerprint).info, report.plans)
         for form, label, why in (
@@ -181,7 +181,7 @@ def _exports(console: ConsoleService, report: CatalogReport) -> None:
 
 
 def _others(console: ConsoleService, report: CatalogReport) -> None:
-    """Every stored catalog; what is stale, and why."""
+    """Draws all stored catalogs, and why some are stale."""
     catalogs = console.catalogs.list()
     if not catalogs:
         return
@@ -198,7 +198,7 @@ def _others(console: ConsoleService, report: CatalogReport) -> None:
     }
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalogs-row"):
         chosen = st.selectbox("Stored catalog", list(names), format_func=names.__getitem__, key="stored", width=420)
-        # Keys by the catalog: where it is gone by now, and another one is in its place, a click is not for that one.
+        # The keys have the catalog's name: a click must not count for another catalog that has taken its place.
         if st.button("Show", key=f"show-catalog-{chosen}"):
             st.query_params["catalog"] = chosen
             st.rerun()
@@ -224,7 +224,7 @@ Table = dict[str, list[Any]]
 
 
 def cards(report: CatalogReport) -> list[Card]:
-    """Plans, cover, the cost of the worst single failure and what it keeps of the throughput, gap."""
+    """Returns the cards: plans, cover, the cost of the worst single failure, the throughput that is kept, gap."""
     unit = report.question.job.time_unit
     asked = f"up to {text.count(report.tolerance, 'failure')}" if report.tolerance else "without failures"
     covered = report.covered
@@ -286,7 +286,7 @@ def _cover(report: CatalogReport, covered: int) -> str:
 
 
 def _kept(whole: CountLine, line: CountLine) -> Card:
-    """How much of the fault-free plan's throughput the longest plan of a count keeps, beside how many workers live."""
+    """Shows the share of the fault-free throughput that the longest plan keeps, beside the share of living workers."""
     label = "Throughput kept"
     if whole.worst is None or line.worst is None or line.linear is None:
         return Card(label, "–", "the fault-free plan is missing")
@@ -299,7 +299,7 @@ def _kept(whole: CountLine, line: CountLine) -> Card:
 
 
 def counts_table(report: CatalogReport) -> Table:
-    """One row per number of failures."""
+    """Returns one row per number of failures."""
     unit = text.plural(report.question.job.time_unit)
     lines = report.lines
     worst = [line.worst for line in lines]
@@ -319,7 +319,7 @@ def counts_table(report: CatalogReport) -> Table:
 
 
 def plans_table(line: CountLine, unit: str) -> Table:
-    """One row per plan of a count, the longest first."""
+    """Returns one row per plan for a number of failures, the longest first."""
     unit = text.plural(unit)
     return {
         "failed": [", ".join(plan.failed) or "none" for plan in line.plans],
@@ -333,7 +333,7 @@ def plans_table(line: CountLine, unit: str) -> Table:
 
 
 def _memory(peaks: Sequence[int | None]) -> Table:
-    """A column of bytes, where they are known."""
+    """Returns a column of bytes, if they are known."""
     if not any(peaks):
         return {}
     unit, scale = text.size_unit(max(peak or 0 for peak in peaks))
@@ -341,7 +341,7 @@ def _memory(peaks: Sequence[int | None]) -> Table:
 
 
 def stored_table(catalogs: Sequence[CatalogSummary], states: Sequence[str], now: float) -> Table:
-    """One row per stored catalog. states: whether each is used, and why not. now: POSIX seconds."""
+    """Returns one row per stored catalog. states: whether each is used, and why not. now: POSIX seconds."""
     jobs = [catalog.info.job for catalog in catalogs]
     return {
         "grid": list(map(text.grid, jobs)),
@@ -357,13 +357,13 @@ def stored_table(catalogs: Sequence[CatalogSummary], states: Sequence[str], now:
 
 
 def question_words(report: CatalogReport) -> str:
-    """`3 pipelines × 4 stages, 6 micro-batches each · staggered · memory limit uniform`."""
+    """Returns the question: `3 pipelines × 4 stages, 6 micro-batches each · staggered · memory limit uniform`."""
     question = report.question
     return f"{text.grid_words(question.job)} · {question.technique.value} · memory limit {question.memory.text}"
 
 
 def filling_words(filling: Filling) -> str:
-    """What a filling does, or how it ended."""
+    """Says what a filling does, or how it ended."""
     took = text.milliseconds(1000 * filling.elapsed)
     if filling.running:
         if not filling.total:
@@ -379,7 +379,7 @@ def filling_words(filling: Filling) -> str:
 
 
 def chart_words(report: CatalogReport) -> str:
-    """The chart for those who can't see it."""
+    """Describes the chart for people who can't see it."""
     unit = report.question.job.time_unit
     parts = []
     for line in report.lines[:12]:
@@ -405,8 +405,8 @@ def show(console: ConsoleService, report: CatalogReport, colours: Palette) -> No
 
 
 def _drawn(console: ConsoleService, report: CatalogReport) -> CatalogReport:
-    """The same one at each refresh of a filling until more can be drawn: a chart that is drawn anew takes no
-    click meanwhile."""
+    """Returns the report to draw. While a catalog is filled it is the same one until more can be drawn, since a chart
+    takes no clicks while it is drawn anew."""
     filling = console.catalogs.filling(report.fingerprint)
     if filling is None or not filling.running:
         st.session_state.pop(DRAWN, None)
@@ -435,7 +435,7 @@ def _curves(report: CatalogReport, colours: Palette) -> None:
 
 
 def _clicked(event: Any) -> int | None:
-    """The number of failures of the point that was clicked."""
+    """Returns the number of failures of the point that was clicked."""
     points = event.selection.points if event and "selection" in event else []
     return int(points[0]["x"]) if points else None
 
@@ -449,7 +449,7 @@ JOB = "catalog-job"
 
 
 def stored(console: ConsoleService) -> CatalogRequest | None:
-    """A stored catalog by the URL's `catalog`."""
+    """Returns the request for the stored catalog that the URL names."""
     fingerprint = st.query_params["catalog"]
     try:
         found = console.catalogs.stored(fingerprint)
@@ -475,7 +475,7 @@ def _leave_button(label: str) -> None:
 
 
 def ask(console: ConsoleService) -> CatalogRequest:
-    """The controls; their state is in the URL. Raises InputError."""
+    """Draws the controls, whose state is in the URL; returns the request. Raises InputError."""
     jobs = components.job_names(components.jobs_to_pick(console))
     source = address.job_asked_for(jobs) or next(iter(jobs), OWN)
     if source not in (OWN, *jobs):
@@ -485,7 +485,7 @@ def ask(console: ConsoleService) -> CatalogRequest:
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-question"):
         names = {OWN: "A question of your own", **jobs}
         components.pick_job("Plans for", names, source, key=JOB, width=230)
-        # A newer job must not change what a link shows: it names the source.
+        # The link names its source, so that a newer job does not change what it shows.
         if source == OWN:
             address.pin(address.JOB, OWN)
             values |= _own_question()
@@ -565,12 +565,13 @@ def _effort() -> dict[str, Any]:
 
 # -- curves -----------------------------------------------------------------------------------------
 
-# Above so many counts, markers would run into one another.
+# With more numbers of failures than this, markers would overlap.
 MARKED = 60
 
 
 def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) -> go.Figure:
-    """Three panels over one axis of failures. A point of the longest plans carries its count in customdata."""
+    """Draws three panels over one axis of failures. The points of the longest plans have their number of failures in
+    customdata."""
     lines = [line for line in report.lines if line.plans]
     unit = text.plural(report.question.job.time_unit)
     figure = go.Figure()
@@ -653,7 +654,7 @@ def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) ->
 
 
 def _spread(figure: go.Figure, lines: Sequence[CountLine], x: list[int], colours: Palette) -> None:
-    """From the shortest to the longest plan of a count."""
+    """Draws the range from the shortest to the longest plan of each number of failures."""
     for name, y, fill in (
         ("Shortest plan", [line.best.period for line in lines if line.best], None),
         ("", [line.worst.period for line in lines if line.worst], "tonexty"),
@@ -687,7 +688,7 @@ def _sentence(line: CountLine, unit: str) -> str:
 
 
 def _reference(figure: go.Figure, report: CatalogReport, colours: Palette, unit: str) -> None:
-    """Where fault-free 1F1B is."""
+    """Draws a line at the period of fault-free 1F1B."""
     if report.reference is None:
         return
     figure.add_hline(y=report.reference, line={"color": colours.text, "width": 1, "dash": "dot"})

@@ -1,4 +1,4 @@
-"""Compare: two to four plans, or a plan and the iteration that ran it, on one time axis."""
+"""The Compare page: two to four plans, or a plan and the iteration that ran it, on one time axis."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def page() -> None:
 
 
 def _title(job: LiveJob) -> bool:
-    """The head does not name a job that none of the plans is of."""
+    """For `open_job`: draws another title if none of the plans belongs to the job."""
     try:
         asked = [parse_reference(each, field="plans") for each in st.query_params.get_all("plans")]
     except InputError:
-        return False  # the page says so
+        return False  # the page will say so
     if not asked or any(job_of(each) == job.job_id for each in asked):
         return False
     st.html(TITLE)
@@ -75,11 +75,12 @@ def _title(job: LiveJob) -> bool:
 
 
 def _choose(console: ConsoleService, job_id: str | None) -> list[Source | PendingPlan]:
-    """What is compared, the baseline first. It is in the URL: `?plans=` once each, and `?baseline=`."""
+    """Draws the choice of plans; returns them, the baseline first. They are in the URL: one `?plans=` each, and
+    `?baseline=`."""
     wanted = _wanted(console, job_id)
     options = console.sources.candidates(job_id, clock)
     found: dict[str, Source | PendingPlan] = {}
-    named: dict[str, str] = {}  # as asked for -> as shown: the plan of now, not "in force"
+    named: dict[str, str] = {}  # reference in the URL -> pinned reference: this very plan, and not "in force"
     for reference in wanted:
         try:
             each = console.sources.find(reference)
@@ -96,7 +97,7 @@ def _choose(console: ConsoleService, job_id: str | None) -> list[Source | Pendin
         options.setdefault(name, each.name)
     _into_address(named)
     with st.container(horizontal=True, vertical_alignment="bottom", key="compared"):
-        # The widget is told what the URL says only when that came from elsewhere, such as the button below.
+        # The widget's value is only set if the URL was changed elsewhere, such as by the button below.
         if PICKER not in st.session_state or st.session_state[PICKER] != list(found):
             st.session_state[PICKER] = list(found)
         st.multiselect(
@@ -142,7 +143,8 @@ def _wanted(console: ConsoleService, job_id: str | None) -> list[Reference]:
 
 
 def _into_address(names: dict[str, str]) -> None:
-    """Puts what is shown in the place of what was asked for, so that a link shows the same later on."""
+    """Replaces the references in the address by those to the plans that are shown, so that a link shows the same
+    later."""
     asked = st.query_params.get_all("plans")
     shown = list(dict.fromkeys(names.get(each, each) for each in asked or names))
     if shown != asked:
@@ -155,7 +157,7 @@ def _into_address(names: dict[str, str]) -> None:
 
 
 def _replace(old: Reference, new: Reference) -> None:
-    """For callbacks: another one in its place."""
+    """For callbacks: replaces one plan by another."""
     for name in ("plans", "baseline"):
         asked = st.query_params.get_all(name)
         if str(old) in asked:
@@ -163,12 +165,12 @@ def _replace(old: Reference, new: Reference) -> None:
 
 
 def _add(shown: list[str], reference: str) -> None:
-    """One more beside those that are shown; in the place of the last one where there is room for no more."""
+    """Adds a plan to those that are shown; if there is no room, it replaces the last one."""
     st.query_params["plans"] = [*[each for each in shown if each != reference][: MOST - 1], reference]
 
 
 def _remember(known: frozenset[str]) -> None:
-    """known: the plans that were offered. Of one that is called otherwise since, the browser still sends the words."""
+    """Takes the choice. known: the plans that were offered; a browser may still send an older name of a plan."""
     if known.issuperset(st.session_state[PICKER]):
         address.moved()
         st.query_params["plans"] = st.session_state[PICKER]
@@ -226,13 +228,14 @@ def _compare(console: ConsoleService, sources: list[Source], colours: Palette) -
 
 
 def _labels(sources: list[Source]) -> list[str]:
-    """Names as they are, numbered where two are alike."""
+    """Returns the plans' names, numbered if two are alike."""
     names = [s.name for s in sources]
     return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
 def _cards(labels: list[str], sources: list[Source]) -> list[Card]:
-    """One per plan: its period, and by how much it differs from the baseline's, where that is of the same question."""
+    """Returns a card per plan with its period, and its difference from the baseline's if both answer the same
+    question."""
     first = sources[0].plan
     cards = []
     for i, (label, source) in enumerate(zip(labels, sources, strict=True)):

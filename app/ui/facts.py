@@ -1,4 +1,4 @@
-"""What the pages say in words and figures, worked out from views and plans. No Streamlit here."""
+"""The words and figures of the pages, computed from views and plans, without Streamlit."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule, critical_path, waited
 
 OVER = (JobState.FINISHED, JobState.STOPPED)
-# What it is called how far a worker has come in taking up a generation, in the order of ACK_ORDER.
+# Words for how far a worker has taken up a generation, in the order of ACK_ORDER.
 STEP_WORDS = ("waiting", "with the plan", "in groups", "training")
-# What a cell says while its worker takes up a new generation: who is last must not look as if all were well.
+# Words in a cell while its worker takes up a new generation: the last worker must not look as if all were well.
 TRAINS = (RoleState.RUNNING, RoleState.REROUTED, RoleState.SLOW)
 ROLLING = {"": "waits", "adopted": "has the plan", "formed": "in its groups"}
 DRAG_WORDS = "Drag over a part of a chart to see it large; double-click for all."
@@ -36,7 +36,7 @@ SOLVER_WORDS = {
 }
 
 
-# Shares of the fault-free throughput from which on all is well, and from which on it is no disaster.
+# Shares of the fault-free throughput: from WELL on the tone is good, from HALF on it is a warning, and below it is bad.
 WELL, HALF = 0.98, 0.5
 
 
@@ -52,20 +52,20 @@ class Card:
 
 
 def fault_free_rate(view: JobView) -> Baseline | None:
-    """What throughput is measured by; None while it is not known."""
+    """Returns the rate that throughput is compared with; None while it is not known."""
     return view.figures.baseline if view.figures else None
 
 
 def live_cards(view: JobView) -> list[Card]:
-    """Iteration, throughput, goodput, workers, plan in force, age of data."""
+    """Returns Live's cards: iteration, throughput, goodput, workers, plan in force, age of data."""
     return [_iteration(view), _throughput(view), _goodput(view), _workers(view), _plan(view), _age(view)]
 
 
 def ready_words(view: JobView) -> str:
-    """How many plans are ready for the next loss. "": the job is over.
+    """Says how many plans are ready for the next loss. "": the job is over.
 
-    Never empty before: Streamlit draws no container that holds nothing, and all below it would move up (52 pixels, for
-    the moment in which it is found out anew which plans are needed: a worker is back, or layers have moved)."""
+    It is never empty before that: Streamlit draws no empty container, and everything below would move up by 52 pixels,
+    as in the moment when it is found out anew which plans are needed after a return or a move of layers."""
     if view.state in OVER:
         return ""
     if not view.plans_to_make:
@@ -93,7 +93,7 @@ def _no_iteration(view: JobView) -> str:
 
 
 def _goodput(view: JobView) -> Card:
-    """Both in one card: they differ by what re-routing costs."""
+    """Shows goodput and ETTR in one card; they differ by the cost of re-routing."""
     figures = view.figures
     if figures is None or figures.ettr is None:
         return Card("Goodput so far", "–", _no_iteration(view))
@@ -107,18 +107,19 @@ def _goodput(view: JobView) -> Card:
 
 
 def is_old(view: JobView) -> bool:
-    """Has nobody been heard for longer than should be, of those who should speak? A console that is stuck does not
-    know how the job is, and takes no silence for a worker's."""
+    """Says whether no worker that should send heartbeats was heard in time, so that the data is old. A console that
+    stands still does not know the job's state, but does not suspect workers for that."""
     return view.state not in OVER and min(_ages(view), default=0.0) > view.suspect_seconds
 
 
 def _ages(view: JobView) -> list[float]:
-    """Seconds since each was heard."""
+    """Returns the seconds since each worker was heard."""
     return [w.heartbeat_age for w in view.workers if w.heartbeat_age is not None and w.state not in OUT]
 
 
 def _age(view: JobView) -> Card:
-    """How old the newest word of any worker is, and the oldest newest word of one that should speak."""
+    """Shows the age of the newest heartbeat of all workers, and the age of the last heartbeat of the most silent
+    one."""
     if view.state in OVER:
         return Card("Age of data", "–", "the job is over")
     ages = _ages(view)
@@ -161,7 +162,7 @@ def _throughput(view: JobView) -> Card:
 
 
 def _workers(view: JobView) -> Card:
-    """How many train, and what became of the processes that do not."""
+    """Shows how many workers live, and what became of the other processes."""
     total, states = len(view.workers), [w.state for w in view.workers]
     living = total - sum(state in OUT for state in states)
     if view.state in OVER:
@@ -220,7 +221,7 @@ def _plan(view: JobView) -> Card:
 
 
 def roll_out(view: JobView) -> str:
-    """How far the workers have come in taking up the newest generation; empty when all train in it."""
+    """Says how far the workers have taken up the newest generation; "": all train in it."""
     steps = [w.acknowledged for w in view.workers if w.generation == view.generation and w.state in ALIVE]
     if view.state is not JobState.RECOVERING or all(s == "resumed" for s in steps):
         return ""
@@ -228,20 +229,21 @@ def roll_out(view: JobView) -> str:
 
 
 def roll_out_words(at: Sequence[int]) -> str:
-    """at: how many have come to each of ACK_ORDER, and no further. Each worker is counted once."""
+    """Says how many workers are at each step. at: for each step of ACK_ORDER, how many have come to it and no
+    further."""
     found = [f"{count:,} {words}" for count, words in zip(at, STEP_WORDS, strict=True) if count]
     return ", ".join(found)
 
 
 def gap_words(plan: Plan) -> str:
-    """How far the plan may be from the best possible."""
+    """Says how far the plan may be from the best possible."""
     if plan.metrics.gap <= 0:
         return "proven optimal"
     return f"at most {text.at_most(plan.metrics.gap)} over optimal"
 
 
 def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
-    """Period, bound, bubbles, slowdowns, re-routed work, memory."""
+    """Returns a plan's cards: period, bound, bubbles, slowdowns, re-routed work, memory."""
     metrics, unit = plan.metrics, plan.job.time_unit
     moved = sum(schedule.rerouted_forwards.values())
     total = plan.job.pipelines * plan.job.stages * plan.job.micro_batches
@@ -270,14 +272,14 @@ def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
 
 
 def slot_of(job: Job) -> float | None:
-    """The one duration that F, I and W have on all stages, in the job's unit; None where they differ, or where
-    that unit is the slot itself."""
+    """Returns the duration that F, I and W have on all stages, in the job's unit; None if they differ, or if that unit
+    is the slot itself."""
     times = {time for p in job.profiles for time in (p.forward, p.input_backward, p.weight_backward)}
     return times.pop() if len(times) == 1 and job.time_unit != "slot" else None
 
 
 def _peak(plan: Plan, schedule: Schedule) -> Card:
-    """In bytes where the profile says what a worker holds, else in activations."""
+    """Shows the peak memory in bytes if the profile has sizes, else in activations."""
     held = max(plan.metrics.peak_activations.values(), default=0)
     if not schedule.counts_bytes:
         return Card("Peak activations", f"{held:,}", f"memory limit: {plan.memory}", of="held")
@@ -288,12 +290,12 @@ def _peak(plan: Plan, schedule: Schedule) -> Card:
 
 
 def living_peers(view: JobView, worker: WorkerView) -> list[str]:
-    """The other workers of its stage that hold the stage's weights."""
+    """Returns the other workers of the same stage that hold its weights."""
     return [w.name for w in view.workers if w.stage == worker.stage and w.name != worker.name and w.state in HOLDING]
 
 
 def process_words(worker: WorkerView) -> str:
-    """Which process holds the role."""
+    """Says which process holds the role."""
     if not worker.pid:
         return "its process"
     began = f", started as {worker.slot}" if worker.slot not in ("", worker.name) else ""
@@ -305,7 +307,7 @@ STANDS_STILL = "The job stands still after this kill."
 
 
 def consequence_of_kill(view: JobView, worker: WorkerView, loss: Loss) -> tuple[str, str]:
-    """What killing `worker` does, in some sentences, and what to warn of; "": the job goes on by itself."""
+    """Says in a few sentences what killing `worker` does, and what to warn of; "": the job goes on by itself."""
     again, warning = _started_again(view.spec.max_restarts), ""
     where = back_to(view.spec.checkpoints, view.spec.max_restarts)
     redone = f"all go back to {where}; the iterations since then are run again"
@@ -339,7 +341,7 @@ def consequence_of_kill(view: JobView, worker: WorkerView, loss: Loss) -> tuple[
 
 
 def _started_again(max_restarts: int) -> str:
-    """What its launcher does about a worker that has died; "": nothing."""
+    """Says what a launcher does about a worker that has died; "": nothing."""
     if not max_restarts:
         return ""
     times = "once" if max_restarts == 1 else f"{max_restarts:,} times in a row"
@@ -353,8 +355,8 @@ def _load(view: JobView, worker: WorkerView, peers: list[str], share: float | No
 
 
 def consequence_of_drain(view: JobView, worker: WorkerView, share: float | None = None) -> str:
-    """What asking `worker` to leave does, in a sentence or two. share: of the fault-free throughput that is left
-    then, where it is known."""
+    """Says in a sentence or two what draining `worker` does. share: the share of the fault-free throughput that is left
+    then; None: not known."""
     return (
         f"It leaves when the iteration in hand is done; nothing is redone, and it counts as no failure. "
         f"{_load(view, worker, living_peers(view, worker), share)} It can be started again later."
@@ -362,7 +364,7 @@ def consequence_of_drain(view: JobView, worker: WorkerView, share: float | None 
 
 
 def consequence_of_restart(view: JobView, worker: WorkerView) -> tuple[str, bool]:
-    """What starting `worker` again does, in a sentence, and whether it can help."""
+    """Says in a sentence what starting `worker` again does, and returns whether it can help."""
     peers, nobody = living_peers(view, worker), f"No worker of stage {worker.stage} lives"
     if not view.generation:
         return "A new process is started. The job begins when all workers have registered.", True
@@ -378,10 +380,8 @@ def consequence_of_restart(view: JobView, worker: WorkerView) -> tuple[str, bool
 
 
 def op_time_words(spec: JobSpec) -> str:
-    """`F 40 ms, I 12 ms to 40 ms`: what plans take ops for; empty where that is in slots.
-
-    Kinds that take no time are left out.
-    """
+    """Returns the op times of the job's plans: `F 40 ms, I 12 ms to 40 ms`; "": they are in slots. Kinds that take no
+    time are left out."""
     kinds = {"F": "forward", "I": "input_backward", "W": "weight_backward", "O": "optimizer"}
     spans: dict[str, tuple[float, float]] = {kind: (ms, ms) for kind, ms in spec.durations.items()}
     if spec.profile is not None:
@@ -394,7 +394,7 @@ def op_time_words(spec: JobSpec) -> str:
 
 
 def tile_words(worker: WorkerView) -> str:
-    """The second line of a cell: quiet when all is well."""
+    """Returns the second line of a worker's cell."""
     if worker.state in TRAINS and worker.acknowledged in ROLLING:
         return ROLLING[worker.acknowledged]
     match worker.state:
@@ -409,7 +409,7 @@ def tile_words(worker: WorkerView) -> str:
 
 
 def schedule_words(plan: Plan, schedule: Schedule) -> str:
-    """The Gantt chart in words, for those who can't see it."""
+    """Describes the Gantt chart for people who can't see it."""
     moved = sum(schedule.rerouted_forwards.values())
     unit = plan.job.time_unit
     return (
@@ -421,7 +421,7 @@ def schedule_words(plan: Plan, schedule: Schedule) -> str:
 
 
 def reading_help(plan: Plan) -> str:
-    """How to read the chart, in one or two sentences."""
+    """Says how to read the chart, in a few sentences."""
     words = "A number in a bar is the micro-batch; a grey track is a bubble."
     if plan.failed:
         words += " A hatched bar is re-routed: 1·3 means micro-batch 3 of pipeline 1, run in place of its own worker."
@@ -434,7 +434,7 @@ def reading_help(plan: Plan) -> str:
 
 
 def measured_words(measured: MeasuredIteration) -> str:
-    """Which iteration it is, and how it compares with the plan that it ran."""
+    """Says which iteration it is, and how it compares with the plan that it ran."""
     words = f"**Iteration {measured.iteration:,}** as it ran in generation {measured.generation}"
     if measured.period_ms is not None:
         words += f"; iterations around it took {text.milliseconds(measured.period_ms)} from commit to commit"
@@ -447,7 +447,7 @@ def measured_words(measured: MeasuredIteration) -> str:
 
 
 def critical_words(schedule: Schedule) -> str:
-    """What sets the period, in a sentence."""
+    """Says in a sentence or two which ops determine the period."""
     path, job = critical_path(schedule), schedule.problem.job
     unit = job.time_unit
     still = waited(path)
@@ -465,7 +465,7 @@ def critical_words(schedule: Schedule) -> str:
 
 
 def many_words(ops: int, instead: str) -> str:
-    """Of a chart of more ops than have an element each: what it lacks. instead: what to do about it."""
+    """Says what a chart lacks if it has too many ops for an element each. instead: what to do about it."""
     return (
         f"All {ops:,} ops are drawn; so many have no numbers and can't be clicked. Point at one to read what it is, or "
         f"{instead}: up to {MAX_NODES:,} ops have both."

@@ -1,6 +1,8 @@
-"""Plans, as pages share them: their picker, whose choice is in the URL as a reference (app.plans.sources); the export
-button, with one download per format, made when it is asked for; and a plan out of a file, read in a process of its own,
-kept in the library under the file's name, and shown.
+"""Controls for plans that several pages share.
+
+The picker writes its choice into the URL as a reference (app.plans.sources). The export button has one download per
+format, made when it is asked for. A plan from a file is read in a child process, kept in the library under the file's
+name, and shown.
 """
 
 from __future__ import annotations
@@ -36,18 +38,19 @@ from openrecycle.app.ui.facts import measured_words
 from openrecycle.planner.jobs.errors import InputError
 
 PICKER = "plan-picker"
-# In the URL: the plan beside it is the job's in force, and the page goes on with the job. In the session: which job's.
+# FOLLOW is in the URL if the plan there is the one in force, and the page follows the job. FOLLOWED in the session is
+# that job.
 FOLLOW, FOLLOWED = "follow", "followed-job"
 TOGGLE = "follow-job"
 WAIT_SECONDS = 0.5
 
 
 def pick_plan(console: ConsoleService, job_id: str | None, notes: DeltaGenerator) -> Source | None:
-    """One plan out of the job's and the library's; the one that `?plan=` names first. Raises ConsoleError.
+    """Draws the choice of one plan of the job or the library, at first the one that `?plan=` names, and returns it.
+    Returns None if there is no plan yet, or it is being made, which the page then says. Raises ConsoleError.
 
-    notes: where what is wrong with a link is said. None: there is no plan to show yet, or it is being made; the page
-    has then said so. The address always names what is shown: the plan of now and not "in force", with `?follow=1`
-    where the page goes on to the next one.
+    notes: the place for messages about the link. The address always names the plan that is shown, and never "in force";
+    `?follow=1` is there if the page will go on to the job's next plan.
     """
     of_job = {**console.sources.names(job_id, clock), **console.sources.measured_name(job_id)} if job_id else {}
     options = {**of_job, **console.sources.saved_names()}
@@ -76,7 +79,8 @@ def pick_plan(console: ConsoleService, job_id: str | None, notes: DeltaGenerator
 
 
 def _into_address(source: Source, job_id: str | None) -> None:
-    """Somebody who opens the link later sees the same plan, and where it is still in force goes on with the job."""
+    """Writes the plan into the address. Somebody who opens the link later sees the same plan, and follows the job if
+    the plan is still in force then."""
     st.query_params["plan"] = str(pinned(source))
     follows = source.job_id == job_id and source.reference == OfJob(source.job_id or "")
     st.session_state[FOLLOWED] = source.job_id if follows else None
@@ -87,15 +91,15 @@ def _into_address(source: Source, job_id: str | None) -> None:
 
 
 def clock(at: float) -> str:
-    """POSIX seconds as the viewer's time of day; with the day where that is not today."""
+    """Formats POSIX seconds as the viewer's time of day, with the date if that is not today."""
     return text.moment(at, st.context.timezone, time.time())
 
 
 def _wanted(
     console: ConsoleService, job_id: str | None, notes: DeltaGenerator
 ) -> tuple[Source | PendingPlan | None, bool]:
-    """What the URL asks for, else the plan in force; a bare fingerprint is one of the job's. False: what the URL
-    asks for can't be shown; it stays as it is."""
+    """Returns the plan that the URL asks for, else the plan in force; a fingerprint alone names one of the job's plans.
+    The second value is False if the URL asks for something that can't be shown; the URL is left as it is then."""
     said = st.query_params.get("plan")
     in_force = console.sources.find(OfJob(job_id)) if job_id and console.jobs.find(job_id).state.current else None
     found: Source | PendingPlan | None = in_force
@@ -122,8 +126,10 @@ def _wanted(
 def _follows(
     console: ConsoleService, found: Source | PendingPlan | None, in_force: Source, job_id: str, notes: DeltaGenerator
 ) -> bool:
-    """Does the page show the plan in force, whichever that is? A link says so of the plan that was in force when it
-    was made, and shows that one as long as it is; the page that the link was copied from goes on with the job."""
+    """Draws the switch that follows the job, and returns whether the page shows the plan in force, whichever that is.
+
+    A link with `?follow=1` names the plan that was in force when it was made. It follows the job only if that plan is
+    still in force; the page that it was copied from follows in any case."""
     same = isinstance(found, Source) and found.plan.fingerprint == in_force.plan.fingerprint
     linked = FOLLOW in st.query_params
     known = FOLLOWED in st.session_state
@@ -132,8 +138,8 @@ def _follows(
     if known:
         st.session_state[TOGGLE] = wanted
     if console.jobs.find(job_id).state.over:
-        return asked  # no other one comes into force
-    # At first the browser knows better: of a page that was open when the console was started anew, it holds the switch.
+        return asked  # no other plan will come into force
+    # At first the browser's state of the switch counts: the page may have been open when the console was restarted.
     follows = st.toggle(
         "Follow the job",
         **({} if known else {"value": wanted}),
@@ -155,13 +161,13 @@ def _turn(in_force: str, shown: str | None) -> None:
 
 
 def newest(reference: Reference) -> MeasuredReference:
-    """Of a reference to an iteration as it ran, that to the newest one of its job."""
+    """Returns the reference to the newest iteration of the same job. reference: to an iteration as it ran."""
     assert isinstance(reference, MeasuredReference)
     return MeasuredReference(reference.job_id)
 
 
 def ready(console: ConsoleService, reference: Reference) -> Source | None:
-    """The plan behind it; None while it is made, which the page then says and waits for."""
+    """Returns the plan of a reference; None while it is being made, which the page then says and waits for."""
     found = console.sources.find(reference)
     if isinstance(found, Source):
         return found
@@ -170,8 +176,8 @@ def ready(console: ConsoleService, reference: Reference) -> Source | None:
 
 
 def say_measured(console: ConsoleService, source: Source, show: Callable[[Reference, Reference], None]) -> None:
-    """Of an iteration as it ran: which one it is, and the way to the newest. It stays the same until that is asked
-    for. show: a callback, with the reference that is shown and the one to show in its place."""
+    """Draws which measured iteration is shown, and a button for the newest one; the page does not change by itself.
+    show: called back with the reference that is shown and the one to show instead."""
     shown = source.measured
     if shown is None:
         return
@@ -188,7 +194,7 @@ def say_measured(console: ConsoleService, source: Source, show: Callable[[Refere
 
 
 def wait_for(console: ConsoleService, references: Sequence[Reference]) -> None:
-    """Says what is waited for, and runs the page again when something of it has come."""
+    """Shows what is waited for, and runs the page again as soon as one of the plans is there."""
     if references:
         st.fragment(_wait, run_every=WAIT_SECONDS)(console, references)
 
@@ -198,7 +204,7 @@ def _wait(console: ConsoleService, references: Sequence[Reference]) -> None:
         try:
             found = console.sources.find(reference)
         except ConsoleError:
-            st.rerun()  # the page says why
+            st.rerun()  # the page will say why
         if isinstance(found, PendingPlan):
             st.caption(found.words)
         else:
@@ -206,7 +212,7 @@ def _wait(console: ConsoleService, references: Sequence[Reference]) -> None:
 
 
 def _remember(known: frozenset[str]) -> None:
-    """known: the plans that were offered. Of one that is called otherwise since, the browser still sends the words."""
+    """Takes the choice. known: the plans that were offered; a browser may still send an older name of a plan."""
     if st.session_state[PICKER] in known:
         show_instead(None, st.session_state[PICKER])
 
@@ -216,14 +222,14 @@ def _show(reference: Reference) -> None:
 
 
 def show_instead(_: Reference | None, reference: Reference | str) -> None:
-    """For callbacks: the page goes on with another plan."""
+    """For callbacks: has the page show another plan."""
     address.moved()
     st.query_params["plan"] = str(reference)
     st.query_params.pop(FOLLOW, None)
 
 
 def export_button(export: Export, *, key: str = "export") -> None:
-    """A popover with every format of a plan; one that is refused is shown with its reason."""
+    """Draws a menu with every format of a plan; a format that is refused is shown with its reason."""
     with st.popover("Export", icon=":material/download:", key=key):
         for offer in offers(export.plan, export.name, export.job_id):
             st.download_button(
@@ -245,8 +251,8 @@ LOOK_SECONDS = 0.5
 
 
 def file_uploader(label: str, *, key: str, take: Callable[[UploadedFile], object], **look: Any) -> None:
-    """For a JSON file. Empty again once there is one: what it holds is elsewhere by then, and it may have megabytes.
-    take: a callback, with the file. look: passed on to Streamlit."""
+    """Draws an uploader for a JSON file, which is emptied once a file was taken, since that may have megabytes. take:
+    called back with the file. look: passed on to Streamlit."""
     turn = st.session_state.get(key, 0)
 
     def taken() -> None:
@@ -258,9 +264,9 @@ def file_uploader(label: str, *, key: str, take: Callable[[UploadedFile], object
 
 
 def open_file(console: ConsoleService, show: Callable[[str], None]) -> None:
-    """The button, and beside it how far the reading is and what was wrong with the file.
+    """Draws the button that opens a file, and beside it how far the reading is, or what was wrong with the file.
 
-    show: what the page does with the reference of the plan, once it is there.
+    show: called with the reference of the plan, once it is there.
     """
     refused = why_not(console)
     with st.popover("Open a file", icon=":material/upload_file:", key="plan-upload"):
@@ -275,13 +281,13 @@ def open_file(console: ConsoleService, show: Callable[[str], None]) -> None:
 
 
 def read_file(console: ConsoleService, name: str, document: bytes) -> None:
-    """For a callback: begins to read it. Raises ConsoleError for who may only look on."""
+    """For a callback: begins to read a file. Raises ConsoleError for people who may only look."""
     by = actor(console)
     st.session_state[READING] = console.plans.uploads.begin(name, document, partial(_keep, console, by))
 
 
 def show_reading(show: Callable[[str], None]) -> None:
-    """How far the reading is, if there is one; what was wrong with the file; or the plan, by `show`."""
+    """Draws how far a reading is, or what was wrong with the file; passes the finished plan to `show`."""
     reading: Reading | None = st.session_state.get(READING)
     if reading is None:
         return

@@ -1,6 +1,8 @@
-"""Planner: what if these workers were dead? Asked by clicking, answered with a proven bound: a search under way, how it
-closes its gap, the plan that it found beside others, and whether it would pay to move a failure to another stage. Every
-text that comes from outside is escaped here.
+"""The Planner page: what would happen if these workers were dead? Users click workers, and get a plan with a proven
+bound.
+
+The page shows a running search and how it closes its gap, the plan beside others, and whether it would pay to move a
+failure to another stage. All text from outside is escaped here.
 """
 
 from __future__ import annotations
@@ -57,12 +59,13 @@ from openrecycle.planner.solvers.portfolio import reference_plan
 
 # -- charts of the Planner page -----------------------------------------------------------------
 
-# Rows (pipelines) beyond these are left out unless something moves there.
+# With more pipelines than this, only those in which workers are dead or move are drawn.
 MAX_ROWS = 16
 
 
 def migrations_chart(job: Job, failed: list[str], found: Migrations, colours: Palette) -> go.Figure:
-    """x: stage, y: pipeline. A solid arrow: a worker leaves its place; a dotted one: where the weights come from."""
+    """Draws migrations on the grid, by stage (x) and pipeline (y). A solid arrow shows where a worker goes, a dotted
+    one where it gets the weights."""
     dead = {Worker.parse(name) for name in failed}
     moves = [
         (Worker.parse(m.worker), Worker.parse(m.takes), Worker.parse(m.source) if m.source else None)
@@ -113,7 +116,8 @@ def migrations_chart(job: Job, failed: list[str], found: Migrations, colours: Pa
 
 
 def _arrow(figure: go.Figure, row: dict[int, int], start: Worker, end: Worker, colour: str, dash: str) -> None:
-    """From cell to cell, ending short of the marks. Plotly's arrows have no dashes: dotted ones get a line below."""
+    """Draws an arrow from cell to cell that ends before the marks. Plotly's arrows have no dashes, so dotted ones are
+    plain lines."""
     x0, y0, x1, y1 = start.stage, row[start.pipeline], end.stage, row[end.pipeline]
     if dash == "dot":
         figure.add_shape(
@@ -142,7 +146,7 @@ HEIGHT = 190
 
 
 def search_chart(solve: Solve, unit: str, colours: Palette) -> LiveChart:
-    """Steps: what was known stays so until the next report. Between the two lines lies the gap."""
+    """Draws the best period and the bound over time, as steps; the gap is between the two lines."""
     known = [p for p in solve.points if p.incumbent is not None]
     if known and solve.elapsed > known[-1].elapsed:
         known = [*known, known[-1]._replace(elapsed=solve.elapsed)]
@@ -188,7 +192,7 @@ def search_chart(solve: Solve, unit: str, colours: Palette) -> LiveChart:
 
 
 def search_words(solve: Solve, unit: str) -> str:
-    """The chart for those who can't see it."""
+    """Describes the chart for people who can't see it."""
     known = [(p.incumbent, p.bound) for p in solve.points if p.incumbent is not None]
     if not known:
         return "Best period and bound over time; there is no plan yet."
@@ -239,7 +243,7 @@ def page() -> None:
     question, misread = planner_controls.current(console.plans.profiles.kept)
     found = checked(question)
     solve = console.plans.solves.find(found.asked) if found.asked is not None else None
-    # Looked at once, and before the plan: it may be done at any moment, and the page must not be of two minds.
+    # Read only once, and before the plan: the search may end at any moment, and the page must be consistent.
     running = solve is not None and not solve.over
     plan = None if running else _answer(found.asked, saved, solve)
     with st.container(horizontal=True, vertical_alignment="bottom", key="page-head"):
@@ -278,7 +282,7 @@ def page() -> None:
 
 
 def _saved(console: ConsoleService) -> Plan | None:
-    """The plan that a link names. Without a question beside it, the question is the plan's."""
+    """Returns the saved plan that the link names. If the link has no question, the plan's question is asked."""
     fingerprint = st.query_params.get(SAVED_PARAM)
     if fingerprint is None:
         return None
@@ -294,7 +298,7 @@ def _saved(console: ConsoleService) -> Plan | None:
 
 
 def _answer(asked: PlanAsked | None, saved: Plan | None, solve: Solve | None) -> Plan | None:
-    """What answers the question: the saved plan that the link names, or what has been made."""
+    """Returns the plan that answers the question: the saved one that the link names, or the one that was made."""
     if saved is not None and asked is not None:
         same = (saved.job, saved.failed, saved.technique, saved.memory)
         if same == (asked.job, asked.failed, asked.technique, asked.memory):
@@ -305,8 +309,8 @@ def _answer(asked: PlanAsked | None, saved: Plan | None, solve: Solve | None) ->
 def _go(
     console: ConsoleService, found: Checked, solve: Solve | None, plan: Plan | None, *, running: bool, misread: bool
 ) -> None:
-    """Plan; before that, what can be said at once. misread: is something in the link, so that this is not the question
-    that was sent? Whoever changes anything makes it their own."""
+    """Draws the button that starts the search, and beside it the bound or what prevents a plan. misread: the link has a
+    mistake, so that this may not be the question that was sent; any change by the user makes it their own."""
     answered = not running and solve is not None and solve.plan is not None and not solve.stopped
     with st.container(horizontal=True, vertical_alignment="center", key="planner-go"):
         st.button(
@@ -338,7 +342,7 @@ def _plan(console: ConsoleService) -> None:
 
 
 def _example(console: ConsoleService, question: WhatIf) -> None:
-    """The paper's example: its steps side by side, one of them shown in full below."""
+    """Draws the steps of the paper's example side by side; one of them is shown in full below."""
     solves = [console.plans.solves.find(step.question.asked()) for step in STEPS]
     chosen = step_of(question)
     going = any(s is not None and not s.over for s in solves)
@@ -369,7 +373,7 @@ def _choose_step(name: str | None) -> None:
 
 
 def example_steps(items: list[tuple[str, str, Solve | None, bool]]) -> None:
-    """The paper's steps side by side. items: name, about, what is made of it, is it the one shown below?"""
+    """Draws the steps of the paper's example. items: (name, about, its solve, whether it is the one shown below)."""
     st.html('<div class="or-steps">' + "".join(_step(*item) for item in items) + "</div>")
 
 
@@ -396,13 +400,13 @@ def _step(name: str, about: str, solve: Solve | None, chosen: bool) -> str:
 
 
 def log(lines: list[str]) -> None:
-    """Oldest first, in a list that scrolls by itself."""
+    """Draws lines, oldest first, in a list of its own scrolling."""
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     st.html(f'<ol class="or-log" tabindex="0" aria-label="What the solvers reported">{items}</ol>')
 
 
 def log_lines(solve: Solve, unit: str) -> list[str]:
-    """What the search reported, in words: one line for each better plan, bound or other solver."""
+    """Returns what the search has reported, with one line for each better plan, bound or other solver."""
     lines = []
     for point in solve.points:
         best = "no plan yet" if point.incumbent is None else f"period {text.planned(point.incumbent, unit)}"
@@ -416,7 +420,7 @@ def log_lines(solve: Solve, unit: str) -> list[str]:
 
 
 def search_cards(solve: Solve, unit: str) -> list[Card]:
-    """Where a search stands."""
+    """Returns the cards of a running search."""
     last = solve.points[-1] if solve.points else None
     limit = solve.request.timeout
     if last is None or last.incumbent is None:
@@ -435,7 +439,7 @@ REFRESH = 0.5
 
 
 def search(console: ConsoleService, solve: Solve, unit: str, colours: Palette) -> None:
-    """Follows a solve by itself until it is over; then the page is drawn anew, with the result."""
+    """Draws a running solve, again and again until it is over; then the page is drawn anew, with the result."""
     st.fragment(_follow, run_every=REFRESH)(console, solve.id, unit, colours)
 
 
@@ -465,7 +469,7 @@ def _follow(console: ConsoleService, solve_id: str, unit: str, colours: Palette)
 
 
 def drawn(solve: Solve, unit: str, colours: Palette, *, key: str) -> None:
-    """The chart, and the same in words."""
+    """Draws the chart of a search, and the same in words."""
     if not any(p.incumbent is not None for p in solve.points):
         components.quiet("The first plan is on its way.")
         return
@@ -475,7 +479,8 @@ def drawn(solve: Solve, unit: str, colours: Palette, *, key: str) -> None:
 
 
 def others(console: ConsoleService, shown: Sequence[str]) -> None:
-    """What else is being made, by whomever, and the way to end it. shown: ids of those the page has elsewhere."""
+    """Draws other plans that are being made, by anybody, with a button to stop each. shown: ids of solves that the page
+    shows elsewhere."""
     for solve in console.plans.solves.all():
         if solve.over or solve.id in shown or solve.request.kind != "plan":
             continue
@@ -531,7 +536,7 @@ def migrations(console: ConsoleService, question: WhatIf, job: Job, colours: Pal
 
 
 def look(console: ConsoleService) -> None:
-    """Begins to look, in the background."""
+    """Starts the search for migrations, in the background."""
     with told(partial(say, PAGE)), acting(console, "look for migrations"):
         console.plans.solves.start(now().migrations_asked())
 
@@ -606,11 +611,11 @@ def _sentence(worker: str, takes: str, source: str | None) -> str:
 RESULTS = "planner-results"
 GANTT = "planner-gantt"
 NAME = "planner-save-name"
-# Plans that the page keeps beside the present one; beyond so many ops none.
+# How many earlier plans the page keeps, and the most ops that such a plan may have.
 MAX_BEFORE = 4
 MAX_BEFORE_OPS = 10_000
 THIS, REFERENCE = "this", "1f1b"
-# Of all that can be compared (planner.export.compare).
+# The rows of the comparison, out of all that there are (planner.export.compare).
 FIGURES = (
     "failed",
     "period",
@@ -627,8 +632,8 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Shown:
-    """A plan and what the page calls it. link: what a link names it by, `saved:` and its fingerprint, or its question
-    in a word."""
+    """A plan with its name on the page. link: its word in a link, which is `saved:` and its fingerprint, or its whole
+    question."""
 
     name: str
     plan: Plan
@@ -636,7 +641,7 @@ class Shown:
 
 
 def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve | None, colours: Palette) -> None:
-    """solve: the search that made it; None for a saved plan."""
+    """Draws a plan. solve: the search that made it; None for a saved plan."""
     schedule = schedule_of(plan)
     link = question.in_a_word() if solve is not None else f"{SAVED_PARAM}:{plan.fingerprint}"
     before = _before(console, Shown(question_words(question), plan, link))
@@ -749,8 +754,8 @@ def _forget(console: ConsoleService, plan: Plan) -> None:
 
 
 def _before(console: ConsoleService, shown: Shown) -> Shown | None:
-    """Notes what is shown; returns the newest plan that was shown before it, here or to whoever sent the link, is
-    another one, and of the same grid and unit."""
+    """Notes the plan that is shown. Returns the newest other plan that was shown before, here or to the sender of the
+    link, if it is for the same grid and unit."""
     known: list[Shown] = st.session_state.setdefault(RESULTS, [])
     if not known and (sent := st.query_params.get(BEFORE)) and (found := _sent(console, sent)):
         known.append(found)
@@ -767,7 +772,7 @@ def _before(console: ConsoleService, shown: Shown) -> Shown | None:
 
 
 def _sent(console: ConsoleService, link: str) -> Shown | None:
-    """The plan that a link was compared with; where it is not there, that is said."""
+    """Returns the plan that the sender of a link saw beside it. If it is not there, the page says so."""
     try:
         if link.startswith(f"{SAVED_PARAM}:"):
             plan = console.plans.library.saved_plan(link.partition(":")[2])
@@ -784,7 +789,7 @@ def _sent(console: ConsoleService, link: str) -> Shown | None:
 
 
 def _reference(plan: Plan) -> Plan:
-    """Made in milliseconds at the sizes that are drawn op by op."""
+    """Makes the plan of fault-free 1F1B, in milliseconds at the sizes that are drawn op by op."""
     return reference_plan(plan.job.job(), "1f1b")
 
 
@@ -792,7 +797,7 @@ JOB = "planner-apply-job"
 
 
 def apply(console: ConsoleService, plan: Plan) -> None:
-    """A button that asks which job; where the plan does not fit, why not."""
+    """Draws the button that puts the plan in force in a job, or says why it does not fit that job."""
     jobs = components.job_names(job for job in console.queries.list_jobs() if job.state not in facts.OVER)
     with st.popover("Apply to a job", icon=":material/play_circle:", key="planner-apply", disabled=not jobs):
         if not jobs:

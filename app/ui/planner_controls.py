@@ -1,8 +1,9 @@
-"""The controls of the Planner page. The URL is the only truth of its question (app.plans.whatif), and every control
-writes to it.
+"""The controls of the Planner page. The page's question (app.plans.whatif) is only in the URL, and every control writes
+to it.
 
-Grid, technique, memory, solver, and where a question may be taken from; the grid of workers, where a click kills one,
-or brings it back; and the profile: chosen, uploaded or measured, edited in a table, and kept under a name.
+There are controls for grid, technique, memory and solver, and for questions to start from; the grid of workers, where a
+click marks one dead or alive; and the profile, which is chosen, uploaded or measured, edited in a table, and saved
+under a name.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ from openrecycle.planner.solvers.portfolio import SOLVERS
 # -- the page's question ------------------------------------------------------------------------
 
 QUESTION = "planner-question"
-# Besides the question a link may name a saved plan that answers it, and the paper's example.
+# Names in a link beside the question: a saved plan that answers it, and the paper's example.
 SAVED_PARAM, EXAMPLE = "saved", "example"
-# And what the plan stands beside: the question of the one before it, which of them is drawn, and which part of it.
+# Further names: the question of the plan before, which is shown beside it; which plan is drawn; and which part of it.
 BEFORE, SHOW, WINDOW = "before", "show", "window"
 MESSAGE = "planner-message"
 PAGE = "page"
@@ -77,9 +78,10 @@ PROFILE_NOTE = "profile-note"
 
 
 def current(keeper: Keeper) -> tuple[WhatIf, list[InputError]]:
-    """What the URL asks, and what in it is wrong. Links between pages drop it: the session remembers.
+    """Returns the question of the URL, and errors in it. Links between pages drop the URL's question, so the session
+    remembers it.
 
-    keeper: finds a profile by the name that people keep it under. Raises ConsoleError.
+    keeper: finds a saved profile by its name. Raises ConsoleError.
     """
     words = {name: st.query_params[name] for name in PARAMS if name in st.query_params}
     if not words and SAVED_PARAM not in st.query_params:
@@ -101,19 +103,19 @@ def current(keeper: Keeper) -> tuple[WhatIf, list[InputError]]:
 
 
 def _words(question: WhatIf) -> dict[str, str]:
-    """For the URL. The usual question has a word there too: Back comes to it as to any other, and one without any is
-    that of a link between pages."""
+    """Returns the question's words for the URL. The default question gets a word, too, so that the browser's Back leads
+    to it; a URL without any word comes from a link between pages."""
     return question.params() or {GRID: question.words()[GRID]}
 
 
 def now() -> WhatIf:
-    """For callbacks, which run before the page does."""
+    """Returns the present question, for callbacks, which run before the page does."""
     return st.session_state.get(QUESTION) or WhatIf()
 
 
 def change(made: WhatIf, *, saved: str | None = None, example: bool = False) -> None:
     """Asks another question. saved: the fingerprint of a plan that answers it. example: show the paper's steps,
-    which stay for as long as the question is one of them."""
+    which stay as long as the question is one of them."""
     if made != st.session_state.get(QUESTION):
         for name in (SHOW, WINDOW):
             address.put(name, None)
@@ -131,7 +133,8 @@ def change(made: WhatIf, *, saved: str | None = None, example: bool = False) -> 
 def choice(
     label: str, options: Mapping[str, str], name: str, value: str, choose: Callable[[str], object], **look: Any
 ) -> None:
-    """One of the options, by the words for each. choose: as of `address.control`. look: passed on to Streamlit."""
+    """Draws a choice of one of the options, which have words. choose: as in `address.control`. look: passed on to
+    Streamlit."""
 
     def draw(value: str, **rest: Any) -> None:
         names = list(options)
@@ -141,12 +144,12 @@ def choice(
 
 
 def say(where: str, words: str) -> None:
-    """A sentence of a callback for the run of the page that follows. where: the field it belongs beside."""
+    """Has the next run of the page show a sentence of a callback. where: the field beside which it belongs."""
     st.session_state[MESSAGE] = (where, words)
 
 
 def said(where: str) -> str:
-    """What a callback had to say there, once."""
+    """Returns the sentence of a callback for this field, once."""
     known, words = st.session_state.get(MESSAGE, ("", ""))
     if known != where:
         return ""
@@ -189,7 +192,7 @@ TAKE = "planner-take"
 
 
 def sources(console: ConsoleService) -> None:
-    """Questions to begin with: the paper's example, a job's, a saved plan's."""
+    """Draws questions to begin with: the paper's example, a job's, a saved plan's."""
     jobs = {f"job {job_id}": words for job_id, words in components.job_names(components.jobs_to_pick(console)).items()}
     saved = {f"saved {row['fingerprint']}": f"Saved: {row['name']}" for row in console.plans.library.saved()}
     names = {**jobs, **saved}
@@ -264,7 +267,7 @@ def _resize(name: str, value: int) -> None:
 
 
 def techniques(question: WhatIf, found: Checked) -> None:
-    """Three switches; each includes the ones above it, so that turning one off turns those below off."""
+    """Draws three switches. Each includes those above it, so that turning one off also turns off those below."""
     level = TECHNIQUES.index(question.technique)
     with st.container(gap="xsmall", key="planner-techniques"):
         for technique, (label, note) in SWITCHES.items():
@@ -280,7 +283,7 @@ def _use(technique: Technique, on: bool) -> None:
 
 
 def limits(question: WhatIf, found: Checked) -> None:
-    """Memory limit, solver and its time."""
+    """Draws memory limit, solver and its time."""
     named = question.memory if question.memory in MEMORIES else "number"
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-limits"):
         choice("Memory limit", MEMORIES, "planner-memory", named, _limit, help=MEMORY_HELP, width=170)
@@ -305,7 +308,7 @@ def limits(question: WhatIf, found: Checked) -> None:
 
 
 def _layers(question: WhatIf, job: Job) -> None:
-    """How they are cut into stages."""
+    """Draws the choice how layers are cut into stages."""
     words = {AUTO: "Best partition", "": f"As evenly as they go: {text.counts(job.home)}"}
     words.setdefault(question.partition, question.partition.replace(",", ", "))
     choice(
@@ -330,14 +333,14 @@ def _set(name: str, value: Any) -> None:
 
 
 def wrong(found: Checked, name: str) -> None:
-    """The field's error, right below it."""
+    """Draws the field's error, right below it."""
     for words in (found.errors.get(name), said(name)):
         if words:
             field_error(words, "stretch")
 
 
 def question_words(question: WhatIf) -> str:
-    """`3 × 4 × 6, without W1_2, staggered, memory none`."""
+    """Returns a question in words: `3 × 4 × 6, without W1_2, staggered, memory none`."""
     grid = text.grid(question)
     return f"{grid}, {without(question.failed)}, {question.technique.value}, memory {question.memory}"
 
@@ -350,7 +353,8 @@ SEEN = "planner-seen-clicks"
 
 
 def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) -> None:
-    """plan: the one that answers the question, if there is one; it says who takes re-routed work."""
+    """Draws the grid of workers. plan: the one that answers the question, if any; it says which workers take re-routed
+    work."""
     cells = question.pipelines * question.stages
     components.heading("Workers", "select one to mark it dead, or alive again")
     takes = plan.rerouted() if plan is not None else {}
@@ -407,7 +411,7 @@ def _toggle(name: str) -> None:
 def _heat_map(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> None:
     # A new theme draws the chart anew, without the clicks of the old one.
     key = f"planner-map-{colours.name}-{question.pipelines}x{question.stages}"
-    if key not in st.session_state:  # first drawn, or after a visit to another page: nothing is selected in it
+    if key not in st.session_state:  # newly drawn, also after a visit to another page: nothing is selected
         st.session_state[SEEN] = {}
     components.live_chart(
         dead_grid(question, takes, colours),
@@ -425,8 +429,8 @@ def _mapped(key: str) -> None:
 
 
 def _clicked(key: str, state: Mapping[str, Any]) -> set[str]:
-    """Workers that were clicked since the last look. The chart keeps a set, into and out of which each click
-    takes one; a chart that was drawn anew has none, and that is no click."""
+    """Returns the workers that were clicked since the last call. The chart keeps a set, and each click adds or removes
+    a worker. A chart that was drawn anew has an empty set, which counts as no click."""
     picked = {str(point["worker"]) for point in state["selection"].get(PICKED) or []}
     seen: set[str] = st.session_state.get(SEEN, {}).get(key, set())
     st.session_state[SEEN] = {key: picked}
@@ -434,7 +438,7 @@ def _clicked(key: str, state: Mapping[str, Any]) -> set[str]:
 
 
 def _by_hand(question: WhatIf, *, buttons: bool) -> None:
-    """The dead by name, for large grids and for keyboards; and some at random."""
+    """Draws a field for dead workers by name, for large grids and for keyboards, and a choice of some at random."""
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-dead"):
         if not buttons:
             draw = partial(st.text_input, "Dead workers", placeholder="W3_5, W20_9", width=330, max_chars=200_000)
@@ -477,25 +481,25 @@ def _revive() -> None:
 
 NAME = "planner-profile-name"
 ASKED = "planner-profile-delete-asked"
-# Fields that messages belong beside, and the page's own line for what has been done.
+# Places of messages: beside the field, and the page's line for what has been done.
 FIELD, KEPT = "profile-name", "profile-kept"
-# What the session remembers of where the user's own profile comes from.
+# Names in the session of where the user's own profile comes from.
 _NAMED, _MEASURED = "planner-profile-named", "planner-profile-measured"
 
 
 def remember_name(question: WhatIf) -> None:
-    """What is edited is most often saved under the name that it had."""
+    """Notes the profile's name, since an edited profile is mostly saved under the same name."""
     if question.named is not None:
         st.session_state[_NAMED] = question.named.name
 
 
 def remember_measured(word: str, read: Profile) -> None:
-    """A measured profile is good for more grids than the one that the question takes of it."""
+    """Notes a measured profile that was read, which is good for more grids than the question's."""
     st.session_state[_MEASURED] = (word, read)
 
 
 def keep(console: ConsoleService, question: WhatIf, known: Sequence[ProfileInfo]) -> None:
-    """The button and what is behind it. known: the profiles that have names."""
+    """Draws the menu that saves and deletes profiles. known: the profiles that have names."""
     lines = {line.name: line for line in known}
     named = question.named
     refused = why_not(console)
@@ -508,7 +512,7 @@ def keep(console: ConsoleService, question: WhatIf, known: Sequence[ProfileInfo]
             _delete_button(console, named.name, refused)
             st.divider()
         begin = named.name if named else st.session_state.get(_NAMED, "")
-        # Another profile begins with another name.
+        # The field is made anew for each profile, so that it shows that profile's name.
         key = f"{NAME}-{abs(hash((question.profile, begin)))}"
         name = st.text_input(
             "Save it under another name" if named else "Name of the profile",
@@ -544,7 +548,7 @@ def _about(line: ProfileInfo) -> str:
 
 
 def _save(console: ConsoleService, key: str, replaced: ProfileInfo | None) -> None:
-    """replaced: what the user has seen under the name, and wants to put this in the place of."""
+    """Saves the profile. replaced: the profile that the user has seen under that name, and wants to replace."""
     name, question = st.session_state[key].strip(), now()
     seen = replaced.updated_at if replaced is not None and replaced.name == name else None
     word, measured = st.session_state.get(_MEASURED, ("", None))
@@ -579,7 +583,7 @@ def _ask(name: str) -> None:
 
 
 def _delete(console: ConsoleService, name: str) -> None:
-    """What is on the page stays there, as the user's own."""
+    """Deletes a profile. The page keeps its values, as the user's own profile."""
     question = now()
     _ask("")
     with told(partial(say, FIELD)), acting(console, "delete profile", name):
@@ -595,7 +599,7 @@ NAMES = {
     ENDS: "Embedding first, longer head last",
     OWN: "Your own",
 }
-# Bytes. A larger plan is read elsewhere; no profile or job is as large as that.
+# Bytes. Larger files are read in a child process if they have plans; no profile or job is larger than MOST_PROFILE.
 LARGE_FILE, MOST_PROFILE = 1 << 20, 8 << 20
 MEASURED = "measured"
 # Rows that the table shows without scrolling.
@@ -655,7 +659,7 @@ def profile(console: ConsoleService, question: WhatIf, found: Checked) -> None:
 
 
 def _options(console: ConsoleService, known: Sequence[ProfileInfo]) -> dict[str, str]:
-    """What may be chosen, and what it is called."""
+    """Returns the profiles that may be chosen, with their names for people."""
     options = {name: NAMES[name] for name in PRESETS}
     options |= {f"{SAVED}:{line.name}": f"Saved: {line.name}" for line in known if line.source == "saved"}
     options |= {
@@ -667,7 +671,7 @@ def _options(console: ConsoleService, known: Sequence[ProfileInfo]) -> dict[str,
 
 
 def _sum_up(job: Job) -> str:
-    """`F 1, I 1, W 1 slots`, or from the least to the most."""
+    """Returns the op times in words: `F 1, I 1, W 1 slots`, with the smallest and the largest if they differ."""
 
     def span(values: list[float]) -> str:
         low, high = min(values), max(values)
@@ -689,7 +693,7 @@ def _sum_up(job: Job) -> str:
 def _editor(question: WhatIf, job: Job) -> None:
     memory = address.toggle("Memory too", key="planner-bytes", help="Bytes of activations, weights and workers, in MB.")
     document = job_doc(job)
-    # After each edit the table begins anew from what was made of it.
+    # After each edit the table is made anew from the edited profile.
     key = f"planner-table-{abs(hash((question.profile, question.stages, memory)))}"
     rows = table(document, memory=memory)
     st.data_editor(
@@ -724,7 +728,8 @@ def _choose(console: ConsoleService, name: str) -> None:
 
 
 def _take_measured(console: ConsoleService, job_id: str) -> None:
-    """As it is now: later on the job's op times may be others, and the question stays what it was."""
+    """Takes the profile that a job has measured so far. The question keeps it, even if the job's op times change
+    later."""
     live = console.jobs.find(job_id)
     document = measured_profile(live.plans.nominal, live.measurements.op_times.smoothed)
     if document is None:
@@ -749,7 +754,7 @@ def _edit(key: str, document: JobDoc) -> None:
 
 
 def _show_plan(console: ConsoleService, reference: str) -> None:
-    """Asks what the plan answers, and shows it as the answer."""
+    """Asks the question of a saved plan, and shows the plan as the answer."""
     fingerprint = reference.partition(":")[2]
     change(WhatIf.of_plan(console.plans.library.saved_plan(fingerprint)), saved=fingerprint)
 

@@ -1,7 +1,8 @@
-"""Schedule: a plan, or an iteration as it ran, as a Gantt chart, with its figures and the same facts in tables.
+"""The Schedule page: a plan, or an iteration as it ran, as a Gantt chart, with its figures and the same facts in
+tables.
 
-What of it is shown: workers, time, and what is drawn beside the bars, all of it in the URL (Compare shows its plans so,
-too). A schedule of more ops than there can be bars is a picture of all of it, and bars for a part.
+The URL has which workers and which time are shown, and what is drawn beside the bars; the Compare page uses the same
+controls. A schedule with too many ops for bars is shown as a picture of everything, and bars for a part.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ MAX_PATHS = 4096
 
 @dataclass(frozen=True)
 class ScheduleView:
-    """path: (home pipeline, micro-batch)."""
+    """What the user wants to see of a schedule. path: of a micro-batch, by (home pipeline, micro-batch)."""
 
     draw: frozenset[str]
     path: tuple[int, int] | None
@@ -56,12 +57,13 @@ class ScheduleView:
 
 
 def choose_workers(schedule: Schedule) -> list[Worker]:
-    """The rows. The controls go where the caller is."""
+    """Draws the choice of rows where the caller is; returns the workers."""
     return choose_rows([schedule])(schedule)
 
 
 def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Worker]]:
-    """One choice for all of them; where one has no such pipeline or stage, all its workers are shown."""
+    """Draws one choice of rows for several schedules. If one has no such pipeline or stage, all its workers are
+    shown."""
     touched = {worker for schedule in schedules for worker in touched_workers(schedule)}
     show = address.segmented_control(
         "Show",
@@ -89,7 +91,7 @@ def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Work
 
 
 def choose_view(plan: Plan, schedule: Schedule) -> ScheduleView:
-    """What is drawn, the path of which micro-batch, and which time."""
+    """Draws the choice of extras, of a micro-batch's path, and of the time."""
     draw = address.several(PILLS, "Draw", list(DRAW), default=DRAWN, format_func=DRAW.__getitem__, key="draw")
     path = _choose_path(plan)
     end = float(schedule.problem.job.units(schedule.end))
@@ -97,7 +99,8 @@ def choose_view(plan: Plan, schedule: Schedule) -> ScheduleView:
 
 
 def clicked(chart: str) -> None:
-    """A click on a bar of the chart of that key shows its micro-batch's path, a second one no path again."""
+    """Handles a click on a bar of the chart of that key: it shows the path of its micro-batch; a second click removes
+    that."""
     state = st.session_state.get(chart)
     points = state["selection"]["points"] if state else []
     found = next((p["customdata"] for p in points if p.get("customdata")), None)
@@ -149,10 +152,10 @@ def large_chart(
     colours: Palette,
     out: Mapping[str, str],
 ) -> Detail:
-    """Draws both; a box on the picture, or the fields, choose the part, which is returned. out: why the job goes
-    without a worker, where it is known.
+    """Draws the picture of a schedule and the bars of a part, which a box on the picture or the fields choose. Returns
+    that part. out: why the job goes without a worker, if known.
 
-    Without a box, it begins where the chosen time does. In either case it shows what of that time lies in it.
+    Without a box, the part begins where the chosen time begins. In either case only the chosen time of it is shown.
     """
     revision = f"{fingerprint}-{len(workers)}"
     drawing = Drawing.of(schedule, workers, out)
@@ -203,8 +206,8 @@ def bars(
     *,
     ghost: bool = False,
 ) -> None:
-    """Op by op, in a chart in which a click shows a micro-batch's path. what: names the schedule and its rows. shown:
-    the part of the time. ghost: with the next iteration."""
+    """Draws a schedule op by op, in a chart in which a click shows a micro-batch's path. what: names the schedule and
+    its rows. shown: the part of the time. ghost: with the next iteration."""
     what += f" {sorted(wish.draw)} {wish.path} {colours.name} {sorted(drawing.out.items())}"
     part, turn = address.drawn_with(key, what, shown)
     figure = gantt(
@@ -223,12 +226,13 @@ def bars(
 def _picture(
     fingerprint: str, names: str, theme: str, out: list[tuple[str, str]], _drawing: Drawing, _colours: Palette
 ) -> str:
-    """Keyed by what it shows; drawn anew for each box it would take longer than the rest."""
+    """Makes the picture. Streamlit caches it by its content, since to make it for each box would take longer than all
+    else."""
     return charts.picture(_drawing, _colours)
 
 
 def _box(rows: int, width: float) -> tuple[tuple[float, float], tuple[float, float]] | None:
-    """`?box=20,60,100,140`: from and to of the time, then of the rows."""
+    """Reads `?box=20,60,100,140` from the address: the begin and end of the time, then of the rows."""
 
     def accept(word: str) -> tuple[tuple[float, float], tuple[float, float]] | None:
         try:
@@ -243,7 +247,7 @@ def _box(rows: int, width: float) -> tuple[tuple[float, float], tuple[float, flo
 
 
 def remember_box(time: TimeRange) -> None:
-    """Shows all of it."""
+    """For a callback: writes the drawn box into the address, and shows all of its time."""
     if box := drawn_box(PAD):
         address.choose_range(time.name, None)
         address.put(BOX, ",".join(f"{value:.6g}" for value in box))
@@ -260,16 +264,16 @@ Box = tuple[float, float, float, float]
 
 
 def box_select(width: float, rows: int, part: Box, *, key: str, on_box: Callable[[], None]) -> None:
-    """Covers the picture in the same container (console.css). Boxes are (x0, x1, y0, y1): x in the unit of `width`,
-    y in row numbers, each from the lower edge to the upper one.
+    """Lets users draw boxes on the picture in the same container, which this covers (console.css). Boxes are
+    (x0, x1, y0, y1): x in the unit of `width`, y in row numbers, each from the lower edge to the upper one.
 
-    part: outlined. on_box: called once for each box drawn; `drawn_box` then returns it.
+    part: the box that is outlined. on_box: called once for each new box; `drawn_box` then returns it.
     """
     _component()(key=key, data={"width": width, "rows": rows, "part": part}, height="stretch", on_box_change=on_box)
 
 
 def drawn_box(key: str) -> Box | None:
-    """The box that has just been drawn. What else a browser may send is none."""
+    """Returns the box that has just been drawn; None for anything invalid from the browser."""
     state = st.session_state.get(key)
     box = state.get("box") if state else None
     if not isinstance(box, list) or len(box) != 4 or not all(isinstance(edge, int | float) for edge in box):
@@ -292,7 +296,7 @@ def page() -> None:
     console = get_console()
     if _outlives_its_job(console):
         address.put(address.JOB, None)
-    # Without a job there may still be plans of the library, or one that a link names.
+    # Without a job there may still be plans in the library, or one that a link names.
     jobless = not console.queries.list_jobs() and bool(console.plans.library.saved() or "plan" in st.query_params)
     opened = None if jobless else open_job(console, pace=False, title=partial(_title, console))
     if opened is None and not jobless:
@@ -329,7 +333,7 @@ def page() -> None:
 
 
 def _outlives_its_job(console: ConsoleService) -> bool:
-    """Does the address name a plan that is there, beside a job that is gone?"""
+    """Says whether the address names an existing plan and a job that is gone."""
     job_id, said = st.query_params.get(address.JOB), st.query_params.get("plan", "")
     if job_id is None or ":" not in said or any(job.job_id == job_id for job in console.queries.list_jobs()):
         return False
@@ -341,7 +345,7 @@ def _outlives_its_job(console: ConsoleService) -> bool:
 
 
 def _title(console: ConsoleService, job: LiveJob) -> bool:
-    """For `open_job`: the head names the plan that the address asks for, where that is not the job's."""
+    """For `open_job`: draws the title of the plan that the address names, if that is not the job's."""
     said = st.query_params.get("plan", "")
     try:
         reference = parse_reference(said) if ":" in said else None
@@ -359,7 +363,7 @@ def _workers_table(fingerprint: str, names: str, out: dict[str, str], _schedule:
 
 
 def _follow(console: ConsoleService, job_id: str, shown: tuple[str, str] | None) -> None:
-    """Runs the page again when another plan is run."""
+    """Runs the page again when the job runs another plan."""
     try:
         now = _run_of(console.jobs.find(job_id))
     except ConsoleError:
@@ -369,7 +373,7 @@ def _follow(console: ConsoleService, job_id: str, shown: tuple[str, str] | None)
 
 
 def _run_of(job: LiveJob) -> tuple[str, str] | None:
-    """The plan that it runs now, and in words how it stands to it."""
+    """Returns the plan that the job runs now, and how it uses it, in words."""
     run = job.plan_run
     return (run.fingerprint, run.words) if run else None
 
@@ -377,7 +381,7 @@ def _run_of(job: LiveJob) -> tuple[str, str] | None:
 def _chart(
     source: Source, schedule: Schedule, workers: list[Worker], wish: ScheduleView, colours: Palette
 ) -> Detail | None:
-    """Returns the part that is shown op by op, where that is not all of it."""
+    """Draws the chart. Returns the part that is shown op by op; None: all of it is."""
     plan, out = source.plan, source.out
     ops = sum(schedule.op_counts.get(w, 0) for w in workers)
     if ops > MAX_BARS:
@@ -397,7 +401,8 @@ def _chart(
 
 
 def _comparison(source: Source) -> dict[str, str | list[str]]:
-    """The link to Compare: an iteration as it ran beside the plan in force, a plan beside fault-free 1F1B."""
+    """Returns the query of a link to Compare: a measured iteration beside the plan in force, or a plan beside
+    fault-free 1F1B."""
     query: dict[str, str | list[str]] = {"plans": [str(source.reference)]}
     if source.job_id is not None:
         in_force, plain = OfJob(source.job_id), Made(Technique.FAULT_FREE, "1f1b", source.job_id)
@@ -430,7 +435,7 @@ def _tables(
         table = st.cache_data(_workers_table, max_entries=32, show_spinner=False)(
             plan.fingerprint, ",".join(map(str, workers)), dict(source.out), schedule
         )
-        # A failed worker has no figures; few workers are seen without scrolling.
+        # A failed worker has no figures. A table of few workers is shown without scrolling.
         height = "content" if len(workers) <= FEW else "auto"
         tables.show(table, "workers-table", "Figures by worker", placeholder="–", height=height)
     with by_op:

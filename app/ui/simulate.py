@@ -1,5 +1,5 @@
-"""Simulate: what failures will cost a job, by policy, before they happen. Curves of throughput over time, and over the
-rarity of failures; and what they say for those who can't see them, and as a table."""
+"""The Simulate page: what failures will cost a job, by policy. It draws throughput over time, and over the mean time
+between failures, and has the same in words and as a table."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from openrecycle.planner.simulation.engine import Crossing
 from openrecycle.planner.simulation.traces import public_traces
 
 SHAPE = "A model's shape"
-# In the session: what is shown, and by what name the page shows it.
+# Names in the session: the request that is shown, and this page's own name for `Simulations`.
 SHOWN, VIEWER = "simulation-shown", "simulation-viewer"
-# In the URL, so that a link shows what its sender saw.
+# The name in the URL of the time that a history covers, so that a link shows what its sender saw.
 COVERS = "covers"
-# For the first result, which often comes at once; after that the page is drawn without, and looks again.
+# How long to wait for the first result, which often comes at once. After that the page is drawn without it.
 TIMEOUT_SECONDS = 0.5
 DEFAULT_POLICIES = ["ours", "recycle", "repartition", "drop-replica", "checkpoint-restart"]
 
@@ -63,8 +63,8 @@ def page() -> None:
 
 
 def _ask(console: ConsoleService) -> SimulationRequest | None:
-    """The controls; their state is in the URL. None: there is nothing to simulate, and the page has said why.
-    Raises PlannerError."""
+    """Draws the controls, whose state is in the URL; returns the request. None: there is nothing to simulate, and the
+    page says why. Raises PlannerError."""
     jobs = components.job_names(components.jobs_to_pick(console))
     values: dict[str, Any] = {}
     with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-job"):
@@ -126,7 +126,8 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
 
 
 def _history(console: ConsoleService, job_id: str) -> tuple[tuple[Row, ...], float]:
-    """The job's own up to when the page was opened, or its sender's was: `?covers=<job>:<seconds>`."""
+    """Returns the job's own failures up to when the page was opened, or the page of the link's sender:
+    `?covers=<job>:<seconds>`."""
 
     def accept(word: str) -> float | None:
         job, _, seconds = word.partition(":")
@@ -150,7 +151,8 @@ def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
     if not simulation.done:
         st.session_state.pop("simulation-whole", None)
     elif st.session_state.get("simulation-whole") != simulation.request:
-        # Once more, without the refresh of a run under way; one that was ended while nobody looked begins anew.
+        # The page runs once more, without the refresh that a running simulation needs. A simulation that was ended
+        # while nobody looked starts anew.
         st.session_state["simulation-whole"] = simulation.request
         st.rerun()
     if simulation.error:
@@ -245,7 +247,7 @@ def _table(simulation: Simulation) -> dict[str, list[Any]]:
 
 Curve = Sequence[tuple[float, float]]
 
-# Words and dash of each policy; the palette has its colour under the same name.
+# The words and the dash of each policy; its colour is in the palette, under the same name.
 LOOKS: dict[str, tuple[str, str]] = {
     "ours": ("Ours, best per failure", "solid"),
     "recycle": ("Re-route (ReCycle)", "solid"),
@@ -256,13 +258,13 @@ LOOKS: dict[str, tuple[str, str]] = {
     "spares": ("Spares stand by", "dash"),
     "fault-free": ("Nothing ever fails", "dot"),
 }
-# A curve is drawn in at most so many spans of time; what is shorter (a pause of seconds in a run of
-# weeks) shows by what it takes off its span's mean.
+# A curve is drawn in at most this many spans of time. Shorter events (a pause of seconds in a run of weeks) only show
+# in the mean of their span.
 MOST_POINTS = 700
 
 
 def policy_words(name: str) -> str:
-    """For people; `spares-1` is a policy with its number."""
+    """Returns a policy's name for people; `spares-1` is a policy with its number."""
     base, _, number = name.partition("-")
     if base == "spares":
         return f"{number or 1} spare{'' if number in ('', '1') else 's'} stand{'s' if number in ('', '1') else ''} by"
@@ -270,7 +272,7 @@ def policy_words(name: str) -> str:
 
 
 def look(name: str, colours: Palette) -> tuple[str, str]:
-    """Colour and dash; one colour for any number of spares, whose dashes tell them apart."""
+    """Returns a policy's colour and dash. All numbers of spares have one colour and different dashes."""
     base, _, number = name.partition("-") if name.startswith("spares") else (name, "", "")
     dash = LOOKS[base][1] if base in LOOKS else "solid"
     if number not in ("", "1"):
@@ -279,7 +281,8 @@ def look(name: str, colours: Palette) -> tuple[str, str]:
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """The step curve, or the time-weighted means of `most` equal spans where a step is shorter than those."""
+    """Returns a step curve as it is, or, if any step is shorter than a `most`-th of the whole, the time-weighted means
+    of `most` equal spans."""
     if len(curve) < 2:
         return list(curve)
     begin, end = curve[0][0], curve[-1][0]
@@ -297,14 +300,14 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> list[tuple[float, float]]:
 
 
 def _unit(hours: float) -> tuple[str, str, float]:
-    """In which a run of so many hours reads well: its words, its sign, and how many make an hour."""
+    """Returns the unit for a run of so many hours: its words, its sign, and how many of it make an hour."""
     if hours < 0.05:
         return "seconds", "s", 3600.0
     return ("minutes", "min", 60.0) if hours < 3 else ("hours", "h", 1.0)
 
 
 def throughput_over_time(curves: Mapping[str, Curve], living: Curve, colours: Palette, *, revision: str) -> go.Figure:
-    """Samples per second by policy; beneath, on the same axis, the living workers."""
+    """Draws samples per second by policy, and below, on the same axis, the living workers."""
     figure = go.Figure()
     unit, short, of_hour = _unit(living[-1][0] - living[0][0] if living else 0.0)
     for name, curve in curves.items():
@@ -345,7 +348,7 @@ def throughput_over_time(curves: Mapping[str, Curve], living: Curve, colours: Pa
 def sensitivity(
     mtbf: Sequence[float], rates: Mapping[str, Sequence[float]], colours: Palette, here: float
 ) -> go.Figure:
-    """Average samples per second by one worker's mean time between failures (logarithmic)."""
+    """Draws average samples per second by one worker's mean time between failures (logarithmic)."""
     figure = go.Figure()
     for name, values in rates.items():
         colour, dash = look(name, colours)
@@ -376,7 +379,7 @@ def sensitivity(
 
 
 def time_words(simulation: Simulation) -> str:
-    """The chart of throughput over time."""
+    """Describes the chart of throughput over time."""
     means = "; ".join(
         f"{policy_words(row['policy'])}: {text.rate(row['trace_samples_per_second'])}" for row in simulation.rows
     )
@@ -386,7 +389,7 @@ def time_words(simulation: Simulation) -> str:
 
 
 def ratio_words(best: float, worst: float) -> str:
-    """How many times the worst one's samples per second the best one's are."""
+    """Says how many times as many samples per second the best policy has as the worst."""
     if worst <= 0:
         return "trains nothing"
     ratio = best / worst
@@ -394,7 +397,7 @@ def ratio_words(best: float, worst: float) -> str:
 
 
 def sensitivity_words(simulation: Simulation) -> str:
-    """The chart over the mean time between failures."""
+    """Describes the chart over the mean time between failures."""
     hours = simulation.mtbf
     spans = "; ".join(
         f"{policy_words(name)}: {text.rate(rates[0])} to {text.rate(rates[-1])}"
@@ -407,7 +410,7 @@ def sensitivity_words(simulation: Simulation) -> str:
 
 
 def sensitivity_table(simulation: Simulation) -> Table:
-    """One row per mean time between failures, one column of average samples/s per policy."""
+    """Returns one row per mean time between failures, and one column of average samples/s per policy."""
     return {
         "MTBF (h)": list(simulation.mtbf),
         **{

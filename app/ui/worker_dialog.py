@@ -1,6 +1,8 @@
-"""What Live shows of workers one by one: the event feed, newest first, filtered by the address, with what still needs
-somebody's look; and one worker's details, with drain, kill and restart. Each is asked for, and then confirmed in the
-same place. Every text that comes from outside is escaped.
+"""Live's event feed, and its dialog for one worker.
+
+The feed is newest first, filtered by values in the address, and marks events that nobody has acknowledged yet. The
+dialog has one worker's details, with drain, kill and restart, each of which asks for a confirmation in the same place.
+All text from outside is escaped.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from openrecycle.planner.plans.drawing import OP_WORDS
 # -- the event feed of Live ---------------------------------------------------------------------
 
 MARKS = {"error": "✕", "warning": "▲", "info": "·"}
-# What the filter offers: words, and the kinds of events it lets through.
+# The choices of the filter: their words, and the kinds of events that they show.
 SHOW: dict[str, tuple[str, tuple[str, ...]]] = {
     "all": ("All", ()),
     "open": ("Need a look", ()),
@@ -42,13 +44,13 @@ SHOW: dict[str, tuple[str, tuple[str, ...]]] = {
     "operator": ("Operators", ("operator",)),
 }
 DEFAULT = "all"
-# Characters that may be looked for.
+# How many characters the search field takes.
 MOST_WORDS = 200
 SAID = "live-said"
 
 
 def say_later(words: str) -> None:
-    """Has the fragment's next run say this. A callback must not: what it writes takes the place of the
+    """Has the fragment's next run show this message. A callback can't do so itself: what it draws would replace the
     page's first element, which is the style sheet."""
     st.session_state[SAID] = words
 
@@ -59,13 +61,13 @@ def say_now() -> None:
 
 
 def asked_for() -> tuple[str, str]:
-    """What the filter is set to and the words to look for, by the address."""
+    """Returns the filter and the words to search for, from the address."""
     show = address.read("events", {key: key for key in SHOW}.get, address.one_of(SHOW))
     return show or DEFAULT, (address.read("find", str, "words") or "").strip()
 
 
 def controls() -> tuple[str, str]:
-    """Draws the filter; returns what `asked_for` does."""
+    """Draws the filter; returns the same as `asked_for`."""
     with st.container(horizontal=True, vertical_alignment="center", key="event-filter"):
         show = address.segmented_control(
             "Events",
@@ -89,7 +91,7 @@ def controls() -> tuple[str, str]:
 
 
 def chosen(events: tuple[EventView, ...], show: str, words: str) -> list[EventView]:
-    """Those that the filter lets through."""
+    """Returns the events that the filter shows."""
     kinds = SHOW.get(show, SHOW[DEFAULT])[1]
     wanted = words.casefold()
     return [
@@ -102,12 +104,13 @@ def chosen(events: tuple[EventView, ...], show: str, words: str) -> list[EventVi
 
 
 def needs_look(event: EventView) -> bool:
-    """Not where the console only says that it stood still: it has drawn the consequences itself."""
+    """Says whether an event still has to be acknowledged. The console's own events need not be, such as that it stood
+    still, since it has acted on them itself."""
     return event.severity != "info" and event.kind != "console" and not event.seen_by
 
 
 def feed(console: ConsoleService, view: JobView, events: list[EventView], zone: str | None) -> None:
-    """The list, and a button that takes note of what nobody has yet."""
+    """Draws the events, and a button that acknowledges those that nobody has acknowledged yet."""
     st.html(feed_html(events, zone) if view.events else _quiet("None so far."))
     open_ones = [e.seq for e in events if needs_look(e)]
     label = f"Acknowledge {text.count(len(open_ones), 'event')}" if open_ones else "Nothing to acknowledge"
@@ -132,7 +135,7 @@ def _quiet(words: str) -> str:
 
 
 def feed_html(events: list[EventView], zone: str | None, now: float | None = None) -> str:
-    """Above the first event of each day but today's stands which day it was. now: POSIX seconds."""
+    """Returns the events as HTML. The first event of each day but today has the date above it. now: POSIX seconds."""
     if not events:
         return _quiet("No event fits.")
     rows, day = [], text.local(time.time() if now is None else now, zone).date()
@@ -144,7 +147,7 @@ def feed_html(events: list[EventView], zone: str | None, now: float | None = Non
 
 
 def _times(event: EventView, at: datetime) -> str:
-    """How often a line was repeated, and when last, in the zone that `at` is in."""
+    """Says how often a line was repeated, and when it was last, in the zone of `at`."""
     if event.count < 2:
         return ""
     last = datetime.fromtimestamp(event.last_at, at.tzinfo)
@@ -167,7 +170,7 @@ def _row(event: EventView, at: datetime, *, new_day: bool) -> str:
 
 # -- one worker's details, with drain, kill and restart -----------------------------------------
 
-# The table below the bar shows so many stays, the newest.
+# How many of the newest stays in a state are listed below the bar.
 NEWEST = 8
 
 
@@ -177,7 +180,7 @@ def facts_html(detail: WorkerDetail) -> str:
     if detail.coming and (then := text.layers(detail.coming, worker.stage)) != layers:
         layers += f", soon {then}"
     gone = worker.state in OUT and worker.state is not RoleState.LEAVING
-    # Who has left as asked is in no generation any more.
+    # A worker that was drained is in no generation any more.
     at = [f"{worker.iteration:,}", f"generation {worker.generation}" if worker.generation else ""]
     if not gone:
         at.append(worker.phase)
@@ -204,14 +207,15 @@ def facts_html(detail: WorkerDetail) -> str:
 
 
 def reckoned_words(detail: WorkerDetail) -> str:
-    """What was said before the start of the memory that it may come to take."""
+    """Says how much memory the worker may take, as estimated before the start."""
     if detail.may_take is None:
         return ""
     return f"up to {text.size(detail.may_take)} on its device, beside the program itself (worked out before the start)"
 
 
 def doing(at: Doing, *, limit: bool = True) -> str:
-    """What its training thread is at: `forward of micro-batch 1.3 for 2.1 s, may take 10.0 s`. limit: with the last."""
+    """Says what a training thread is doing: `forward of micro-batch 1.3 for 2.1 s, may take 10.0 s`. limit: includes
+    the last part."""
     words = {"waiting": "waiting for another worker", "data": "loading data", "validation": "settling the last step"}
     what = OP_WORDS.get(at.kind, words.get(at.kind, at.kind))
     of = "" if at.micro_batch is None or at.kind == "waiting" else f" of micro-batch {at.pipeline}.{at.micro_batch}"
@@ -220,7 +224,7 @@ def doing(at: Doing, *, limit: bool = True) -> str:
 
 
 def _process(worker: WorkerView) -> str:
-    """The machine's side: which process, since when, and where it was started; or where it went."""
+    """Says which process holds the role, and as what it was started; or which role it holds now."""
     if worker.moved_to:
         return f"none: it holds {worker.moved_to} now"
     if not worker.pid:
@@ -254,7 +258,7 @@ _OF_RANKS = {
 
 
 def ranks_html(detail: WorkerDetail) -> str:
-    """Each rank's process. Under it what becomes of spare ones."""
+    """Returns HTML of each rank's process, and below it what will become of spare ranks."""
     rows = []
     for rank in detail.ranks:
         look, words = _OF_RANKS[rank.state]
@@ -269,12 +273,12 @@ def ranks_html(detail: WorkerDetail) -> str:
     return tables.table_html(["Rank", "process", "host", "state"], rows, "Ranks") + note
 
 
-# Of times beside each other, whose shares say that they differ.
+# Digits of times beside each other, enough to show that they differ.
 OP_DIGITS = 4
 
 
 def op_times_html(detail: WorkerDetail) -> str:
-    """Measured op times beside the plan's and the peers'."""
+    """Returns HTML of the measured op times beside the plan's and the peers'."""
     rows = []
     for op in detail.op_times:
         cells = [OP_WORDS[op.kind], text.milliseconds(op.measured, OP_DIGITS)]
@@ -290,7 +294,8 @@ def op_times_html(detail: WorkerDetail) -> str:
 
 
 def over_time_html(series: Series, planned: Mapping[str, float]) -> str:
-    """The charts' figures: lowest, mean and highest of all heartbeats, and the plan's. planned: ms by op kind."""
+    """Returns HTML of the charts' figures: lowest, mean and highest of all heartbeats, and the plan's. planned: ms by
+    op kind."""
     rows = []
     for kind, words in OP_WORDS.items():
         if kind in series.metrics:
@@ -303,7 +308,7 @@ def over_time_html(series: Series, planned: Mapping[str, float]) -> str:
 
 
 def _figures(series: Series, name: str) -> tuple[float, float, float]:
-    """Lowest, mean weighted by heartbeats, highest."""
+    """Returns the lowest value, the mean weighted by heartbeats, and the highest value."""
     metric = series.metrics[name]
     weighted = [(mean, n) for mean, n in zip(metric.mean, series.beats, strict=True) if mean is not None]
     return (
@@ -314,7 +319,7 @@ def _figures(series: Series, name: str) -> tuple[float, float, float]:
 
 
 def stays_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
-    """A bar to scale, and the newest changes in words."""
+    """Returns HTML of a worker's states over time, as a bar to scale, and the newest changes in words."""
     stays = [s for s in detail.stays if s.state != RoleState.EMPTY] or list(detail.stays)
     if not stays:
         return '<div class="or-quiet">No change of state is recorded.</div>'
@@ -352,34 +357,34 @@ def log_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
 
 ASKED = "worker-asked-for"
 IN_ADDRESS = "worker"
-# Widgets of the dialog that a link names, too.
+# Names in the address of the dialog's controls.
 TABS, SPAN = "worker-tabs", "worker-span"
 REFRESH = 2.0
-# What the charts reach back: words, seconds.
+# How far the charts reach back: words, seconds.
 SPANS = {"10 min": 600.0, "1 hour": 3600.0, "1 day": 86_400.0}
 DRAINABLE = HOLDING - {RoleState.SUSPECT}
 EMPTY = (RoleState.FAILED, RoleState.DRAINED, RoleState.MOVED, RoleState.EMPTY)
-# In the session: what was asked for, and is not confirmed.
+# The name in the session of an action that was asked for and is not confirmed yet.
 ARMED = "worker-armed"
 
 
 def open_worker(name: str) -> None:
-    """For a callback: has the page's next run show the dialog of worker `name`; the address names it, too."""
+    """For a callback: opens the dialog of worker `name` at the page's next run, and writes it into the address."""
     address.put(IN_ADDRESS, name)
     st.session_state[ASKED] = True
     _arm(None)
 
 
 def page_wanted() -> None:
-    """Call it first in the fragment in which workers are clicked: a dialog is opened by a run of the whole page,
-    and nothing need be drawn before that one."""
+    """Runs the whole page if a dialog is to be opened, which a fragment can't do. Call it first in the fragment in
+    which workers are clicked, since nothing need be drawn before that."""
     if st.session_state.get(ASKED):
         st.rerun()
 
 
 def show_opened(console: ConsoleService, job_id: str) -> None:
-    """Shows the dialog of the worker that the address names, if it does. Call it from the page's main run, not from a
-    fragment that runs again by itself: that would close it."""
+    """Shows the dialog of the worker that the address names, if any. Call it from the page's main run: a fragment that
+    runs again by itself would close the dialog."""
     st.session_state.pop(ASKED, None)
     name = address.read(IN_ADDRESS, str, "a worker")
     if name is None:
@@ -425,14 +430,14 @@ def _tabs(console: ConsoleService, job_id: str, detail: WorkerDetail, now: float
 
 
 def _over_time(console: ConsoleService, job_id: str, detail: WorkerDetail) -> None:
-    """Op times against the plan's and memory, as charts and in figures."""
+    """Draws op times beside the plan's, and memory, as charts and in figures."""
     name = detail.worker.name
     span = address.segmented_control(
         "Span", list(SPANS), default=next(iter(SPANS)), key=SPAN, label_visibility="collapsed"
     )
     job, until = console.jobs.find(job_id), time.time() + 1
     if job.state.over and detail.stays:
-        until = detail.stays[-1].begin + 1  # from when on there was nothing to report
+        until = detail.stays[-1].begin + 1  # nothing was reported after that
     series = console.recorder.series(job, name, until - SPANS[span], until)
     if not series.metrics:
         st.html('<div class="or-quiet">It has reported nothing in this time.</div>')
@@ -452,7 +457,8 @@ def _over_time(console: ConsoleService, job_id: str, detail: WorkerDetail) -> No
 
 @dataclass(frozen=True)
 class _Action:
-    """kind: for keys and looks. helps: False when it can't do any good, so that it isn't offered."""
+    """An action that the dialog offers. kind: for keys and styles. helps: False if it could do no good, so that it has
+    no button. words, warning: shown at the confirmation. done: shown afterwards."""
 
     kind: str
     label: str
@@ -464,8 +470,8 @@ class _Action:
 
 
 class _Armed(NamedTuple):
-    """What was asked for, and of whom: the worker's process (its id may be used again) and the peers that would do its
-    work."""
+    """An action that waits for its confirmation. process: the worker's process id, with its start, since ids are used
+    again. peers: the workers that would do its work."""
 
     job_id: str
     worker: str
@@ -475,7 +481,7 @@ class _Armed(NamedTuple):
 
 
 def _actions(console: ConsoleService, view: JobView, worker: WorkerView) -> None:
-    """What can be done with it. Each button asks first, in its place; nothing is armed before one is clicked."""
+    """Draws the actions for a worker. A click on a button only asks for a confirmation, in the same place."""
     offered = _offered(console, view, worker)
     if worker.state in ALIVE and not view.spec.demo:
         st.caption("Only the processes of a demo job can be killed from here.")
