@@ -95,7 +95,8 @@ def revoke(
 
 @contextmanager
 def _store(database_url: str, *, make: bool = False) -> Iterator[Database]:
-    """The database, up to date. make: it need not be there. What is refused ends the program: a sentence, status 2."""
+    """Opens the database, with its tables up to date. make: creates it if needed. Any error ends the program with one
+    sentence and status 2."""
     try:
         database = Database(database_url or default_database_url(), make=make)
         try:
@@ -204,8 +205,8 @@ def serve(
     ] = RetentionLimits.events,
 ) -> None:
     """Serve the pages and the REST API until Ctrl-C."""
-    with suppress(OSError):  # who needs a child says why there is none
-        prepare_children()  # it takes as long as the imports that follow
+    with suppress(OSError):  # if it fails, whatever needs a child reports that
+        prepare_children()  # runs beside the imports that follow, which take as long
     from openrecycle.app.server import serve as run
     from openrecycle.db.session import DatabaseError
 
@@ -239,7 +240,7 @@ def serve(
 
 
 def _timeouts(heartbeat: float, suspect: float, dead: float) -> FailureTimeouts:
-    """Raises InputError."""
+    """Makes the time-outs from the options. Raises InputError that names the option."""
     try:
         return FailureTimeouts(heartbeat=heartbeat, suspect=suspect, dead=dead)
     except InputError as error:
@@ -341,7 +342,7 @@ def delete_command(job: JobId, database_url: DatabaseUrl = "") -> None:
 
 @contextmanager
 def _no_console(database: Database, job: str, state: str) -> Iterator[None]:
-    """Keeps consoles from the database meanwhile: one that runs looks after the job."""
+    """Keeps consoles off the database inside; ends the program if one runs, since that looks after the job."""
     refusal = f"--job: {job} is {state}, and a console runs on this database; delete the job there, or stop the console"
     if database.is_sqlite:
         try:
@@ -363,7 +364,7 @@ cli.add_typer(tokens, name="token")
 
 
 def main() -> None:
-    """Runs the command line; what it does not know is refused in one sentence."""
+    """Runs the command line; unknown commands and options are refused in one sentence."""
     run_command(cli)
 
 
@@ -372,6 +373,6 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def fail(sentence: str) -> NoReturn:
-    """One sentence on stderr, exit status 2."""
+    """Prints one sentence on stderr and ends the program with status 2."""
     print(sentence, file=sys.stderr)
     raise SystemExit(2)

@@ -1,7 +1,7 @@
-"""`openrecycle demo`: a console and a real training job on this machine, under one roof.
+"""`openrecycle demo`: a console and a real training job on this machine.
 
-Two child processes, the console's server and the job's launcher. Both end with this one, however it
-ends: they are told on Ctrl-C and SIGTERM, and the kernel tells them should this process be killed.
+It starts two child processes, the console's server and the job's launcher. Both end with this one, however it ends: it
+ends them on Ctrl-C and SIGTERM, and the kernel does if this process is killed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from openrecycle.app.runtime.processes import LEVEL
 from openrecycle.app.runtime.settings import Settings
 
 _PR_SET_PDEATHSIG = 1
-# A busy machine takes its time to import torch a dozen times.
+# A busy machine may take long to import torch a dozen times.
 _START_SECONDS = 300.0
 _END_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """settings: of the console. serve, launch: further arguments of `openrecycle serve` and `openrecycle train`."""
+    """The options of a demo. settings: the console's. serve, launch: further arguments for `openrecycle serve` and
+    `openrecycle train`."""
 
     settings: Settings
     serve: tuple[str, ...]
@@ -56,8 +57,8 @@ def run(options: DemoOptions, say: Callable[[str], None]) -> int:
     began = time.monotonic()
     try:
         say(f"starting the console at {address}, and the training processes ...")
-        # Together: each takes a processor for some seconds, and the job looks at what was asked for before it needs the
-        # console, which it waits for.
+        # Both start at the same time, since each takes a processor for some seconds. The job checks its options before
+        # it needs the console, and then waits for it.
         children["console"] = _start(["serve", "--host", host, "--port", str(port), *options.serve])
         children["training job"] = _start(job)
         if not _wait(f"{address}/healthz", children, ended, lambda answer: answer.status_code == 200):
@@ -81,7 +82,7 @@ def run(options: DemoOptions, say: Callable[[str], None]) -> int:
 
 
 def _outcome(children: dict[str, subprocess.Popen[bytes]], ended: threading.Event) -> int:
-    """0 when the user ended it or the job is done, else the status of what ended first."""
+    """Returns 0 if the user ended the demo, or the job is done. Raises SettingsError if a child failed."""
     if ended.is_set():
         return 0
     for name, child in children.items():
@@ -94,9 +95,9 @@ def _outcome(children: dict[str, subprocess.Popen[bytes]], ended: threading.Even
 
 
 def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
-    # What goes wrong is on stderr; what goes well is said by this process.
+    # The children only report problems, on stderr; this process says the rest.
     environment = {LEVEL: "warning", **os.environ}
-    # Its own session: Ctrl-C reaches this process alone, which then ends both in order.
+    # In a session of its own, so that Ctrl-C only reaches this process, which then ends both in order.
     return subprocess.Popen(
         [sys.executable, "-m", "openrecycle", *arguments],
         stdout=subprocess.DEVNULL,
@@ -117,7 +118,8 @@ def _wait(
     ended: threading.Event,
     good: Callable[[requests.Response], bool],
 ) -> bool:
-    """Until `good(answer)`; False when a child or the user ended it. Raises SettingsError after a while."""
+    """Waits until `good(answer)`. Returns False if a child has ended or the user ends the demo. Raises SettingsError
+    after a while."""
     token = os.environ.get("OPENRECYCLE_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     deadline = time.monotonic() + _START_SECONDS
@@ -136,7 +138,7 @@ def _trains(answer: requests.Response) -> bool:
 
 
 def _free_port(host: str, port: int) -> int:
-    """That one, or for 0 one that is free. Raises SettingsError."""
+    """Returns the port, or a free one for 0. Raises SettingsError if it is taken."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
             return int(server.getsockname()[1])
@@ -145,7 +147,7 @@ def _free_port(host: str, port: int) -> int:
 
 
 def _end(children: dict[str, subprocess.Popen[bytes]]) -> None:
-    """The job first, so that it can say goodbye to the console."""
+    """Ends both processes, the job first, so that it can report its end to the console."""
     for child in reversed(list(children.values())):
         if child.poll() is None:
             child.terminate()

@@ -1,4 +1,4 @@
-"""Who asks, the tokens that an administrator gives to others, and the audit log."""
+"""Routes for the caller's own role, the tokens that an administrator makes for others, and the audit log."""
 
 from __future__ import annotations
 

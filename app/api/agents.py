@@ -1,4 +1,4 @@
-"""What agents and launchers say and ask. Messages: agent.messages.protocol."""
+"""Routes for agents and launchers. Their messages are in agent.messages.protocol."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from openrecycle.app.security.access import Role, caller_of
 from openrecycle.planner.plans.plan import job_doc
 
 After = Annotated[int, Query(ge=0, le=2**53)]
-# Heartbeats that take less than a change of threads does.
+# Up to this many heartbeats are taken in the event loop, since that is quicker than a change of threads.
 AT_ONCE = 64
 LeadHeader = Annotated[
     str | None, Header(alias=LEAD, max_length=20, pattern="^(0|[1-9][0-9]{0,14})/(0|[1-9][0-9]{0,3})$")
@@ -49,14 +49,15 @@ LeadHeader = Annotated[
 
 
 def _lead_of(request: Request) -> LeadTerm | None:
-    """Who said that it leads a job of several nodes, as `of_lead` has found it."""
+    """Returns the term and node in whose name a launcher of a job on several nodes speaks, as `of_lead` has found
+    it."""
     return getattr(request.state, "lead", None)
 
 
-# With what it says: whether it counts is decided once it is its turn.
+# Passed on with the message: whether the sender still leads is decided when the message is taken.
 Sender = Annotated[LeadTerm | None, Depends(_lead_of)]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
-# Of one transaction: whoever else waits for the job, such as the clock that looks for silent workers, comes in between.
+# The most messages of one transaction, so that others who wait for the job's lock, such as its tick, get it in between.
 MOST = 1024
 M = TypeVar("M", Registration, Acknowledgement)
 
@@ -68,11 +69,12 @@ class JobWanted(JobSpec):
 
 
 class Together(Generic[M]):
-    """What is posted for a job while it stores is taken together next: in one thread, the others are for other jobs and
-    for people, and in one transaction. Of 2,048 workers in launchers of 8, heartbeats were answered in 0.44 s (p99)
-    while generations opened, where each launcher's acknowledgements had a transaction of their own; with this in 0.2 s.
+    """Takes messages together that come for a job while it stores earlier ones: in one transaction, and in one thread,
+    so that the other threads are free for other jobs and for people. With 2,048 workers in launchers of 8, heartbeats
+    were answered in 0.44 s (p99) while generations opened, when each launcher's acknowledgements had a transaction of
+    their own; with this in 0.2 s.
 
-    take: a job's id, messages, and who said to lead it; the answer to all of them."""
+    take: takes a job's id, messages and their sender; returns the answer to all of them."""
 
     def __init__(self, take: Callable[[str, Sequence[M], LeadTerm | None], BatchReply]) -> None:
         self._take: Callable[[str, Sequence[M], LeadTerm | None], BatchReply] = take
@@ -80,7 +82,7 @@ class Together(Generic[M]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def post(self, job_id: str, messages: Sequence[M], sender: LeadTerm | None = None) -> BatchReply:
-        """Raises ConsoleError."""
+        """Queues messages and returns the answer to them. Raises ConsoleError."""
         answer: asyncio.Future[BatchReply] = asyncio.get_running_loop().create_future()
         if job_id in self._posted:
             self._posted[job_id].append((messages, sender, answer))
@@ -94,7 +96,7 @@ class Together(Generic[M]):
     async def _drain(self, job_id: str) -> None:
         while posted := self._posted[job_id]:
             sender = posted[0][1]
-            # Of one sender alone: what another one says may not count.
+            # Only messages of one sender are taken together: those of another may not count.
             sizes = accumulate(MOST + 1 if who != sender else len(messages) for messages, who, _ in posted)
             count = max(1, sum(size <= MOST for size in sizes))
             now, self._posted[job_id] = posted[:count], posted[count:]
@@ -119,7 +121,7 @@ class Together(Generic[M]):
 
 
 def _split(reply: BatchReply, parts: Sequence[Sequence[Registration | Acknowledgement]]) -> Iterator[BatchReply]:
-    """Of what was taken together, the answer to each part."""
+    """Yields the answer to each part of messages that were taken together."""
     at = 0
     for messages in parts:
         mine = range(at, at := at + len(messages))
@@ -135,11 +137,11 @@ def router(console: ConsoleService) -> APIRouter:
     async def of_lead(request: Request, lead: LeadHeader = None) -> None:
         """The launcher that leads a job of several nodes says so with every request; 409: another node leads by now."""
         job_id = request.path_params.get("job_id")
-        # Whoever may only look asks for deployments, too, and must not have a word in who leads.
+        # Callers who may only look can ask for deployments, too, and must not influence who leads.
         if lead is not None and job_id is not None and caller_of(console.security.access, request.headers).reports:
             request.state.lead = sender = LeadTerm.parse(lead)
             job = await console.jobs.find_beside(job_id)
-            if not job.lead.heard(sender):  # it leads since then, which is to be stored first
+            if not job.lead.heard(sender):  # it has a later term, which must be stored first
                 await in_thread(job.heard_lead, sender)
 
     api = APIRouter(prefix="/jobs", tags=["agents"], route_class=ReadBeside, dependencies=[Depends(of_lead)])
@@ -162,7 +164,7 @@ def router(console: ConsoleService) -> APIRouter:
         created, new = await in_turn(console.jobs.create, spec, idempotency_key)
         if new:
             await in_thread(console.security.audit.record, x_actor, "create job", created.job_id, job_id=created.job_id)
-        # Asked again, those who already have an agent's token keep it: many processes may share one job.
+        # For a repeated request, callers with an agent's token keep theirs: many processes may share one job.
         if console.security.access.guarded and (new or caller.operates):
             _, token = await in_thread(
                 console.security.tokens.create, Role.AGENT, created_by=caller.name, job_id=created.job_id
@@ -244,7 +246,8 @@ def _json(message: BaseModel) -> Response:
 
 
 def _spec(console: ConsoleService, wanted: JobWanted) -> JobSpec:
-    """What is stored, and compared with what an Idempotency-Key has brought before. Raises ConsoleError."""
+    """Returns the spec that is stored, and compared with that of an earlier request with the same Idempotency-Key.
+    Raises ConsoleError."""
     fields = {name: getattr(wanted, name) for name in JobSpec.model_fields}
     if wanted.profile_name is not None:
         if wanted.profile is not None:

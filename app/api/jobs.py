@@ -1,7 +1,7 @@
-"""Routes of a job: what people and dashboards read of it, and what operators ask of it.
+"""Routes of a job, for people, dashboards and operators.
 
-Its state, its history, measured iterations, what its workers write; whole jobs, out as a file, in again, and away; how
-it goes on while workers are out, and who decides that.
+They give its state, history, measured iterations and the lines that its workers print; export, import and delete whole
+jobs; and take the operators' commands.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def router(console: ConsoleService) -> APIRouter:
     @api.get("", response_model=JobsPage)
     async def jobs(after: After = None, limit: Most = None) -> Response:
         """Newest first."""
-        # There may be thousands: they are put into words off the event loop.
+        # There may be thousands of jobs, so the answer is written in a thread.
         return Response(await in_thread(_jobs, console, after, limit), media_type="application/json")
 
     @api.get("/{job_id}")
@@ -343,14 +343,14 @@ BODY = {
 
 
 class PassingFile(FileResponse):
-    """A file made for this answer: gone once it was sent, or could not be. It is sent whole, since the next request
-    finds another file."""
+    """An answer with a file that was made for it, and is deleted after it was sent or could not be. It is sent as a
+    whole, without ranges, since another request would find another file."""
 
     def __init__(self, path: Path, media_type: str, filename: str) -> None:
         super().__init__(path, media_type=media_type, filename=filename, headers={"Accept-Ranges": "none"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A range that can't be read would be answered by Starlette, in words of its own.
+        # To an invalid range Starlette would answer with an error in its own words.
         headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
         try:
             await super().__call__({**scope, "headers": headers}, receive, send)

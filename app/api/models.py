@@ -1,11 +1,11 @@
-"""What routes take and answer, where agent.messages.protocol has no message for it.
+"""Requests and answers of routes for which agent.messages.protocol has no message, and how bodies and lists are read.
 
-Bodies of some size are read beside the event loop: heartbeats wait there. One thread reads them, in pieces of some
-milliseconds, and what a wrong body can cost has a bound (app.runtime.errors).
+Larger bodies are read in a thread, since heartbeats wait for the event loop. One thread reads them all, in pieces of a
+few milliseconds, and the cost of a wrong body is bounded (app.runtime.errors).
 
-Of a list, `limit` says how many a page has at most, and its `next` is what the next one goes on after. A place in a
-list is what the list is ordered by, not a number of rows: what comes and goes meanwhile neither repeats nor hides the
-rest.
+Lists come in pages: `limit` is the most rows of a page, and its `next` is the cursor for the next one. A cursor has the
+values by which the list is ordered, not a number of rows, so rows that come and go meanwhile neither repeat nor hide
+others.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from openrecycle.planner.plans.plan import read_json
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Shorter ones take a millisecond or two where they came in, whatever is in them.
+# Shorter bodies are read in the event loop, in a millisecond or two, whatever they contain.
 SHORT = 8 * 1024
 
-# One body after the other: together they would take the processor from the loop.
+# Bodies are read one after the other: several at once would take the processor from the event loop.
 _reader = ThreadPoolExecutor(1, "bodies")
 
 
 class ReadBeside(APIRoute):
-    """A route whose JSON body is read and checked in a thread, unless it is short. Answers are the same."""
+    """A route whose JSON body is read and checked in a thread, unless it is short. Its answers are the usual ones."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         usual, field = super().get_route_handler(), self.body_field
@@ -69,9 +69,9 @@ class ReadBeside(APIRoute):
 
 
 async def known_query(request: Request) -> None:
-    """A dependency of every route: query parameters that it does not know, or gets twice, are refused as fields of a
-    body are. A misspelt one would be left out in silence. Numbers and truths are as JSON writes them, which is what the
-    published schema says of them. Raises ConsoleError (422)."""
+    """Refuses query parameters that are unknown or come twice; a dependency of every route. Otherwise a misspelt one
+    would be ignored in silence. Numbers and booleans must be written as in JSON, as the published schema says. Raises
+    ConsoleError (422)."""
     known = dict(_query_parameters(request.scope["route"].dependant))
     seen: set[str] = set()
     for name, value in request.query_params.multi_items():
@@ -85,7 +85,7 @@ async def known_query(request: Request) -> None:
                 raise ConsoleError(422, "invalid", f"{name}: got {printable(value[:100])!r}, expected {expected}")
 
 
-# What pydantic takes for one is more: 1_0, +5, 5.0 and a space before a number, `yes`.
+# Stricter than pydantic, which also takes 1_0, +5, 5.0 and a space before a number, and `yes`.
 _WRITTEN = {
     bool: (re.compile("true|false"), "true or false"),
     int: (re.compile("-?(0|[1-9][0-9]*)"), "a whole number"),
@@ -94,7 +94,7 @@ _WRITTEN = {
 
 
 def _query_parameters(dependant: Dependant) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Their names, and the types that each may be of."""
+    """Yields the names of a route's query parameters, each with its types."""
     for parameter in dependant.query_params:
         annotation = parameter.field_info.annotation
         yield parameter.alias, get_args(annotation) or (annotation,)
@@ -103,12 +103,12 @@ def _query_parameters(dependant: Dependant) -> Iterator[tuple[str, tuple[Any, ..
 
 
 async def beside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """For work on a body that needs no database: nothing here waits for one."""
+    """Runs work on a body in the one thread for bodies. It must not wait for the database."""
     return await asyncio.get_running_loop().run_in_executor(_reader, partial(function, *args, **kwargs))
 
 
 def is_json(request: Request) -> bool:
-    """Does FastAPI take the body for JSON?"""
+    """Says whether FastAPI takes the body for JSON."""
     header = Message()
     header["content-type"] = request.headers.get("content-type", "")
     subtype = header.get_content_subtype()
@@ -116,7 +116,7 @@ def is_json(request: Request) -> bool:
 
 
 class BodyField(Protocol):
-    """What FastAPI has made of the type of a route's body."""
+    """FastAPI's field for the type of a route's body."""
 
     def validate(
         self, value: Any, values: dict[str, Any], *, loc: tuple[int | str, ...]
@@ -124,7 +124,7 @@ class BodyField(Protocol):
 
 
 def read(field: BodyField, body: bytes) -> Any:
-    """The message that the route takes. Raises ConsoleError (422)."""
+    """Parses a body into the message that the route takes. Raises ConsoleError (422)."""
     message, errors = field.validate(bounded(body), {}, loc=("body",))
     if errors:
         raise ConsoleError(422, "invalid", sentence(errors))
@@ -132,7 +132,7 @@ def read(field: BodyField, body: bytes) -> Any:
 
 
 class _Read(Request):
-    """With the message that its body is: one that has been checked is taken as it is."""
+    """A request whose body was parsed and checked already; FastAPI takes the message as it is."""
 
     def __init__(self, request: Request, body: bytes, message: Any) -> None:
         super().__init__(request.scope, request.receive)
@@ -155,10 +155,10 @@ Most = Annotated[int | None, Query(ge=1, le=5000, description="rows of one page;
 def page(
     of: str, rows: Sequence[Item], place: Callable[[Item], Place], after: str | None, limit: int | None
 ) -> tuple[Sequence[Item], str | None]:
-    """The rows after a place, and the cursor of the page that follows (None: this one is the last).
+    """Returns the rows after a cursor, and the cursor for the next page (None: this page is the last).
 
-    of: the list's name, which its cursors carry. rows: in the list's order. place: rises from row to row, no two the
-    same. Raises ConsoleError (422) for a cursor that is none of this list's.
+    of: the list's name, which its cursors contain. rows: in the list's order. place: returns a row's place, which rises
+    strictly from row to row. Raises ConsoleError (422) for a cursor of another list.
     """
     if after:
         last = _read(of, after)
@@ -193,7 +193,7 @@ def _wrong(cursor: str) -> ConsoleError:
 
 # -- what the API answers -----------------------------------------------------------------------
 
-# What requests have in common: who asks (where no token says so), for how long an answer may wait, a profile.
+# Parameters of several routes: the name of the caller (if no token has one), how long to wait, and a profile's name.
 Actor = Annotated[str, Header(max_length=MAX_ACTOR, alias="X-Actor"), BeforeValidator(actor_of)]
 Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new, at most")]
 ProfileName = Annotated[str, Field(pattern=NAME)]
@@ -201,14 +201,14 @@ ProfileName = Annotated[str, Field(pattern=NAME)]
 
 @dataclass(frozen=True, kw_only=True)
 class JobDetail(JobSummary):
-    """committed: iterations so far. plan_fingerprint: of the plan that is run, and plan_state whether it is `in force`,
-    `interim` (until a newcomer has its state), `last in force` (the job is over), or `in force soon` (an interim one
-    is run that was too large to be sent). advice: which option is best with the workers that are out, and why; null
-    when none is, and until it is worked out. ettr: productive time / wall time so far; goodput: the same weighted with
-    throughput / fault-free throughput. fault_free_samples_per_second: what throughput is measured by, and
-    fault_free_source: where that number is from. waited_seconds: for a person, so far; in no other number.
-    partition: layers per stage as the workers hold them, empty where stages can't be cut; moving_to: as they will,
-    while layers are on their way."""
+    """committed: iterations so far. plan_fingerprint: of the plan that the workers run; plan_state: whether it is
+    `in force`, `interim` (until a newcomer has its state), `last in force` (the job is over), or `in force soon` (the
+    workers still run an interim plan that was too large to be sent). advice: the best option without the workers that
+    are out, and why; null if no worker is out, and until it is worked out. ettr: productive time / wall time so far;
+    goodput: the same weighted with throughput / fault-free throughput. fault_free_samples_per_second: the rate that
+    throughput is compared with; fault_free_source: where it is from. waited_seconds: time spent waiting for people so
+    far, which is in no other number. partition: layers per stage as the workers hold them, empty if stages can't be
+    cut; moving_to: the partition that they will have, while layers move."""
 
     spec: JobSpec
     committed: int
@@ -227,8 +227,8 @@ class JobDetail(JobSummary):
 
 
 class EventInfo(BaseModel):
-    """count: how often it was said, `at` the first time and `last_at` the last: what the console, or a worker's
-    silence, gives cause to say again and again is one line. Its seq stays, and streams do not send it again."""
+    """count: how often it happened, first at `at` and last at `last_at`: events that repeat, such as a worker's
+    silence, are one line. Its seq stays the same, and streams do not send it again."""
 
     seq: int
     at: float
@@ -241,8 +241,8 @@ class EventInfo(BaseModel):
 
 
 class IterationInfo(BaseModel):
-    """loss_hex: the loss as a hexadecimal float, exact. skipped: micro-batches, numbered over the pipelines, that are
-    in no sum of the iteration: one that gave NaN or infinity, or whose data nobody could run."""
+    """loss_hex: the exact loss, as a hexadecimal float. skipped: micro-batches, numbered over the pipelines, that were
+    left out of the iteration's sums because they gave NaN or infinity, or no worker could run their data."""
 
     iteration: int
     loss: float
@@ -263,11 +263,11 @@ class AcknowledgementInfo(BaseModel):
 
 
 class GenerationInfo(BaseModel):
-    """interim_plan: what it ran until newcomers had their state, "" if nothing; interim_failed: whom that goes
-    without. partition: layers per stage that its plan is for; moved_at: the iteration from which on workers had them,
-    null where they had them before, or have not got them. let_go: of those that are out since the generation before,
-    who is not lost, and whether it stands by or was asked to leave; lost: of the generation before, whose process
-    has died or was given up."""
+    """interim_plan: the plan that it ran until newcomers had their state, "" if none; interim_failed: the workers that
+    this plan goes without. partition: layers per stage of its plan; moved_at: the iteration from which on the workers
+    had these layers, null if they had them before or do not have them yet. let_go: workers of the generation before
+    that are out but not lost, and whether each stands by (true) or was asked to leave (false); lost: workers of the
+    generation before whose process has died or was given up."""
 
     generation: int
     plan_fingerprint: str

@@ -1,5 +1,5 @@
-"""Plans: those that are kept under a name, those that are being made, plans as files, and the profiles that they are
-made of; and catalogs: what is planned ahead, filling them in the background, and taking them away.
+"""Routes for saved plans, solves (plans that are being made), plans as files, profiles, and catalogs, which are filled
+in the background and exported.
 """
 
 from __future__ import annotations
@@ -248,12 +248,12 @@ def _place_of_plan(row: dict[str, Any]) -> tuple[float, str]:
     return -row["created"], row["fingerprint"]
 
 
-# Those that wait for their turn must not keep threads from the rest of the API; the last one refuses.
+# Uploads that wait for their turn must not take threads from the rest of the API; the last thread refuses further ones.
 _uploads = ThreadPoolExecutor(MOST_WAITING + 2, "uploads")
 
 
 class ReadElsewhere(ReadBeside):
-    """POST /plans with a large body: that is read in a process of its own, and the answer is the same."""
+    """The route POST /plans, which has large bodies read in a child process; its answers are the usual ones."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         usual = super().get_route_handler()
@@ -335,13 +335,14 @@ InPath = Annotated[str, Path(pattern=NAME)]
 
 
 def _kind(document: Any) -> str:
-    """Anything that is no measured profile is refused as a job, with what a job lacks."""
+    """Says how to read a document. Anything but a measured profile is read as a job, and refused with what it lacks for
+    that."""
     if isinstance(document, Profile) or (isinstance(document, dict) and "profile_version" in document):
         return "measured"
     return "job"
 
 
-# What `openrecycle profile` writes, or the document of a job.
+# A document that `openrecycle profile` writes, or a job's.
 Document = Annotated[
     Annotated[Profile, Tag("measured")] | Annotated[JobDoc, Tag("job")],
     Discriminator(_kind),

@@ -31,7 +31,7 @@ def show(status: LeaderStatus) -> None:
 
 def on_open_page() -> bool:
     """Warns on an open page while the console is not sure any more that it leads; what the page shows stays. Once
-    another console leads, the standby's page takes its place. Returns whether it has warned."""
+    another console leads, the page of a standby takes its place. Returns whether it has warned."""
     status = standby_status()
     if status is None:
         return False
