@@ -183,7 +183,8 @@ class Operators:
         return job.apply(DrainAsked(worker, who), audit=audit_row(who, "drain", worker))
 
     def set_mode(self, job_id: str, mode: Mode, choice_timeout: float, actor: str) -> str:
-        """choice_timeout: seconds that the job waits for a choice in manual mode. Raises ConsoleError."""
+        """Sets who decides when workers are lost. choice_timeout: seconds that the job waits for a choice in manual
+        mode. Raises ConsoleError."""
         if not LEAST_CHOICE_TIMEOUT <= choice_timeout <= MOST_CHOICE_TIMEOUT:
             expected = f"{LEAST_CHOICE_TIMEOUT:g} to {MOST_CHOICE_TIMEOUT:g} seconds"
             raise ConsoleError(422, "invalid", f"choice_timeout: got {choice_timeout!r}, expected {expected}")

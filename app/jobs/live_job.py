@@ -121,8 +121,8 @@ class JobFeed:
         return [{"seq": self.last + i, "at": now, **vars(note)} for i, note in enumerate(notes, start=1)]
 
     def split(self, notes: Iterable[Note], now: float) -> tuple[list[Record], list[Record]]:
-        """Sorts `notes` into rows of new lines (numbered) and updates (seq, count, last_at, text) of lines that are
-        there already. Changes nothing here: `stored` does, once the database has them."""
+        """Sorts `notes` into rows of new lines and updates (seq, count, last_at, text) of earlier lines. `stored` takes
+        note of both once the database has them."""
         fresh: list[Note] = []
         repeats: dict[int, Record] = {}
         lines = dict(self._lines)
@@ -194,11 +194,8 @@ class JobLead:
             self.newest, self.unheard = stored, 0.0
 
     def heard(self, sender: LeadTerm) -> bool:
-        """Notes that a launcher that leads has been heard.
-
-        Returns False if its term is later than `newest`: the caller has to store that term first. Raises ConsoleError
-        if the launcher leads no more.
-        """
+        """Notes that a launcher that leads has been heard. Returns False if its term is later than `newest`, which the
+        caller has to store first. Raises ConsoleError if the launcher leads no more."""
         speaks, reason = may_speak_as_lead(self.newest, sender)
         if not speaks:
             raise ConsoleError(409, DEPOSED, reason)
@@ -623,10 +620,8 @@ class LiveJob:
         return self.measurements.stopped(since, self.state.members)
 
     def last_heard(self, member: Member) -> float | None:
-        """Returns when the member's process was last heard, in monotonic seconds; None: never.
-
-        For display. A console that has just started judges no worker by an older heartbeat, but shows its true age.
-        """
+        """Returns when the member's process was last heard, in monotonic seconds, for display; None: never. A console
+        that has just started judges no worker by an older heartbeat, but shows its true age."""
         contact = self.measurements.contacts.get(member.name)
         if contact is not None and contact.beat.incarnation == member.incarnation:
             return contact.heard
@@ -756,11 +751,8 @@ class LiveJob:
         self.commands.add(command, time.time(), self._clock())
 
     def sender(self, worker: str, incarnation: str) -> Member:
-        """Returns the member whose process sent a report as `worker` from `incarnation`. A process that was given
-        another place may not know that yet, and still report under its former name.
-
-        Raises ConsoleError for an unknown or fenced worker.
-        """
+        """Returns the member whose process sent a report as `worker` from `incarnation`: it may still report under its
+        former name after it was given another place. Raises ConsoleError for an unknown or fenced worker."""
         state = self.state
         member = membership.holder(state, worker, incarnation)
         if member is None:

@@ -123,7 +123,7 @@ class Waited:
     waits: tuple[Wait, ...] = ()
 
     def within(self, begin: float, end: float) -> float:
-        """Seconds of waiting between two times (POSIX seconds)."""
+        """Returns the seconds of waiting between two times (POSIX seconds)."""
         return _within(self.waits, begin, end)
 
     def in_recovery(self, row: Record) -> tuple[float, float]:
@@ -392,8 +392,9 @@ RECENT = 5
 
 @dataclass(frozen=True)
 class IterationView:
-    """seconds: wall time of the iteration, without waited, for which the job waited for a person in it. skipped:
-    micro-batches, numbered over the pipelines, that are in no sum of it. samples_per_second: of the others."""
+    """One iteration. seconds: its wall time without `waited`, the seconds in it for which the job waited for a person.
+    skipped: micro-batches, numbered over the pipelines, that were left out of its sums; they don't count in
+    samples_per_second."""
 
     iteration: int
     loss: float
