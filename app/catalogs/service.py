@@ -273,7 +273,7 @@ class Catalogs:
             return all(filling.asked is None for filling in self._fillings.values())
 
     def has_room(self, fingerprint: str) -> bool:
-        """May that catalog be filled now, beside what is?"""
+        """Says whether there is room to fill this catalog now, beside those that are being filled."""
         with self._lock:
             running = [known for known, filling in self._fillings.items() if filling.running]
         return len(running) < MAX_FILLING and fingerprint not in running

@@ -430,8 +430,8 @@ def recent_rate(iterations: Sequence[IterationView]) -> float | None:
 
 
 def has_settled(iterations: Sequence[IterationView]) -> bool:
-    """Is the rate of late that of its pace? Not while the newest generation has had its first iteration alone, which
-    holds the recovery itself."""
+    """Says whether `recent_rate` shows the job's pace. It does not while the newest generation has only had its first
+    iteration, which includes the recovery."""
     return len(iterations) < 2 or iterations[-1].generation == iterations[-2].generation
 
 

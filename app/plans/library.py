@@ -36,13 +36,13 @@ class PlanCache:
         )
 
     def get(self, fingerprint: str) -> Plan | None:
-        """None: there is none, or what is stored of it is damaged. Nobody who looks after jobs, or at them, does less
-        for that."""
+        """Returns a stored plan; None: there is none, or it is damaged, which must not stop anything else that is done
+        or shown for a job."""
         found = self._whole(fingerprint)
         return found[0] if found else None
 
     def plan(self, fingerprint: str) -> Plan:
-        """Raises ConsoleError (404), and PlanError for one that is damaged."""
+        """Returns a stored plan. Raises ConsoleError (404) if there is none, and PlanError if it is damaged."""
         with storing():
             found = self._get(plain(fingerprint))
         if found is None:
@@ -50,7 +50,8 @@ class PlanCache:
         return found[0]
 
     def rerouted(self, fingerprint: str) -> dict[str, int]:
-        """worker -> micro-batches of other pipelines that it runs per iteration. {}: also where `get` gives None."""
+        """Returns, by worker, how many micro-batches of other pipelines it runs per iteration; {} also if `get` would
+        return None."""
         found = self._whole(fingerprint)
         return found[1] if found else {}
 

@@ -146,8 +146,10 @@ class JobPlanner:
         self._catalogs = catalogs
         self._maker = plan_maker(on_made=on_made)
         self._seldom = Seldom()
-        self._filling: dict[str, tuple[str, frozenset[str]]] = {}  # job -> its catalog, the names made ahead
-        self._crowded_out: dict[str, str] = {}  # job -> its catalog, which could not be filled since others were
+        # By job id, the fingerprint of its catalog: with the names of the plans that are made ahead for the job; and if
+        # it could not be filled because enough others were.
+        self._filling: dict[str, tuple[str, frozenset[str]]] = {}
+        self._crowded_out: dict[str, str] = {}
 
     def start(self) -> None:
         self._maker.start()
@@ -174,7 +176,7 @@ class JobPlanner:
             self._fill(job, found)
 
     def consider(self, job: LiveJob) -> None:
-        """Once a tick: has plans made ahead that could not be since others were."""
+        """Has plans made ahead if that failed because enough catalogs were being filled; called once per tick."""
         catalog = self._crowded_out.get(job.job_id)
         if catalog is not None and self._catalogs.has_room(catalog):
             self.make_ahead(job)
@@ -834,7 +836,7 @@ class PlansService:
         self.ahead.start()
 
     def consider(self, job: LiveJob) -> None:
-        """Once a tick."""
+        """Looks after the plans of a job; called once per tick."""
         self.ahead.consider(job)
         self.drifting.consider(job)
         self.replanning.consider(job)

@@ -124,8 +124,8 @@ def problem(
     )
 
 
-# Ops of the answers that are kept, each of some 100 bytes and more. A small plan counts as so many, a large one at most
-# as so many: as many as one page compares are always kept.
+# The most ops of all answers that are kept, each of 100 bytes or more; and the least and the most that one plan counts
+# as. So the plans that one page compares are always kept.
 ANSWERED_OPS, LEAST_ANSWERED, MOST_ANSWERED = 3_200_000, 100_000, 400_000
 TIME_LIMIT = 5.0
 # An answer without a plan is tried again after this many seconds.
@@ -136,7 +136,8 @@ SEARCHED_OPS = 20_000
 
 @dataclass
 class Answer:
-    """plan or why, once `done`. ops: of the plan. asked, ended: monotonic seconds."""
+    """The answer to a page's question: once it is `done`, a plan, or why there is none. ops: of the plan. asked, ended:
+    monotonic seconds."""
 
     ops: int
     plan: Plan | None = None

@@ -106,7 +106,7 @@ class Made:
             return None
         pipelines, stages, micro_batches = map(int, found.groups())
         ops = count_ops(pipelines, stages, micro_batches)
-        if ops > MAX_SOLVED_OPS:  # as on the Planner page: others wait for it
+        if ops > MAX_SOLVED_OPS:  # the same limit as on the Planner page, since others wait meanwhile
             expected = f"at most {MAX_SOLVED_OPS:,} ops here, and this is {ops:,}; `openrecycle plan` takes more"
             raise InputError("grid", self.grid, expected)
         return Job.uniform(pipelines, stages, micro_batches)
@@ -390,7 +390,7 @@ class PlanSources:
             raise ConsoleError(422, "invalid", str(error)) from None
         job_id = None if made.of_slots else made.grid
         if not answer.done:
-            # How long it takes nobody knows: others may be made before it.
+            # How long it will take is not known, since others may be made before it.
             words = f"Planning: {made_name(made)} … {time.monotonic() - answer.asked:.0f} s."
             return PendingPlan(made, made_name(made), words)
         if answer.plan is None:

@@ -455,9 +455,9 @@ def _number(field: str, text: str, low: float, high: float) -> float:
 
 
 def read_upload(data: bytes) -> Profile | JobDoc:
-    """A file's measured profile, job document, or plan, of which the job is taken. It is read where heartbeats wait, so
-    what it can cost has the same bound as a body of the API. Raises PlanError and InputError naming what is wrong with
-    it."""
+    """Reads a file with a measured profile, a job document, or a plan, whose job is taken. Heartbeats wait meanwhile,
+    so its cost has the same bound as that of a body of the API. Raises PlanError and InputError that name what is
+    wrong."""
     try:
         document = bounded(data.decode(json.detect_encoding(data)).encode())
     except UnicodeDecodeError as error:

@@ -154,8 +154,8 @@ def _throughput(view: JobView) -> Card:
     share = share_of(now, view.figures)
     if share is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
-    # Whoever trains without a worker is not as well as ever, however quick; and of old data nobody knows it, nor while
-    # nothing can be stored.
+    # A job that trains without some workers is not well, however quick it is. With old data, or while nothing can be
+    # stored, that is not known.
     whole = view.condition is not Condition.DEGRADED and not is_old(view) and not view.unstorable
     tone = ("good" if whole else "warn") if share >= WELL else "warn" if share >= HALF else "bad"
     return Card("Throughput", text.rate(now), f"{text.percent(share)} of fault-free", tone, of="samples/s")
@@ -189,7 +189,7 @@ def _workers(view: JobView) -> Card:
     if not parts and living < total:
         parts = [f"{total - living:,} empty"]
     if not parts and view.unstorable:
-        parts = ["none is known to be lost"]  # who dies meanwhile can't be stored as lost
+        parts = ["none is known to be lost"]  # a worker that dies meanwhile can't be stored as lost
     note, tone = ("; ".join(parts), tone) if parts else ("none lost", "good")
     return Card("Living workers", f"{living:,}", note, tone, of=f"of {total:,}")
 
