@@ -212,7 +212,7 @@ class JobPlans:
     def plan_now(self, failed: tuple[str, ...]) -> tuple[PlanReady | PlanRefused, Plan | None] | None:
         """Returns the plan, with its answer for the coordinator, if it is here or can be made in milliseconds.
 
-        Returns None if it has to be made elsewhere: it is missing and large, or the one that is here does not fit.
+        Returns None if it has to be found or made elsewhere: it is too large, or the one that is here does not fit.
         """
         workers = _workers(failed)
         small = self.ops <= self.inline_ops

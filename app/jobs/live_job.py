@@ -944,7 +944,7 @@ class LiveJob:
     # -- reading back -----------------------------------------------------------------------
 
     def restore(self, job_row: Record) -> None:
-        """Takes the job up from the database, when the console starts or becomes the one that leads."""
+        """Takes the job up from its rows in the database. job_row: of the job itself."""
         self._read(job_row)
         self.measurements.read(self._store.workers(self.job_id))
         if not self.state.over:

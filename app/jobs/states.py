@@ -322,8 +322,8 @@ class WorkerStates:
 
     @cached_property
     def missing(self) -> tuple[ProcessState, ...]:
-        """The processes that have ended and whose work no other process has taken up: one for each empty role. A role
-        whose process took the place of a lost one counts for the lost one."""
+        """The processes that have ended and that no other has replaced, so that roles are empty. A role whose process
+        took the place of a lost one is empty for the lost one."""
         empty = (self.role(m) for m in self.state.members.values() if m.state is WorkerState.FAILED)
         lost = (self._lost_for(role) for role in empty)
         return tuple({process.incarnation: process for process in lost if process is not None}.values())
