@@ -97,8 +97,8 @@ def read_now(console: ConsoleService, job_id: str, iterations: int, events: int)
 
 class SharedReads:
     """Shares reads between pages. Thread-safe. A page that asks for something that is being read already waits for that
-    read. So a database that hangs blocks one thread per job that is shown, however many pages show it. seconds: how
-    long each page waits."""
+    read. So a database that hangs blocks one thread for each thing that is read, however many pages show it. seconds:
+    how long each page waits."""
 
     def __init__(self, seconds: float = READ_SECONDS) -> None:
         self._seconds = seconds
