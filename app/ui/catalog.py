@@ -224,7 +224,8 @@ Table = dict[str, list[Any]]
 
 
 def cards(report: CatalogReport) -> list[Card]:
-    """Returns the cards: plans, cover, the cost of the worst single failure, the throughput that is kept, gap."""
+    """Returns the cards: plans, cover, the period without failures and with the most failures, the throughput that is
+    kept then, and how many plans are proven optimal."""
     unit = report.question.job.time_unit
     asked = f"up to {text.count(report.tolerance, 'failure')}" if report.tolerance else "without failures"
     covered = report.covered
@@ -449,7 +450,7 @@ JOB = "catalog-job"
 
 
 def stored(console: ConsoleService) -> CatalogRequest | None:
-    """Returns the request for the stored catalog that the URL names."""
+    """Returns the request for the stored catalog that the URL names; None: there is none, and the page has said so."""
     fingerprint = st.query_params["catalog"]
     try:
         found = console.catalogs.stored(fingerprint)

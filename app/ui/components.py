@@ -84,8 +84,8 @@ class Area:
         return round(WIDTH * (value - self.left) / (self.right - self.left))
 
     def y(self, value: float, axis: str) -> float:
-        """Converts a position on an axis to pixels. axis: a row axis' name, or `paper`; with ` domain`, the value is a
-        share of that axis."""
+        """Converts a position on an axis to pixels. axis: a row axis' name; with ` domain`, the value is a share of
+        that axis' height. With `paper` it is a share of the whole plot area's."""
         low, high, share = 0.0, 1.0, value
         if axis != "paper":
             name, _, domain = axis.partition(" ")
@@ -284,7 +284,8 @@ def use_style() -> Palette:
 
 
 def guard(page: Callable[[], None]) -> None:
-    """Runs a page. If the console refuses something, or can't ask its database, the page shows a sentence."""
+    """Runs a page. If the console refuses something, or can't ask its database, the page shows a sentence; after the
+    latter the page runs again once the database answers."""
     try:
         page()
     except (ConsoleError, PlannerError) as error:
@@ -305,8 +306,8 @@ def _until_ready() -> None:
 
 
 def cards(items: list[Card], fresh: float | None = None) -> None:
-    """Draws cards. fresh: when their data was read, in POSIX seconds, on a page that refreshes itself; a script there
-    says when no newer data comes."""
+    """Draws cards. fresh: when their data was read, in POSIX seconds, on a page that refreshes itself; the style sheet
+    tells the viewer when no newer data comes."""
     mark = "" if fresh is None else f'<i class="or-fresh" data-at="{fresh:.1f}"></i>'
     st.html('<div class="or-cards">' + "".join(map(_card, items)) + mark + "</div>")
 
@@ -481,8 +482,7 @@ def schedule_chart(
 
 def _grid_columns(stages: int, held: Sequence[int] = (), coming: Sequence[int] = ()) -> None:
     """Draws the heads of the worker grid's columns, and tells the style sheet how many there are. held: layers per
-    stage,
-    if stages can be cut anew; coming: those that they will have once layers have moved."""
+    stage, if layers can move; coming: those that the stages will have once layers have moved."""
     heads = ""
     for s in range(stages):
         below = ""

@@ -283,7 +283,7 @@ def _use(technique: Technique, on: bool) -> None:
 
 
 def limits(question: WhatIf, found: Checked) -> None:
-    """Draws memory limit, solver and its time."""
+    """Draws the memory limit, the partition of the layers, the solver and its time."""
     named = question.memory if question.memory in MEMORIES else "number"
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-limits"):
         choice("Memory limit", MEMORIES, "planner-memory", named, _limit, help=MEMORY_HELP, width=170)
