@@ -1,2 +1,2 @@
-"""Who is in the job, who is lost, and which generation opens next: one pure state machine (`coordinator.step`), driven
-by a console, or by a launcher that has none (`local`)."""
+"""The pure state machine that decides which workers are in the job, which are lost, and which generation opens next
+(`coordinator.step`). A console drives it, or a launcher without a console (`local`)."""

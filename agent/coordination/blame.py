@@ -1,18 +1,19 @@
-"""Who is to blame when transfers break though nobody died. Pure: no processes, no clock, no torch.
+"""Decides which link is to blame when transfers break though nobody died. Pure: no processes, no clock, no torch.
 
-A worker says with which peer a transfer broke. One bad link makes many complain: whoever waits for a worker that
-waits, or finds a connection closed by one that has given up. So complaints are followed to where they end: a
-complaint counts against a worker that does not itself complain of a third one.
+A worker reports with which peer a transfer broke. One bad link makes many workers complain: some wait for a worker that
+itself waits, others find a connection closed by a worker that has given up. So complaints are followed to where they
+end: a complaint counts against a worker only if that worker does not itself complain of a third one.
 
-- A pair of workers may break `BORNE` times, and all form anew. When it breaks once more, one end of it is taken out:
-  the one of which more peers have complained; of equals, the one whose stage has more holders of state, then the one
-  whose name comes last. Never the last holder of a stage's state: then it is the other end.
-- Who was taken out may re-join. When a pair that it belongs to breaks again, it is taken out for good.
-- Generations in a row that broke before an iteration was committed end the job once they are `IN_A_ROW`; `UNNAMED`,
-  where nobody could say with whom.
-- A generation that some member has not taken up yet breaks because of that member, which may be slow, or hang; that is
-  for others to judge, and no link's fault.
-- A break is forgotten after `MEMORY` committed iterations, that somebody was taken out after `PROBATION`.
+- The link of a pair of workers may break `BORNE` times, and each time all workers form anew. When it breaks once more,
+  one end is taken out: the one of which more peers have complained; of equals, the one whose stage has more holders of
+  state; of equals, the one whose name comes last. The last holder of a stage's state is never taken out: then the other
+  end is.
+- A worker that was taken out may re-join. When a pair that it belongs to breaks again, it is taken out for good.
+- The job ends when `IN_A_ROW` generations in a row break before an iteration is committed; or `UNNAMED` generations,
+  where no worker could name the peer.
+- A generation that some member has not taken up yet breaks because of that member, which may be slow or hang. That is
+  no link's fault, and is judged elsewhere.
+- A break is forgotten after `MEMORY` committed iterations; that a worker was taken out is forgotten after `PROBATION`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ Pair = tuple[str, str]
 BORNE = 2
 """Breaks of a pair before one end is taken out."""
 IN_A_ROW, UNNAMED = 5, 20
-"""Generations that may break so."""
+"""How many generations in a row may break before the job ends: with a named pair, and without."""
 MEMORY, PROBATION = 100, 1000
-"""Committed iterations after which a break, and that somebody was taken out, count no more."""
+"""Committed iterations after which a break is forgotten, and after which it is forgotten that a worker was taken
+out."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Complaint:
 
 @dataclass(frozen=True)
 class Break:
-    """committed: iterations by then. complaints: (reporter, peer), of those that were followed to their end."""
+    """One break of a link. committed: iterations by then. complaints: (reporter, peer), those that were followed to
+    their end."""
 
     committed: int
     pair: Pair
@@ -55,8 +58,12 @@ class Break:
 
 @dataclass(frozen=True)
 class Links:
-    """What is remembered. in_a_row, unnamed: generations that broke since an iteration was last committed, with a pair
-    and without. taken_out: by name, how many iterations were committed then. barred: out for good."""
+    """What is remembered of links that broke.
+
+    in_a_row, unnamed: generations that broke since an iteration was last committed, with a named pair and without.
+    committed: iterations at the last break. taken_out: for each worker that was taken out, how many iterations were
+    committed then. barred: workers that are out for good.
+    """
 
     breaks: tuple[Break, ...] = ()
     in_a_row: int = 0
@@ -68,8 +75,8 @@ class Links:
 
 @dataclass(frozen=True)
 class BlameDecision:
-    """links: what is remembered from here on. text: for people; names the pair. out: who is taken out of the job, if
-    anybody. halt: the job can't go on, and why."""
+    """What follows from a break. links: what is remembered from now on. text: a sentence for people, which names the
+    pair. out: the worker to take out of the job; "": none. halt: why the job can't go on; "": it can."""
 
     links: Links
     text: str
@@ -85,7 +92,7 @@ def judge(
     holders: Collection[str],
     late: Collection[str] = (),
 ) -> BlameDecision:
-    """What follows from the complaints of one generation, in which nobody died.
+    """Decides what follows from the complaints of one generation, in which nobody died.
 
     committed: iterations so far. holders: the living workers that have their stage's state. late: members that have
     not taken up the generation.
@@ -155,10 +162,10 @@ def judge(
 
 
 def attribute(complaints: Iterable[Complaint]) -> tuple[Pair | None, tuple[Pair, ...]]:
-    """The pair whose link it was, and the complaints that were followed to their end, of other pairs too; (None, ())
-    when nobody named a peer.
+    """Returns the pair whose link broke, and all complaints that were followed to their end, those of other pairs too.
+    Returns (None, ()) when no worker named a peer.
 
-    Of several, the pair of which both ends complain, then the one that comes first.
+    Of several pairs, it is one of which both ends complain; of equals, the first in order.
     """
     said = {c.reporter: c.peer for c in complaints if c.peer and c.peer != c.reporter}
     ends = [(r, p) for r, p in said.items() if said.get(p, r) == r] or list(said.items())
@@ -174,7 +181,7 @@ def _pair(one: str, other: str) -> Pair:
 
 
 def _complainers(links: Links, name: str) -> int:
-    """How many peers have complained of it."""
+    """Returns how many peers have complained of this worker."""
     return len({reporter for b in links.breaks for reporter, peer in b.complaints if peer == name})
 
 

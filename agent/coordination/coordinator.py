@@ -1,10 +1,10 @@
-"""Decides who is in a job's generation, and when the next one opens. No I/O, no clock, no threads.
+"""Decides which workers are in a job's generation, and when the next one opens. No I/O, no clock, no threads.
 
-    step(state, event, now, failure_timeouts) -> Step(state, decisions, reason)
+    step(state, event, now, failure_timeouts) -> Transition(state, decisions, reason)
 
-Here: who comes, what they report of a generation, who is lost (by silence, the end of a process, a broken transfer),
-and how the job ends. agent.coordination.generations: what follows from it, and what operators
-and the advisor say to it. agent.coordination.blame: whose link it was.
+This file handles which workers come, what they report of a generation, which are lost (by silence, the end of a process
+or a broken transfer), and how the job ends. agent.coordination.generations decides what follows from that, and handles
+what operators and the advisor ask for. agent.coordination.blame decides whose link broke.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, Wor
 
 
 def step(state: State, event: Event, now: float, failure_timeouts: FailureTimeouts) -> Transition:
-    """Pure: the same arguments give the same Step. A refused event leaves `state` as it is."""
+    """Returns what one event leads to. Pure: the same arguments give the same Transition. A refused event leaves
+    `state` as it is. now: monotonic seconds."""
     return _HANDLERS[type(event)](state, event, now, failure_timeouts)
 
 
@@ -92,7 +93,7 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
     if event.worker in state.links.barred:
         return refuse(state, "fenced", f"{event.worker} may not re-join: its links broke again after it had")
     if state.current and (elsewhere := place_of(state.members, event.incarnation)) is not None:
-        # The network brought it late, or twice: since then the process was given another place.
+        # The registration came late or twice over the network: since then the process was given another place.
         if counts(elsewhere, event.incarnation):
             return Transition(state, reason=f"{event.worker} had registered already, and is {elsewhere.name} now")
         return refuse(state, "fenced", fenced_text(elsewhere, event.incarnation))
@@ -169,7 +170,7 @@ def _acknowledged(
 
 
 def _has_state(acknowledged: AckState) -> bool:
-    """Has a worker that joined all of its stage's state? It says that it has formed only then."""
+    """Says whether a worker that joined has all of its stage's state. Only then does it say that it has formed."""
     return acknowledged in ("formed", "resumed")
 
 
@@ -201,7 +202,7 @@ def _layers_moved(state: State, event: LayersMoved, now: float, failure_timeouts
         return refuse(state, "invalid", f"partition: got {event.partition}, expected {expected}")
     if event.iteration > state.iterations:
         return refuse(state, "invalid", f"iteration: got {event.iteration}, expected at most {state.iterations}")
-    # Late, of a generation after which layers have moved again: what it says has been true.
+    # A late report, of a generation after which layers have moved again, was true when it was sent.
     if state.over or event.generation < state.moved[0] or event.partition == state.held:
         return Transition(state, reason="known already")
     text = f"layers per stage are {words.counts(event.partition)} from here on"
@@ -238,7 +239,8 @@ def _console_restarted(
     if state.over:
         return Transition(state)
     members = {n: m if m.last_heard is None else replace(m, last_heard=now) for n, m in state.members.items()}
-    # Moves are done already, and the launcher has not been told of them; a broken connection is reported once.
+    # The pending moves are in the state already, and the launcher has not been told of them. A broken connection is
+    # reported only once.
     pending = state.pending if state.pending and state.pending.moves else None
     broken = replace(state.broken, since=now) if state.broken else None
     state = replace(state, members=members, pending=pending, broken=broken)
@@ -246,11 +248,11 @@ def _console_restarted(
 
 
 def _lead_changed(state: State, event: LeadChanged, now: float, failure_timeouts: FailureTimeouts) -> Transition:
-    """What the lead before had decided may have reached some and not others: so all form anew, in one generation."""
+    """Opens a generation in which all form anew: a decision of the leader before may have reached some workers only."""
     if state.over or state.current is None:
         return Transition(state)
     reporter = state.current.living[0]
-    state = replace(_none_finished(state, now), broken=None)  # whatever broke: all connect anew
+    state = replace(_none_finished(state, now), broken=None)  # all connect anew, so it doesn't matter what broke
     dead = dict[str, str]()
     for name, incarnation in event.lost.items():
         member = holder(state, name, incarnation)
@@ -267,15 +269,16 @@ def _lead_changed(state: State, event: LeadChanged, now: float, failure_timeouts
 
 
 def _form_anew(state: State, reporter: str, reason: str, notes: list[Decision], now: float) -> Transition:
-    """All do, though the members are the same. Until they have, that is remembered as what broke is: nothing else would
-    tell a console that is started again while the plan is made, and all would wait for ever."""
+    """Opens a generation even if the members stay the same. Until it opens, the state remembers this as it remembers a
+    broken link. Otherwise a console that is restarted while the plan is made would not know of it, and all workers
+    would wait for ever."""
     complaint = Complaint(reporter, detail=reason)
     broken = state.broken or Broken(now, reporter, reporter, reason, (complaint,))
     return reconsider(replace(state, broken=broken), reason, notes, now, anew=True)
 
 
 def _fence(state: State, member: Member, incarnation: str) -> Transition | None:
-    """The refusal of a report from a process that does not count; None: it counts."""
+    """Returns the refusal of a report whose process does not count; None: it counts."""
     if counts(member, incarnation):
         return None
     return refuse(state, "fenced", fenced_text(member, incarnation))
@@ -293,8 +296,8 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
     for said, (incarnation, heard, draining) in event.beats.items():
         member = holder(state, said, incarnation)
         if member is None or member.incarnation != incarnation or member.state is FAILED:
-            continue  # fenced: it changes nothing
-        member = members[member.name]  # as it is by now
+            continue  # it is fenced, and changes nothing
+        member = members[member.name]  # with what earlier heartbeats of this event have changed
         name, before = member.name, member.last_heard
         if before is not None and before > heard:
             heard = before
@@ -308,14 +311,15 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
         members[name] = member.heard_at(heard, draining)
     after = state.with_heard(members) if counted else replace(state, members=members)
     if not counted and after.halted and not lost_stages(after):
-        # It may be halted for those who were taken for ones that had left, and are there: once all stages have some.
+        # The job may have halted because workers that are still there were taken for finished. It goes on once every
+        # stage has a worker.
         return reconsider(after, "workers that had nothing left to do are heard again", notes, now)
     return Transition(after, tuple(notes), "heartbeats", passing)
 
 
 def _unfinished(state: State, member: Member) -> Member:
-    """As it was before it was taken for one that has left, since it was silent with nothing left to do: it may still
-    write the weights, and all others wait for that."""
+    """Returns the member as it was before it was taken for finished, when it was silent and had no work left. It is
+    still there: it may be writing the weights, and all others wait for that."""
     current = state.current
     if current is None:
         return replace(member, state=STARTING)
@@ -325,15 +329,16 @@ def _unfinished(state: State, member: Member) -> Member:
 
 
 def _none_finished(state: State, now: float) -> State:
-    """A launcher says that one of its workers has ended before the job: so it waits for all of them."""
+    """Takes no worker for finished any more. A launcher has reported that one ended before the job did, so the launcher
+    still waits for all of them."""
     finished = [m for m in state.members.values() if m.state is FINISHED]
     back = {m.name: replace(_unfinished(state, m), last_heard=now) for m in finished}
     return replace(state, members={**state.members, **back}) if back else state
 
 
 def _awake(state: State, notes: list[Decision], now: float, failure_timeouts: FailureTimeouts) -> State:
-    """One of them speaks. Where all were suspended, or cut off, who is woken later than the first has all of its time,
-    too."""
+    """Handles the first sign of life after all workers were suspended or cut off. The silence of all of them starts
+    again at zero, so that a worker that wakes later than the first one also has its full time."""
     if nobody_heard(state, now) > failure_timeouts.suspect:
         waited = _waited_for(state)
         state = state.with_heard({**state.members, **{m.name: replace(m, last_heard=now) for m in waited}})
@@ -347,7 +352,7 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     if state.over:
         return Transition(state)
     members, notes, dead = dict(state.members), list[Decision](), dict[str, str]()
-    # Where nobody is heard, nobody would be left to go on with: they are suspended together, or cut off.
+    # If no worker is heard, they are suspended together or cut off. To take them out would leave nobody to go on with.
     nobody = nobody_heard(state, now)
     together = nobody > failure_timeouts.suspect
     for name, member in state.members.items():
@@ -369,7 +374,7 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     if state.pending and state.pending.until is not None and now >= state.pending.until:
         return generations.overdue(state, notes)
     if nobody > failure_timeouts.lost and not state.pending and not state.halted:
-        # Nobody is fenced: they may train, and only this console not hear it.
+        # Nobody is fenced: the workers may train while only this console does not hear them.
         text = (
             f"halted: no worker has been heard for {failure_timeouts.lost / 3600:.3g} h. Their launcher has ended, is "
             "suspended, or can't reach this console. If they still train, the job goes on as soon as one of them is "
@@ -384,7 +389,7 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
 
 
 def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> Transition:
-    """Nobody died: a link broke (agent.coordination.blame)."""
+    """Decides what follows when transfers broke and nobody died: a link broke (agent.coordination.blame)."""
     holders = [m.name for m in state.members.values() if m.state in (RUNNING, SUSPECT)]
     living = state.current.living if state.current else ()
     late = [name for name in living if not state.members[name].acknowledged]
@@ -396,7 +401,7 @@ def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> T
         return Transition(replace(state, pending=None, broken=None).halt(text), tuple(notes), text)
     notes.append(Note("warning", "generation", decision.text, decision.out or broken.reporter))
     if decision.out:
-        # One that is to leave may be a member still, where its launcher needs it (Launcher._kept).
+        # The worker may stay a member where its launcher still needs it (Launcher._kept).
         return lose(state, {decision.out: f"taken out: {decision.text}"}, notes, now, anew=True)
     return reconsider(state, decision.text, notes, now, anew=True)
 
@@ -417,18 +422,20 @@ def _stalled(state: State, event: Stalled, now: float, failure_timeouts: Failure
 
 
 def _exited(state: State, event: Exited, now: float, failure_timeouts: FailureTimeouts) -> Transition:
-    """However near the end it was: a launcher tells of none that it does not need any more."""
+    """Takes out the worker whose process ended, however near the job's end: a launcher does not report the end of a
+    worker that it no longer needs."""
     member = holder(state, event.worker, event.incarnation)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
     if state.over or event.incarnation in member.retired:
         return Transition(state, reason=f"the end of that process of {event.worker} is known")
     if member.incarnation not in (None, event.incarnation) or (member.incarnation is None and member.state is FAILED):
-        # Its process died before it could register: nothing but that incarnation is lost.
+        # The process died before it could register, so only its incarnation is lost.
         retired = replace(member, retired=member.and_retired(event.incarnation))
         return Transition(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
     if member.leaving:
-        # Its launcher hears of it with the generation without it, and would have started another one by then.
+        # The launcher hears of this only with the generation without the worker, and would have started another process
+        # by then.
         gone = replace(member, generation=LEFT)
         return Transition(state.with_member(gone), reason=f"{event.worker} has left, as asked")
     if member.state is FAILED:
@@ -464,13 +471,13 @@ def _transfer_broken(state: State, event: TransferBroken, now: float, failure_ti
 
 
 def nobody_heard(state: State, now: float) -> float:
-    """For how many seconds none of the workers that should speak has been heard; 0 where one has."""
+    """Returns for how many seconds none of the workers that should speak has been heard; 0: there is no such worker."""
     waited = _waited_for(state)
     return now - max(m.last_heard or 0.0 for m in waited) if waited else 0.0
 
 
 def _waited_for(state: State) -> list[Member]:
-    """Workers in the job, whose word is waited for."""
+    """Returns the workers in the job that are expected to send heartbeats."""
     out = (FAILED, FINISHED)
     return [
         m for m in state.members.values() if m.last_heard is not None and m.state not in out and not _is_done(state, m)
@@ -478,7 +485,7 @@ def _waited_for(state: State) -> list[Member]:
 
 
 def _raised(state: State, event: OpRaised, now: float, failure_timeouts: FailureTimeouts) -> Transition:
-    """The worker lives; all form anew, with what its launcher has them do about it."""
+    """Has all workers form anew after an op raised. The worker lives, and its launcher tells all how to go on."""
     member = _reporter(state, event)
     if isinstance(member, Transition):
         return member
@@ -489,7 +496,7 @@ def _raised(state: State, event: OpRaised, now: float, failure_timeouts: Failure
 
 
 def _reporter(state: State, event: OpRaised | StateLost) -> Member | Transition:
-    """The member that reports it, or why nothing follows."""
+    """Returns the member that reports the event, or the transition that says why nothing follows."""
     member = holder(state, event.worker, event.incarnation)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
@@ -501,7 +508,7 @@ def _reporter(state: State, event: OpRaised | StateLost) -> Member | Transition:
 
 
 def _state_lost(state: State, event: StateLost, now: float, failure_timeouts: FailureTimeouts) -> Transition:
-    """Its stage's workers live, and need a state, as those that join do."""
+    """Marks the workers of a stage whose state is lost: they live, and need a state as workers that join do."""
     member = _reporter(state, event)
     if isinstance(member, Transition):
         return member
@@ -518,7 +525,7 @@ def _state_lost(state: State, event: StateLost, now: float, failure_timeouts: Fa
 
 
 def _is_done(state: State, member: Member) -> bool:
-    """Has the worker nothing left to do, so that its silence is no failure?"""
+    """Says whether the worker has nothing left to do, so that its silence is no failure."""
     return member.draining or state.committed >= state.iterations
 
 

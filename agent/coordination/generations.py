@@ -1,18 +1,18 @@
-"""Which generation opens next, when, and who takes which place in it; and what operators and the advisor say to it.
-Pure.
+"""Decides which generation opens next, when, and which worker takes which place in it. Also handles what operators and
+the advisor ask for. Pure functions.
 
-It opens in two moves: a change of membership makes a Pending and asks for a plan (NeedPlan); PlanReady
-for the same failed workers opens it (OpenGeneration). A failure in between replaces the Pending, so that
-generations only rise and each has one plan. In manual mode an operator has time to choose in between.
+A generation opens in two steps. A change of membership makes a PendingGeneration and asks for a plan (NeedPlan).
+PlanReady for the same failed workers opens it (OpenGeneration). A failure in between replaces the PendingGeneration,
+so generation numbers only rise and each generation has one plan. In manual mode an operator can choose in between.
 
-In automatic mode the job re-routes at once, and takes the advisor's better way, if there is one, as
-soon as all train again. In manual mode it waits for an operator first. Each public
-function but `overdue` takes one kind of event: (state, event, now, failure_timeouts) -> Step.
+In automatic mode the job re-routes at once. If the advisor has a better option, the job takes it as soon as all workers
+train again. In manual mode the job first waits for an operator. The functions that handle one kind of event have the
+form (state, event, now, failure_timeouts) -> Transition.
 
-Frozen, the plan in force stays for as long as the workers that run it do. What would replace it by
-choice waits: a better plan, a better option, a worker that has come back. What makes it impossible is
-handled as ever, and its plan is frozen in turn: a failure, a worker that was asked to leave. A generation
-that has to open anyway takes in whoever has come back by then.
+A frozen plan stays in force as long as the workers that run it do. What would replace it by choice waits: a better
+plan, a better option, a worker that has come back. A failure, or a worker that was asked to leave, makes the plan
+impossible: this is handled as always, and the plan that follows is frozen in turn. A generation that has to open anyway
+takes in the workers that have come back by then.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, Wor
 
 
 def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float, *, anew: bool = False) -> Transition:
-    """Takes workers out. causes: worker -> why, as in `its process ended`. anew: as of `reconsider`."""
+    """Takes workers out of the job. causes: for each, why, as in `its process ended`. anew: as in `reconsider`."""
     members = dict(state.members)
     for name, cause in causes.items():
         members[name] = replace(members[name], state=FAILED, acknowledged="", detail=cause)
@@ -76,7 +76,7 @@ def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float
 
 
 def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, anew: bool = False) -> Transition:
-    """Asks for a new generation if the membership calls for one. anew: even with the same members."""
+    """Asks for a new generation if the membership calls for one. anew: asks even if the members stay the same."""
     moves: tuple[tuple[str, str], ...] = ()
     restore = state.restoring or bool(state.pending and state.pending.restore)
     current = state.current
@@ -101,7 +101,7 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
         )
         wait = any(m.generation != state.generation for m in _present(state))
         wait = wait and not state.tally.unsettled and not state.frozen_by
-        halted = state.halted and not state.unheard  # which no generation would end
+        halted = state.halted and not state.unheard  # a halt for silence ends with a heartbeat, not with a generation
         if not (anew or died or wait or state.pending or halted):
             return Transition(state, tuple(notes), reason)
 
@@ -112,17 +112,17 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
 
 
 def _let_go_since(state: State) -> tuple[LetGo, ...]:
-    """Those in the generation in force that are out at somebody's wish."""
+    """Returns the members of the generation in force that are out because somebody wanted it."""
     members = [state.members[name] for name in state.current.living] if state.current else []
     return tuple(LetGo(m.name, m.let_go.stands_by) for m in members if m.let_go is not None)
 
 
 def _lost_since(state: State, moves: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """Those in the generation in force whose process there has died or was given up: not who has moved, nor who only
-    has to join anew, since the state of its whole stage is gone."""
+    """Returns the members of the generation in force whose process has died or was given up. Workers that have moved do
+    not count, nor those that only have to join again because the state of their whole stage is gone."""
     if state.current is None:
         return ()
-    # A process that moves on counts as moving from where it was before that.
+    # A process that moves a second time counts as moving from its first place.
     before = dict(state.current.moves)
     moved = {before.get(source, source) for source, _ in moves}
 
@@ -135,7 +135,8 @@ def _lost_since(state: State, moves: tuple[tuple[str, str], ...]) -> tuple[str, 
 
 
 def _on_request(state: State) -> Iterator[str]:
-    """The words for those, all by name, which whatever else has happened meanwhile must not hide."""
+    """Yields the sentences on workers that are out on request. They name every worker: another reason must not hide
+    them."""
     out = _let_go_since(state)
     if by := [worker for worker, stands_by in out if stands_by]:
         yield f"{', '.join(by)} {'is' if len(by) == 1 else 'are'} to {STAND_BY}"
@@ -156,8 +157,11 @@ def pend(
     restore: bool = False,
     partition: tuple[int, ...] = (),
 ) -> PendingGeneration:
-    """The generation of all who are present. moves: those that have just been decided. partition: layers per stage,
-    where those change; one that no generation has opened with is given up when the membership changes."""
+    """Returns the generation of all workers that are present.
+
+    moves: those that have just been decided. partition: layers per stage, where they change. A change of membership
+    before this generation opens gives that partition up.
+    """
     present = [m for m in state.members.values() if m.state in (PRESENT if state.current else {STARTING})]
     living = tuple(m.name for m in present)
     living_set = frozenset(living)
@@ -186,7 +190,8 @@ def _present(state: State) -> list[Member]:
 
 
 def _lost_now(state: State, pending: PendingGeneration) -> list[str]:
-    """Those whose loss an operator should be asked about: out since the generation in force, not by request."""
+    """Returns the workers whose loss an operator should be asked about: they are out since the generation in force, and
+    nobody asked them to leave. Empty in automatic mode."""
     if state.mode is not Mode.MANUAL or state.current is None:
         return []
     known = frozenset(state.current.failed)
@@ -196,7 +201,7 @@ def _lost_now(state: State, pending: PendingGeneration) -> list[str]:
 def _let_choose(
     state: State, pending: PendingGeneration, lost: list[str], notes: list[Decision], now: float
 ) -> Transition:
-    """Manual mode: nothing is planned until an operator has chosen, or `choice_timeout` is over."""
+    """Waits, in manual mode, until an operator has chosen or `choice_timeout` is over. Asks for no plan until then."""
     before = state.pending
     if before is not None and before.until is not None and before.failed == pending.failed:
         until = before.until
@@ -211,8 +216,8 @@ def _let_choose(
 
 
 def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
-    """Those that a launcher may not have been told yet: it is only ever told of the newest generation. Whoever has
-    acknowledged something in that has it from the launcher, which had made the moves by then."""
+    """Returns the moves that the launcher may not have been told of: it is only told of the newest generation. Once a
+    member has acknowledged that generation, its launcher has heard of the generation and has made the moves."""
     current = state.current
     told = current is not None and any(
         state.members[name].generation == current.number and state.members[name].acknowledged for name in current.living
@@ -222,14 +227,14 @@ def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
 
 
 def lost_stages(state: State) -> list[int]:
-    """Stages without a present worker that has the stage's weights."""
+    """Returns the stages without a present worker that has the stage's weights."""
     stages = {m.stage for m in state.members.values()}
     held = {m.stage for m in state.members.values() if m.state in (RUNNING, SUSPECT)}
     return sorted(stages - held)
 
 
 def may_pass(state: State) -> bool:
-    """Can workers that come back end a halt?"""
+    """Says whether workers that come back can end a halt."""
     return bool(state.back_to) or not lost_stages(state)
 
 
@@ -293,8 +298,11 @@ def plan_ready(state: State, event: PlanReady, now: float, failure_timeouts: Fai
 
 
 def deployment_of(generation: Generation, leaving: tuple[str, ...] = (), origin: str = "") -> Deployment:
-    """As its members are told. origin: where its plan is from."""
-    # What it is made of has been checked, and there may be thousands of names.
+    """Returns a generation in the form in which its members are told of it.
+
+    leaving: the workers that are to leave. origin: where the plan is from, in words.
+    """
+    # Without pydantic's checks: the parts have been checked already, and there may be thousands of names.
     return Deployment.model_construct(
         generation=generation.number,
         plan_fingerprint=generation.plan_fingerprint,
@@ -317,7 +325,7 @@ def plan_refused(state: State, event: PlanRefused, now: float, failure_timeouts:
 
 
 def _awaited(state: State, failed: tuple[str, ...]) -> bool:
-    """Does a generation wait for the plan for these failures, and for nothing else?"""
+    """Says whether a generation waits for the plan for these failures, and for nothing else."""
     pending = state.pending
     return pending is not None and pending.until is None and pending.failed == failed and not state.over
 
@@ -330,21 +338,22 @@ def _without(failed: tuple[str, ...]) -> str:
 
 
 def still_valid(state: State, moves: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """The moves that a launcher may still have to make: of those that it may not know, the ones that
-    led to a worker that is present, with a move of a move as one."""
+    """Returns the moves that a launcher may still have to make: of `moves`, in order, those that led to a worker that
+    is present. Two moves of one process in a row become one."""
     chained: dict[str, str] = {}
     for source, to in moves:
         before = next((first for first, last in chained.items() if last == source), source)
-        # A place that is given a second time is so because the first process there is gone.
+        # A place is given a second time only if the first process there is gone.
         chained = {first: last for first, last in chained.items() if last != to}
         chained[before] = to
     return tuple((a, b) for a, b in chained.items() if state.members[b].state in PRESENT)
 
 
 def staff(state: State) -> tuple[State, tuple[tuple[str, str], ...]]:
-    """Gives each stage without a present worker one of the fullest stage; also (from, to) of each move.
+    """Moves a worker of the fullest stage to each stage that has no present worker. Returns the new state, and (from,
+    to) of each move.
 
-    A stage with one worker left gives none, so that with fewer workers than stages some stay empty.
+    A stage with one worker left gives none, so with fewer workers than stages some stages stay empty.
     """
     members, moves = dict(state.members), list[tuple[str, str]]()
     while True:
@@ -363,7 +372,8 @@ def staff(state: State) -> tuple[State, tuple[tuple[str, str], ...]]:
 
 
 def _with_moves_undone(state: State) -> State:
-    """Whoever was to move with a generation that won't open has its place again: no launcher has been told."""
+    """Gives each worker its place again that was to move with a generation that won't open. No launcher has been told
+    of these moves."""
     told = dict(state.current.moves) if state.current else {}
     members = dict(state.members)
     for source, to in reversed(state.pending.moves if state.pending else ()):
@@ -376,8 +386,8 @@ def _with_moves_undone(state: State) -> State:
 
 
 def why_not(state: State, moves: Sequence[tuple[str, str]], failed: Iterable[str] = ()) -> str:
-    """Why those moves can't be made while `failed` are out; "": they can. Where all go back to a checkpoint, whoever
-    is present can go, and nobody has to stay."""
+    """Says why those moves can't be made while `failed` are out; "": they can. Where all workers go back to a
+    checkpoint, any present worker can move, and no stage has to keep one that holds its state."""
     members, restore = state.members, bool(state.pending and state.pending.restore)
     gone = {*failed, *(source for source, _ in moves)}
     for source, to in moves:
@@ -392,13 +402,14 @@ def why_not(state: State, moves: Sequence[tuple[str, str]], failed: Iterable[str
 
 
 def holders(state: State, stage: int, gone: Collection[str] = ()) -> list[str]:
-    """Who has the state of `stage`, but for those who are to go."""
+    """Returns the workers that have the state of `stage`, without those in `gone`."""
     here = (m for m in state.members.values() if m.stage == stage and m.name not in gone)
     return [m.name for m in here if m.state in (RUNNING, SUSPECT)]
 
 
 def move(members: dict[str, Member], source: str, to: str) -> None:
-    """The process of `source` takes the empty place `to`, where it first needs the stage's state."""
+    """Gives the empty place `to` to the process of `source`, which then needs the state of the stage there. Changes
+    `members`."""
     leaves, empty = members[source], members[to]
     members[to] = replace(
         empty,
@@ -429,13 +440,16 @@ def move(members: dict[str, Member], source: str, to: str) -> None:
 
 # -- what operators and the advisor say ---------------------------------------------------------
 
-# What it costs that layers move, in iterations: those who give or take any, and the groups that form anew.
+# The cost of moving layers, in iterations: workers give and take layers, and process groups form anew.
 MOVE_ITERATIONS = 1.0
 
 
 def worth_moving(now: float, then: float, iteration_seconds: float, left: float = math.inf) -> tuple[bool, str]:
-    """Does the shorter period save more than it costs that layers move, within an hour, or what is left of the job?
-    now, then: periods. left: iterations that are not committed yet; and a reason."""
+    """Says whether a shorter period saves more than moving the layers costs, and why. Savings count for one hour, or
+    for the rest of the job if that is shorter.
+
+    now, then: the periods before and after the move. left: iterations that are not committed yet.
+    """
     hour = 3600 / iteration_seconds if iteration_seconds > 0 else math.inf
     saved = min(hour, left) * (1 - then / now)
     return saved > MOVE_ITERATIONS, f"layers move: an iteration gets {1 - then / now:.1%} shorter"
@@ -527,7 +541,8 @@ def drain_asked(state: State, event: DrainAsked, now: float, failure_timeouts: F
 
 
 def restart_asked(state: State, event: RestartAsked, now: float, failure_timeouts: FailureTimeouts) -> Transition:
-    """Of one that has left no launcher is told any more that it was to: it would end the one that is started now."""
+    """Stops telling launchers that a worker is to leave which has left already. A launcher that hears it now would end
+    the process that it is about to start."""
     member = state.members[event.worker]
     if member.leaving and not member.goes:
         state = state.with_member(replace(member, leaving=False))
@@ -573,7 +588,8 @@ def _plan_words(failed: tuple[str, ...]) -> str:
 
 
 def overdue(state: State, notes: list[Decision], why: str = "") -> Transition:
-    """The job waits for a choice no longer: the best way that is known is taken."""
+    """Ends the wait for an operator's choice, and takes the best option that is known. why: the reason in words; "":
+    the time for the choice is over."""
     pending = state.pending
     assert pending is not None
     best = state.offer.candidates[0] if state.offer and state.offer.failed == pending.failed else None
@@ -584,8 +600,8 @@ def overdue(state: State, notes: list[Decision], why: str = "") -> Transition:
 
 
 def out(state: State) -> tuple[str, ...] | None:
-    """Who is out, once the others train with the layers that they are to have; None while that is not settled, or when
-    the job can't go on."""
+    """Returns the workers that are out, once all others train with the layers that they are to have. None: that is not
+    settled yet, or the job can't go on."""
     if state.over or state.halted or not state.settled or state.current is None or state.moving:
         return None
     return state.current.failed
@@ -613,7 +629,7 @@ def _freeze(state: State, actor: str) -> Transition:
 
 
 def _unfreeze(state: State, actor: str, now: float) -> Transition:
-    """What has waited is done now, in this order: workers that are back, then the better option."""
+    """Does what has waited while the plan was frozen: takes in workers that are back, or else the better option."""
     if not state.frozen_by:
         return Transition(state, reason="the plan is not frozen")
     text = f"{actor} unfroze the plan"
@@ -626,11 +642,11 @@ def _unfreeze(state: State, actor: str, now: float) -> Transition:
     return Transition(state, tuple(notes), text)
 
 
-# -- taking a way -------------------------------------------------------------------------------
+# -- taking an option ---------------------------------------------------------------------------
 
 
 def _resolve(state: State, candidate: Candidate | None, why: str, notes: list[Decision]) -> Transition:
-    """Ends the wait for a choice. None: re-route."""
+    """Ends the wait for a choice with this candidate; None: the job re-routes."""
     pending = state.pending
     assert pending is not None
     if candidate is None or candidate.name == REROUTE:
@@ -656,8 +672,8 @@ def take_better(state: State, offer: Offer, notes: list[Decision]) -> Transition
 
 
 def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -> Transition:
-    """Asks for the generation in which the job goes on by `candidate`; where workers have changed since it was
-    worked out, by re-routing."""
+    """Asks for the generation in which the job goes on by `candidate`. If workers have changed so that this is no
+    longer possible, the job re-routes."""
     if problem := _is_moving(state, candidate) or why_not(state, candidate.moves, candidate.failed):
         notes.append(Note("warning", "plan", f"{candidate.name} is not possible any more: {problem}"))
         if state.pending is not None:
@@ -681,8 +697,8 @@ def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -
 
 
 def _is_moving(state: State, candidate: Candidate) -> str:
-    """Why its layers can't be had now; "": they can. Some workers may have gone over to those of the generation in
-    force, and others not: which of them the next ones are taken from nobody could say."""
+    """Says why the layers of this candidate can't move now; "": they can. While another move is under way, some workers
+    have the new layers and others the old ones, so nobody knows which of them the next move would start from."""
     current = state.current
     if candidate.partition and state.moving and current is not None and candidate.partition != current.partition:
         return f"layers per stage are about to become {counts(current.partition)}"
@@ -690,7 +706,7 @@ def _is_moving(state: State, candidate: Candidate) -> str:
 
 
 def coming_back(state: State) -> tuple[str, ...]:
-    """Who is to be started again: they stood by for workers of their pipeline, one of which is back."""
+    """Returns the workers to start again: they stood by for lost workers of their pipeline, one of which is back."""
     if state.over:
         return ()
     return tuple(
@@ -708,7 +724,7 @@ def _is_present(state: State, name: str) -> bool:
 
 
 def re_join(back: Sequence[str]) -> str:
-    """Those who are back do."""
+    """Says, in words, that these workers re-join."""
     return f"{names(back)} re-join" + ("s" if len(back) == 1 else "")
 
 

@@ -1,6 +1,5 @@
-"""What a launcher tells whoever decides on generations, and what it is told to do: the same with a console and without.
-
-Both take reports without blocking and hand out what was decided as events.
+"""The interface between a launcher and what decides on generations, which is a console or, without one, the launcher's
+own state machine (`local`). It takes reports without blocking, and hands out decisions as events.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ FROM_START = ""
 
 @dataclass(frozen=True)
 class Deploy:
-    """A new generation: its members and the plan they run.
+    """A new generation: its members and the plan that they run.
 
-    restore: the checkpoint that everybody takes up first; FROM_START: nothing, all begin anew; None: everybody goes on
-    with what it has.
+    restore: the checkpoint that all members first load; FROM_START: they load nothing and begin anew; None: each goes
+    on with the state that it has.
     """
 
     deployment: Deployment
@@ -42,21 +41,22 @@ class Deploy:
 
     @property
     def moves(self) -> tuple[tuple[Worker, Worker], ...]:
-        """(from, to) for each worker that takes a place on another stage; what it held is given up. Some of them may
+        """(from, to) for each worker that takes a place on another stage and gives up its state. Some of the moves may
         have been told with the generation before."""
         return tuple((Worker.parse(source), Worker.parse(to)) for source, to in self.deployment.moves)
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Layers per stage, for which the plan is; (): the model's stages can't be cut."""
+        """Layers per stage that the plan is for; (): the model's stages can't be cut."""
         return self.plan.partition
 
 
 @dataclass(frozen=True)
 class Halt:
-    """The job can't go on, whoever comes; the sentence says why.
+    """The job can't go on, even if more workers come; `reason` says why.
 
-    lacks: that is so since this worker ended before training began. Whoever is started in its place may change it.
+    lacks: the worker whose end before training began is the cause. A process that is started in its place may change
+    that. None: there is another cause.
     """
 
     reason: str
@@ -64,7 +64,7 @@ class Halt:
 
 
 CHECKPOINT_SECONDS = 60.0
-"""For a folder of checkpoints that can't be read, such as one on another machine that starts anew."""
+"""How long a folder of checkpoints may be unreadable, such as one on a machine that is starting again."""
 
 
 def restore_point(
@@ -73,8 +73,11 @@ def restore_point(
     pause: Callable[[float], object],
     patience: float = CHECKPOINT_SECONDS,
 ) -> str | Halt:
-    """The checkpoint that all are to go back to. checkpoint: asked for it, and again as long as it raises OSError, with
-    `pause` in between for `patience` seconds in all. reason: why all go back."""
+    """Returns the checkpoint that all workers go back to, or a Halt if there is none.
+
+    checkpoint: returns it, or None. It is called again while it raises OSError, with `pause` in between, for `patience`
+    seconds in all. reason: why all go back, in words.
+    """
     wait, waited = 0.1, 0.0
     while True:
         try:
@@ -91,7 +94,7 @@ def restore_point(
 
 @dataclass(frozen=True)
 class LauncherWarning:
-    """A warning for people. refused: the newcomer that it is about, which may not join; None: nobody is refused."""
+    """A warning for people. refused: the newcomer that may not join for this reason; None: nobody is refused."""
 
     text: str
     refused: Worker | None = None
@@ -99,14 +102,14 @@ class LauncherWarning:
 
 @dataclass(frozen=True)
 class Measure:
-    """An iteration, not begun yet, whose ops all workers are to record."""
+    """All workers are to record the ops of this iteration, which has not begun yet."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
 class ProcessFenced:
-    """That process no longer counts, and must end."""
+    """This process no longer counts, and must end."""
 
     incarnation: str
 
@@ -115,12 +118,14 @@ Event = Deploy | Halt | Command | LauncherWarning | Measure | ProcessFenced
 
 
 class Failure(NamedTuple):
-    """exit: a worker process has ended. transfer: it could not exchange data in `generation`. exception: an op of a
-    micro-batch raised in it, in `generation`, and all must form anew. state-lost: the state of its stage is not there
-    any more, though workers of it live.
+    """What went wrong in a worker. `cause` is one of:
 
-    peer: with whom it could not; "": it can't tell. spare: of its ranks those that had to end, since another one had.
-    now: monotonic seconds; None: as at the last `poll`.
+    exit: its process has ended. transfer: it could not exchange data in `generation`. exception: an op of a micro-batch
+    raised in it in `generation`, and all must form anew. state-lost: the state of its stage is lost, though workers of
+    that stage live.
+
+    peer: the worker with which a transfer failed; "": unknown. spare: the ranks that had to end because another rank of
+    the worker had. now: monotonic seconds; None: those of the last `poll`.
     """
 
     cause: Literal["exit", "transfer", "exception", "state-lost"]
@@ -134,23 +139,24 @@ class Failure(NamedTuple):
 
 
 Step = Literal["adopted", "formed", "resumed"]
-"""As in an Acknowledgement."""
+"""How far a worker is in taking up a generation, as in agent.messages.protocol.Acknowledgement."""
 
 
 class Coordination:
-    """Takes the launcher's reports; `poll` returns what is to be done. None of them blocks; what somebody has no use
-    for does nothing.
+    """Takes the launcher's reports, and returns from `poll` what the launcher is to do. No method blocks. Reports that
+    a subclass has no use for do nothing here.
 
-    wake_fd: becomes readable when `poll` has something, where that is not only after reports.
+    wake_fd: a file descriptor that becomes readable when `poll` has something to return. None: that is only so after a
+    report.
     """
 
     wake_fd: int | None = None
     judges_silence: bool = False
-    """Does it fence by itself who is silent, whatever the launcher bears?"""
+    """Whether it fences silent workers by itself, however long the launcher would wait for them."""
 
     @property
     def stands(self) -> str:
-        """Why the job can't go on before more workers are back; "": it can, or that is not for the launcher to know."""
+        """Why the job can't go on before more workers are back; "": it can, or the console decides that."""
         return ""
 
     def ready(
@@ -161,23 +167,26 @@ class Coordination:
         pids: Sequence[int],
         made_of: Sequence[tuple[str, int]] = (),
     ) -> None:
-        """A worker process is up and waits for a generation. pids: of its ranks. made_of: the spare ranks, as
-        (incarnation, rank), in whose place they are."""
+        """Reports that a worker process has started and waits for a generation. pids: one for each of its ranks.
+        made_of: the spare ranks, as (incarnation, rank), that its ranks were made from."""
 
     def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
-        """What a worker says for people to see: `alive`, `log` and `measured`. clock: from its to this process's."""
+        """Passes on what a worker says for people to see: `alive`, `log` and `measured`. clock: the offset from the
+        worker's clock to this process's."""
 
     def lives(self, worker: Worker, incarnation: str) -> None:
-        """The launcher knows that a worker lives that says nothing itself: it computes, or others can't go on without
-        it and do."""
+        """Reports that a silent worker lives. The launcher knows it since the worker computes, or since others go on,
+        which they could not do without it."""
 
     def failed(self, failure: Failure) -> None: ...
 
     def restarts(self, worker: Worker, incarnation: str, restart: Restart) -> None:
-        """What the launcher does about a process that is gone, which it has said, or knows from what was decided."""
+        """Reports what the launcher does about a process that is gone: whether and when the worker is started again.
+        The end of that process is known from an earlier report, or was decided here."""
 
     def opened(self, generation: int, incarnations: Iterable[str]) -> None:
-        """Members of `generation` have been told of it. incarnations: those with all of their stage's state."""
+        """Reports that members of `generation` have been told of it. incarnations: those that have all of their stage's
+        state."""
 
     def acknowledged(
         self,
@@ -187,11 +196,12 @@ class Coordination:
         generation: int,
         iteration: int = 0,
     ) -> None:
-        """adopted: a worker has left what it was at, for `generation`, with so many iterations committed. formed: it is
-        in the groups, with `iteration` agreed on. resumed: it has committed that one."""
+        """Reports how far a worker is in taking up `generation`. adopted: it has left the generation before, with
+        `iteration` iterations committed. formed: its process groups have formed, and all have agreed on `iteration`.
+        resumed: it has committed that iteration."""
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
-        """What the members of `generation` run until those who take their state from a peer have it."""
+        """Reports the plan that the members of `generation` run until all have their state."""
 
     def committed(self, iterations: Iterable[Iteration]) -> None: ...
 
@@ -200,13 +210,15 @@ class Coordination:
     def finished(self, state: str, reason: str) -> None: ...
 
     def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
-        """This launcher leads from now on. lost: the processes that went with the one before."""
+        """Reports that this launcher leads from now on. lost: by worker, the incarnations that ended with the leader
+        before. detail: the same in words. now: monotonic seconds."""
 
     def saved(self) -> dict[str, Any]:
-        """What another launcher needs to go on in this one's place, as JSON."""
+        """Returns what another launcher needs to go on in this one's place, as JSON."""
         return {}
 
     def poll(self, now: float) -> list[Event]:
+        """Returns what was decided since the last call, in order. now: monotonic seconds."""
         return []
 
     def close(self, hurried: Callable[[], bool]) -> None: ...

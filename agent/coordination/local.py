@@ -1,8 +1,8 @@
-"""A launcher without a console: the same state machine as a console's, driven by what the launcher sees itself.
+"""Coordination in a launcher without a console: the console's state machine, driven by what the launcher sees itself.
 
-It sees its workers' processes end, so nobody's silence is judged here (agent.monitoring.liveness does), nobody is asked
-for a choice, and plans come from a catalog at once. What was planned while survivors waited is checked beside the
-training, once they form; what was made ahead has been.
+The launcher sees its workers' processes end, so no silence is judged here (agent.monitoring.liveness does that). Nobody
+is asked for a choice, and plans come from a catalog at once. A plan that was made while survivors waited is checked in
+a thread beside the training, once they form. A plan that was made ahead has been checked already.
 """
 
 from __future__ import annotations
@@ -70,21 +70,22 @@ Checkpoint = Callable[[], "str | Halt"]
 
 
 def in_thread(find: Checkpoint) -> Future[str | Halt]:
-    """Not in the pool that plans: a plan may take long, and whoever wants the program to end waits for that."""
+    """Looks for the checkpoint in a daemon thread of its own. In the pool that makes plans it might wait long behind a
+    plan, and the end of the program would wait for it."""
     found = Future[str | Halt]()
     threading.Thread(target=lambda: found.set_result(find()), name="checkpoint", daemon=True).start()
     return found
 
 
 class LocalCoordination(Coordination):
-    """Decides alone, for a job without a console. No clock.
+    """Decides on generations in the launcher, for a job without a console. It reads no clock: `poll` is given the time.
 
-    grace: seconds that a broken transfer waits for the exit that explains it, before a link is blamed
-    (agent.coordination.blame) and all form anew. migrate: move a failure to another stage whenever a shorter plan
-    follows; in any case a worker moves to a stage that nobody lives on. back_to: as of State. checkpoint: asked for
-    the checkpoint that leads there, by way of `beside`: the newest is read whole, and hashed. relayout: may layers
-    change their stage? room: that workers have for layers that do; None: there is enough. iterations: of the job; none
-    that is left pays for layers that move.
+    catalog: makes the plans. grace: seconds that a broken transfer waits for the exit that explains it, before a link
+    is blamed (agent.coordination.blame) and all form anew. migrate: move a failure to another stage whenever that makes
+    the plan shorter; a worker moves to a stage without living workers in any case. back_to: as in State. checkpoint:
+    returns the checkpoint to go back to. It is called by way of `beside`, since the newest checkpoint is read whole and
+    hashed. relayout: whether layers may change their stage. room: the memory that workers have for layers that move;
+    None: there is enough. iterations: those of the job; with few of them left, moving layers is not worth it.
     """
 
     def __init__(
@@ -103,26 +104,28 @@ class LocalCoordination(Coordination):
         job = catalog.job
         self._relayout, self._room, self._iterations = relayout, room, iterations
         self._hosts = dict[str, str]()
-        """By the process."""
+        """The host of each process, by its incarnation."""
         self._no_room = set[str]()
-        """What has been said of partitions that there is no memory for."""
+        """The warnings already given of partitions that do not fit into memory."""
         self._find_beside = beside
         self._restoring: tuple[Generation, Future[str | Halt]] | None = None
-        """The newest generation, and the checkpoint that it goes back to, once that is found."""
+        """The newest generation, which waits for the checkpoint that it goes back to; None: no generation waits."""
         self._beside = ThreadPoolExecutor(1, "planning")
         self._unchecked: list[Plan] = []
         self._checks: list[Future[Plan]] = []
         self._layout: tuple[int, Future[Layout]] | None = None
-        """For which generation, and what is found."""
+        """The generation for which a better partition is looked for, and the result to come."""
         self._looked_at = self._ready_for = 0
+        """The newest generations for which a partition was looked for, and plans were made ahead."""
         self._iteration_seconds = 0.0
         self._catalog, self._migrate, self._checkpoint = catalog, migrate, checkpoint
         self._failure_timeouts = FailureTimeouts(transfer_grace=grace)
-        # When all iterations are committed is for the launcher to say: until then it needs every worker.
+        # The launcher knows when all iterations are committed, and needs every worker until then. So the state machine
+        # gets a number of iterations that is never reached.
         self._state = State.new(job.pipelines, job.stages, sys.maxsize, back_to=back_to, partition=job.partition)
         self._now = 0.0
         self._planned: tuple[Plan, str] | None = None
-        """The answer to the newest question for a plan, and where it is from."""
+        """The newest plan that was asked for, and where it is from, in words."""
         self._orders: list[Order] = []
 
     # -- Coordination -------------------------------------------------------------------------
@@ -147,8 +150,8 @@ class LocalCoordination(Coordination):
         generation: int,
         iteration: int = 0,
     ) -> None:
-        # A launcher's own workers say that they have formed once they have all of their state, and more is not waited
-        # for: whoever comes back is let in after an iteration that all have finished.
+        # A worker says that it has formed once it has all of its state. Without a console that counts as "resumed":
+        # there is no need to wait longer, since a worker that comes back is let in after an iteration that all finish.
         if state == "resumed":
             return
         step: AckState = "adopted" if state == "adopted" else "resumed"
@@ -192,7 +195,7 @@ class LocalCoordination(Coordination):
         return {"state": _STATE.dump_python(self._state, mode="json"), "hosts": self._hosts}
 
     def restore(self, document: Mapping[str, Any]) -> None:
-        """Goes on from what another launcher has `saved`. Raises ValueError when it is no such document."""
+        """Goes on from what another launcher has `saved`. Raises ValueError for a document that is not of that form."""
         self._state = _STATE.validate_python(document["state"])
         self._hosts = dict(document["hosts"])
 
@@ -219,7 +222,7 @@ class LocalCoordination(Coordination):
     # -- layers -------------------------------------------------------------------------------
 
     def _look_for_layout(self) -> None:
-        """Once all train: is there a better partition for those who live? Looked for in a thread."""
+        """Starts to look for a better partition of the layers for the living workers, in a thread, once all train."""
         state, job = self._state, self._catalog.job
         lost = out(state)
         if self._relayout == "never" or not job.layers or lost is None or self._layout:
@@ -239,7 +242,7 @@ class LocalCoordination(Coordination):
         (generation, found), self._layout = self._layout, None
         failed, held = out(self._state), self._state.held
         if failed is None or generation != self._state.generation:
-            self._look_for_layout()  # all is different since
+            self._look_for_layout()  # the membership has changed since, so the result says nothing
             return
         try:
             layout = found.result()
@@ -260,7 +263,7 @@ class LocalCoordination(Coordination):
             return
         left = self._iterations - self._state.committed
         better, reason = worth_moving(now.metrics.period, plan.metrics.period, self._iteration_seconds, left)
-        # The one in hand is over before they are there.
+        # With one iteration left, it would be over before the layers have moved.
         if left <= 1 or not (better or self._relayout == "always"):
             return
         self._planned = plan, "made now"
@@ -269,7 +272,8 @@ class LocalCoordination(Coordination):
     # -- the machine --------------------------------------------------------------------------
 
     def _take(self, event: Event) -> Refuse | None:
-        """One event, and what follows from it; what the launcher has to do about it waits for `poll`."""
+        """Steps the state machine by one event, and by the events that follow from it. What the launcher has to do
+        waits for `poll`."""
         before, step = self._state, coordinator.step(self._state, event, self._now, self._failure_timeouts)
         self._state = step.state
         if step.state.halted != before.halted and step.state.halted and not self.stands:
@@ -302,7 +306,7 @@ class LocalCoordination(Coordination):
         self._unchecked.clear()
 
     def _make_ready(self) -> None:
-        """Once all train: what is to be told when another one dies, in a thread."""
+        """Prepares, in a thread and once all train, what workers are to be sent when another one dies."""
         lost = out(self._state)
         if lost is not None and self._state.generation != self._ready_for:
             self._ready_for = self._state.generation
@@ -314,11 +318,11 @@ class LocalCoordination(Coordination):
             self._checks.remove(check)
             try:
                 check.result()
-            except PlannerError as error:  # an error of ours: nothing may be trained by it
+            except PlannerError as error:  # a fault of the planner: the plan must not be used
                 self._orders.append(Halt(str(error)))
 
     def _moves(self, failed: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-        """Workers that change their stage for a shorter plan."""
+        """Returns (from, to) of workers that change their stage, which makes the plan shorter."""
         if not (self._migrate and failed):
             return ()
         catalog = self._catalog
@@ -332,7 +336,7 @@ class LocalCoordination(Coordination):
         if not generation.restore:
             self._deploy(generation, None)
             return
-        # One that is being looked for serves a generation that has come in between, too: nobody has trained since.
+        # A search that is under way also serves a generation that opens meanwhile, since nobody has trained since.
         find = partial(restore_point, self._checkpoint, generation.reason, time.sleep)
         self._restoring = generation, before[1] if before else self._find_beside(find)
         self._deploy_restored()

@@ -1,12 +1,12 @@
-"""What the coordinator knows of a job, what can happen to it, and what may be decided: plain immutable data.
+"""The coordinator's data, all immutable: the state of a job, the events that can happen to it, and the decisions.
 
-What is known: its workers, its generations, what it waits for, whose report counts, and which node leads it. `now` and
-every time in here are seconds of one monotonic clock, which is asked elsewhere.
+`State` holds the job's workers, its generations, what the job waits for, and whose reports count. `now` and every other
+time in this file are seconds of one monotonic clock, which the caller reads.
 
-The lead, as a console has it: the newest term, whose it is, and who may have the next. The nodes elect their lead
-themselves (agent.nodes.succession). Where those that hear each other are too few for that, as with two nodes, the
-console decides. It takes nothing from a launcher of an earlier term: so whoever has lost the lead, and does not know
-it, does no harm.
+The file also says which node leads the job, as its console sees it. The nodes elect their leader themselves
+(agent.nodes.succession). Where too few nodes hear each other for an election, as with two nodes, the console decides.
+The console takes nothing from a launcher of an earlier term. So a launcher that has lost the lead and does not know it
+does no harm.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from openrecycle.planner.jobs.errors import InputError
 
 @dataclass(frozen=True)
 class LeadTerm:
-    """A leadership: its number, and the node that leads in it. 0: nobody has led yet."""
+    """A leadership: its number, and the node that leads in it. Term 0 means that no node has led yet."""
 
     term: int = 0
     node: int = 0
 
     def __str__(self) -> str:
-        """As a launcher says it with whatever it asks of a console."""
+        """Returns the text that a launcher sends with each of its requests to a console."""
         return f"{self.term}/{self.node}"
 
     @classmethod
     def parse(cls, text: str) -> LeadTerm:
-        """Raises ValueError for what is none."""
+        """Reads what `str` has written. Raises ValueError for any other text."""
         term, slash, node = text.partition("/")
         if not (slash and text.isascii() and term.isdigit() and node.isdigit() and len(text) <= 20):
             raise ValueError(f"got {text[:40]!r}, expected TERM/NODE such as 2/1")
@@ -45,15 +45,19 @@ class LeadTerm:
 
 
 def may_speak_as_lead(newest: LeadTerm, sender: LeadTerm) -> tuple[bool, str]:
-    """Is what a launcher says to be taken? One of a later term was elected by the nodes, and leads from then on."""
+    """Says whether a launcher's report counts, and why. A launcher of a later term was elected by the nodes: it leads
+    from now on."""
     if sender == newest or sender.term > newest.term:
         return True, f"node {sender.node} leads in term {sender.term}"
     return False, f"node {newest.node} leads the job in term {newest.term}: node {sender.node} leads it no more"
 
 
 def may_take_lead(newest: LeadTerm, wanted: LeadTerm, after: int, unheard: float, borne: float) -> tuple[bool, str]:
-    """May a node have the lead that too few follow? after: the newest term that it knows of. unheard: seconds since the
-    newest lead was heard; borne: of them it keeps the lead so many."""
+    """Says whether the console gives the lead to a node that has too few followers to be elected, and why.
+
+    wanted: the term and the node that asks. after: the newest term that this node knows of. unheard: seconds since the
+    newest leader was heard. borne: seconds of silence for which that leader keeps the lead.
+    """
     if wanted == newest:
         return True, f"node {wanted.node} has the lead already"  # the answer was lost
     if newest.term >= wanted.term or (newest.term > after and newest.node != wanted.node):
@@ -72,11 +76,11 @@ LOST_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class FailureTimeouts:
-    """When silence means what, in seconds. Each time-out must lie above the one before.
+    """What a worker's silence means after how many seconds. Raises InputError for values that contradict each other.
 
-    heartbeat: how often a worker reports. suspect: silence after which it is marked. dead: silence
-    after which the job goes on without it. transfer_grace: how long a broken transfer may wait for
-    the exit or the time-out that explains it. Raises InputError.
+    heartbeat: the interval at which a worker reports. suspect: the silence after which a worker is marked as suspect,
+    at least two heartbeats. dead: the longer silence after which the job goes on without the worker. transfer_grace:
+    how long a broken transfer waits for the exit or the silence that explains it, less than `dead`.
     """
 
     heartbeat: float = 1.0
@@ -96,11 +100,12 @@ class FailureTimeouts:
 
     @property
     def lost(self) -> float:
-        """Silence of all workers, after which the job counts as halted; whenever they are heard again, it goes on."""
+        """Seconds of silence of all workers after which the job counts as halted, until one is heard again."""
         return max(self.dead, LOST_SECONDS)
 
     def check_above(self, transfer: float | None, group: float | None) -> None:
-        """The time-outs that a job's agents have said they wait on. Raises InputError."""
+        """Raises InputError where a time-out of the job's agents, in seconds, is not above the ones that it must
+        outlast. None: the agents have not named it."""
         if transfer is not None and transfer <= self.dead:
             expected = f"more than dead ({self.dead:g} s), the silence after which this console takes a worker out"
             raise InputError("transfer_timeout", transfer, expected)
@@ -116,14 +121,19 @@ CHECKPOINT, START = "the newest checkpoint", "the start"
 
 
 def back_to(checkpoints: bool, max_restarts: int) -> str:
-    """Where all go, in words, when a stage's weights are lost; "": nowhere, so the job can't go on. checkpoints: does
-    the job write any? Before it has written the first, it is as without."""
+    """Says, in words, what all workers go back to when a stage's weights are lost; "": nothing, so the job halts.
+
+    checkpoints: whether the job writes checkpoints. A job that has not written its first one counts as one without.
+    """
     return CHECKPOINT if checkpoints else START if max_restarts else ""
 
 
 class Mode(StrEnum):
-    """AUTOMATIC: the coordinator decides at once. MANUAL: when workers are lost, the job waits for an
-    operator to choose how it goes on, and the first option is taken when nobody does."""
+    """Who decides how the job goes on when workers are lost.
+
+    AUTOMATIC: the coordinator decides at once. MANUAL: the job waits for an operator to choose; when nobody does in
+    time, the coordinator takes the first option.
+    """
 
     AUTOMATIC = "automatic"
     MANUAL = "manual"
@@ -131,12 +141,14 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One option, called as in planner.simulation.policy. failed: the places that are empty under it; moves: (from,
-    to) of workers that change their stage; partition: layers per stage, () where none move.
+    """One way to go on after workers are lost. `name` is its name in planner.simulation.policy.
 
-    rate: samples per second by its plan; share: of the fault-free plan's, slowdown_vs_1f1b: against
-    fault-free 1F1B. pause: seconds until it trains. samples: until the expected repair. plan: its
-    fingerprint, "" where it is not made yet. text: what it does and brings, in a sentence without its full stop.
+    failed: the places that are empty under this option. moves: (from, to) of each worker that changes its stage.
+    partition: layers per stage; (): no layers move.
+    rate: samples per second with its plan. share: that rate as a share of the fault-free plan's. slowdown_vs_1f1b: the
+    same against fault-free 1F1B. pause: seconds until training goes on. samples: samples until the expected repair.
+    plan: the plan's fingerprint; "": the plan is not made yet. text: what the option does and brings, as a sentence
+    without its full stop.
     """
 
     name: str
@@ -154,8 +166,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Offer:
-    """failed: the workers that were out when it was made. candidates: best first. better: the name of
-    one that is clearly better than re-routing, which is what the job does anyway; "": none is."""
+    """The options that the advisor has compared.
+
+    failed: the workers that were out when the offer was made. candidates: the best one first. better: the name of the
+    candidate that is clearly better than re-routing, which the job does anyway; "": there is none.
+    """
 
     failed: tuple[str, ...]
     candidates: tuple[Candidate, ...]
@@ -171,18 +186,20 @@ AckState = Literal["", "adopted", "formed", "resumed"]
 ACK_ORDER: tuple[AckState, ...] = ("", "adopted", "formed", "resumed")
 
 MOST_RETIRED = 64
-"""Of a place; what an older process says is that of a stranger, which does not count either."""
+"""How many earlier incarnations of a place are remembered. An older one is treated as a stranger, whose reports do not
+count either."""
 
 LEFT, STATELESS = -1, -2
-"""As a member's generation: its process was asked to go, and has gone; it is there, and has no state any more."""
+"""Special values of `Member.generation`. LEFT: the process was asked to leave, and has ended. STATELESS: the process is
+there, and no longer has its stage's state."""
 
 # Members that count as there: in the generation, or able to enter the next one.
 PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING})
 
 
 class Release(NamedTuple):
-    """Why a worker was let go: `actor` has asked it to leave; or it stands by with the rest of its pipeline, of which
-    `lost` were gone."""
+    """Why a worker was let go. Either the operator `actor` asked it to leave, or it stands by with the rest of its
+    pipeline, because the workers `lost` of that pipeline are gone."""
 
     actor: str = ""
     stands_by: bool = False
@@ -191,13 +208,14 @@ class Release(NamedTuple):
 
 @dataclass(frozen=True)
 class Member:
-    """One cell of the grid.
+    """One cell of the grid, and the process that holds it.
 
-    incarnation: of the process that now counts; retired: the newest of those that came before it, fenced for
-    good. generation: the newest one that this incarnation is in (0: none yet), or LEFT, or STATELESS. acknowledged: how
-    far it came in taking up that generation. draining: it says that its work is done, unless another failure
-    calls it back. detail: why it is FAILED, in words. let_go: the same, where it is FAILED at somebody's wish, until
-    another process comes. leaving: its launcher may not know of that wish yet.
+    incarnation: names the process that counts now. retired: the newest of the earlier incarnations, which are fenced
+    for good. generation: the newest generation that this incarnation is in (0: none yet), or LEFT, or STATELESS.
+    acknowledged: how far the worker has come in taking up that generation. last_heard: monotonic seconds; None: its
+    silence says nothing. draining: the worker reports that its work is done, unless another failure calls it back.
+    detail: why it is FAILED, in words. let_go: set where it is FAILED because somebody wanted it out, until another
+    process comes. leaving: its launcher may not have been told yet that the worker is to leave.
     """
 
     name: str
@@ -215,38 +233,38 @@ class Member:
 
     @property
     def goes(self) -> bool:
-        """Was it asked to go, and is its process there, as far as is known?"""
+        """Whether the worker was asked to leave and its process has not ended yet, as far as is known."""
         return self.leaving and self.generation != LEFT
 
     def heard_at(self, at: float, draining: bool) -> Member:
-        """With its newest heartbeat. As dataclasses.replace, at a tenth of its price: this is done for every worker
-        every second."""
+        """Returns a copy with the newest heartbeat. This runs for every worker every second, and takes a tenth of the
+        time of dataclasses.replace."""
         twin = object.__new__(Member)
         twin.__dict__.update(self.__dict__, last_heard=at, draining=draining)
         return twin
 
     @property
     def incarnations(self) -> tuple[str, ...]:
-        """The newest that there were, the present one last."""
+        """The newest incarnations of this place, the present one last."""
         return self.retired if self.incarnation is None else self.and_retired(self.incarnation)
 
     def and_retired(self, incarnation: str) -> tuple[str, ...]:
-        """`retired`, and another one. Of a place that has had many nobody remembers the oldest: each is written anew
-        with every newcomer."""
+        """Returns `retired` with one more incarnation. The oldest are dropped, since all of them are written to the
+        database again with every newcomer."""
         return (*self.retired, incarnation)[-MOST_RETIRED:]
 
 
 class Interim(NamedTuple):
-    """A plan that is run for a while. plan_fingerprint: "" where the console has not got it. failed: whom it goes
-    without, those who take their state among them."""
+    """A plan that is run while some workers take state from a peer. plan_fingerprint: "" where the console does not
+    have the plan. failed: the workers that the plan does without, including those that still take their state."""
 
     plan_fingerprint: str
     failed: tuple[str, ...]
 
 
 class LetGo(NamedTuple):
-    """A worker of the generation before that is out at somebody's wish. stands_by: with the rest of its pipeline; else
-    a person has asked it to leave."""
+    """A worker of the generation before that is out because somebody wanted it. stands_by: it stands by with the rest
+    of its pipeline; otherwise a person has asked it to leave."""
 
     worker: str
     stands_by: bool
@@ -254,13 +272,14 @@ class LetGo(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """A deployment that has been opened.
+    """A membership of the job that has been opened.
 
-    joining: those of `living` that take state from a peer first. moves: (from, to) of workers that
-    have taken an empty place on another stage. restore: all go back (see `back_to`). interim: what it runs
-    until all of `living` have their state, and their layers. partition: layers per stage that its plan is for; (): the
-    model's stages can't be cut. let_go: of those that are out since the generation before, who is not lost. lost: whose
-    process there has died or was given up; another one may be among `joining`.
+    joining: those of `living` that first take state from a peer. moves: (from, to) of workers that have taken an empty
+    place on another stage. restore: all workers go back to a checkpoint or to the start (see `back_to`). interim: the
+    plan that is run until all of `living` have their state and their layers. partition: layers per stage that the plan
+    is for; (): the model's stages can't be cut. let_go: members of the generation before that are out because somebody
+    wanted it. lost: members of the generation before whose process has died or was given up; another process of the
+    same place may be among `joining`.
     """
 
     number: int
@@ -278,15 +297,16 @@ class Generation:
 
     @cached_property
     def lives_in(self) -> frozenset[str]:
-        """`living`, to ask for one of thousands."""
+        """`living` as a set, for quick look-ups among thousands of names."""
         return frozenset(self.living)
 
 
 @dataclass(frozen=True)
 class PendingGeneration:
-    """The generation to be opened as soon as the plan for `failed`, with layers cut as `partition` says, is there.
+    """The generation that opens as soon as there is a plan for `failed` and `partition`. Its fields are those of
+    `Generation`.
 
-    until: in manual mode, how long an operator may choose another way; None: nobody is asked.
+    until: the time at which an operator's choice ends in manual mode; None: nobody is asked.
     """
 
     living: tuple[str, ...]
@@ -303,8 +323,12 @@ class PendingGeneration:
 
 @dataclass(frozen=True)
 class Broken:
-    """Transfers that broke in the generation in force, the first of them here; nobody may have died. Its workers wait
-    for the next generation, and say so once. complaints: of all who have said so."""
+    """Transfers that broke in the generation in force, perhaps without a death. The workers wait for the next
+    generation, and each complains once.
+
+    since: when the first complaint came. reporter, worker, detail: who complained first, of whom, and why. complaints:
+    those of all workers that have complained.
+    """
 
     since: float
     reporter: str
@@ -314,8 +338,8 @@ class Broken:
 
 
 class Tally(NamedTuple):
-    """Of members that are waited for. unready: before the first generation, those that have not registered. unsettled:
-    those of the generation in force that have not resumed yet."""
+    """Counts of the members that the job waits for. unready: those that have not registered, before the first
+    generation. unsettled: those of the generation in force that have not resumed yet."""
 
     unready: int
     unsettled: int
@@ -325,15 +349,15 @@ class Tally(NamedTuple):
 class State:
     """All that the coordinator knows of one job. members: in grid order.
 
-    committed: iterations committed so far, of `iterations`. halted: why the job can't go on; unheard: it is for nothing
-    but the silence of all its workers, and ends with the first heartbeat. Both are changed by `halt` and `go_on` alone.
-    over: set once the launcher has said that the job ended. back_to: where all go when a stage's weights are lost (see
-    `back_to`).
+    committed: iterations committed so far, of `iterations`. halted: why the job can't go on. unheard: the only reason
+    for the halt is the silence of all workers, so it ends with the first heartbeat. Only `halt` and `go_on` change
+    these two. over: set once the launcher has said that the job ended. back_to: what all workers go back to when a
+    stage's weights are lost (see the function `back_to`).
     choice_timeout: seconds that an operator has for a choice in manual mode. offer: the newest one.
     frozen_by: the operator who has frozen the plan; "": nobody. links: what is remembered of links that broke.
     held: layers per stage as the workers have them; (): the model's stages can't be cut. moved: the generation and the
-    iteration from which on they have; zeros: from the start. unmovable: layers per stage that they could not take when
-    they were to: nobody asks for them again but a person.
+    iteration since which they have them; zeros: since the start. unmovable: layers per stage that the workers could not
+    take when they were asked to. Only a person asks for these again.
     """
 
     members: Mapping[str, Member]
@@ -366,7 +390,7 @@ class State:
         back_to: str = "",
         partition: tuple[int, ...] = (),
     ) -> State:
-        """partition: layers per stage at the start."""
+        """Returns the state before any worker has registered. partition: layers per stage at the start."""
         cells = [(f"W{p}_{s}", s) for p in range(pipelines) for s in range(stages)]
         members = {name: Member(name, stage) for name, stage in cells}
         return cls(members, iterations, back_to=back_to, held=partition)
@@ -384,12 +408,13 @@ class State:
 
     @property
     def moving(self) -> bool:
-        """Are layers on their way to other stages?"""
+        """Whether layers are on their way to other stages."""
         return self.current is not None and self.current.partition != self.held and not (self.over or self.halted)
 
     @property
     def interim(self) -> Interim | None:
-        """What the workers run while some of them take state or layers from a peer; None: nobody does, or all wait."""
+        """The plan that workers run while others take state or layers from a peer; None: nobody takes any, or all
+        wait."""
         current = self.current
         if current is None or current.interim is None or self.over or self.halted:
             return None
@@ -401,40 +426,40 @@ class State:
 
     @property
     def restoring(self) -> bool:
-        """Is there a worker that may not have gone back to the checkpoint that this generation goes back to? All have
-        before any of them can say that it has formed (agent.workers.recovery)."""
+        """Whether some worker may not have gone back yet to the checkpoint of this generation. No worker says that it
+        has formed before all have gone back (agent.workers.recovery)."""
         current = self.current
         return current is not None and current.restore and not any(self._formed(name) for name in current.living)
 
     @property
     def choosing(self) -> bool:
-        """Does the job wait for an operator to choose how it goes on?"""
+        """Whether the job waits for an operator to choose how it goes on."""
         return self.pending is not None and self.pending.until is not None
 
     @property
     def settled(self) -> bool:
-        """Have all of the current generation's members committed an iteration in it?"""
+        """Whether all members of the current generation have committed an iteration in it, and no other one is due."""
         return self.current is not None and self.pending is None and not self.tally.unsettled
 
     def unsettled(self) -> list[Member]:
-        """Members of the current generation that have not resumed yet, in grid order."""
+        """Returns the members of the current generation that have not resumed yet, in grid order."""
         return [self.members[name] for name in (self.current.living if self.current else ()) if self._waits(name)]
 
     @cached_property
     def tally(self) -> Tally:
-        """Counted once; `with_member` keeps it up, so that thousands who report one after the other are not counted
-        anew for each."""
+        """The counts of who is waited for. They are counted once, and `with_member` updates them: thousands of workers
+        report one after the other, and a new count for each would take too long."""
         members = self.members.values()
         return Tally(sum(_unready(m) for m in members), len(self.unsettled()))
 
     @cached_property
     def present_at(self) -> Mapping[str | None, Member]:
-        """By the process that holds the place: thousands of strangers may ask, and each is looked for."""
+        """The members by their incarnation. It is kept, since thousands of processes may be looked up."""
         return {member.incarnation: member for member in self.members.values()}
 
     def hosts(self, known: Mapping[str, str]) -> list[tuple[int, str]]:
-        """Of each place its stage, and on which host is who holds it, or was who held it last. known: by the
-        process."""
+        """Returns (stage, host) of each place whose newest process is in `known`, which has the host of each
+        incarnation."""
         return [
             (member.stage, known[newest])
             for member in self.members.values()
@@ -449,6 +474,7 @@ class State:
         return member.acknowledged != "resumed" and member.state is not WorkerState.FINISHED
 
     def with_member(self, member: Member) -> State:
+        """Returns a state with this member in place of the one of the same name."""
         name = member.name
         new = replace(self, members={**self.members, name: member})
         if known := self.__dict__.get("tally"):
@@ -459,7 +485,8 @@ class State:
         return new
 
     def with_heard(self, members: Mapping[str, Member]) -> State:
-        """With these, of whom some have been heard: that changes nobody's part in a generation, so the tally holds."""
+        """Returns a state with these members, of whom some have been heard. Heartbeats change nobody's part in a
+        generation, so the tally stays as it is."""
         new = replace(self, members=members)
         new.__dict__["tally"] = self.tally
         return new
@@ -478,27 +505,28 @@ class State:
 
 
 def _unready(member: Member) -> bool:
-    """Is it one that the first generation waits for?"""
+    """Says whether the first generation waits for this member."""
     return member.state is not WorkerState.STARTING or not member.incarnation
 
 
 def peer_of(reporter: str, worker: str) -> str:
-    """Whom a transfer failed with; a reporter that can't tell names itself."""
+    """Returns, in words, whom a transfer failed with. A reporter that can't tell names itself as the worker."""
     return "another worker" if worker == reporter else worker
 
 
 def returned(state: State) -> list[str]:
-    """Workers that are back, and in no generation yet."""
+    """Returns the workers that are back and are not in the current generation."""
     return [
         m.name for m in state.members.values() if m.state is WorkerState.REJOINING and m.generation != state.generation
     ]
 
 
-# -- whose report it is, and whether it counts: a process that is out of the job changes nothing
+# -- whose report it is, and whether it counts: reports of a process that is out of the job change nothing
 
 
 def holder(state: State, worker: str, incarnation: str) -> Member | None:
-    """Whom a report of `worker` comes from: a process that was given another place may not know it yet."""
+    """Returns the member that a report comes from. The report names `worker`, and its process may not know yet that it
+    was given another place. None: no such worker."""
     member = state.members.get(worker)
     if member is None or member.incarnation == incarnation or incarnation in member.retired:
         return member
@@ -506,12 +534,12 @@ def holder(state: State, worker: str, incarnation: str) -> Member | None:
 
 
 def place_of(members: Mapping[str, Member], incarnation: str) -> Member | None:
-    """Whose process it is, or was; None: nobody has heard of it."""
+    """Returns the member that this process holds or has held; None: the process is unknown."""
     return next((m for m in members.values() if incarnation in m.incarnations), None)
 
 
 def counts(member: Member, incarnation: str) -> bool:
-    """Is it the process of this place? One that was asked to leave counts until it has left."""
+    """Says whether this process is the one of this place. One that was asked to leave counts until it has ended."""
     return member.incarnation == incarnation and (member.state is not WorkerState.FAILED or member.goes)
 
 
@@ -536,7 +564,8 @@ def no_such_worker(state: State, name: str) -> str:
 
 @dataclass(frozen=True)
 class WorkerRegistered:
-    """reports: does it send heartbeats? The silence of one that does not says nothing: it is lost when it ends."""
+    """A new process asks for the place `worker`. reports: it sends heartbeats. The silence of one that does not says
+    nothing: such a worker is lost only when its process ends."""
 
     worker: str
     incarnation: str
@@ -544,6 +573,8 @@ class WorkerRegistered:
 
 
 class LastHeartbeat(NamedTuple):
+    """heard: when it came, in monotonic seconds. draining: the worker says that its work is done."""
+
     incarnation: str
     heard: float
     draining: bool = False
@@ -551,7 +582,7 @@ class LastHeartbeat(NamedTuple):
 
 @dataclass(frozen=True)
 class HeartbeatsReceived:
-    """Heartbeats since the last time, the newest of each worker."""
+    """The heartbeats that came since the last such event: the newest one of each worker, by its name."""
 
     beats: Mapping[str, LastHeartbeat]
 
@@ -582,7 +613,7 @@ class TransferBroken:
 
 @dataclass(frozen=True)
 class OpRaised:
-    """An op of a micro-batch raised in `worker`, in `generation`; detail: which, and what the launcher makes of it."""
+    """An op of a micro-batch raised an exception in `worker`. detail: which op, and what the launcher does about it."""
 
     worker: str
     incarnation: str
@@ -592,8 +623,8 @@ class OpRaised:
 
 @dataclass(frozen=True)
 class StateLost:
-    """In `generation`, `worker` and its peers have found that the state of their stage is not there any more: only
-    workers that are gone had some of it. detail: the same in a sentence."""
+    """`worker` and its peers have found that a part of their stage's state is lost: only workers that are gone had it.
+    detail: the same in a sentence."""
 
     worker: str
     incarnation: str
@@ -608,15 +639,15 @@ class Tick:
 
 @dataclass(frozen=True)
 class Stalled:
-    """The console itself did not run for so long: silence in that time says nothing about workers."""
+    """The console itself stood still for so long, so silence in that time says nothing about the workers."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class PlanReady:
-    """The plan for a generation without `failed`, once `moves` are made: (from, to) of workers that change their stage,
-    so that the plan is shorter."""
+    """There is a plan for the generation without `failed`. origin: where the plan is from, in words. moves: (from, to)
+    of workers that change their stage first, which makes the plan shorter."""
 
     failed: tuple[str, ...]
     fingerprint: str
@@ -626,7 +657,7 @@ class PlanReady:
 
 @dataclass(frozen=True)
 class PlanRefused:
-    """No plan exists for these failures, and why."""
+    """There is no plan for these failures. detail: why."""
 
     failed: tuple[str, ...]
     detail: str
@@ -649,7 +680,7 @@ class IterationsCommitted:
 
 @dataclass(frozen=True)
 class InterimPlanUsed:
-    """The launcher has the members of `generation` run another plan until newcomers have their state."""
+    """The members of `generation` run another plan until newcomers have their state, as the launcher has said."""
 
     generation: int
     interim: Interim
@@ -657,8 +688,11 @@ class InterimPlanUsed:
 
 @dataclass(frozen=True)
 class LayersMoved:
-    """The workers have so many layers per stage from `iteration` on, in `generation`; text: what that took. problem:
-    why they could not take those of `generation`, and keep what they have."""
+    """The workers of `generation` have the layers of `partition` from `iteration` on.
+
+    text: what the move took, in words. problem: why the layers could not move, so that the workers keep what they have;
+    "": they have moved.
+    """
 
     generation: int
     iteration: int
@@ -675,15 +709,15 @@ class Finished:
 
 @dataclass(frozen=True)
 class ConsoleRestarted:
-    """The state was read back from the database; nobody was heard in between. reason: why it was."""
+    """The console has read the state back from the database, and has heard nobody meanwhile. reason: why, in words."""
 
     reason: str = "the console was restarted and took the job up again"
 
 
 @dataclass(frozen=True)
 class LeadChanged:
-    """Another launcher leads, and goes on from what it knows (agent.nodes); all form anew. lost: by worker, the
-    processes that went with the one before."""
+    """Another launcher leads now, and goes on from what it knows (agent.nodes), so all workers form anew. lost: the
+    incarnations that ended with the leader before, by worker."""
 
     lost: Mapping[str, str]
     detail: str
@@ -691,7 +725,7 @@ class LeadChanged:
 
 @dataclass(frozen=True)
 class Offered:
-    """The options have been worked out. None: they could not be, for the reason given."""
+    """The advisor has compared the options for when `failed` are out. offer: None: it could not, for `reason`."""
 
     failed: tuple[str, ...]
     offer: Offer | None
@@ -700,7 +734,8 @@ class Offered:
 
 @dataclass(frozen=True)
 class Chosen:
-    """An operator picked a candidate. failed: the workers that were out in what they saw; None: not said."""
+    """The operator `actor` picked the candidate `name`. failed: the workers that were out in what the operator saw;
+    None: not said."""
 
     name: str
     actor: str
@@ -709,7 +744,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class ModeSet:
-    """choice_timeout: seconds that the job waits for an operator in manual mode."""
+    """An operator set the mode. choice_timeout: seconds that the job waits for an operator in manual mode."""
 
     mode: Mode
     choice_timeout: float
@@ -718,7 +753,7 @@ class ModeSet:
 
 @dataclass(frozen=True)
 class PlanFrozen:
-    """An operator wants the plan in force to stay (agent.coordination.generations), or, not frozen, no longer."""
+    """An operator freezes the plan in force, or unfreezes it (see agent.coordination.generations)."""
 
     frozen: bool
     actor: str
@@ -726,7 +761,7 @@ class PlanFrozen:
 
 @dataclass(frozen=True)
 class DrainAsked:
-    """An operator wants `worker` to leave at the next boundary."""
+    """An operator wants `worker` to leave the job with the next generation."""
 
     worker: str
     actor: str
@@ -734,16 +769,18 @@ class DrainAsked:
 
 @dataclass(frozen=True)
 class RestartAsked:
-    """Somebody wants a process for `worker` again: the launcher is about to be told."""
+    """Somebody wants a process for `worker` again, and the launcher is about to be told."""
 
     worker: str
 
 
 @dataclass(frozen=True)
 class UsePlan:
-    """The plan of this fingerprint is to be in force, with the same workers. failed: those that it does
-    without. actor: the operator who wants it; "": the console does, for the reason given. partition: layers per stage
-    that it is for; (): they stay."""
+    """The plan of this fingerprint is to be in force with the same workers.
+
+    failed: the workers that the plan does without. actor: the operator who wants it; "": nobody asked, and `reason`
+    says why. partition: layers per stage that the plan is for; (): they stay.
+    """
 
     fingerprint: str
     failed: tuple[str, ...]
@@ -785,7 +822,8 @@ Event = (
 
 @dataclass(frozen=True)
 class NeedPlan:
-    """partition: layers per stage that it is to be for; (): the model's stages can't be cut."""
+    """A plan without `failed` is needed. partition: layers per stage that it is to be for; (): the model's stages can't
+    be cut."""
 
     failed: tuple[str, ...]
     partition: tuple[int, ...] = ()
@@ -808,7 +846,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Refuse:
-    """The event does not count, and nothing changed. code: as in agent.messages.protocol.Problem."""
+    """The event does not count, and changes nothing. code: as in agent.messages.protocol.Problem."""
 
     code: Literal["unknown_worker", "fenced", "not_member", "job_over", "invalid", "no_choice", "not_running", "frozen"]
     detail: str
@@ -819,8 +857,8 @@ Decision = NeedPlan | OpenGeneration | Note | Refuse
 
 @dataclass(frozen=True)
 class Transition:
-    """What one event led to. reason: a sentence for people. passing: nothing of it is to be stored, as when
-    workers were last heard."""
+    """What one event led to. reason: a sentence for people. passing: nothing in the new state is worth storing, as with
+    the times at which workers were last heard."""
 
     state: State
     decisions: tuple[Decision, ...] = ()
