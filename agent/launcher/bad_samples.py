@@ -1,15 +1,16 @@
-"""What to do about micro-batches whose ops raise: is it the data's fault, or a worker's? Pure: no processes, no torch.
+"""Decides whether the data or a worker is at fault when an op of a micro-batch raises. Pure: no processes, no torch.
 
-The launcher of a job keeps this, with a console and without: it alone hears every worker, and hands out what follows
+The launcher of a job keeps this state, with a console and without: it alone hears every worker. It sends what follows
 with each generation, so that all members of a generation leave out the same micro-batches.
 
-- What raised once is tried again, by another worker of the stage where one lives: the two swap what the plan has them
-  do, or one does both, which never shows in the bits. All do what is planned again once it is decided.
-- What raises on two workers, or twice where the stage has but one, is the data's fault. So it is when it has raised
-  `ATTEMPTS` times, whoever ran it. Then the job halts; or the micro-batch is left out on all stages, in this and every
-  later run of that iteration, and the mean is over the others.
-- What then succeeds elsewhere was its worker's fault; who is at fault `STRIKES` times is taken out, unless it is the
-  last of its stage.
+- A micro-batch that raised once is tried again, by another worker of the stage if one lives. The two workers swap what
+  the plan has them do, or one does both parts, which never shows in the bits. Once it is decided whose fault it was,
+  all do what is planned again.
+- A micro-batch that raises on two workers, or twice if the stage has only one, is the data's fault. So is one that has
+  raised `ATTEMPTS` times, whichever worker ran it. Then the job halts; or the micro-batch is left out on all stages, in
+  this and every later run of that iteration, and the mean is over the others.
+- If it succeeds on another worker, the first worker was at fault. A worker that is at fault `STRIKES` times is taken
+  out, unless it is the last one of its stage.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ ATTEMPTS = 4
 STRIKES = 3
 
 Run = tuple[str, tuple[str, ...]]
-"""A worker, and the workers of its stage whose part of the plan it does; (): it takes part in sums and steps only."""
+"""A worker, and the workers of its stage whose part of the plan it does; (): it takes part only in sums and steps."""
 
 
 def named(samples: Sequence[int], how: str = "") -> str:
-    """Which they are, behind the micro-batch that they are in; nothing where that is not known. how: said before."""
+    """Returns, in brackets, which samples a micro-batch has; "" where that is not known. how: words before them."""
     few = ", ".join(map(str, samples[:8])) + (", …" if len(samples) > 8 else "")
     said = "; ".join(part for part in (how, f"samples {few}" if few else "") if part)
     return f" ({said})" if said else ""
@@ -33,10 +34,10 @@ def named(samples: Sequence[int], how: str = "") -> str:
 
 @dataclass(frozen=True)
 class FailedOp:
-    """An op of micro-batch `micro_batch` (numbered over the pipelines) raised in a process of `worker`, of `stage`.
+    """An op of micro-batch `micro_batch` (numbered over all pipelines) raised in a process of `worker`, of `stage`.
 
-    error: the exception, in a line. samples: which of the data set are in the micro-batch, where that is known. ends:
-    no micro-batch after it can be read either.
+    error: the exception, in one line. samples: the data set's samples in the micro-batch, where they are known. ends:
+    no later micro-batch can be read either.
     """
 
     worker: str
@@ -57,8 +58,9 @@ class FailedOp:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A micro-batch that has raised, and is to be tried again. tried: the processes that it raised on, by incarnation,
-    with the worker's name then. given: the incarnation that has it in the newest generation."""
+    """A micro-batch that has raised, and is to be tried again. tried: the incarnations on which it raised, each with
+    its worker's name at that time. raises: how often it raised. given: the incarnation that runs it in the newest
+    generation."""
 
     first: FailedOp
     tried: Mapping[str, str]
@@ -72,7 +74,8 @@ class Suspect:
 
 @dataclass(frozen=True)
 class BadSamples:
-    """left_out: (iteration, micro-batch), as they were found. strikes: by incarnation."""
+    """left_out: (iteration, micro-batch), in the order in which they were found. strikes: how often each incarnation
+    was at fault."""
 
     suspects: tuple[Suspect, ...] = ()
     left_out: tuple[tuple[int, int], ...] = ()
@@ -81,8 +84,8 @@ class BadSamples:
 
 @dataclass(frozen=True)
 class Finding:
-    """bad: from here on. text: for people. left_out: (iteration, micro-batch), if it is from now on. halt: why the
-    job must end before that iteration."""
+    """What follows from an exception. bad: the new state. text: for people. left_out: (iteration, micro-batch) that is
+    left out from now on. halt: why the job must end before that iteration; "": it goes on."""
 
     bad: BadSamples
     text: str
@@ -92,7 +95,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Blamed:
-    """A worker's process that failed at what another one could do. out: it is taken out."""
+    """A worker's process that failed at a micro-batch which another one could run. out: it is taken out."""
 
     worker: str
     incarnation: str
@@ -101,11 +104,11 @@ class Blamed:
 
 
 def raised(bad: BadSamples, report: FailedOp, peers: Mapping[str, str], *, skip: bool, limit: int) -> Finding:
-    """What follows from an exception. peers: the living processes of the stage, incarnation by worker. skip: leave out
-    what is the data's fault; limit: so often."""
+    """Decides what follows from an exception. peers: the living processes of the stage, incarnation by worker. skip:
+    leave out micro-batches that are the data's fault. limit: how many may be left out."""
     found = f"{report.what}: {report.worker} raised {report.error}"
     if (report.iteration, report.micro_batch) in bad.left_out:
-        return Finding(bad, found)  # said before everybody knew
+        return Finding(bad, found)  # the worker did not know yet that it is left out
     old = next((s for s in bad.suspects if s.key == (report.iteration, report.micro_batch, report.stage)), None)
     suspect = Suspect(report, {report.incarnation: report.worker})
     if old is not None:
@@ -134,11 +137,12 @@ def raised(bad: BadSamples, report: FailedOp, peers: Mapping[str, str], *, skip:
 def assign(
     bad: BadSamples, owner: Callable[[int, int], str], living: Mapping[str, str]
 ) -> tuple[BadSamples, tuple[Run, ...]]:
-    """Who does whose part of the plan in a new generation, so that other workers try what is suspect; and who that is.
+    """Decides which worker does whose part of the plan in a new generation, so that other workers try the suspects.
+    Returns the new state, which says which worker tries each, and the runs that differ from the plan.
 
-    Two swap their parts; where that gives one what it has failed at, too, one does both, and the other none.
-
-    owner: (micro-batch, stage) to the worker that the plan has run it. living: incarnation by worker.
+    Two workers swap their parts. If that would give one of them a micro-batch at which it has failed too, one does both
+    parts and the other none. owner: the worker that runs (micro-batch, stage) by the plan. living: incarnation by
+    worker.
     """
     runs: dict[str, tuple[str, ...]] = {}
     given: dict[tuple[int, int, int], str] = {}
@@ -150,7 +154,7 @@ def assign(
         for parts in _ways(dict.fromkeys(planned.values()), living):
             by = {part: worker for worker, mine in parts.items() for part in mine}
             fits = [living.get(by.get(planned[s.key], planned[s.key]), "") not in s.tried for s in here]
-            # All, or the oldest with as many of the others as can be.
+            # The best way has all suspects tried by others; or else the oldest one, and as many more as possible.
             score = sum(fits) + len(fits) * fits[0]
             if score > most:
                 best, most = parts, score
@@ -162,7 +166,8 @@ def assign(
 
 
 def _ways(owners: Iterable[str], living: Mapping[str, str]) -> Iterator[Mapping[str, tuple[str, ...]]]:
-    """Worker to the parts of the plan that it does, where that is not just its own; the ones that cost least first."""
+    """Yields ways to share out parts of the plan, the cheapest first: for each worker that does not do just its own
+    part, the workers whose parts it does."""
     yield {}
     pairs = [(one, other) for one in owners for other in _of_stage(one, living) if other != one]
     yield from ({one: (other,), other: (one,)} for one, other in pairs)
@@ -172,15 +177,13 @@ def _ways(owners: Iterable[str], living: Mapping[str, str]) -> Iterator[Mapping[
 
 
 def committed(bad: BadSamples, iterations: int, living: Mapping[str, str]) -> tuple[BadSamples, tuple[Blamed, ...]]:
-    """So many iterations are committed: what was suspect in them has succeeded, and who failed at it is at fault.
-
-    living: incarnation by worker.
-    """
+    """Takes note that so many iterations are committed. Suspect micro-batches in them have succeeded, so the workers
+    that failed at them are at fault. Returns the new state and these workers. living: incarnation by worker."""
     done = [s for s in bad.suspects if s.first.iteration < iterations]
     if not done:
         return bad, ()
     names = {incarnation: worker for worker, incarnation in living.items()}
-    # Of those that are gone nobody counts any more.
+    # The strikes of processes that are gone no longer matter.
     strikes, blamed, left = {i: count for i, count in bad.strikes.items() if i in names}, [], set(living)
     for suspect in done:
         for incarnation in suspect.tried:

@@ -1,7 +1,7 @@
-"""The launcher of one node: starts the workers, sees their ends first, keeps the run's record.
+"""The launcher: starts the workers of a job, watches their processes, and keeps the run's record.
 
-One loop over the workers' pipes, their process sentinels and the coordination's wake-up. Who lives is judged
-once everything that waited has been heard (see agent.monitoring.liveness).
+One loop in one thread waits for the workers' pipes, their process sentinels, and the coordination's wake-up. It judges
+which workers live only after it has read all messages that waited (see agent.monitoring.liveness).
 """
 
 from __future__ import annotations
@@ -64,26 +64,29 @@ from openrecycle.planner.plans.plan import Plan
 
 # -- pausing -----------------------------------------------------------------------------------------
 
-# A job that an operator has paused: every worker stops before the same iteration, with nothing in flight.
+# When an operator pauses a job, every worker stops before the same iteration, with nothing in flight.
 #
-# Which iteration that is nobody knows beforehand, for workers are in different ones, and none can finish
-# one that another has stopped before. So each stops after the one that it is in and says which that was;
-# the last of these is where all go on to. A job that is asked to end early is paused first, too: then there is
-# an iteration that all have committed, and after which nobody has begun another. One that can't commit an
-# iteration, whatever it does, ends before that one.
+# Nobody knows beforehand which iteration that is: workers are in different ones, and none can finish an iteration
+# before which another worker has stopped. So each worker stops after the iteration that it is in, and says which one
+# that was. All then go on to the last of these. A job that is asked to end early is paused first, so that all have
+# committed the same iteration and none has begun another. A job that can never commit some iteration ends before it.
 
 
 @dataclass
 class PauseRequest:
-    """The launcher's side. after: the iteration through which all go; None: the job is not paused.
-    last: how many iterations there are in all, where the job is to end early. asked: the incarnations that have not
-    said yet after which they stop."""
+    """The launcher's side of a pause.
+
+    after: the last iteration that all workers finish; None: the job is not paused. last: the number of iterations after
+    which the job ends early; None: it does not. asked: the incarnations that have not said yet after which iteration
+    they stop.
+    """
 
     after: int | None = None
     last: int | None = None
     asked: set[str] = field(default_factory=set)
 
     def begin(self, entries: Iterable[WorkerProcess]) -> None:
+        """Asks all workers to stop after the iteration that they are in."""
         if self.after is None and self.last is None:
             self.after = -1
             for entry in entries:
@@ -91,7 +94,8 @@ class PauseRequest:
                 entry.post("hold", after=None)
 
     def heard(self, iteration: int, entries: Iterable[WorkerProcess], by: str = "") -> None:
-        """A worker, the incarnation `by`, has stopped, or will, after `iteration`."""
+        """Takes the answer of the incarnation `by`, which stops after `iteration`. If that is later than what is known,
+        all workers are told to go on to it."""
         self.asked.discard(by)
         if self.after is not None and iteration > self.after:
             self.after = iteration
@@ -99,8 +103,9 @@ class PauseRequest:
                 entry.post("hold", after=iteration)
 
     def tell(self, entry: WorkerProcess) -> None:
-        """One that was not there when the job was paused, or told to end; or that the lead before has not told that it
-        goes on, which changes nothing for one that holds nothing."""
+        """Tells one worker whether it is to pause, end early or go on. It may not have been there when the others were
+        told, or the leader before may not have told it to go on. "go" changes nothing for a worker that is not paused.
+        """
         if self.last is not None:
             entry.post("last", iterations=self.last)
         elif self.after is not None:
@@ -109,16 +114,17 @@ class PauseRequest:
             entry.post("go")
 
     def settled(self, entries: Iterable[WorkerProcess]) -> bool:
-        """Paused, and everybody has said after which iteration?"""
+        """Whether the job is paused, and all workers have said after which iteration they stop."""
         return self.after is not None and self.asked.isdisjoint(entry.incarnation for entry in entries)
 
     def end_at(self, iterations: int, entries: Iterable[WorkerProcess]) -> None:
-        """There is none after so many: all are held before it, or it can't be committed."""
+        """Ends the job after so many iterations: all workers are paused there, or the next one can't be committed."""
         self.after, self.last = None, iterations
         for entry in entries:
             self.tell(entry)
 
     def end(self, entries: Iterable[WorkerProcess]) -> None:
+        """Ends the pause."""
         self.after = None
         self.asked.clear()
         for entry in entries:
@@ -145,11 +151,11 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_why_halted": TypeAdapter(str),
     "_stands": TypeAdapter(str),
 }
-"""Of what a Launcher knows, what another one goes on from, and how it is told."""
+"""The attributes of a Launcher from which another launcher goes on, and how each is written as JSON."""
 
 
 class JobFailed(Exception):
-    """The job can't reach its end; the sentence says why."""
+    """The job can't reach its end; the message says why."""
 
 
 class Stopped(Exception):
@@ -162,13 +168,14 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Takeover:
-    """What a launcher goes on from where another one led, which is gone (agent.nodes.server). Its pool has the
-    workers that live.
+    """What a new leader's launcher goes on from when the launcher before is gone (agent.nodes.server). Its pool already
+    has the workers that live.
 
-    document: what that one had `saved`, with times of a clock that is `ahead` of this one by so many nanoseconds.
-    plan: in force then. recorded: the newest iterations of the record, and their losses. lost: workers that went with
-    it; lost_at: nanoseconds. unheard: what workers of this node have said since, in order. others_tell: have other
-    nodes still to tell what theirs have said? It waits a moment for them. text: for people.
+    document: what the launcher before had `saved`. Its times are of a clock that is `ahead` of this one by so many
+    nanoseconds. plan: the plan in force. recorded: the newest iterations of the record, and their losses. lost: the
+    workers that ended with the launcher before; lost_at: when, in nanoseconds. unheard: what workers of this node have
+    said since, in order. others_tell: waits a moment, and says whether other nodes have still to tell what their
+    workers have said. text: what has happened, for people.
     """
 
     document: Mapping[str, Any]
@@ -183,12 +190,13 @@ class Takeover:
 
 
 class Launcher:
-    """Runs one job. listener: called with every line of the record as a dict, in order, in the thread of
-    `run`: it must return at once, and raise nothing (see agent.messages.client).
+    """Runs one job. All methods but `end_soon` and `stop` belong to the thread of `run`.
 
-    catalog: asked for the plans that are run while workers take their state from a peer. pool: where worker
-    processes are started; on this node only, unless given (see agent.nodes.pool). takeover: where it goes on with a job
-    that another launcher has led. claim: of its folder of checkpoints, which is given up at the end.
+    listener: called with every line of the record as a dict, in order, in the thread of `run`. It must return at once
+    and raise nothing (see agent.messages.client). catalog: has the plans that are run while workers take their state
+    from a peer. pool: starts the worker processes; without it, on this node only (see agent.nodes.pool). takeover: set
+    when the launcher goes on with a job that another one has led. claim: the claim on the folder of checkpoints, which
+    is given up at the end.
     """
 
     def __init__(
@@ -221,85 +229,85 @@ class Launcher:
         self._deployed: Deploy | None = None
         self._after: int | None = None
         self._shared: set[Worker] = set()
-        """In the newest generation, those in whose stage each part of a sharded optimizer has all its owners."""
+        """Workers of the newest generation in whose stage each part of a sharded optimizer has all its owners."""
         self._move_waits = False
-        """Is the newest generation one in which layers should move, and workers take their state first?"""
+        """Whether layers should move in the newest generation, but wait until workers have taken their state."""
         self._hold = PauseRequest()
         self._kills, self._rejoins = list(options.kills), list(options.rejoins)
-        """What has not been done yet of these wishes."""
+        """The kills and rejoins on purpose that are still to be done."""
         self._left_by = dict[str, bool]()
-        """Places that the process which a kill was meant for is gone from: is it known whether by that? One that was
-        killed, or nobody knows how it has ended, may have been killed as wished, and its last words did not come."""
+        """For each place whose first process is gone: whether it is known if a kill on purpose ended it. A process
+        whose last message did not arrive may have been killed on purpose, unless its ending says otherwise."""
         self._restarts = restarts.Restarts()
         self._restart_policy = restarts.RestartPolicy(options.faults.max_restarts, options.faults.restart_delay)
         self._interim: Plan | None = None
         self._held = spec.partition
-        """Layers per stage that the workers have, as far as is known; (): their stages can't be cut."""
+        """Layers per stage that the workers have, as far as is known; (): the model's stages can't be cut."""
         self._relayout: dict[str, Any] | None = None
-        """The line of the record on their newest change, while workers may still say how long it took them."""
+        """The record's line on the newest move of layers, while workers may still say how long it took them."""
         self._stalls = dict[str, float]()
-        """By worker, milliseconds of that."""
+        """How many milliseconds that move took, by incarnation."""
         self._unmovable: tuple[int, ...] = ()
-        """The newest that they could not take; it has been said."""
+        """The newest partition that workers could not take, of which there has been a warning."""
         self._plans: dict[str, str] = {}
-        """Of plans, by fingerprint, how workers and other nodes are told of them."""
+        """Plans as text for workers and other nodes, by fingerprint."""
         self._data_wait = DataWait()
         self._validations: set[int] = set()
         self._changed_settings = set[str]()
-        """Of torch, those that it has been said of that a worker's code changes them."""
+        """Settings of torch that a worker's code changes, of which there has been a warning."""
         self._turns = LoopLag(boot_clock)
         self._silences = Silences(options.faults.timeouts.pause, time.monotonic())
         self._committed_in = 0, -1
-        """The newest generation that somebody has committed an iteration in, and the newest of these."""
+        """The newest generation in which an iteration was committed, and the newest such iteration."""
         self._nobody_due = 0.0
-        """After so many seconds without a word from any worker it is said (again)."""
+        """Seconds of silence of all workers after which there is the next warning of it."""
         self._stop = 0
         self._bad_samples = bad_samples.BadSamples()
         self._found: dict[str, Any] = {}
-        """What each member of the newest generation is told of micro-batches that raise; see
-        agent.messages.channel.GenerationSpec."""
+        """What members of the newest generation are told of micro-batches that raise
+        (agent.messages.channel.GenerationSpec)."""
         self._why_halted, self._halt_by = "", 0.0
-        """Of a job that can't go on: why, and until when it has time to come to its end in order."""
+        """Why the job can't go on ("": it can), and the time by which it must have come to its end in order."""
         self._stands = ""
-        """Of a job without any process, while somebody is on the way: how it lost the last one."""
+        """How the last worker process ended, while none is left and a new one is on the way."""
         self._lacks = dict[Worker, str]()
-        """Of a job that can't begin without them: who has ended, and how."""
+        """Workers that ended before training began, and how. The job can't begin without them."""
         self._waited_for = ""
-        """Why the job stands still, as it was said."""
+        """The newest warning of why the job stands still."""
         self._end_asked = False
 
     @property
     def _iterations(self) -> int:
-        """How many there are."""
+        """The number of iterations of the job, which is less than the options say where it ends early."""
         return self._options.iterations if self._hold.last is None else self._hold.last
 
     def end_soon(self) -> None:
-        """Ends the run in order, from any thread: all workers stop after the same iteration, one of those under
-        way, and what follows the last iteration of any job follows (checkpoint, weights, final hash)."""
+        """Ends the run in order. All workers stop after the same iteration, one that is under way now. Then comes what
+        follows the last iteration of any job (checkpoint, weights, final hash). May be called from any thread."""
         self._end_asked = True
 
     def stop(self, number: int) -> None:
-        """Ends the run soon; from the handler of signal `number`."""
+        """Makes `run` raise Stopped soon. May be called from the handler of signal `number`."""
         self._stop = self._stop or number
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of every worker process that counts, by its name."""
+        """The process ids of the workers that count, by name."""
         return {str(w): e.process.pid for w, e in self._pool.running.items() if e.process.pid}
 
     @property
     def deployed(self) -> Deploy | None:
-        """The newest generation, as its members were told of it."""
+        """The newest generation, as its members were told of it; None: there is none yet."""
         return self._deployed
 
     @property
     def record(self) -> RunRecord:
-        """How far the job is; to be read."""
+        """How far the job is. Callers only read it."""
         return self._record
 
     def run(self) -> None:
-        """Returns when all iterations are committed. Raises JobFailed or Stopped; no process is
-        left behind."""
+        """Runs the job, and returns when all iterations are committed. Raises JobFailed or Stopped. Leaves no process
+        behind in any case."""
         state, reason = "stopped", "the launcher failed"
         try:
             if self._takeover is not None:
@@ -323,7 +331,7 @@ class Launcher:
             for wish in wishes:
                 known = self._left_by.get(str(wish.worker), True)
                 self._listener({"warning": not_done(wish, self._first, self._iterations, known=known)})
-            # Before the last line: whoever has to go on from here writes it.
+            # Comes before the record's last line: if this node is lost here, the next leader writes that line.
             self._hand_out(last=True)
             self._listener({"final": self._record.final()})
             state, reason = "finished", f"all {self._options.iterations} iterations are committed"
@@ -339,33 +347,36 @@ class Launcher:
             raise
         except (JobFailed, DivergedError) as error:
             if self._stop and isinstance(error, JobFailed):
-                # The signal went to the workers too, as to a whole cgroup: what follows from their ends is no failure.
+                # The signal may have reached the workers too, as when it goes to a whole cgroup. That they end is then
+                # no failure.
                 stopped = Stopped(self._stop, self._record.committed)
                 reason = str(stopped)
                 raise stopped from None
             reason = str(error)
             raise JobFailed(reason) from None
         finally:
-            with contextlib.ExitStack() as ending:  # from the last to the first, whatever fails on the way
+            with contextlib.ExitStack() as ending:  # runs from the last callback to the first, even if one fails
                 if self._claim is not None:
                     ending.callback(self._claim.close)
-                # Who has it stopped waits for it; otherwise it matters more that the console learns why it is over.
+                # Somebody who stops the job waits for its end, so that is short. Otherwise it matters more that the
+                # console learns why the job is over.
                 ending.callback(self._coordination.close, lambda: bool(self._stop))
                 ending.callback(self._coordination.finished, state, reason)
                 ending.callback(self._store.close)
                 ending.callback(self._pool.kill_all, "" if state == "finished" else reason)
-                # How it ended counts only if no other leads by now.
+                # How the job ended counts only if no other node leads by now.
                 ending.callback(self._pool.hand_out, self._spec, self._saved, last=True)
 
     # -- several nodes ------------------------------------------------------------------------
 
     def _hand_out(self, *, last: bool = False) -> None:
-        """The other nodes get what they need to go on without this one, and then what was decided in this turn."""
+        """Sends the other nodes what they need to go on without this one, and then what was decided in this turn."""
         if why := self._pool.hand_out(self._spec, self._saved, last=last):
             raise JobFailed(why)
 
     def _saved(self) -> dict[str, Any] | None:
-        """What another launcher needs to go on in this one's place, as JSON, beside its workers; None: none can."""
+        """Returns what another launcher needs, beside the workers, to go on in this one's place, as JSON; None: there
+        is no generation yet to go on from."""
         deployed = self._deployed
         if deployed is None:
             return None
@@ -379,6 +390,7 @@ class Launcher:
         }
 
     def _go_on(self, takeover: Takeover) -> None:
+        """Goes on with the job that another launcher has led."""
         saved, deployed = takeover.document, takeover.document["deployed"]
         self._record = RunRecord.restored(self._options.job.stages, saved["record"], takeover.recorded, takeover.ahead)
         deployment = Deployment.model_validate(deployed["deployment"])
@@ -404,14 +416,14 @@ class Launcher:
                 gone = (about["worker"], about["incarnation"], about["node"])
                 self._replace(*gone, f"was lost with node {about['node']}")
         if not takeover.lost:
-            self._send_deployments(after=None)  # it may have been decided, and not told to all
-            # Nor is it known of what they have said since whether the lead before has passed that on.
+            self._send_deployments(after=None)  # the leader before may not have told all of its newest decision
+            # And it may not have passed on what workers have said since.
             self._form_anew(takeover.text)
 
     # -- one turn of the loop -----------------------------------------------------------------
 
     def turn(self, seconds: float) -> None:
-        """Waits for so long at most for what workers and the coordination say, and does what follows from it."""
+        """Waits up to `seconds` for what workers and the coordination say, and does what follows from it."""
         self._take_news(seconds)
         if self._end_asked:
             self._end_early()
@@ -440,7 +452,7 @@ class Launcher:
             elif isinstance(event, Halt):
                 if event.lacks is None:
                     raise JobFailed(event.reason)
-                self._lacks[event.lacks] = event.reason  # whether somebody comes in its place is seen in each turn
+                self._lacks[event.lacks] = event.reason  # each turn looks whether a process comes in its place
             elif isinstance(event, LauncherWarning):
                 self._listener({"warning": event.text})
                 entry = self._pool.running.get(event.refused) if event.refused else None
@@ -459,7 +471,7 @@ class Launcher:
         self._judge(timeout)
 
     def _read(self, entry: WorkerProcess) -> None:
-        """Takes every message that is there."""
+        """Handles every message that waits in a worker's pipe."""
         for message in entry.messages():
             if entry.elsewhere and (why := channel.misformed(message, self._options.iterations)):
                 self._refuse(entry, why)
@@ -469,7 +481,7 @@ class Launcher:
                 self._hear(entry, message)
             except (KeyError, TypeError, AttributeError, ValidationError) as error:
                 if not entry.elsewhere:
-                    raise  # of our own code it is a fault that must be seen
+                    raise  # a process of this node runs our own code, and its faults must be seen
                 self._refuse(entry, type(error).__name__)
                 return
 
@@ -480,7 +492,7 @@ class Launcher:
     def _hear(self, entry: WorkerProcess, message: channel.Message) -> None:
         if entry.fenced:
             return
-        if message["kind"] == "computes":  # said by the launcher of its node: it can't speak itself
+        if message["kind"] == "computes":  # the launcher of its node says so, since the worker can't speak itself
             entry.lived_at = time.monotonic()
             return
         entry.heard_at, entry.spoke = time.monotonic(), True
@@ -568,7 +580,7 @@ class Launcher:
             case "warning":
                 self._listener({"warning": message["text"]})
             case "changed":
-                if message["setting"] not in self._changed_settings:  # the others that run it say the same
+                if message["setting"] not in self._changed_settings:  # other workers that run the same code say it too
                     self._changed_settings.add(message["setting"])
                     self._listener({"warning": f"{cell}: {message['text']}"})
             case "checkpoint":
@@ -586,7 +598,8 @@ class Launcher:
         self._coordination.acknowledged(*about)
 
     def _raised(self, entry: WorkerProcess, message: channel.Message) -> None:
-        """An op of a micro-batch raised: the worker lives, and waits for the next generation."""
+        """Decides what follows when an op of a micro-batch raised. Its worker lives and waits for the next
+        generation."""
         cell, faults = entry.worker, self._options.faults
         said = bad_samples.FailedOp(
             *(str(cell), entry.incarnation, cell.stage, message["iteration"], message["op"], message["micro_batch"]),
@@ -605,23 +618,24 @@ class Launcher:
                 self._why_halted, self._halt_by = found.halt, time.monotonic() + self._options.faults.timeouts.transfer
                 self.end_at(said.iteration)
             elif said.iteration < self._iterations:
-                raise JobFailed(found.halt)  # not even the iterations before that end can be had
+                raise JobFailed(found.halt)  # not even the iterations before the planned end can be committed
         text = found.halt or found.text
         self._coordination.failed(Failure("exception", cell, entry.incarnation, message["generation"], text))
         self._leave_now(message["generation"])
 
     def _leave_now(self, broken: int) -> None:
-        """A generation that broke can't reach the boundary up to which it was to go on: all leave it at once."""
+        """Has all workers leave a broken generation at once: it can't finish the iteration that was to come first."""
         if self._after is not None and self._deployed and broken < self._deployed.deployment.generation:
             self._send_deployments(after=None)
 
     def _in_force(self, generation: int) -> Deploy | None:
-        """What was deployed with it, where that is the newest."""
+        """Returns what was deployed with this generation; None: it is not the newest one."""
         deployed = self._deployed
         return deployed if deployed and deployed.deployment.generation == generation else None
 
     def _rearranged(self, entry: WorkerProcess, message: channel.Message) -> None:
-        """A worker has taken the layers of the newest generation's plan into use; all do, before the same iteration."""
+        """Handles that a worker uses the layers of the newest generation's plan. All workers change over before the
+        same iteration."""
         deployed = self._in_force(message["generation"])
         if deployed is None:
             return
@@ -636,7 +650,7 @@ class Launcher:
             self._record_relayout()
 
     def _unmoved(self, message: channel.Message) -> None:
-        """A worker can't build the layers that were to come to it: all keep those that they have."""
+        """Handles that a worker can't build the layers that were to come to it: all workers keep what they have."""
         deployed = self._in_force(message["generation"])
         if deployed is None or not self._rearranges(deployed):
             return
@@ -647,7 +661,8 @@ class Launcher:
         self._coordination.report(Relayout(**about, partition=self._held, moved_layers=0))
 
     def _record_relayout(self) -> None:
-        """Once all have gone over; or some have died meanwhile, or all is over."""
+        """Writes the record's line on a move of layers: once all have changed over, or some have died meanwhile, or the
+        job ends."""
         about, self._relayout = self._relayout, None
         if about is not None:
             reason = about.pop("reason")
@@ -655,12 +670,12 @@ class Launcher:
             self._listener({"relayout": about})
 
     def _incarnations(self, stage: int | None = None) -> dict[str, str]:
-        """Of the members of the job, or of one stage, by name."""
+        """Returns the incarnations of the job's members, or of those of one stage, by name."""
         members = ((w, e) for w, e in self._pool.running.items() if e.member and stage in (None, w.stage))
         return {str(w): e.incarnation for w, e in members}
 
     def _fence_the_blamed(self) -> None:
-        """Those that could not do what others could."""
+        """Fences the workers whose fault it was that an op raised, since others could run it (see bad_samples)."""
         self._bad_samples, blamed = bad_samples.committed(
             self._bad_samples, self._record.committed, self._incarnations()
         )
@@ -682,24 +697,25 @@ class Launcher:
         if not entry.fenced:
             self._lost(entry, detected, entry.ending, spare)
         elif spare and self._pool.running:
-            # Its end is known already, and these are not.
+            # The end of the worker is known already, but not which of its ranks are spare.
             self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=entry.error, spare=spare))
         self._pool.spare(entry)
         if self._pool.running:
             self._use_spares()
         elif not entry.fenced:
-            # All weights went with them, whatever the coordination decides.
+            # All weights are lost with the last process, whatever the coordination decides.
             why = f"no worker process is left; the last one, {entry.worker}, {entry.ending}"
             if not self._on_the_way:
                 raise JobFailed(why)
             self._stands = why
 
     def _lost(self, entry: WorkerProcess, at: int, why: str, spare: Sequence[int] = (), *, said: bool = False) -> None:
-        """A process is gone, or was fenced. Why is said at once: the job may not live to say it with the recovery."""
+        """Handles that a process has ended or was fenced. The warning comes at once, since the job may end before it
+        can report the recovery."""
         on_purpose = self._died(entry.worker, at, known=entry.not_as_wished)
         self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=why, spare=spare))
         if str(entry.worker) in self._leaving:
-            # Who decides knows it as one that is to go: it does not count as a member whose end all others feel.
+            # The coordination takes it for a worker that has left, and would not have the others form anew.
             self._form_anew(f"{entry.worker}, which was to leave, {why}")
         said = self._gone(entry, why) or said or on_purpose
         if not said and self._deployed is not None:
@@ -709,25 +725,27 @@ class Launcher:
             self._listener({"warning": f"{entry.worker} {why}; {waits}"})
 
     def _died(self, worker: Worker, at: int, *, known: bool) -> bool:
-        """As RunRecord.died. known: is it known, without its last words, that no wish to kill it was done?"""
+        """Records a death, and returns whether it was on purpose (see RunRecord.died). known: it is known, without a
+        last message from the worker, that no kill on purpose ended it."""
         on_purpose = self._record.died(worker, at)
         self._left_by.setdefault(str(worker), on_purpose or known)
         return on_purpose
 
     @property
     def _waits_for_a_person(self) -> bool:
-        """Before training: is there a console, and somebody who waits? Otherwise the job ends, and says why."""
+        """Whether the job, before training, waits for a person to restart a worker: it has a console, and other workers
+        wait. Otherwise it ends."""
         others_live = any(entry.process.is_alive() for entry in self._pool.running.values())
         return self._spec.heartbeat_seconds is not None and others_live and not self._stop
 
     def _gone(self, entry: WorkerProcess, why: str) -> bool:
-        """Its place is empty. True: this was said, with when it is started again."""
+        """Handles that a worker's place is empty. Returns whether that was reported, with when it is started again."""
         return self._replace(str(entry.worker), entry.incarnation, self._pool.node_of(entry), why)
 
     # -- starting again -----------------------------------------------------------------------
 
     def _stand_still(self) -> None:
-        """Where the job can't go on, or not begin: that is the end, unless somebody is on the way who may change it."""
+        """Ends a job that can't begin or go on, unless a worker is on the way that may change that."""
         if self._deployed is None and (self._lacks or self._ends):
             coming = self._to_be_started
             empty = [cell for cell in self._options.job.workers() if cell not in self._pool.running]
@@ -742,8 +760,8 @@ class Launcher:
 
     @property
     def _on_the_way(self) -> list[str]:
-        """Workers that are to be started again, or are about to ask for their place; not those that have asked, and got
-        none."""
+        """Workers that are to be started again, or are about to ask for their place. Those that have asked and got none
+        do not count."""
         return self._to_be_started + [
             str(worker) for worker, entry in self._pool.running.items() if not (entry.member or entry.waits)
         ]
@@ -758,14 +776,15 @@ class Launcher:
 
     @property
     def _lacking(self) -> int:
-        """How many workers a job that trains needs besides those that there are, to come to the end that it was asked
-        to come to: with fewer than there are stages it can't go on, wherever all go back to."""
+        """How many more workers a job that trains needs to come to the end that it was asked for: with fewer workers
+        than stages it can't go on, whatever all go back to."""
         if self._deployed is None or self._record.committed >= self._iterations:
             return 0
         return max(0, self._options.job.stages - len(self._pool.running))
 
     def _replace(self, worker: str, incarnation: str, node: int, why: str) -> bool:
-        """A process that is gone is to be replaced, if it may be (agent.launcher.restarts). Was this said?"""
+        """Has a process that is gone replaced, if it may be (agent.launcher.restarts). Returns whether that was
+        reported."""
         asked = self._ends and not self._lacking
         asked = asked or (self._deployed is not None and worker in self._deployed.deployment.leaving)
         there, committed = self._pool.has_node(node), self._record.committed
@@ -781,12 +800,12 @@ class Launcher:
 
     @property
     def _ends(self) -> bool:
-        """Is the job at its end, or about to come to it?"""
+        """Whether the job is at its end, or about to end."""
         asked = self._end_asked or self._hold.last is not None
         return asked or bool(self._why_halted) or self._record.committed >= self._iterations
 
     def _start_due(self) -> None:
-        """Those that are to be started again by now."""
+        """Starts the workers whose restart is due."""
         if not self._awaited:
             return
 
@@ -808,7 +827,7 @@ class Launcher:
             self._say_restart(one.worker, one.incarnation, next_one, "could not be started")
 
     def _start_again(self, worker: Worker) -> bool:
-        """As a person, or an experiment, wishes; whether there is a place for it."""
+        """Starts a worker again as a person, or an experiment's options, asked. Returns whether it has a free place."""
         place = self._pool.vacancy(worker, self._options.job.workers())
         if place is not None:
             self._start(place, joins=self._deployed is not None)
@@ -824,8 +843,9 @@ class Launcher:
             self._coordination.failed(Failure("exception", one.worker, one.incarnation, deployment.generation, why))
 
     def _use_spares(self) -> None:
-        """Ranks that lost a sibling make a worker again, where a node has enough of them: of the stage that has the
-        fewest."""
+        """Makes a worker out of spare ranks, where a node has enough of them, for the stage that has the fewest
+        workers.
+        """
         ranks, cells = self._options.platform.ranks_per_worker, self._options.job.workers()
         if ranks == 1 or self._deployed is None:
             return
@@ -838,6 +858,7 @@ class Launcher:
         self._start(place, joins=True, spares=spares)
 
     def _certain(self, recorded: RecordedProgress) -> None:
+        """Reports what the record has found to be certain by now."""
         if recorded.unknown:
             missing = (
                 f"{count(len(recorded.unknown), 'iteration')} missing here ({names([*map(str, recorded.unknown)])})"
@@ -861,6 +882,7 @@ class Launcher:
             self._rejoins = [r for r in self._rejoins if r.iteration >= committed or not self._start_again(r.worker)]
 
     def _deploy(self, event: Deploy) -> None:
+        """Puts a new generation in force: moves and fences processes, and tells all members."""
         deployment = event.deployment
         living = {Worker.parse(name) for name in deployment.living}
         after = self._boundary(event)
@@ -902,9 +924,9 @@ class Launcher:
         planned = living - {Worker.parse(name) for name in deployment.leaving}
         in_force = {str(w): self._pool.running[w].incarnation for w in planned if w in self._pool.running}
         self._bad_samples, runs = bad_samples.assign(self._bad_samples, owner, in_force)
-        # Fixed with the generation: all its members must leave out the same.
+        # This stays the same for the whole generation: all its members must leave out the same micro-batches.
         self._found = {"left_out": list(self._bad_samples.left_out), "runs": list(runs)}
-        # Whoever is to try a bad sample is named for the plan of all.
+        # The workers that are to try a bad sample were chosen by the plan of all, so no other plan may be run.
         self._interim = None if runs else self._plan_meanwhile(event)
         if self._interim is not None:
             self._coordination.meanwhile(deployment.generation, self._interim)
@@ -915,7 +937,8 @@ class Launcher:
         self._send_deployments(after)
 
     def _plan_meanwhile(self, event: Deploy) -> Plan | None:
-        """What is run until those who take their state from a peer have it. None: there is no such plan."""
+        """Returns the plan that is run until newcomers have taken their state from a peer; None: none is needed, or
+        there is none."""
         if event.restore is not None:
             for entry in self._pool.running.values():
                 entry.whole = True
@@ -930,13 +953,13 @@ class Launcher:
             return None
 
     def _rearranges(self, event: Deploy) -> bool:
-        """Do layers move to other stages?"""
+        """Says whether layers move to other stages with this generation."""
         return bool(event.partition) and event.partition != self._held
 
     def _kept(self, event: Deploy) -> Deploy:
-        """With those still in it that are asked to leave, where the optimizer's state is sharded: what such a worker
-        holds of it goes to others first (agent.stages.shards). Once all in a generation have said that it is there,
-        the next one is without it."""
+        """Returns the deployment with some workers still in it that are asked to leave, where the optimizer's state is
+        sharded. What such a worker holds of that state first goes to others (agent.stages.shards). Once all members of
+        a generation have said that others have it, the next generation is without the worker."""
         deployment, deployed = event.deployment, self._deployed
         if self._options.optimization.sharding == "none" or deployed is None or event.restore is not None:
             return event
@@ -961,25 +984,26 @@ class Launcher:
         return {Worker.parse(name) for name in self._deployed.deployment.living} <= self._shared
 
     def _let_go(self) -> None:
-        """Of those that are to leave, once others have what they hold. Not before all train in the generation: there is
-        no iteration yet after which they could."""
+        """Lets workers leave that were asked to, once others have their parts of the optimizer's state. Before all
+        train in the generation there is no iteration after which they could leave."""
         if self._leaving and self._all_shared and self._record.formed_by_all:
             self._form_anew(
                 f"{names(sorted(self._leaving))} can leave: others have their parts of the optimizer's state"
             )
 
     def _go_on_moving(self) -> None:
-        """Where workers took their state, no layers came to anybody in that generation: they do in the next."""
+        """Opens the generation in which layers move. They could not move in the one before, in which workers took their
+        state."""
         if self._move_waits and all(entry.whole for entry in self._pool.running.values() if entry.member):
             self._move_waits = False
             self._form_anew("all have their state, and layers go on to move")
 
     def _boundary(self, event: Deploy) -> int | None:
-        """For a generation in which workers come, change their place or leave, and none was lost: the iteration
-        that all finish first.
+        """Returns the iteration that all finish before they take up a generation in which workers come, move or leave,
+        and none was lost. None: all take it up at once.
 
-        One more than the foremost is known to be in, so that the news is there before it ends; in a paused
-        job the one that they stop after.
+        It is one later than the newest that any worker is known to be in, so that the news arrives before that ends. In
+        a paused job it is the one after which all stop.
         """
         deployment = event.deployment
         if self._deployed is None or event.restore is not None or not self._record.formed_by_all:
@@ -996,7 +1020,7 @@ class Launcher:
         return held if held is not None and held >= newest - 1 else newest + 1
 
     def _release_the_leaving(self) -> None:
-        """Those that were asked to go have finished their iteration, and nobody needs them any more."""
+        """Ends the workers that were asked to leave: they have finished their iteration, and nobody needs them now."""
         assert self._deployed is not None
         for name in {*self._deployed.deployment.leaving} - self._leaving:
             entry = self._pool.running.get(Worker.parse(name))
@@ -1005,7 +1029,7 @@ class Launcher:
                 self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail="left as asked"))
 
     def _send_deployments(self, after: int | None) -> None:
-        """Tells every member of the newest generation. after: see agent.messages.channel.GenerationSpec."""
+        """Tells every member of the newest generation of it. after: see agent.messages.channel.GenerationSpec."""
         assert self._deployed is not None
         deployment, plan = self._deployed.deployment, self._deployed.plan
         self._after = after
@@ -1032,13 +1056,13 @@ class Launcher:
             )
 
     def _packed(self, plan: Plan) -> str:
-        """Made once: it takes long, and those who wait for it wait for all others'."""
+        """Returns a plan as text. Each is made once: that takes long, and all workers would wait for each other's."""
         text = self._plans.get(plan.fingerprint) or to_text(plan)
         channel.keep_newest(self._plans, plan.fingerprint, text)
         return text
 
     def obey(self, command: Command) -> None:
-        """What a person asks for, in the thread of `run`."""
+        """Does what a person asks for."""
         if command.kind == "pause":
             self._hold.begin(self._pool.running.values())
         elif command.kind == "resume":
@@ -1054,12 +1078,12 @@ class Launcher:
             self._start_again(cell)
 
     def _end_early(self) -> None:
-        """Holds all workers before the same iteration, and once they stand there, that is the end."""
+        """Ends the job early: pauses all workers before the same iteration, and once they stand there, ends them."""
         if self._deployed is None or self._hold.last is not None:
             return
         entries = self._pool.running.values()
         self._hold.begin(entries)
-        # Not behind what is recorded, where a checkpoint has led back there.
+        # A checkpoint may have led the workers back behind what is recorded. The end must not lie before that.
         self._hold.heard(self._record.committed - 1, entries)
         common = self._record.common
         if common is None or not self._record.formed_by_all or not self._hold.settled(entries):
@@ -1068,11 +1092,11 @@ class Launcher:
             self.end_at(common)
 
     def end_at(self, iterations: int) -> None:
-        """There are no more than so many: nobody can have committed the next one. In the thread of `run`."""
+        """Ends the job after so many iterations. No worker can have committed the next one."""
         self._hold.end_at(iterations, self._pool.running.values())
 
     def _heard_of(self, entry: WorkerProcess, told: dict[str, Any]) -> None:
-        """What a worker is at."""
+        """Takes what a worker says it is doing, and warns once where that is overdue."""
         where = told.pop("where", "")
         current = Doing.model_validate(told)
         known, entry.current = entry.current, current
@@ -1080,8 +1104,8 @@ class Launcher:
             self._listener({"warning": f"{entry.worker} is at {current} for {current.seconds:.0f} s; {where}"})
 
     def _all_live(self, generation: int, iteration: int) -> None:
-        """Nobody commits two iterations of a generation without all of its members, heard or not: the launcher of
-        their node may stand still."""
+        """Takes all members for alive once a worker has committed a second iteration of a generation, which needs all
+        of them. A member may be silent because the launcher of its node stands still."""
         if self._in_force(generation) is None:
             return
         before, self._committed_in = self._committed_in, max(self._committed_in, (generation, iteration))
@@ -1094,7 +1118,7 @@ class Launcher:
                     entry.heard_at = now
 
     def _judge(self, asked: float) -> None:
-        """Puts out who is gone or hangs: a generation forms with all of its members or not at all.
+        """Fences workers that are gone or hang: a generation forms with all of its members or not at all.
 
         asked: seconds that this turn was to wait at most.
         """
@@ -1106,14 +1130,14 @@ class Launcher:
             return
         for entry in entries:
             if entry.ended_at is not None:
-                continue  # it is out as soon as its other ranks have ended, too
+                continue  # it is taken out as soon as its other ranks have ended, too
             if self._silent(entry, now):
                 entry.look(now)
                 if now - entry.lived_at <= self._silences.pause:
                     self._coordination.lives(entry.worker, entry.incarnation)
             if self._why_fenced(entry, now) is None:
                 continue
-            self._read(entry)  # what has come since this turn began
+            self._read(entry)  # a message may have come since this turn began
             why = self._why_fenced(entry, now)
             if why is None or entry.fenced:
                 continue
@@ -1124,11 +1148,11 @@ class Launcher:
         return self._silences.of(entry.heard_at, now) > self._silences.pause
 
     def _why_fenced(self, entry: WorkerProcess, now: float) -> str | None:
-        """In words, why that worker is to be fenced; None: it is not."""
+        """Says why a worker is to be fenced; None: it is not."""
         limits = self._options.faults.timeouts
         silent = self._silences.of(entry.heard_at, now)
         if silent > (borne := limits.silence if entry.spoke else limits.start):
-            # A library that computes without letting go of the interpreter lets no thread speak.
+            # While a library computes without releasing the interpreter's lock, no thread of the worker can speak.
             computes = now - entry.lived_at <= self._silences.pause
             if computes and silent <= borne + (limits.first_op if entry.op_limit is None else entry.op_limit):
                 return None
@@ -1144,7 +1168,8 @@ class Launcher:
         if current is None or current.limit is None or not current.overdue:
             return None
         peers = self._peers(entry)
-        # Where a whole stage is at something for long, a disk is slow, or the data: and nobody would be left.
+        # If all workers of a stage take long for something, a disk or the data is slow. To fence them would leave
+        # nobody.
         alone = all(e.current is not None and e.current.lags for e in peers)
         limit = max(current.limit, limits.first_op) if alone else current.limit
         if alone:
@@ -1156,13 +1181,13 @@ class Launcher:
         return f"hangs: it is at {current} for {current.seconds:.0f} s (limit {limit:.0f} s{why})"
 
     def _peers(self, entry: WorkerProcess) -> list[WorkerProcess]:
-        """Of its stage, itself among them, who has not ended."""
+        """Returns the workers of its stage that have not ended, with itself."""
         members = (e for e in self._pool.running.values() if e.member and e.ended_at is None)
         return [e for e in members if e.worker.stage == entry.worker.stage]
 
     def _only_stopped(self, entry: WorkerProcess, now: float) -> bool:
-        """Does the whole stage stand still, and may go on, while the job could not without it? Of workers on other
-        nodes that is not known."""
+        """Says whether a worker is only stopped by a signal, with its whole stage, and the job could not go on without
+        that stage. It is not known of workers on other nodes."""
         if self._coordination.judges_silence:
             return False
         faults = self._options.faults
@@ -1188,7 +1213,10 @@ class Launcher:
         node: int | None = None,
         first: bool = False,
     ) -> WorkerProcess | None:
-        """spares, node: as of ProcessPool.start. first: with the job. None: it could not be started, which was said."""
+        """Starts a worker's process. Returns None, after a warning, if that failed.
+
+        joins: it takes state from peers. spares, node: as in ProcessPool.start. first: it starts with the job.
+        """
 
         def spec(incarnation: str) -> WorkerSpec:
             return WorkerSpec(cell, incarnation, self._spec, joins)

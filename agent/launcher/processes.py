@@ -1,8 +1,8 @@
-"""Worker processes of this node: forked from one server that has torch loaded, each with a pipe.
+"""Worker processes of this node. Each is forked from one server that has torch loaded, and has a pipe to the launcher.
 
-The server makes a start cost a fork instead of an import (seconds on a loaded machine), and shares
-the libraries' memory. Messages to a worker go through a thread of its own, so that one that is
-stopped can't hold up the launcher.
+With the server, a start costs a fork instead of an import (seconds on a loaded machine), and workers share the
+libraries' memory. Each worker has a thread in the launcher that sends its messages, so that a worker that is stopped
+can't hold up the launcher.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from openrecycle.scratch import scratch
 
 
 class ProcessHandle(Protocol):
-    """What the launcher asks of a worker's process, here (multiprocessing's own) or on another node.
+    """A worker's process as the launcher uses it: multiprocessing's own on this node, or one on another node.
 
-    sentinel: becomes readable at its end. ends: becomes readable as soon as that begins, where that can be known.
-    exitcode: as multiprocessing has it; None while it runs, and where nobody can know it. is_ending: is its end known
-    already, with its exit code?
+    sentinel: becomes readable when the process has ended. ends: becomes readable as soon as its end begins, where that
+    can be known. exitcode: as multiprocessing has it; None while it runs, and where it can't be known. is_ending: says
+    whether its end is known already, with its exit code.
     """
 
     @property
@@ -67,20 +67,22 @@ class ProcessHandle(Protocol):
 
 
 LATE_SECONDS = 0.25
-"""For the ranks to end whose sibling has died: who needs longer, as one that is stopped, is killed."""
+"""How long the other ranks have to end once one of them has died. A rank that needs longer, such as a stopped one, is
+killed."""
 LAST_SECONDS = 0.1
-"""For one that was killed for being late. That it has ended is soon known, wherever it can be."""
+"""How long to wait for a rank that was killed for being late. Where its end can be known at all, it is known soon."""
 JOIN_SECONDS = 2.0
-"""The same of a worker that was silent: who does not end in that time was the one that hangs."""
+"""What LATE_SECONDS is, for a worker that was silent: a rank that does not end in that time is the one that hangs."""
 GONE_SECONDS = 60.0
-"""For all of a process to go whose end has begun: its memory is given back first, 0.1 s a gigabyte and more."""
+"""How long a process may take to be gone once its end has begun: it first gives back its memory, which takes 0.1 s per
+gigabyte and more."""
 KILLED_SECONDS = 5.0
-"""For those to end that were killed."""
+"""How long `kill_all` waits for the processes to end."""
 END_SECONDS = 1.0
-"""For rank 0 of a silent worker to end once it is told to."""
+"""How long rank 0 of a silent worker has to end once it is told to."""
 
 LOOK_SECONDS = 0.02
-"""So often it is looked whether processes that linger have ended; it takes 15 µs for each."""
+"""The interval at which lingering processes are asked whether they have ended; it takes 15 µs for each."""
 
 LAST_WORDS_SECONDS = 0.1
 
@@ -89,15 +91,15 @@ RankOf = tuple[str, int]
 
 
 class SpareRank(NamedTuple):
-    """Where a rank ran that had to end since another one of its worker had; nothing runs there. slot: of its node; -1:
-    of another node, which knows it."""
+    """The place of a rank that had to end because another rank of its worker had ended; nothing runs there. slot: its
+    number on this node; -1: it is on another node, which knows the number."""
 
     rank: RankOf
     slot: int
 
 
 class Spares(NamedTuple):
-    """Promised to whoever has them. node: where all of them are."""
+    """Spare ranks that are set aside for a new worker. node: the one on which all of them are."""
 
     node: int
     left: tuple[SpareRank, ...]
@@ -108,7 +110,7 @@ class Spares(NamedTuple):
 
 
 class SpareRanks:
-    """What is left of workers that have ended, by node; those that came first are taken first."""
+    """The spare ranks of workers that have ended, by node. The oldest are taken first."""
 
     def __init__(self) -> None:
         self._left: dict[int, list[SpareRank]] = {}
@@ -117,65 +119,67 @@ class SpareRanks:
         return tuple(self._left.get(node, ()))
 
     def all(self) -> list[tuple[int, SpareRank]]:
-        """With their nodes."""
+        """Returns all spare ranks, each with its node."""
         return [(node, spare) for node, left in self._left.items() for spare in left]
 
     def add(self, node: int, spares: Iterable[SpareRank]) -> None:
         self._left.setdefault(node, []).extend(spares)
 
     def keep(self, nodes: Collection[int]) -> None:
-        """Those of other nodes are lost."""
+        """Forgets the spare ranks of all nodes but these."""
         self._left = {node: left for node, left in self._left.items() if node in nodes}
 
     def take(self, ranks: int) -> Spares | None:
-        """So many of one node. None: no node has as many."""
+        """Takes so many spare ranks of one node. None: no node has as many."""
         node = next((node for node, left in sorted(self._left.items()) if len(left) >= ranks), None)
         return None if node is None else Spares(node, self.take_of(node, self._left[node][:ranks]))
 
     def first(self, node: int, ranks: int) -> tuple[SpareRank, ...]:
-        """In whose place a worker of so many ranks begins there that was promised none: those that there are."""
+        """Returns the spare ranks in whose place a new worker of so many ranks starts on this node, at most all there
+        are."""
         return self.on(node)[:ranks]
 
     def take_named(self, node: int, ranks: Collection[RankOf]) -> Spares:
-        """Those of them that there are, which are spare no more."""
+        """Takes those of `ranks` that are spare on this node."""
         return Spares(node, self.take_of(node, [spare for spare in self.on(node) if spare.rank in ranks]))
 
     def replace(self, node: int, spares: Iterable[SpareRank]) -> None:
-        """There are those, and no others."""
+        """Sets the spare ranks of a node."""
         self._left[node] = list(spares)
 
     def take_of(self, node: int, spares: Collection[SpareRank]) -> tuple[SpareRank, ...]:
-        """These, which are spare no more."""
+        """Takes these spare ranks of a node."""
         self._left[node] = [spare for spare in self._left.get(node, ()) if spare not in spares]
         return tuple(spares)
 
     def put_back(self, spares: Spares) -> None:
-        """No worker came of them."""
+        """Puts spare ranks back at the front, since no worker could be started from them."""
         self._left.setdefault(spares.node, [])[:0] = spares.left
 
 
 @dataclass
 class WorkerProcess:
-    """One incarnation. heard_at: monotonic seconds of its last message. member: of a generation.
+    """One incarnation of a worker: its processes, its pipe, and what the launcher knows of it. Times are monotonic
+    seconds.
 
-    spoke: it has said something. waits: it has asked for its place, and is in no generation yet. fenced: it was held
-    for dead while it still is a process: whatever it says is void. since: the generation with which it came to its
-    place; what it says of earlier ones concerns its place before, came_from. slots: of each of its ranks a
-    number that no other process of this node had at its start, so also its GPU's where it has one. whole: it has all
-    of its stage's state.
-    asked: as `end` does, to show which of its ranks still can.
-    siblings: the processes of its ranks above 0, which live and die with it (agent.workers.worker); meeting: a
-    folder where they find each other at their start. made_of: the spare ranks in whose place its own are.
-    lived_at: when its system last showed that it is at work. stopped:
-    by a signal. looked_at: when that was asked last.
-    op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until: then it is
-    time that it was through with that, whose peers were late, too. stop_borne_until: so long it may be silent, which
-    was stopped with all of its stage. plans: that it has. heard: number of its newest message that counts, where its
-    node numbers them. hung_up: its pipe has ended. lingers: it has a CUDA context, which the system takes apart before
-    it closes the pipe (0.4 s on an H100, seconds on a busy one). ends: that its end has begun is known. ended_at:
-    monotonic seconds at which the end of its rank 0 was known; its others end once they hear of that, or are killed at
-    _kill_at, and after _over_at are left as they are.
-    send: takes what is posted; None: it goes to the process at once. elsewhere: on another node?
+    process: that of rank 0. siblings: the processes of its ranks above 0, which live and die with it
+    (agent.workers.worker). meeting: a folder where the ranks find each other at their start. slots: for each rank a
+    number that no other process of this node had at its start, which also says which GPU it uses. made_of: the spare
+    ranks in whose place its own run. elsewhere: it is on another node.
+    member: it is in a generation. waits: it has asked for its place, and is in no generation yet. fenced: it counts as
+    dead while its process may still run, and all that it says is void. asked: `end` has told it to end, which shows
+    which of its ranks hang. since: the generation in which it came to its place; what it says of earlier ones concerns
+    its place before, came_from. whole: it has all of its stage's state.
+    heard_at: when its last message came. spoke: it has said something. heard: the number of its newest message that
+    counts, where its node numbers them. current: what it said last that it is doing. op_limit: seconds that any of its
+    ops may take. excused_until: until then its current op may be late, since its peers were late, too. lived_at: when
+    its operating system last showed that it is at work. stopped: it is stopped by a signal. looked_at: when the system
+    was asked last. stop_borne_until: until then it may be silent, since it was stopped with all of its stage.
+    plans: the plans that it has been sent. send: takes what is posted; None: messages go to `outbox`.
+    hung_up: its pipe has ended. lingers: it has a CUDA context, which the system takes apart before it closes the pipe
+    (0.4 s on an H100, seconds on a busy one). ends: it is known that the end of rank 0 has begun. ended_at: when that
+    end was known. The other ranks end once they hear of it, or are killed at _kill_at; after _over_at the launcher
+    waits for them no longer.
     """
 
     elsewhere: ClassVar[bool] = False
@@ -217,20 +221,20 @@ class WorkerProcess:
     _codes: tuple[int | None, ...] = ()
     _held: Collection[int] = ()
     _killed: bool = False
-    """All of its ranks, on purpose."""
+    """Whether `kill` was called, which kills all of its ranks."""
     send: Callable[[dict[str, Any]], None] | None = None
     _activity: Mapping[int, Activity] = field(default_factory=dict)
 
     @property
     def clock(self) -> Offset:
-        """From its monotonic clock to this process's."""
+        """The offset from the worker's monotonic clock to this process's."""
         return Offset(0, 0)
 
     def look(self, now: float) -> None:
-        """Asks the system what the process does; of one on another node its launcher does that.
+        """Asks the operating system what the processes do. For a worker on another node, its own launcher does that.
 
-        Of several ranks, one that computes and can't speak meanwhile excuses the worker, whatever the others do; but
-        not while one is stopped.
+        One rank that computes, and so can't speak, excuses the whole worker, whatever the other ranks do, unless one of
+        them is stopped.
         """
         self.looked_at = now
         before, pids = self._activity, (process.pid for process in (self.process, *self.siblings))
@@ -241,43 +245,44 @@ class WorkerProcess:
                 self.lived_at = now
 
     def post(self, kind: str, **fields: Any) -> None:
-        """Sends a message; returns at once. A worker that is gone does not matter here."""
+        """Sends a message. Returns at once: the outbox's thread sends it. Does nothing for a worker that is gone."""
         (self.send or self.outbox.put)({"kind": kind, **fields})
 
     def open_outbox(self, name: str) -> None:
-        """What is put there is sent, by a thread of that name, until `close`."""
+        """Starts the thread that sends what is put into the outbox, until `close`."""
 
         def send(message: dict[str, Any]) -> None:
             try:
                 channel.send(self.pipe, **message)
             except OSError:
-                pass  # it is gone
-            except Exception:  # no JSON, say: a fault of ours, after which it would wait for good
+                pass  # the worker is gone
+            except Exception:  # a fault of ours, such as no JSON: the worker would wait for the message for ever
                 traceback.print_exc()
                 self.kill()
 
         channel.follow(self.outbox.get, send, self.pipe.close, name=name)
 
     def close(self) -> None:
-        """Of one that has ended. The thread that sends closes the pipe: whatever was opened meanwhile would get its
-        number, and what the thread was about to write."""
+        """Ends the outbox's thread of a worker that has ended. That thread closes the pipe: if another thread did, a
+        file opened meanwhile could get the pipe's number, and what the outbox's thread was about to write."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)  # whoever is writing to it leaves
+            end.shutdown(socket.SHUT_RDWR)  # a thread that is writing to the pipe fails at once
         self.outbox.put(None)
 
     def told(self) -> dict[str, Any]:
-        """What another launcher needs to know of it, as JSON."""
+        """Returns what another launcher needs to know of this worker, as JSON."""
         about = {"worker": str(self.worker), "came_from": self.came_from and str(self.came_from)}
         return about | {"incarnation": self.incarnation} | {name: getattr(self, name) for name in _TOLD}
 
     def restore(self, told: Mapping[str, Any]) -> None:
-        """As another launcher has `told` of it."""
+        """Takes over what another launcher has `told`."""
         for name in _TOLD:
             setattr(self, name, told[name])
         self.came_from = told["came_from"] and Worker.parse(told["came_from"])
 
     def messages(self) -> Iterator[channel.Message]:
-        """Everything that is in its pipe. Where that has ended, `has_ended` tells the rest."""
+        """Yields all messages that wait in its pipe. At the end of the pipe it sets `hung_up`, which `has_ended`
+        uses."""
         while True:
             try:
                 if not self.pipe.poll():
@@ -289,10 +294,10 @@ class WorkerProcess:
             yield message
 
     def tell_ranks(self) -> None:
-        """Of one that lingers, every LOOK_SECONDS: has its ranks end of which another one has."""
+        """Tells a worker that lingers to end once one of its ranks has ended. Called every LOOK_SECONDS."""
         if self.lingers and not self.fenced and any(process.is_ending() for process in self.siblings):
-            # The others hear of it when the connections to that one are closed, which is late; but not before what it
-            # has said last is passed on.
+            # Otherwise the other ranks hear of it only when their connections to that rank are closed, which is late.
+            # But they must first pass on what it said last.
             if self._tell_at is None:
                 self._tell_at = time.monotonic() + LAST_WORDS_SECONDS
             elif time.monotonic() >= self._tell_at:
@@ -301,24 +306,28 @@ class WorkerProcess:
 
     @property
     def sentinels(self) -> list[int | Connection]:
-        """What becomes readable when it is to be asked whether it `has_ended`."""
+        """What becomes readable when `has_ended` is to be asked."""
         if self.ended_at is None:
             ends = self.process.ends
             return [self.process.sentinel] if ends is None or self.ends else [self.process.sentinel, ends]
         late = [process for process in self.siblings if not process.is_ending()]
-        # Until it is known that the others can have heard of it, also when all of rank 0 is gone.
+        # Rank 0's sentinel is watched until it is known that the other ranks can have heard of its end.
         first = [self.process] if late and self._kill_at == math.inf else []
         return [process.sentinel for process in (*first, *late)]
 
     @property
     def looked_for(self) -> bool:
-        """Is that to be asked every LOOK_SECONDS, too?"""
+        """Whether `has_ended` is also to be asked every LOOK_SECONDS."""
         return self.lingers or self.ends or self.ended_at is not None
 
     def has_ended(self, ready: Collection[object]) -> bool:
-        """With all its ranks: each ends when another one of them has, or is killed. Nobody is waited for. ready: what
-        can be read. That a process ends may be known before its sentinel says it, which is when the system has taken
-        all of it apart: of one that is `looked_for` it is asked every LOOK_SECONDS."""
+        """Says whether the worker has ended with all its ranks. Never waits. Each rank ends when another one has, or is
+        killed when it is late.
+
+        ready: those of `sentinels` that can be read. A sentinel says that a process has ended only once the system has
+        taken all of it apart. Its end may be known earlier, so a worker that is `looked_for` is asked every
+        LOOK_SECONDS.
+        """
         now = time.monotonic()
         if self.ended_at is None:
             told = self.process.sentinel in ready
@@ -327,7 +336,7 @@ class WorkerProcess:
                 return False
             self.ended_at = now
         if not self._codes:
-            ending = [process.is_ending() for process in self.siblings]  # of each, for its exit code
+            ending = [process.is_ending() for process in self.siblings]  # asks each, which also takes its exit code
             if self._kill_at == math.inf and self._others_may_be_late(ready, now):
                 self._kill_at = now + (JOIN_SECONDS if self.asked else LATE_SECONDS)
             if now < self._kill_at and not all(ending):
@@ -338,21 +347,25 @@ class WorkerProcess:
         late = [process for process, code in zip(self.siblings, self._codes[1:], strict=True) if code is None]
         if now < self._over_at and not all(process.is_ending() for process in late):
             return False
-        # Who does not end even so, as one that its driver holds, still has its GPU: nobody begins in its place.
+        # A rank that does not end even now, such as one that its driver holds, still has its GPU. Nothing may be
+        # started in its place.
         ranks = enumerate((self.process, *self.siblings))
         self._held = {rank for rank, process in ranks if self._codes[rank] is None and not process.is_ending()}
         return True
 
     def _others_may_be_late(self, ready: Collection[object], now: float) -> bool:
-        """From now on, its ranks above 0? Where being late tells that one hangs, not before they can have heard that
-        rank 0 ends: by their connections with it, which the system closes when it has given back its memory."""
+        """Says whether the ranks above 0 may be late from now on. If lateness is to show which rank hangs, they must
+        first be able to hear that rank 0 has ended: the system closes its connections when it has given back its
+        memory.
+        """
         assert self.ended_at is not None
         if _one_died(self._ends) and not self.asked:
-            return True  # whoever is late is not to blame
+            return True  # a rank has died, so a late one is not to blame
         return self.hung_up or self.process.sentinel in ready or now >= self.ended_at + GONE_SECONDS
 
     def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
-        """Of the plans that a deployment names, in order, those that are to be sent with it: the others it has."""
+        """Returns, in order, those of the plans of a deployment that must be sent with it: the worker has the
+        others."""
         new = []
         for plan in plans:
             if plan.fingerprint not in self.plans:
@@ -369,21 +382,21 @@ class WorkerProcess:
             _kill(process)
 
     def end(self) -> None:
-        """Of one that is silent. Of several ranks each whose threads run ends by itself, and has shown thereby that it
-        was not the one that hangs; whoever does not is killed: rank 0 soon, and the others by `has_ended`."""
+        """Ends a silent worker. A rank whose threads still run ends by itself, which shows that it is not the one that
+        hangs. A rank that does not is killed: rank 0 after END_SECONDS, and the others by `has_ended`."""
         self.asked = True
         if not self.siblings:
             self.post("fenced")
             self.kill()
             return
-        self.outbox.put({"kind": "fenced"})  # at once: a lead holds others back until its nodes know of them
+        self.outbox.put({"kind": "fenced"})  # not by `post`: a leader holds that back until its nodes know of it
         late = threading.Timer(END_SECONDS, _kill, (self.process,))
         late.daemon = True
         late.start()
 
     @property
     def first_end(self) -> tuple[int, int | None]:
-        """(rank, exit code) of the rank that has ended first."""
+        """(rank, exit code) of the rank whose end made the others end."""
         ends = list(enumerate(self._ends))
         died = [(rank, code) for rank, code in ends if code is not None and code not in _FOLLOW]
         gave_up = [(rank, code) for rank, code in ends if code == channel.GAVE_UP]
@@ -391,7 +404,7 @@ class WorkerProcess:
 
     @property
     def ending(self) -> str:
-        """In words, how the process ended."""
+        """How the worker ended, in words."""
         rank, code = self.first_end
         whose = f" (its rank {rank})" if self.siblings else ""
         if code is not None and code < 0:
@@ -405,14 +418,14 @@ class WorkerProcess:
 
     @property
     def not_as_wished(self) -> bool:
-        """Of one that has ended: is it known that no wish to kill it was done (agent.config.faults)? By that a rank
-        ends by SIGKILL, and others may follow it."""
+        """Whether it is known that no kill on purpose (agent.config.faults) ended this worker. Such a kill ends a rank
+        by SIGKILL, and the other ranks may follow."""
         return _one_died(self._ends) and not {-signal.SIGKILL, UNKNOWN} & {*self._ends}
 
     @property
     def spare_ranks(self) -> tuple[int, ...]:
-        """Of a worker that has ended: which of its ranks had to end because another one had, or hung. Where they ran,
-        others can."""
+        """The ranks of an ended worker that had to end because another one had ended or hung. New ranks can run where
+        they ran."""
         if (self.fenced and not self.asked) or not self.siblings:
             return ()
         spare = spare_of(self._ends, silent=self.asked or self._killed)
@@ -420,7 +433,7 @@ class WorkerProcess:
 
     @property
     def _ends(self) -> tuple[int | None, ...]:
-        """Exit codes of its ranks; once they were killed, None of those that did not end by themselves."""
+        """The exit codes of its ranks. Once the ranks were killed, None stands for each that did not end by itself."""
         return self._codes or tuple(process.exitcode for process in (self.process, *self.siblings))
 
 
@@ -433,14 +446,14 @@ _TOLD = ("member", "since", "whole", "spoke", "waits", "op_limit")
 
 
 def _kill(process: ProcessHandle) -> None:
-    """SIGKILL, which also ends a stopped process."""
+    """Sends SIGKILL, which also ends a stopped process."""
     if process.pid is not None and process.is_alive():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
 
 
 def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:
-    """Returns when all have ended, or after so long."""
+    """Waits until all have ended, for at most `seconds` in all."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -451,12 +464,13 @@ def _one_died(codes: Iterable[int | None]) -> bool:
 
 
 def spare_of(codes: Sequence[int | None], *, silent: bool) -> tuple[int, ...]:
-    """Exit codes of a worker's ranks, None of those that did not end in time: those that ended because they were told
-    to, or because another one had. Where all did, nobody is known to be at fault, and none is to be used again.
+    """Returns the spare ranks of a worker: those that ended because they were told to, or because another one had. If
+    that is true of all, none is known to be at fault, and none is to be used again.
 
-    silent: it was fenced for that, and who does not end is the one that hangs; or all were killed. Else it is only
-    late, where another one is known to have died. Where none has, and one has waited for another in vain, that one
-    hangs, and its threads may have ended it nevertheless: then only who has waited is known to be well.
+    codes: the exit codes of its ranks; None: the rank did not end in time. silent: the worker was fenced for silence,
+    so a rank that did not end in time is the one that hangs; or all were killed. Otherwise such a rank is only late, if
+    another one is known to have died. If none has died and a rank has waited for another in vain, that other one hangs,
+    though its threads may have ended it nevertheless. Then only the rank that has waited is known to be well.
     """
     died = _one_died(codes)
     late_too = died and not silent
@@ -467,8 +481,9 @@ def spare_of(codes: Sequence[int | None], *, silent: bool) -> tuple[int, ...]:
 
 
 def preload(workload: WorkloadSource) -> list[str]:
-    """Modules that the server imports once, for all workers; it passes over what is not here. Of torch, those that it
-    imports by itself with the first optimizer and the first backward: more than a second, in every worker anew."""
+    """Returns the modules that the server imports once for all workers. It passes over those that are not installed.
+    The modules of torch are those that it imports with the first optimizer and the first backward, which would take
+    each worker more than a second."""
     return [
         "openrecycle.agent.workers.worker",
         "openrecycle.agent.stages.numba_add",
@@ -479,20 +494,24 @@ def preload(workload: WorkloadSource) -> list[str]:
 
 
 def start_worker_server(preload: list[str]) -> None:
-    """Starts the server that forks workers, unless it runs; it imports `preload` while the caller goes on."""
-    # Before the server starts: its libraries size their thread pools from the environment.
+    """Starts the server that forks workers, unless it runs. The server imports `preload` while the caller goes on."""
+    # Set before the server starts, since its libraries size their thread pools from the environment.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Broken connections are this program's daily bread; c10d would print a stack for each.
+    # Broken connections are normal in this program, and c10d would print a stack for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # A module that asks torch.cuda.is_available() while it is imported must not wake the driver: workers that are
     # forked afterwards could use no GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # Workers inherit its environment, and the token in ours may be one that operates.
+    # Workers inherit the server's environment, and the token in this process's may be that of an operator.
     start_server(preload, without=[TOKEN_VARIABLE])
 
 
 class ProcessPool:
-    """Starts and keeps the processes. host: address of this node, as all workers of the job reach it."""
+    """Starts the worker processes of this node, and keeps them. Used by the launcher's thread.
+
+    running: the worker processes that count, by place. host: the address of this node that all workers of the job can
+    reach.
+    """
 
     host = LOOPBACK
 
@@ -512,15 +531,18 @@ class ProcessPool:
         spares: Spares | None = None,
         node: int | None = None,
     ) -> WorkerProcess:
-        """Starts a process for `worker`, or one for each of its ranks; make_spec maps its new incarnation to what it is
-        told, to which its slot is added. spares: in their place, as far as they go; None: in the place of those that
-        there are. node: there; None: where its place is."""
+        """Starts a process for `worker`, or one for each of its ranks. Raises OSError or EOFError if that fails.
+
+        make_spec: returns, for the new incarnation, the spec that its processes get; each rank's slot is added to it.
+        now: monotonic seconds. spares: the spare ranks in whose place the ranks start, as far as there are enough;
+        None: those of this node. node: where to start it; None: where its place is.
+        """
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=True)
-        # Those put aside still hold what they held, until they have ended.
+        # Processes that were put aside keep their slots until they have ended.
         taken = {slot for entry in self.entries if not entry.elsewhere for slot in entry.slots}
         spec = make_spec(incarnation)
-        ranks = getattr(spec, "ranks", 1)  # those of agent.profiling have none, and no slot
+        ranks = getattr(spec, "ranks", 1)  # the specs of agent.profiling have no ranks and no slot
         filled = self.spares.first(self.own_node, ranks) if spares is None else spares.left
         taken |= {spare.slot for spare in (*filled, *self.spares.on(self.own_node))}
         free = (n for n in itertools.count() if n not in taken)
@@ -546,14 +568,14 @@ class ProcessPool:
             for rank, pipes in enumerate(given):
                 started.append(launch(rank, *pipes))
         except (OSError, EOFError):
-            for one in started:  # no rank is any good without its siblings
+            for one in started:  # a rank is of no use without its siblings
                 one.kill()
             ours.close()
             shutil.rmtree(meeting or os.devnull, ignore_errors=True)
             raise
         finally:
             for pipe in (theirs, *itertools.chain.from_iterable(pairs)):
-                pipe.close()  # an end that is open here hides that the process at it is gone
+                pipe.close()  # while this end is open, nobody would see that the process at it is gone
         process, *siblings = started
         entry = WorkerProcess(
             *(worker, incarnation, process, ours, now),
@@ -570,13 +592,13 @@ class ProcessPool:
         return entry
 
     def spare(self, entry: WorkerProcess) -> None:
-        """Of a worker that has ended: remembers what is left of it."""
-        ranks = entry.spare_ranks  # once: another one may end meanwhile
+        """Remembers the spare ranks of a worker that has ended."""
+        ranks = entry.spare_ranks  # read once, since another rank may end meanwhile
         left = [(rank, -1 if entry.elsewhere else entry.slots[rank]) for rank in ranks]
         self.spares.add(self.node_of(entry), [SpareRank((entry.incarnation, rank), slot) for rank, slot in left])
 
     def take_spares(self, ranks: int) -> Spares | None:
-        """So many of one node that is there. None: no node has as many."""
+        """Takes so many spare ranks of one node that is there. None: no node has as many."""
         return self.spares.take(ranks)
 
     @property
@@ -587,37 +609,40 @@ class ProcessPool:
         return self.own_node
 
     def host_of(self, entry: WorkerProcess, name: str) -> str:
-        """As people are told of the host, which calls itself `name`."""
+        """Returns the host's name as people are told it. name: what the host calls itself."""
         return name
 
     def has_node(self, node: int) -> bool:
-        """Is it there, so that processes can be started on it?"""
+        """Says whether the node is there, so that processes can be started on it."""
         return True
 
     def recorded(self, line: dict[str, Any]) -> str:
-        """A line of the record, for other nodes (see agent.nodes.pool). Returns a warning, or ""."""
+        """Takes a line of the record for other nodes (see agent.nodes.pool). Returns a warning, or ""."""
         return ""
 
     def decide(self, send: Callable[[], None]) -> None:
-        """To send something that has just been decided, or found, once `hand_out` lets it."""
+        """Calls `send`, which sends a decision. In a job of several nodes it is called only once `hand_out` has told
+        the other nodes."""
         send()
 
     def hand_out(self, run: Any, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
-        """At the end of each turn of the launcher: other nodes get what they need to go on without this one.
-        run: see agent.workers.spec. last: the job is at its end. Returns why this launcher may not go on itself; "": it
-        may."""
+        """Gives other nodes what they need to go on without this one. Called at the end of each turn of the launcher.
+
+        run: see agent.workers.spec. saved: returns what another launcher needs. last: the job is at its end. Returns
+        why this launcher may not go on itself; "": it may.
+        """
         return ""
 
     @property
     def entries(self) -> list[WorkerProcess]:
-        """Every process that has not ended, those removed from the job too."""
+        """All workers whose processes have not ended, including those that were removed from the job."""
         return [*self.running.values(), *self._aside]
 
     def move(self, source: Worker, to: Worker, generation: int) -> bool:
-        """From `generation` on the process of `source`, if it lives, is that of `to`; said twice, it has moved.
-        Returns whether it moves now.
+        """Makes the process of `source`, if it lives, that of `to` from `generation` on. Returns whether it moves now:
+        a second call for the same move does nothing.
 
-        One that is being started for `to`, and is in no generation yet, takes the place of `source` in turn.
+        A process that is being started for `to`, and is in no generation yet, takes the place of `source` in turn.
         """
         entry, occupant = self.running.get(source), self.running.get(to)
         if entry is None or (occupant is not None and (occupant.member or occupant.came_from == source)):
@@ -630,9 +655,9 @@ class ProcessPool:
         return True
 
     def vacancy(self, worker: Worker, cells: Iterable[Worker]) -> Worker | None:
-        """Where a new process for `worker` finds its place: there, or, if somebody has moved in, where
-        that one came from, or, if others have come there since, at any empty place of `cells`. None:
-        `worker` itself still runs, or nothing is empty."""
+        """Returns the place for a new process for `worker`: its own; if a process has moved in there, the place which
+        that one came from; if that is filled too, any empty place of `cells`. None: `worker` itself still runs, or no
+        place is empty."""
         occupant = self.running.get(worker)
         if occupant is not None and occupant.came_from is None:
             return None
@@ -642,10 +667,11 @@ class ProcessPool:
         return place if place is not None else next((c for c in cells if c not in self.running), None)
 
     def fence(self, entry: WorkerProcess, reason: str, *, silent: bool = False) -> None:
-        """Makes room for a successor: tells the process to end, and ends it. It may hang, and then
-        only SIGKILL reaches it; on another host nothing may, so all that it says is void.
+        """Makes room for a successor: tells the process to end, and kills it. If it hangs, only SIGKILL reaches it; on
+        another host perhaps nothing does, so all that it says is void from now on.
 
-        silent: that is the reason. Of several ranks, then, those that are not are spare (`WorkerProcess.end`).
+        silent: it is fenced for its silence. Then those of its ranks that can still end by themselves are spare
+        (`WorkerProcess.end`).
         """
         entry.fenced, entry.error = True, reason
         del self.running[entry.worker]
@@ -657,7 +683,7 @@ class ProcessPool:
             entry.kill()
 
     def forget(self, entry: WorkerProcess) -> None:
-        """Of a process that has ended."""
+        """Drops a worker whose processes have ended."""
         entry.close()
         if entry.meeting:
             shutil.rmtree(entry.meeting, ignore_errors=True)
@@ -667,7 +693,7 @@ class ProcessPool:
             self._aside.remove(entry)
 
     def kill_all(self, unfinished: str = "") -> None:
-        """unfinished: why the job ends before its last iteration; for a job of several nodes, whose others are told."""
+        """Kills all workers. unfinished: why the job ends before its last iteration, which other nodes are told."""
         entries = self.entries
         for entry in entries:
             entry.kill()

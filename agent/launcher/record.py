@@ -1,8 +1,8 @@
 """The run's record: which iterations are committed, with which loss, and how each failure went.
 
-Pure bookkeeping over the messages of all workers; the launcher feeds it and writes what it returns.
-An iteration is committed when every living worker has taken its step: from then on no agreement can
-go behind it (see agent.workers.recovery), so it is recorded exactly once.
+RunRecord only keeps books: the launcher gives it the messages of all workers, and writes what it returns. An iteration
+is committed when every living worker has taken its step. From then on no agreement between workers can go back before
+it (see agent.workers.recovery), so it is recorded exactly once. The lines of the record as sentences are at the end.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import count, counts
 
 UNUSUAL, LOOKED_AT = 3, 20
-"""Iterations of a run."""
+"""DataWait passes over the first UNUSUAL iterations of a run, and looks at the next LOOKED_AT."""
 LONG_WAIT = 0.1
-"""Of an iteration."""
+"""The share of an iteration from which on waiting for data is long."""
 _MS = 1e6
 REMEMBERED = 4096
 """Losses kept, to compare with when iterations are run again from a checkpoint."""
 LEFT_OUT = "a worker ended, or the members of the job changed, before all of its shares were written"
-"""Of a checkpoint of which nobody has said anything."""
+"""What is said of a checkpoint that was due and that no worker has reported."""
 
 
 class DivergedError(RuntimeError):
-    """Peers that must be equal are not: the run's numbers can't be trusted."""
+    """Peers differ that must be equal, so the run's numbers can't be trusted."""
 
 
 @dataclass
@@ -40,9 +40,9 @@ class _Failure:
     died_at: int
     detected_at: int
     known: bool
-    """Is the moment of death known, or only when it was seen?"""
+    """Whether the moment of death is known; otherwise only the moment when it was seen is."""
     generation: int = 0
-    """The first generation without the worker; 0 until it is opened."""
+    """The first generation without the worker; 0 until that opens."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """After so many iterations. loss, metrics: means over all micro-batches that are evaluated."""
+    """The evaluation after `iteration` iterations. loss, metrics: means over all micro-batches that are evaluated."""
 
     iteration: int
     loss: float
@@ -65,21 +65,21 @@ class EvaluationResult:
 
     @classmethod
     def of(cls, iteration: int, values: Mapping[str, str]) -> EvaluationResult:
-        """values: hexadecimal, the loss and the metrics by name."""
+        """values: the loss and the metrics by name, as hexadecimal floats."""
         numbers = {name: float.fromhex(value) for name, value in values.items()}
         return cls(iteration, numbers.pop("loss"), numbers)
 
     @property
     def line(self) -> dict[str, Any]:
-        """As the record has it, and `of` reads it."""
+        """The record's line. `of` reads its values."""
         values = {"loss": self.loss, **self.metrics}
         return {"iteration": self.iteration, "values": {name: value.hex() for name, value in values.items()}}
 
 
 @dataclass(frozen=True)
 class RecordedProgress:
-    """What became certain: iterations, evaluations, and failures that have been survived. unknown: iterations that
-    nobody knows the loss of, who lives; they are in no record."""
+    """What became certain with a message: iterations, evaluations, norms of gradients, and survived failures. unknown:
+    committed iterations whose loss no living worker knows; they are in no record."""
 
     iterations: tuple[Iteration, ...] = ()
     unknown: tuple[int, ...] = ()
@@ -89,21 +89,24 @@ class RecordedProgress:
 
 
 class RunRecord:
-    """Times are monotonic nanoseconds on this machine's one clock. committed: iterations that are in
-    the checkpoint which the run begins with. exact: an iteration that is done again has the same loss, to the last bit;
-    in fast mode sums go another way then."""
+    """Collects what workers report of a run. Times are monotonic nanoseconds of this machine's clock.
+
+    stages: of the job. committed: the iterations in the checkpoint with which the run begins. exact: an iteration that
+    is done again has the same loss to the last bit. That is not so in fast mode, where sums are then made in another
+    order.
+    """
 
     def __init__(self, stages: int, started_at: int, *, committed: int = 0, exact: bool = True) -> None:
         self._stages, self._exact = stages, exact
         self._joining: set[Worker] = set()
-        """Members that take their state from a peer: nobody waits for them."""
+        """Members that take their state from a peer. The others do not wait for them."""
         self._workers: dict[Worker, _Progress] = {}
         self._living: frozenset[Worker] = frozenset()
         self._generation = 0
         self._losses: dict[int, tuple[int, str]] = {}
-        """By iteration: the generation in which it was done, and the loss."""
+        """By iteration: the generation in which it was done, and the loss as a hexadecimal float."""
         self._changed: dict[int, int] = {}
-        """Iterations of which a micro-batch was left out, each with the newest generation that knew nothing of it."""
+        """Iterations of which a micro-batch was left out, each with the newest generation that did not know of that."""
         self._learning_rates: dict[int, float | None] = {}
         self._data_seconds: dict[int, float] = {}
         self._recorded: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
@@ -111,22 +114,22 @@ class RunRecord:
         self._deaths: dict[Worker, int] = {}
         self._evicted: dict[Worker, int] = {}
         self._hashes: dict[tuple[int, tuple[int, int, bool]], dict[Worker, str]] = {}
-        """Of parameters: by stage and point of the run, and worker."""
+        """Hashes of parameters, by (stage, point of the run) and worker; see `compared`."""
         self._last_at = started_at
         self._before: tuple[int, int, int] | None = None
-        """(after, generation, living): through iteration `after` the generation before the newest still trains."""
+        """(after, generation, living): the generation before the newest still trains through iteration `after`."""
         self.committed = committed
         self._evaluations: dict[int, EvaluationResult] = {}
-        """By iteration, those that follow one that is not recorded yet."""
+        """By iteration, evaluations that wait until the iterations before them are recorded."""
         self._norms: dict[int, str] = {}
         self._normed = committed - 1
         """The newest iteration whose gradient's norm is recorded."""
         self._evaluated = 0
         """The newest iteration whose evaluation is recorded."""
         self._newest_checkpoint = committed
-        """That is known to be whole, or that the run begins with."""
+        """The newest checkpoint that is known to be whole, or the one with which the run begins."""
         self._unwritten: set[int] = set()
-        """Checkpoints after that one of which has been said that they can't be written."""
+        """Later checkpoints that can't be written, as has been reported."""
         self.skipped: dict[int, tuple[int, ...]] = {}
         """By iteration, the micro-batches that are left out of it."""
 
@@ -140,9 +143,9 @@ class RunRecord:
         after: int | None = None,
         joining: Collection[Worker] = (),
     ) -> RecordedProgress:
-        """A new membership is in force. after: the iteration through which the previous one goes on
-        first, while the newcomers wait; None: it stops at once. joining: those of `living` whose
-        process is not the one that an earlier generation had at that place."""
+        """Records that a new generation is in force. after: the iteration through which the previous generation goes on
+        first, while the newcomers wait; None: it stops at once. joining: those of `living` whose process is not the one
+        that an earlier generation had at that place."""
         if self._generation == 0:
             self._last_at = at
         self._before = None if after is None else (after, self._generation, len(self._living))
@@ -151,16 +154,16 @@ class RunRecord:
         self._joining = {w for w in joining if w in self._living}
         if after is not None:
             for worker in (self._living - previous) | set(joining):
-                # It takes over what the others will have committed, and holds up nothing until then.
+                # A newcomer takes over what the others will have committed, and until then must hold up nothing.
                 self._workers[worker] = _Progress(committed=after + 1)
-        # Held for dead while its process still is: the launcher ends it, and `died` follows.
+        # Workers that are out while their process still runs: the launcher ends it, and calls `died` then.
         ended = {f.worker for f in self._failures if not f.generation}
         self._evicted |= dict.fromkeys(previous - self._living - ended, generation)
         for failure in self._failures:
             if not failure.generation and (failure.worker not in self._living or failure.worker in joining):
                 failure.generation = generation
         for worker in self._living:
-            # Who was done is not any more: the one that was to write the stage's weights may be among the dead.
+            # A worker that was done is not any more: the one that was to write the stage's weights may be dead.
             self._workers.setdefault(worker, _Progress()).sha256 = None
         return self._settle()
 
@@ -177,21 +180,20 @@ class RunRecord:
 
     @property
     def generation(self) -> int:
-        """The newest one."""
+        """The number of the newest generation."""
         return self._generation
 
     @property
     def formed_by_all(self) -> bool:
-        """Has every member that has its state taken up the newest generation?"""
+        """Whether all members have formed in the newest generation, except those that still take their state."""
         return all(self._of(w).formed_generation == self._generation for w in self._living - self._joining)
 
     def dying(self, worker: Worker, at: int) -> None:
-        """The moment of a death that is about to be seen."""
+        """Notes the moment of a death on purpose, which the launcher is about to see."""
         self._deaths[worker] = at
 
     def died(self, worker: Worker, detected_at: int) -> bool:
-        """A process has ended; of one that never was a member nothing is recorded. True: on purpose, as was said
-        before."""
+        """Records the end of a process, if it was a member. Returns whether it died on purpose, as `dying` has said."""
         died_at = self._deaths.pop(worker, None)
         generation = self._evicted.pop(worker, 0)
         self._workers.pop(worker, None)
@@ -202,17 +204,17 @@ class RunRecord:
 
     @property
     def unsaid(self) -> list[Worker]:
-        """Who died on purpose, and no recovery has told it: none follows where all iterations are committed."""
+        """Workers that died on purpose and are in no recovery: after the last iteration none follows."""
         return sorted({*self._deaths, *(failure.worker for failure in self._failures if failure.known)})
 
     def moved(self, worker: Worker, to: Worker) -> None:
-        """The worker gives up its place and its state; what it does from now on it does as `to`."""
+        """The worker gives up its place and its state, and its process is that of `to` from now on."""
         self._workers.pop(worker, None)
         self._workers.pop(to, None)
         self._living = self._living - {worker} | {to}
 
     def released(self, worker: Worker) -> None:
-        """The worker is out of the newest generation because it was asked to go: that is no failure."""
+        """The worker is out of the newest generation because it was asked to leave, which is no failure."""
         self._workers.pop(worker, None)
         self._evicted.pop(worker, None)
 
@@ -240,15 +242,15 @@ class RunRecord:
         learning_rate: float | None = None,
         data_seconds: float = 0.0,
     ) -> RecordedProgress:
-        """The worker has taken the step of `iteration`. loss, learning_rate: count on the last stage; the first is
-        hexadecimal. data_seconds: that it waited for data.
-        skipped: micro-batches that it left out of its sum (see agent.messages.protocol.Iteration).
+        """The worker has taken the step of `iteration`. Raises DivergedError when peers disagree about the loss.
 
-        Raises DivergedError when peers disagree about the loss.
+        loss, learning_rate: they count on the last stage only; the loss is a hexadecimal float. skipped: micro-batches
+        that the worker left out of its sum (see agent.messages.protocol.Iteration). data_seconds: how long it waited
+        for data.
         """
         progress = self._of(worker)
         progress.committed = iteration + 1
-        if iteration >= self.committed:  # of those that are done again nothing is recorded, or kept
+        if iteration >= self.committed:  # an earlier one is done again, and was recorded the first time
             progress.committed_at[iteration] = at
             self._data_seconds[iteration] = max(data_seconds, self._data_seconds.get(iteration, 0.0))
         if skipped:
@@ -262,14 +264,15 @@ class RunRecord:
         return self._settle()
 
     def evaluated(self, iteration: int, values: Mapping[str, str]) -> RecordedProgress:
-        """A worker of the last stage says what the evaluation after so many iterations has given; values: see
-        EvaluationResult.of. The first word counts: its peers say the same, and after a failure all may once more."""
+        """A worker of the last stage reports the evaluation after so many iterations. Only the first report counts: its
+        peers say the same, and after a failure all may say it again. values: see EvaluationResult.of."""
         if iteration > self._evaluated:
             self._evaluations.setdefault(iteration, EvaluationResult.of(iteration, values))
         return self._settle()
 
     def normed(self, iteration: int, norm: str) -> RecordedProgress:
-        """A worker of the last stage says the norm of an iteration's gradients, hexadecimal; all say the same."""
+        """A worker of the last stage reports the norm of an iteration's gradients, as a hexadecimal float. All report
+        the same."""
         if iteration > self._normed:
             self._norms.setdefault(iteration, norm)
         return self._settle()
@@ -277,31 +280,36 @@ class RunRecord:
     def checkpoint(
         self, iteration: int, problem: str | None, every: int, there: Callable[[int], bool]
     ) -> tuple[tuple[int, str | None], ...]:
-        """A worker says that the checkpoint of so many iterations is whole (None), or why it is not. every: iterations
-        from one to the next. there: is that one in the folder? Returns what is to be said of which checkpoints, once
-        of each: where a worker dies before its share is written nobody says anything, and the next one shows it; where
-        somebody comes after the last iteration, the last one is written again."""
+        """A worker reports that the checkpoint of so many iterations is whole, or why it is not.
+
+        Returns (iteration, problem) of each checkpoint that there is something to say of, once for each. A checkpoint
+        that nobody reports, since a worker died before its share was written, is found when the next one is whole. The
+        last checkpoint may be written twice, when a worker comes after the last iteration.
+
+        problem: None: it is whole. every: iterations from one checkpoint to the next. there: says whether a checkpoint
+        is in the folder.
+        """
         if iteration <= self._newest_checkpoint or (problem is not None and iteration in self._unwritten):
             return ()
         if problem is not None:
-            # Where one worker finds no room for its share, others mostly find none either.
+            # Said once: where one worker finds no room for its share, others mostly find none either.
             self._unwritten.add(iteration)
             return ((iteration, problem),)
         first = self._newest_checkpoint - self._newest_checkpoint % every + every
         untold = [i for i in range(first, iteration, every) if i not in self._unwritten]
         self._newest_checkpoint, self._unwritten = iteration, set()
-        # Who made it whole may have died before saying so.
+        # The worker that made a checkpoint whole may have died before it could report that.
         return (*((i, None if there(i) else LEFT_OUT) for i in untold), (iteration, None))
 
     def left_out(self, iteration: int, micro_batch: int) -> None:
-        """The iteration is done again without this micro-batch, so with another loss."""
+        """The iteration is done again without this micro-batch, and so has another loss."""
         self.skipped[iteration] = tuple(sorted({*self.skipped.get(iteration, ()), micro_batch}))
         self._changed[iteration] = self._generation
 
     def _loss_of(self, iteration: int, loss: str, generation: int) -> str:
-        """What it must be, of a worker in that generation: that of the first who said it, also where a checkpoint has
-        led back behind what is recorded. Where it may be another one when it is done again, that of the newest
-        generation counts."""
+        """Returns the loss that a worker of that generation must have: the first one that was reported, even if a
+        checkpoint has led back behind what is recorded. If the loss may change when the iteration is done again, that
+        of the newest generation counts."""
         if iteration < self.committed:
             again = self._exact and iteration not in self._changed
             return dict(self._recorded).get(iteration, loss) if again else loss
@@ -317,25 +325,25 @@ class RunRecord:
         return loss
 
     def done(self, worker: Worker, sha256: str, generation: int) -> None:
-        """The worker has no iteration left, in this generation; the hash is of its stage's parameters, "" where it had
-        not got all of them yet."""
+        """The worker has no iteration left in this generation. sha256: the hash of its stage's parameters; "": it did
+        not have all of them yet."""
         if generation == self._generation:
             self._of(worker).sha256 = sha256
 
     # -- another launcher goes on ---------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
-        """All but the losses of the iterations that are recorded, which its lines have, as JSON."""
+        """Returns the state as JSON, without the losses of recorded iterations, which the record's lines have."""
         return {name: form.dump_python(getattr(self, name), mode="json") for name, form in _FORMS.items()}
 
     @classmethod
     def restored(
         cls, stages: int, document: Mapping[str, Any], recorded: Iterable[tuple[int, str]], ahead: int
     ) -> RunRecord:
-        """From what was `saved`. recorded: iterations and their losses. ahead: nanoseconds by which the clock of its
-        times is ahead of this machine's.
+        """Returns a record from what another one has `saved`. Raises ValueError for a document of another form.
 
-        Raises ValueError when it is no such document.
+        recorded: iterations and their losses. ahead: nanoseconds by which the clock of its times is ahead of this
+        machine's.
         """
         record = cls(stages, 0)
         for name, form in _FORMS.items():
@@ -355,17 +363,17 @@ class RunRecord:
     # -- what is certain ----------------------------------------------------------------------
 
     def finished(self, iterations: int) -> bool:
-        """Has every living worker committed all iterations and handed in its hash? A job that began with all of them in
-        a checkpoint has them before it has any worker."""
+        """Says whether all iterations are committed and every living worker has handed in its hash. A job that begins
+        with all iterations in a checkpoint has committed them before it has any worker."""
         handed_in = [self._of(w).sha256 is not None for w in self._living]
         return self.committed >= iterations and bool(handed_in) and all(handed_in)
 
     def compared(self, worker: Worker, generation: int, iteration: int, settled: bool | None, sha256: str) -> None:
-        """At the boundary before `iteration` the worker's parameters had this hash. settled: was the validation of
-        its last step known? Peers that are at the same point of the same generation answer alike. None: to some of its
-        ranks, so that its parameters are those of no point.
+        """Compares the hash of a worker's parameters, before `iteration`, with those of its peers. Raises DivergedError
+        when they differ.
 
-        Raises DivergedError when they differ.
+        settled: whether the validation of the last step was known. Peers at the same point of the same generation have
+        the same answer. None: only some of the worker's ranks knew it, so its parameters are compared with nobody's.
         """
         if settled is None:
             return
@@ -377,9 +385,9 @@ class RunRecord:
             del self._hashes[next(iter(self._hashes))]
 
     def final(self) -> dict[str, Any]:
-        """The last line. parameters_sha256: over the stages' own hashes, in order.
+        """Returns the record's last line. Raises DivergedError when peers of a stage differ.
 
-        Raises DivergedError when peers of a stage differ.
+        parameters_sha256: the hash of the stages' own hashes, in order.
         """
         digest = hashlib.sha256()
         for stage in range(self._stages):
@@ -393,6 +401,7 @@ class RunRecord:
         return self._workers.setdefault(worker, _Progress())
 
     def _settle(self) -> RecordedProgress:
+        """Returns what has become certain since the last call."""
         if not self._living:
             return RecordedProgress()
         certain = min(self._of(w).committed for w in self._living)
@@ -436,15 +445,16 @@ class RunRecord:
         return RecordedProgress(tuple(iterations), tuple(unknown), tuple(due), tuple(norms), survived)
 
     def _survived(self) -> tuple[Recovery, ...]:
-        """Failures after which a whole iteration has been committed, by all, in a later generation: not always in the
-        newest, which may begin some iterations later, or never where the job ends before."""
+        """Returns the failures after which all have committed an iteration in a later generation. That is not always
+        the newest one: it may begin some iterations later, or never if the job ends before."""
         members = [self._of(w) for w in self._living - self._joining]
         formed_by_all = min((p.formed_generation for p in members), default=0)
         done = [f for f in self._failures if 0 < f.generation <= formed_by_all]
         if not done:
             return ()
         self._failures = [f for f in self._failures if f not in done]
-        # Of a generation after that, which a second death has opened meanwhile: what is asked for was before.
+        # Workers may have left and formed again for a later generation, after a second death. The times that are asked
+        # for are not later than the last iteration.
         left = min(self._last_at, max(p.left_at for p in members))
         formed = min(self._last_at, max(p.formed_at for p in members))
         return tuple(
@@ -462,14 +472,17 @@ class RunRecord:
 
 
 def _milliseconds(nanoseconds: int) -> float:
-    """As a message takes them: at most twelve days, where all were suspended, or waited for somebody."""
+    """Returns milliseconds within the bounds of a message: at most twelve days, as when all workers were suspended."""
     return min(max(0.0, nanoseconds / _MS), LONGEST_MS)
 
 
 @dataclass
 class DataWait:
-    """Says once when workers wait for data most of the time that they could train: over the first iterations, without
-    the very first ones, in which all is slow."""
+    """Warns once when workers wait long for their data. Looks at the first iterations, without the very first ones, in
+    which everything is slow.
+
+    passed: iterations so far. seconds, waited: how long those that were looked at took, and waited for data.
+    """
 
     passed: int = 0
     seconds: float = 0.0
@@ -513,13 +526,12 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_unwritten": TypeAdapter(set[int]),
     "skipped": TypeAdapter(dict[int, tuple[int, ...]]),
 }
-"""What a RunRecord holds, and how it is told. Not the hashes of parameters: of those, a launcher compares what it
-hears."""
+"""The attributes of a RunRecord that `saved` has, and how each is written. Hashes of parameters are not among them:
+each launcher compares those that it hears itself."""
 
 
 def _check_alike(stage: int, iterations: int, hashes: Mapping[Worker, str]) -> None:
-    """hashes: of the parameters that each of a stage's workers has after so many iterations. Raises
-    DivergedError."""
+    """Raises DivergedError when the hashes of the parameters of a stage's workers differ after so many iterations."""
     if len(set(hashes.values())) > 1:
         groups: dict[str, list[str]] = {}
         for worker in sorted(hashes):
@@ -540,11 +552,11 @@ def _check_alike(stage: int, iterations: int, hashes: Mapping[Worker, str]) -> N
 # -- its lines as sentences for people ---------------------------------------------------------------
 
 WARNING = "warning: "
-"""So begins, for a terminal, what is said of something that is wrong, and is no line of the record."""
+"""The beginning of a sentence, for a terminal, on something that is wrong and is no line of the record."""
 
 
 def sentence_of(line: dict[str, Any]) -> str:
-    """What a terminal or a log shows for a line of the record."""
+    """Returns what a terminal or a log shows for a line of the record."""
     if "validation" in line:
         return _validation(**line["validation"])
     for kind in ("warning", "said"):
@@ -584,14 +596,15 @@ def sentence_of(line: dict[str, Any]) -> str:
 
 
 def is_remark(line: dict[str, Any]) -> bool:
-    """Is it about something out of the ordinary?"""
-    if "validation" in line:  # that gradients are clipped is not, also where it came out after the step
+    """Says whether a line is about something out of the ordinary."""
+    if "validation" in line:  # clipped gradients are ordinary, even if they were found after the step
         return is_warning(line)
     return not any(key in line for key in ("iteration", "gradient_norm", "final"))
 
 
 def is_warning(line: dict[str, Any]) -> bool:
-    """Is it about something that is wrong, or was? Of what is `said` beside the record, the sentence tells."""
+    """Says whether a line is about something that is or was wrong. For a sentence that is `said` beside the record, its
+    beginning tells."""
     if "validation" in line:
         return line["validation"]["coefficient"] is None
     if "said" in line or "checkpoint" in line:
@@ -600,13 +613,13 @@ def is_warning(line: dict[str, Any]) -> bool:
 
 
 def iteration_line(iteration: Iteration) -> dict[str, Any]:
-    """A committed iteration as the record has it; loss is a hexadecimal float."""
+    """Returns a committed iteration as a line of the record, with the loss as a hexadecimal float."""
     rest = iteration.model_dump(mode="json", exclude={"loss_hex"})
     return rest | {"loss": iteration.loss_hex, "seconds": round(iteration.seconds, 6)}
 
 
 def iteration_of(line: dict[str, Any]) -> Iteration:
-    """What `iteration_line` made the line of."""
+    """Returns the iteration from which `iteration_line` has made the line."""
     return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
 
 
@@ -627,7 +640,7 @@ def _validation(iteration: int, coefficient: float | None, redone: bool) -> str:
 def _relayout(
     generation: int, iteration: int, partition: list[int], moved_layers: int, stall_ms: float, reason: str
 ) -> str:
-    # Of a job that ends early they may come to their stages when the last iteration is over.
+    # If a job ends early, the layers may reach their stages after the last iteration.
     return (
         f"generation {generation}: layers per stage are {counts(partition)} after {count(iteration, 'iteration')}; "
         f"{moved_layers} moved in {stall_ms:.0f} ms ({reason})"

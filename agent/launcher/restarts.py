@@ -1,18 +1,19 @@
-"""Which workers are started again by themselves, when, and why not. Pure: no processes, no clock.
+"""Decides which workers are started again automatically, when, and why not. Pure: no processes, no clock.
 
-The launcher of a job keeps this, with a console and without: it alone starts processes, and hears first of their end.
+The launcher of a job keeps this state, with a console and without: it alone starts processes, and it is the first to
+hear of their end.
 
-- A process that has ended, or was removed from the job, gets a successor after a delay, which doubles with each further
-  one in a row. Of which it is the successor a process keeps, whatever place it is given meanwhile.
-- One that has trained for `RECOVERED_SECONDS`, and beyond the iteration in which the one before it ended, has
-  recovered: the count begins anew. Without the second condition, a job that goes back to a checkpoint and comes to the
-  same deadly sample an hour later would do so for ever.
-- After `most` in a row the place stays empty. Whom a person starts begins a new count.
-- Successors run on the node where the one before them ran: on another one there may be no GPU for them. Where that node
-  is gone they wait until it is back, which is no try.
-- Nobody replaces a process that was asked to leave, nor one whose place others have filled meanwhile. Where one has
-  moved in, the place that it has left is filled.
-- Of a job that was asked to end only so many are replaced as it needs to come to that: one for each stage.
+- A process that has ended, or was removed from the job, gets a successor after a delay. The delay doubles with each
+  further successor in a row. A process keeps its count even if it is given another place meanwhile.
+- A process has recovered if it has trained for `RECOVERED_SECONDS`, and beyond the iteration in which the one before it
+  ended: the count begins anew. Without the second condition, a job that goes back to a checkpoint and comes to the same
+  deadly sample an hour later would do so for ever.
+- After `most` successors in a row the place stays empty. A process that a person starts begins a new count.
+- Successors run on the node of the process before them: on another node there may be no GPU for them. If that node is
+  gone they wait until it is back, which does not count as a try.
+- No process is started for one that was asked to leave, nor where the place is filled by now. If a worker has moved in
+  there, the place that it has left is filled instead.
+- In a job that was asked to end, only so many are started as it needs to come to its end: one for each stage.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ RECOVERED_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """most: in a row; 0: nobody is started again. first: seconds until the first of them."""
+    """most: how many successors in a row; 0: none is started. first: seconds until the first of them."""
 
     most: int
     first: float
 
     def delay(self, number: int) -> float:
-        """Seconds until the restart of that number, from 1."""
+        """Returns the seconds until a restart. number: which one in a row it is, from 1."""
         return min(self.first * 2.0 ** min(number - 1, 64), LONGEST_SECONDS)
 
 
 @dataclass(frozen=True)
 class Gone:
-    """A process that has ended, or was fenced. worker: its place. there: is its node? committed: iterations of the
-    job. asked: was it to leave, or is the job to end, and can without it?"""
+    """A process that has ended, or was fenced. worker: its place. there: its node is there. committed: iterations of
+    the job so far. asked: it was to leave, or the job is to end and does not need it for that."""
 
     worker: str
     incarnation: str
@@ -53,9 +54,11 @@ class Gone:
 
 @dataclass(frozen=True)
 class DueRestart:
-    """A process that is to be started. worker: at which place. number: of it in a row. due: monotonic seconds. held: it
-    waits for its node, and that has been said. incarnation, committed: of whom it replaces, and how many iterations the
-    job had then."""
+    """A process that is to be started at the place `worker`.
+
+    number: which one in a row it is, from 1. due: when, in monotonic seconds. held: it waits for its node, and that has
+    been reported. incarnation: the process that it replaces. committed: iterations of the job when that one ended.
+    """
 
     worker: str
     number: int
@@ -68,7 +71,7 @@ class DueRestart:
 
 @dataclass(frozen=True)
 class Successor:
-    """A process that was started in another one's place. number, committed: as of DueRestart. since: when it began to
+    """A process that was started to replace another. number, committed: as in DueRestart. since: when it began to
     train, in monotonic seconds; None: it has not yet."""
 
     number: int
@@ -81,13 +84,13 @@ class Successor:
 
 @dataclass(frozen=True)
 class Restarts:
-    """successors: those that run, by incarnation."""
+    """waiting: processes that are to be started. successors: those that run, by incarnation."""
 
     waiting: tuple[DueRestart, ...] = ()
     successors: Mapping[str, Successor] = field(default_factory=dict)
 
     def earlier(self, seconds: float) -> Restarts:
-        """The same by a clock that is so much behind."""
+        """Returns the same, with times of a clock that is so many seconds behind."""
         return Restarts(
             tuple(replace(one, due=one.due - seconds) for one in self.waiting),
             {i: s if s.since is None else replace(s, since=s.since - seconds) for i, s in self.successors.items()},
@@ -96,7 +99,8 @@ class Restarts:
 
 @dataclass(frozen=True)
 class Due:
-    """start: these now. held: whose node is found to be gone. Those whose place is filled are in `restarts` no more."""
+    """What is due. restarts: the new state, without those whose place is filled. start: the processes to start now.
+    held: those whose node was just found to be gone."""
 
     restarts: Restarts
     start: tuple[DueRestart, ...] = ()
@@ -104,10 +108,10 @@ class Due:
 
 
 def ended(restarts: Restarts, gone: Gone, policy: RestartPolicy, now: float) -> tuple[Restarts, Restart | None]:
-    """A process is gone. What is done about it; None: nothing."""
+    """Decides what to do about a process that is gone. Returns the new state, and what is done; None: nothing."""
     before = restarts.successors.get(gone.incarnation)
     successors = {i: s for i, s in restarts.successors.items() if i != gone.incarnation}
-    # Who waits for that place waits no more: somebody was started there.
+    # A restart that waits for that place is dropped: another process had been started there.
     known = Restarts(tuple(one for one in restarts.waiting if one.worker != gone.worker), successors)
     if gone.asked or not policy.most:
         return known, None
@@ -117,24 +121,24 @@ def ended(restarts: Restarts, gone: Gone, policy: RestartPolicy, now: float) -> 
 
 
 def moved(restarts: Restarts, source: str, to: str) -> Restarts:
-    """The process of one place has taken another, and left its own."""
+    """Returns the state after the process of `source` has moved to `to`: what waits for `to` now waits for `source`."""
     waiting = tuple(replace(one, worker=source) if one.worker == to else one for one in restarts.waiting)
     return replace(restarts, waiting=waiting)
 
 
 def without(restarts: Restarts, places: Collection[str]) -> Restarts:
-    """Nobody is started at those: whoever was there had been asked to leave before it ended."""
+    """Returns the state without restarts at these places, whose workers had been asked to leave before they ended."""
     return replace(restarts, waiting=tuple(one for one in restarts.waiting if one.worker not in places))
 
 
 def needed(restarts: Restarts, lacking: int) -> tuple[DueRestart, ...]:
-    """Of a job that was asked to end, who is started nevertheless: those that come first. lacking: so many more than
-    there are it needs."""
+    """Returns which processes are started in a job that was asked to end: those that are due first. lacking: how many
+    workers the job still needs for that."""
     return tuple(sorted(restarts.waiting, key=lambda one: (one.held, one.due))[:lacking])
 
 
 def not_started(restarts: Restarts, waiting: DueRestart, policy: RestartPolicy, now: float) -> tuple[Restarts, Restart]:
-    """Its process could not be started, which was a try."""
+    """Decides what to do when a process could not be started, which counts as a try."""
     known = replace(restarts, waiting=tuple(one for one in restarts.waiting if one != waiting))
     return _again(known, replace(waiting, number=waiting.number + 1), policy, now)
 
@@ -148,14 +152,14 @@ def _again(restarts: Restarts, waiting: DueRestart, policy: RestartPolicy, now: 
 
 
 def told(waiting: DueRestart, policy: RestartPolicy, now: float) -> Restart:
-    """As people and consoles are told of it."""
+    """Returns a restart as people and consoles are told of it."""
     seconds = max(0.0, round(waiting.due - now, 3))
     node = waiting.node if waiting.held else None
     return Restart(number=waiting.number, most=policy.most, seconds=seconds, node=node)
 
 
 def due(restarts: Restarts, now: float, there: Callable[[int], bool], empty: Callable[[str], bool]) -> Due:
-    """there: is that node? empty: is that place?"""
+    """Returns what is due. there: says whether a node is there. empty: says whether a place is empty."""
     waiting, start, held = list[DueRestart](), list[DueRestart](), list[DueRestart]()
     for one in restarts.waiting:
         if not empty(one.worker):
@@ -178,7 +182,7 @@ def started(restarts: Restarts, waiting: DueRestart, incarnation: str) -> Restar
 
 
 def trains(restarts: Restarts, incarnation: str, now: float) -> Restarts:
-    """That process does, from now on, or has done already."""
+    """Notes that a process trains from now on, unless that is known."""
     successor = restarts.successors.get(incarnation)
     if successor is None or successor.since is not None:
         return restarts
