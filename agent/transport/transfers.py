@@ -1,16 +1,15 @@
-"""What one worker does in every iteration of a generation (`Script`), and what its ops give to and take from the
+"""What one worker does in every iteration of a generation (`Script`), and what its ops send to and receive from the
 workers of the neighbouring stages (`Transfers`).
 
-Two ways to tell messages apart, for groups that have tags (gloo) and for those that have none (NCCL).
-Either way sends never wait for the receiver, and receives are posted ahead of the op that needs them,
-PREFETCH in the receiver's own order, and handed over by key.
+There are two ways to tell messages apart, for groups that have tags (gloo) and for groups that have none (NCCL). In
+both, sends never wait for the receiver. Receives are posted ahead of the op that needs them, PREFETCH of them in the
+receiver's own order, and are handed over by micro-batch.
 
-Why an order that a valid schedule has can't deadlock: a worker waits only in `receive`, for one
-message. With tags that message needs nothing but its send, which is asynchronous and comes right
-after the op that the schedule puts before this one. Without tags it must also be the turn of that
-message in its lane; see OrderedTransfers. So whoever waits waits for an op that precedes
-its own in the schedule, by the order of a worker's ops or by a transfer, and these precedences have
-no cycle.
+Why the order of a valid schedule can't deadlock: a worker waits only in `receive`, for one message. With tags, that
+message needs nothing but its send, which is asynchronous and comes right after the op that the schedule puts before
+this one. Without tags, it must also be that message's turn in its lane; see OrderedTransfers. So a worker only waits
+for an op that precedes its own in the schedule, by the order of a worker's ops or by a transfer, and these precedences
+have no cycle.
 """
 
 from __future__ import annotations
@@ -34,18 +33,19 @@ from openrecycle.planner.plans.schedule import MicroBatch, Op, Schedule
 # -- what one worker does in every iteration of a generation ------------------------------------
 
 Transfer = tuple[str, MicroBatch]
-"""`F`: what a forward hands to the next stage; `I`: the gradient that comes back."""
+"""Kind and micro-batch. `F`: what a forward sends to the next stage; `I`: the gradient that comes back."""
 Lane = tuple[str, Worker]
 """All transfers of a kind that come from one worker."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """ops: in order. before, after: for each micro-batch, who runs it on the previous and next stage.
+    """What one worker does in an iteration. ops: in order. before, after: the worker that runs each micro-batch on the
+    previous and the next stage.
 
-    arrivals: per lane the micro-batches that come to this worker, in the order in which that worker
-    sends them, which need not be the order in which this one wants them. alone: who runs all micro-batches of this
-    worker's stage, where one does.
+    arrivals: per lane the micro-batches that come to this worker, in the order in which the other worker sends them,
+    which need not be the order in which this one needs them. alone: the worker that runs all micro-batches of this
+    worker's stage, if there is one.
     """
 
     ops: tuple[Op, ...]
@@ -56,14 +56,15 @@ class Script:
 
     @classmethod
     def of(cls, schedule: Schedule, me: Worker, runs: Mapping[Worker, Sequence[Worker]] | None = None) -> Script:
-        """runs: whose part of the plan a worker does, of its stage, where that is not just its own. By the plan's times
-        all of it is still in an order that can't deadlock.
+        """Returns what the worker `me` does by a plan. A worker that the plan does without runs nothing but its stage's
+        reduction and step.
 
-        A worker that the plan does without runs nothing but its stage's reduction and step.
+        runs: for each worker that does not do just its own part of the plan, the workers of its stage whose parts it
+        does. Ordered by the plan's times, such parts can't deadlock either.
         """
         stages = me.stage - 1, me.stage + 1
 
-        def matters(worker: Worker) -> bool:  # the ops of others are not even made
+        def matters(worker: Worker) -> bool:  # the schedule makes ops only when asked, so others' are never made
             return abs(worker.stage - me.stage) <= 1
 
         roles = {worker: schedule.ops[worker] for worker in schedule.ops if matters(worker)}
@@ -92,24 +93,25 @@ class Script:
         return cls(roles[me], neighbours[me.stage - 1], neighbours[me.stage + 1], arrivals, alone)
 
     def without(self, keys: Collection[MicroBatch]) -> Script:
-        """The same order without the ops of these micro-batches."""
+        """Returns the same order without the ops of these micro-batches."""
         return self.only({(op.pipeline, op.micro_batch) for op in self.ops} - set(keys)) if keys else self
 
     def only(self, keys: Collection[MicroBatch]) -> Script:
-        """The same order with the ops of these micro-batches, and the step; the lanes stay, be they empty."""
+        """Returns the same order with the ops of these micro-batches only, and the step. All lanes stay, even empty
+        ones."""
         ops = tuple(op for op in self.ops if op.kind == "O" or (op.pipeline, op.micro_batch) in keys)
         arrivals = {lane: tuple(key for key in coming if key in keys) for lane, coming in self.arrivals.items()}
         return replace(self, ops=ops, arrivals=arrivals)
 
     def forwards(self, keys: Collection[MicroBatch]) -> Script:
-        """The same order with the forwards of these micro-batches alone."""
+        """Returns the same order with the forwards of these micro-batches only."""
         script = self.only(keys)
         ops = tuple(op for op in script.ops if op.kind == "F")
         arrivals = {lane: coming if lane[0] == "F" else () for lane, coming in script.arrivals.items()}
         return replace(script, ops=ops, arrivals=arrivals)
 
     def receives(self) -> list[Transfer]:
-        """Of every op that waits for a transfer, in order."""
+        """Returns the transfers that ops wait for, in order."""
         out = []
         for op in self.ops:
             key = (op.pipeline, op.micro_batch)
@@ -121,20 +123,20 @@ class Script:
 
     @property
     def neighbours(self) -> frozenset[Worker]:
-        """Everybody with whom this worker exchanges anything; each of them says the same of this one."""
+        """All workers with which this one exchanges anything. Each of them has this one among its own neighbours."""
         return frozenset(worker for _, worker in self.arrivals)
 
 
-# -- what a worker's ops give to and take from neighbouring stages ------------------------------
+# -- what a worker's ops send to and receive from neighbouring stages ---------------------------
 
-# Receives posted ahead of the op that needs them.
+# How many receives are posted ahead of the op that needs them.
 PREFETCH = 4
 
 
 @dataclass(frozen=True)
 class Lines:
-    """The groups of a generation as one worker uses them. forward: from each stage to the next; backward: the
-    other way; peers: of the worker's stage, None where it has none. rank: in forward and backward."""
+    """The process groups of a generation as one worker uses them. forward: from each stage to the next. backward: the
+    other way. peers: of the worker's stage; None: it has no peers. rank: of each worker in forward and backward."""
 
     me: Worker
     forward: Group
@@ -145,11 +147,11 @@ class Lines:
 
 @dataclass(frozen=True)
 class TransferLayout:
-    """incoming, outgoing: what passes from the previous stage and to the next one, per micro-batch.
+    """What passes between stages per micro-batch: incoming from the previous stage, outgoing to the next one.
 
-    widest: most tensors of any boundary of the job, with what follows them. device: where the stage computes. weighted:
-    a micro-batch's weight (float64, one element) follows its gradients. varies: shapes are at most those of incoming
-    and outgoing; what they are (int64) follows last, where any are passed.
+    widest: the most tensors at any boundary of the job, including those that follow them. device: where the stage
+    computes. weighted: a micro-batch's weight (float64, one element) follows its gradients. varies: the shapes of
+    incoming and outgoing are upper bounds; the actual shapes (int64) follow last, if any tensors are passed.
     """
 
     job: Job
@@ -162,26 +164,26 @@ class TransferLayout:
 
 
 class Transfers(ABC):
-    """One worker's transfers, one iteration after the other; for one generation. Raises TransferError."""
+    """One worker's transfers in one generation, one iteration after the other. Its methods raise TransferError."""
 
     def __init__(self, lines: Lines, layout: TransferLayout) -> None:
         self._lines, self._layout = lines, layout
         self._sent: dict[tuple[int, str, MicroBatch], list[PendingTransfer]] = {}
-        """By iteration, in the order in which they were."""
+        """Sends that peers may not have received yet, in their order, by (iteration, kind, micro-batch)."""
         self._receiving: dict[Transfer, dict[int, PendingTransfer]] = {}
         self._expected: Iterator[Transfer] = iter(())
         self._ahead = 0
         self._iteration = 0
 
     def begin(self, iteration: int, script: Script) -> None:
-        """script: what is left of the iteration to be done. All that it receives is received in it."""
+        """Begins an iteration. script: what is left of it; all that it receives is received in this iteration."""
         self._iteration, self._script = iteration, script
         self._expected = iter(script.receives())
         self._receiving, self._ahead = {}, 0
         self._post_ahead()
 
     def send(self, kind: str, key: MicroBatch, tensors: Mapping[int, Tensor]) -> None:
-        """Starts to send a boundary's data (F) or gradients (I); tensors: by their place in the boundary."""
+        """Starts to send a boundary's data (F) or gradients (I). tensors: by their place in the boundary."""
         forward = kind == "F"
         to = self._lines.rank[(self._script.after if forward else self._script.before)[key]]
         group = self._lines.forward if forward else self._lines.backward
@@ -193,9 +195,9 @@ class Transfers(ABC):
             self._sent.setdefault((self._iteration, kind, key), []).append(pending)
 
     def receive(self, kind: str, key: MicroBatch) -> dict[int, Tensor]:
-        """The tensors that were sent, by their place in the boundary; waits for them."""
+        """Waits for the tensors of a transfer, and returns them by their place in the boundary."""
         arrived = {i: pending.wait() for i, pending in self._receiving.pop((kind, key)).items()}
-        if kind == "I" and arrived:  # whoever gives gradients of it has the output, so this does not wait
+        if kind == "I" and arrived:  # a worker that sends gradients of the output has it, so this does not wait
             self._forget((self._iteration, "F", key))
         self._ahead -= 1
         self._post_ahead()
@@ -203,11 +205,12 @@ class Transfers(ABC):
         return _shaped(arrived, specs, self._shapes_at) if self._layout.varies and specs else arrived
 
     def arrived(self, kind: str, key: MicroBatch) -> bool:
-        """Will `receive` not wait? False where that can't be told."""
+        """Says whether `receive` would return without waiting. False where that can't be told."""
         return all(pending.arrived() for pending in self._receiving[kind, key].values())
 
     def let_go(self, before: int | None = None) -> None:
-        """Waits until peers have all that was sent (of iterations before this one), and forgets it."""
+        """Waits until peers have received all that was sent, and forgets it. before: only of iterations before this
+        one."""
         for sent in [sent for sent in self._sent if before is None or sent[0] < before]:
             self._forget(sent)
 
@@ -222,11 +225,12 @@ class Transfers(ABC):
             pending.wait()
 
     def begin_reduce(self, tensor: Tensor) -> PendingTransfer | None:
-        """Starts that; None where there is nobody to sum with. All peers begin theirs in the same order."""
+        """Starts to sum `tensor` over the living peers of the stage; None: there are none. All peers must begin their
+        sums in the same order."""
         return None if self._lines.peers is None else self._lines.peers.begin_sum(tensor)
 
     def reduced_by_all(self, count: int) -> int:
-        """Returns once all living peers of the stage have come to this line; the sum of their counts."""
+        """Waits until all living peers of the stage have called this, and returns the sum of their counts."""
         if self._lines.peers is None:
             return count
         total = torch.full((1,), count, dtype=torch.int64, device=self._layout.device)
@@ -234,7 +238,7 @@ class Transfers(ABC):
         return int(total)
 
     def drop(self) -> None:
-        """Forgets everything under way; what was being received or summed is not touched any more."""
+        """Drops all transfers. Buffers that were being received or summed are not written any more when it returns."""
         lines = self._lines
         halt_all(group for group in (lines.forward, lines.backward, lines.peers) if group is not None)
         self._sent.clear()
@@ -263,7 +267,7 @@ class Transfers(ABC):
         }
 
     def _specs(self, kind: str, key: MicroBatch) -> dict[int, TensorSpec]:
-        """What a transfer to this worker brings, by its place in the boundary."""
+        """Returns what a transfer to this worker brings, by its place in the boundary."""
         return self._passed(self._layout.incoming if kind == "F" else self._layout.outgoing, kind)
 
     def _passed(self, boundary: StageOutput, kind: str) -> dict[int, TensorSpec]:
@@ -271,7 +275,7 @@ class Transfers(ABC):
 
     @property
     def _shapes_at(self) -> int:
-        """The place of the shapes of what is sent with them."""
+        """The place of the shapes, behind the tensors that they belong to."""
         return self._layout.widest - 1
 
     @abstractmethod
@@ -280,13 +284,13 @@ class Transfers(ABC):
 
     @abstractmethod
     def _tag(self, kind: str, key: MicroBatch, index: int) -> int:
-        """Of tensor `index` of a boundary; both ends say the same."""
+        """Returns the tag of tensor `index` of a boundary, the same on both ends."""
 
 
 def _flat(
     tensors: Mapping[int, Tensor], specs: Mapping[int, TensorSpec], shapes_at: int, *, whole: bool
 ) -> dict[int, Tensor]:
-    """Tensors without their shapes, and these at last. whole: as long as they may be at most."""
+    """Returns the tensors as one-dimensional ones, and their shapes last. whole: padded to the longest they may be."""
     sizes = [size for i in specs for size in tensors[i].shape]
     flat = {i: tensor.reshape(-1) for i, tensor in tensors.items()}
     for i, spec in specs.items() if whole else ():
@@ -298,7 +302,7 @@ def _flat(
 
 
 def _shaped(arrived: dict[int, Tensor], specs: Mapping[int, TensorSpec], shapes_at: int) -> dict[int, Tensor]:
-    """What `_flat` was given."""
+    """Returns the tensors that `_flat` was given."""
     sizes = iter(arrived.pop(shapes_at).tolist())
     for i, spec in specs.items():
         shape = [next(sizes) for _ in spec.shape]
@@ -310,40 +314,39 @@ def _shaped(arrived: dict[int, Tensor], specs: Mapping[int, TensorSpec], shapes_
 
 # The n-th receive from a worker gets its n-th send.
 #
-# A lane is all that one worker sends to another in one direction of the pipeline; it has a group of
-# its own per direction, since what goes one way must not queue up behind what goes the other way. Both
-# ends know the plan: the sender sends in the order of its ops, and the receiver posts its receives
-# lane by lane in that same order (`Script.arrivals`), which it reads off the plan too. Where it wants
-# a message that comes later in the lane, it posts those before it as well, and keeps them until their
-# op asks for them.
+# A lane is all that one worker sends to another in one direction of the pipeline. Each direction has a group of its
+# own, since messages one way must not queue up behind messages the other way. Both ends know the plan: the sender sends
+# in the order of its ops, and the receiver posts its receives lane by lane in that same order (`Script.arrivals`),
+# which it reads off the plan too. To receive a message that comes later in the lane, it also posts those before it, and
+# keeps them until their op asks for them.
 #
 # Both ends name the same messages in the same order, iteration by iteration:
 # - All that is sent to a worker in an iteration is received by it in that iteration, before it begins
 #   the next one. So lanes stay in step when neighbours are an iteration apart (staggered steps).
 # - What is left of an iteration after a death (`Script.only`) is the same set of micro-batches on all
-#   workers, so that both ends leave out the same messages.
-# - An iteration that counts no more is passed on: the same ops still send and receive, in the same order.
+#   workers, so both ends leave out the same messages.
+# - In an iteration that no longer counts, the same ops still send and receive, in the same order.
 # - A boundary's tensors follow each other in their order in the boundary.
 # - A new generation has new groups.
 #
-# Why that can't deadlock. Let B wait for message m of lane A to B. All that A sends in this lane before m
-# has a receive posted, so m can get through once A has sent it; and A sends it without waiting for B, right
-# after the op that the schedule puts before B's. So B waits, as with tags, only for ops that precede its own.
-# Posting what comes before m in the lane costs buffers, and never time: it was sent before m was.
+# Why that can't deadlock. Let worker B wait for message m of the lane from A to B. All that A sends in this lane before
+# m has a receive posted, so m can get through once A has sent it. A sends it without waiting for B, right after the op
+# that the schedule puts before B's. So B waits, as with tags, only for ops that precede its own. Posting what comes
+# before m in the lane costs buffers, and never time: it was sent before m was.
 #
-# Connections are made while the groups are (`connect`), since NCCL makes them with the first message, and blocks
-# the thread until the other end does so too: first all peers of a stage, then the pairs in one global order.
-# Of the pairs not yet connected, both ends of the least have it as their next, so there is always one that
-# gets on.
+# Connections are made together with the groups (`connect`). NCCL makes a connection with the first message, and blocks
+# the thread until the other end does so too. So all peers of a stage connect first, then the pairs in one global order.
+# Of the pairs not yet connected, both ends of the first one have it as their next, so there is always a pair that can
+# connect.
 
 _ONE_TAG = 0
 
 
 class OrderedTransfers(Transfers):
-    """Every message has the same tag, so only the order tells them apart."""
+    """Transfers whose messages all have the same tag, so that only their order tells them apart."""
 
     def __init__(self, lines: Lines, layout: TransferLayout) -> None:
-        """lines: connected."""
+        """lines: groups whose connections are made (see `connect`)."""
         super().__init__(lines, layout)
         self._coming: dict[Lane, deque[MicroBatch]] = {}
 
@@ -361,8 +364,8 @@ class OrderedTransfers(Transfers):
 
 
 def connect(lines: Lines, neighbours: Collection[Worker], device: torch.device) -> None:
-    """Has this worker exchange a first message with all whom it will ever exchange one with; blocks until they have.
-    Raises TransferError, or RuntimeError."""
+    """Exchanges a first message with every worker with which this one will ever exchange any, and waits for it. Raises
+    TransferError, or RuntimeError."""
     me = lines.me
     if lines.peers is not None:
         lines.peers.sum(torch.zeros(1, dtype=torch.int64, device=device))

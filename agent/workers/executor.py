@@ -1,26 +1,26 @@
 """Runs one worker's ops of one iteration, in the order of the plan.
 
-The order is all that counts: each op waits for its inputs, so times in the plan are a forecast and
-not a clock. An order that a valid schedule has can't deadlock: see agent.transport.transfers.
+Only the order counts: each op waits for its inputs, so the times in the plan are a forecast and not a clock. The order
+of a valid schedule can't deadlock: see agent.transport.transfers.
 
-What the device was given to do, op by op, and when each op has ended there (`OpQueue`): on the CPU an op has ended when
-its calls return. A GPU goes on with what it was given while the host gives it more: so that it never waits for the
-host, the host runs one op ahead, and waits for an event, the end of the op before. Never more than that, so that what a
-report says of this worker is true to an op, and what is in hand when an iteration is left is short.
+`OpQueue` keeps which ops the device was given, and when each has ended there. On the CPU an op has ended when its calls
+return. A GPU works on while the host gives it more. So that the GPU never waits for the host, the host runs one op
+ahead: it then waits for an event, the end of the op before. It is never further ahead. So a report of what this worker
+is doing is right to within one op, and little is under way when an iteration is abandoned.
 
-Why that changes no bit, and no recovery:
+Why this changes no bit, and no recovery:
 - All ops are in one stream, in the order of the plan, whenever the host gives them to it.
-- Nothing that comes from a peer is given to an op before the host has seen that it came, and that no cancel came before
-  it (agent.transport.group); nor does an op go beyond a collective of its worker's ranks whose end the host has not
-  seen (agent.transport.ranks). So an op that is queued waits for nobody: it ends by itself, whoever has died.
-- What is sent or summed over NCCL waits for its op on the device; what goes by way of the host, and every look of the
-  host at a number, waits for all ops before it.
-- Who leaves an iteration first ends what waits for peers, and then waits for the device (`forget`): nobody writes to a
-  sum, a parameter or a buffer any more when it is undone, or given to somebody else. Ops of the next iteration come
-  behind in the same stream.
-- A step is taken with the host at its side: its end is waited for.
+- No op gets anything from a peer before the host has seen that it came, and that no cancel came before it
+  (agent.transport.group). No op goes beyond a collective of its worker's ranks before the host has seen the end of that
+  (agent.transport.ranks). So an op that is queued waits for nobody: it ends by itself, whichever worker has died.
+- What is sent or summed over NCCL waits for its op on the device. What goes by way of the host, and every number that
+  the host reads, waits for all ops before it.
+- A worker that abandons an iteration first ends what waits for peers, and then waits for the device (`forget`). So
+  nothing writes any more to a sum, a parameter or a buffer when it is undone or used again. Ops of the next iteration
+  come later in the same stream.
+- The host waits for the end of each step.
 
-Run on one GPU (app/docs/gpus.md); the order of waits is tested with stand-ins for its events.
+This runs on one GPU (app/docs/gpus.md); the order of waits is tested with stand-ins for its events.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ from openrecycle.planner.plans.schedule import MicroBatch
 # -- what a worker's thread has given its device to do ------------------------------------------
 
 AHEAD = 1
-"""Ops that may be queued behind the one that the device is at."""
+"""How many ops may be queued behind the one that the device runs."""
 _GLANCE_SECONDS = 2e-5
 
 
 class OpQueue:
-    """Of a device whose calls return when their work is done.
+    """The ops of a device whose calls return when their work is done.
 
-    pace: stretches ops. ended: is told of each op's kind, when it ended on this process's monotonic clock (NaN: nobody
-    has asked for that), and the seconds that it took on the device; in order. now: that clock.
+    pace: stretches ops. ended: called for each op in order, with its kind, the time at which it ended on this process's
+    monotonic clock (NaN: nobody has asked for that), and the seconds that it took on the device. now: that clock.
     """
 
     def __init__(
@@ -91,39 +91,39 @@ class OpQueue:
         self._pace, self._ended, self._now = pace, ended, now
 
     def clock(self) -> None:
-        """From here on, it is asked when ops end. Nothing is queued."""
+        """Starts to report the times at which ops end. Called while nothing is queued."""
 
     def begin(self) -> float:
-        """The next op's work begins. Returns the time."""
+        """Says that the next op's work begins. Returns the time."""
         return self._now()
 
     def end(self, kind: str, key: MicroBatch, started: float) -> None:
-        """All its work has been given to the device. started: what `begin` returned."""
+        """Says that all of the op's work has been given to the device. started: what `begin` returned."""
         self.finish(kind, started)
 
     def finish(self, kind: str, started: float) -> None:
-        """The same; returns when it has ended. started: on the monotonic clock."""
+        """Does the same as `end`, and waits until the op has ended. started: monotonic seconds."""
         seconds = self._pace.finish(kind, started)
         self._ended(kind, self._pace.ended, seconds)
 
     def wait_for(self, arrived: Callable[[], bool]) -> None:
-        """Before a wait for a peer: returns as soon as `arrived`, or when all ops have ended. Until then it is them
-        that this worker waits for."""
+        """Waits until `arrived` or all ops have ended. Called before a wait for a peer: until then, this worker waits
+        for its own ops."""
 
     def drain(self) -> None:
-        """Returns when all ops have ended."""
+        """Waits until all ops have ended."""
 
     def forget(self) -> None:
-        """The same, of ops that are of no use."""
+        """Waits until all ops have ended, and reports none of them."""
 
     def failed(self, kind: str, key: MicroBatch) -> tuple[str, MicroBatch]:
-        """The op that the device has failed in, of which it was told in this one."""
+        """Returns the op in which the device has failed. The failure was found in the op that is given."""
         return kind, key
 
 
 @dataclass(frozen=True)
 class _Queued:
-    """number: so many ops have ended when it has."""
+    """An op that the device was given. number: how many ops have ended when this one has. began, ended: its events."""
 
     kind: str
     key: MicroBatch
@@ -133,18 +133,19 @@ class _Queued:
 
 
 class OpCount:
-    """Ops that have ended on a GPU. It counts them itself, into memory of the host: once it has failed, it can be asked
-    for nothing any more."""
+    """Counts the ops that have ended on a GPU. The GPU itself counts them, into the host's memory: once it has failed,
+    it answers nothing any more."""
 
     def __init__(self, device: torch.device) -> None:
         self._there, self._here = torch.full((1,), -1, device=device), torch.zeros(1, dtype=torch.int64)
         if device.type == "cuda":
             self._here = self._here.pin_memory()
-        # Before anything is received: a kernel that is loaded with its first use waits for all that the GPU was given.
+        # Done once before anything is received: a kernel is loaded with its first use, which waits for all that the GPU
+        # was given.
         self.add()
 
     def add(self) -> None:
-        """One more, behind what it has been given."""
+        """Has the GPU count one more op, after all that it was given."""
         self._there.add_(1)
         self._here.copy_(self._there, non_blocking=True)
 
@@ -154,9 +155,12 @@ class OpCount:
 
 
 class DeviceOpQueue(OpQueue):
-    """Of a GPU. event: makes one that has been recorded in the stream of the ops (`synchronize`, `query`,
-    `elapsed_time` to a later one, in ms). progress: is told what the host waits for. count: without it, the op
-    that meets a failure is the one that has failed."""
+    """The ops of a GPU.
+
+    event: makes an event that is recorded in the stream of the ops, with `synchronize`, `query`, and `elapsed_time` to
+    a later one in ms. progress: is told what the host waits for. count: without it, the op in which a failure is found
+    counts as the one that has failed.
+    """
 
     def __init__(
         self,
@@ -227,7 +231,7 @@ class DeviceOpQueue(OpQueue):
             self._count.add()
 
     def _retire(self, keep: int) -> None:
-        """Waits for the ends of all but the last so many."""
+        """Waits for the ends of all ops but the last `keep`."""
         while len(self._queued) > keep:
             op = self._queued[0]
             self._progress.at(op.kind, op.key)
@@ -243,12 +247,12 @@ class DeviceOpQueue(OpQueue):
 def op_queue(
     device: torch.device, pace: PacedDevice, ended: Callable[[str, float, float], None], progress: OpProgress
 ) -> OpQueue:
-    """That of this thread's ops on `device`."""
+    """Returns the queue of this thread's ops on `device`."""
     if device.type != "cuda":
         return OpQueue(pace, ended)
 
     def event() -> Any:
-        # Blocking: a thread that spins would take the processor from those that report and cancel.
+        # Blocking, since a thread that spins would take the processor from the threads that report and cancel.
         made: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         made.record(torch.cuda.current_stream(device))
         return made
@@ -268,8 +272,8 @@ class OpError(Exception):
 
 
 class RankAloneError(StageIOError):
-    """A layer raised on one rank alone, where micro-batches are divided over them: the others wait for what it does
-    not send, and would take what it sends next for that."""
+    """A layer raised on one rank alone, where each micro-batch is divided over the ranks. The other ranks wait for what
+    this one does not send, and would take what it sends next for that."""
 
 
 class Interrupted(Exception):
@@ -277,13 +281,14 @@ class Interrupted(Exception):
 
 
 class Executor:
-    """One worker's engine: a table from op kind to method, and a short loop.
+    """Runs one worker's ops: a table from op kind to method, and a short loop. Used by the training thread.
 
-    pace: seconds an op of each kind is stretched to (see agent.config.faults). interrupted: asked before
-    every op. committed: called with (iteration, loss) right after a step, before anything that can
-    fail; the loss is 0 but on the last stage. keeps_finished: `abandon` keeps whole micro-batches. progress: is told
-    what this thread is at. incomplete: does this worker still take its state from a peer? hold_settings: called after
-    the workload's code, which may have changed what torch keeps for the whole process.
+    pace: the seconds to which ops of each kind are stretched (see agent.config.faults). interrupted: asked before every
+    op whether to abandon the iteration. committed: called with (iteration, loss) right after a step, before anything
+    that can fail; the loss is 0 on all stages but the last. keeps_finished: `abandon` keeps the micro-batches that are
+    summed whole. progress: is told what this thread is doing. incomplete: says whether this worker still takes its
+    state from a peer. hold_settings: called after the workload's code, which may have changed what torch keeps for the
+    whole process.
     """
 
     def __init__(
@@ -318,10 +323,10 @@ class Executor:
         self._usual_weight: float | None = getattr(workload, "usual_weight", None)
         self._varies: bool = getattr(workload, "varies", False)
         self._weights: dict[MicroBatch, Tensor] = {}
-        """Of the micro-batches in hand, where they are weighted."""
+        """The weights of the micro-batches under way, where they are weighted."""
         self._connect_to(stage_io)
         self._exchange: Exchange | None = None
-        """Of the sums of layers that move to another stage."""
+        """Exchanges the sums of layers that move to another stage."""
         self._tied: TiedSums | None = None
         self._sharded: ShardedStage | None = None
         self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
@@ -333,18 +338,18 @@ class Executor:
         self._reduction_seconds = float("inf")
         self._void = self._overturned = self._reducing = False
         self._reduction: GradientReduction | None = None
-        """Of the iteration in flight, where its step has not been taken."""
+        """The reduction of the iteration in flight, until its step is taken."""
         self._keeps_finished = keeps_finished
         self._incomplete, self._hold_settings = incomplete, hold_settings
 
     @property
     def sharded(self) -> ShardedStage | None:
-        """Where the optimizer's state is sharded over the stage's workers."""
+        """What shares the optimizer's state with the stage's workers; None: the state is not sharded."""
         return self._sharded
 
     @property
     def finished(self) -> frozenset[MicroBatch]:
-        """Micro-batches of the iteration in flight that this worker's sum holds."""
+        """The micro-batches of the iteration in flight that are in this worker's sum."""
         return frozenset(self._stage.gradients.settled)
 
     def run(
@@ -355,26 +360,26 @@ class Executor:
         redo: Redo | None = None,
         left_out: frozenset[MicroBatch] = frozenset(),
     ) -> None:
-        """One iteration, its step included; or none, where the step before turns out to be wrong.
+        """Runs one iteration with its step; or none, if the step before turns out to be wrong.
 
-        redo: what is left of it to be done; None: all of it. left_out: micro-batches that nobody runs; the mean is
-        over the others.
+        redo: what is left of the iteration; None: all of it. left_out: micro-batches that nobody runs; the mean is over
+        the others.
 
-        Then every worker gets to know it before its own step of this iteration, the step before has
-        been put right when this returns, and the iteration is to be run again. Until then messages
-        already under way, and those that others still wait for, are passed on without computing.
+        If the step before was wrong, every worker learns so before its own step of this iteration. The step before has
+        been corrected when this returns, and the iteration is to be run again. Until then, messages that are under way
+        or that others wait for are passed on without computing.
 
-        Raises Interrupted, TransferError or OpError; `abandon` must follow then. The step may have been
-        taken nevertheless.
+        Raises Interrupted, TransferError or OpError; `abandon` must follow then. The step may have been taken
+        nevertheless.
         """
         self.use(groups)
-        self._hold_settings()  # the step before, a builder or an evaluation may have changed them
+        self._hold_settings()  # the step before, a builder or an evaluation may have changed torch's settings
         self._stage.count_elsewhere(frozenset() if redo is None else redo.counted - self.finished)
         whole = script
         if redo is not None:
             script = script.only(redo.run)
         script, self.left_out = script.without(left_out), left_out
-        left = 0 if self._usual_weight is not None else len(left_out)  # the sum of weights lacks them by itself
+        left = 0 if self._usual_weight is not None else len(left_out)  # the sum of weights is without them anyway
         self._share = 1.0 / max(1, self._job.pipelines * self._job.micro_batches - left)
         self._iteration, self._script = iteration, script
         self._reducing = False
@@ -386,7 +391,7 @@ class Executor:
             self._queue.clock()
         self._transfers.begin(iteration, script)
         reduces = self._transfers if self._sharded is None else self._sharded
-        # Of what is left of an iteration others may have sums than those who run it.
+        # Where only a part of the iteration is left, workers that run nothing of it may have sums, too.
         alone = script.alone if self._sharded is None and redo is None else None
         self._reduction = GradientReduction(
             self._stage.gradients, reduces.begin_reduce if alone is None else from_one(groups, alone)
@@ -411,7 +416,7 @@ class Executor:
             self.gather_parameters()
         self._queue.drain()
         self.timeline.finish(script.ops)
-        # What went out an iteration ago has been received by now: its receiver has answered since.
+        # What was sent an iteration ago has been received by now: its receiver has answered since.
         self._progress.at(WAITING)
         self._transfers.let_go(iteration)
         self._progress.at(AT_REST)
@@ -420,16 +425,16 @@ class Executor:
     def evaluate(
         self, iteration: int, data: EvaluationData, script: Script, groups: Groups, problem: Callable[[str], None]
     ) -> dict[str, float]:
-        """Before `iteration`, with everything settled: forwards of all micro-batches of `data`, on this worker those
-        that `script` gives it. Returns the mean `loss` and the mean of each metric, the same to the bit whoever ran
-        what; on other stages than the last nothing.
+        """Runs the forwards of all micro-batches of `data`, on this worker those that `script` gives it. Called before
+        `iteration`, with everything settled. Returns the mean `loss` and the mean of each metric, the same to the bit
+        whichever workers ran them; on other stages than the last it returns nothing.
 
-        A micro-batch that raises makes the means NaN, is said to `problem`, and is no reason for anybody to end. Raises
+        A micro-batch that raises makes the means NaN and is reported to `problem`; no worker ends for it. Raises
         Interrupted or TransferError; `abandon` must follow then.
         """
         self.use(groups)
         measures = {"loss": self._workload.loss, **data.metrics}
-        # A place for each micro-batch: to add zeros rounds nothing.
+        # Each micro-batch has a place of its own: adding zeros rounds nothing.
         table = torch.zeros(len(measures) + 1, data.micro_batches, dtype=torch.float64)
         per_pipeline, at_once = self._job.micro_batches, self._job.pipelines * self._job.micro_batches
         with self._stage.evaluating():
@@ -456,7 +461,7 @@ class Executor:
                         table[:, index] = math.nan
                         self._send_outputs(key, tuple(_unknown(spec.empty(self._where)) for spec in self._outgoing))
                 self._progress.at(WAITING)
-                self._transfers.let_go()  # whoever receives these waits for nobody that comes after this worker
+                self._transfers.let_go()  # can't deadlock: the receivers wait for no worker that comes after this one
         if self._last:
             values = table.to(self._where)
             self._transfers.reduce(values)
@@ -515,21 +520,21 @@ class Executor:
         run(measure=measure)
 
     def rearrange(self, stage: Stage, stage_io: StageIO) -> None:
-        """Between two iterations, with everything settled: the worker's stage has other layers from here on."""
+        """Gives the worker a stage with other layers. Called between two iterations, with everything settled."""
         self._stage, self._exchange = stage, None
         self._connect_to(stage_io)
         if self._groups is not None:
             self._transfers = self._groups.transfers(self._layout)
 
     def use(self, groups: Groups) -> None:
-        """A generation's, from when they are formed: `abandon` ends what is exchanged in them."""
+        """Uses a generation's groups, as soon as they have formed: `abandon` ends what is exchanged in them."""
         if groups is not self._groups:
             self._groups, self._transfers = groups, groups.transfers(self._layout)
             self._reduction_seconds = float("inf")
             self._device.waited()
 
     def share(self, sharded: ShardedStage) -> None:
-        """The stage's workers share the optimizer's state, from here on."""
+        """Shares the optimizer's state with the stage's workers from here on."""
         self._sharded = sharded
 
     def end_sharing(self) -> None:
@@ -538,16 +543,17 @@ class Executor:
             self._sharded = None
 
     def tie(self, sums: TiedSums | None) -> None:
-        """To stages that have copies of this one's parameters; None: none has."""
+        """Sets how gradients are summed with stages that have copies of this one's parameters; None: none has."""
         self._tied = sums
 
     def move_layers(self, exchange: Exchange | None) -> None:
-        """Those that come to this worker take each step that it takes, from here on; None: no layers move."""
+        """Has layers that come to this worker take each step that it takes, from here on; None: no layers move."""
         self._exchange = exchange
         self._steps.take_along(exchange.stepped if exchange is not None else [])
 
     def end_exchanges(self) -> None:
-        """The generation is being left. What layers beside the stage have is kept, with the steps that they have."""
+        """Ends the exchanges of a generation that is being left. Layers that are on their way keep what they have, with
+        the steps that they have taken."""
         self._exchange = self._tied = None
         self.end_sharing()
 
@@ -559,14 +565,14 @@ class Executor:
         self._layout = TransferLayout(self._job, self._incoming, self._outgoing, widest, self._where, weighted, varies)
 
     def set_pace(self, pace: Mapping[str, float]) -> None:
-        """Seconds by op kind, from the next op on."""
+        """Sets the pace from the next op on, in seconds by op kind."""
         self._device.set_pace(pace)
 
     def settle(self) -> None:
         """Waits until the last step is settled and peers have received all that was sent.
 
-        Between two iterations only: afterwards this worker may leave the groups without anybody
-        missing anything. Raises TransferError, or NonFiniteError.
+        Called between two iterations only. Afterwards this worker may leave the groups, and no peer lacks anything.
+        Raises TransferError, or NonFiniteError.
         """
         self._progress.at(VALIDATION)
         self._steps.drain()
@@ -577,21 +583,21 @@ class Executor:
         self._progress.at(AT_REST)
 
     def gather_parameters(self) -> None:
-        """Between two iterations, once the last step is settled: those that other workers step, where it was put right.
-        Raises TransferError."""
+        """Takes the parameters that other workers step, if the last step was corrected. Called between two iterations,
+        once the last step is settled. Raises TransferError."""
         if self._sharded is not None:
             self._progress.at(WAITING)
             self._sharded.gather()
 
     def abandon(self) -> None:
-        """Drops the iteration in flight and every transfer; of what is summed, as keep_finished says."""
+        """Drops the iteration in flight and every transfer. Sums are kept where `keeps_finished` asks for it."""
         self._progress.at(LEAVING)
         if self._groups is not None:
-            self._groups.ranks.halt()  # before the device is waited for
+            self._groups.ranks.halt()  # first, since what waits for peers would hold up the device
             self._transfers.drop()
             self._groups = None
         self._queue.forget()
-        # A reduction works in place, so that one which did not end has left no sum of anybody's.
+        # A reduction works in place: one that did not end has left sums that are nobody's.
         begun = self._reduction is not None and self._reduction.begun
         whole = not self._reducing and not self._void and not begun
         let_go = self._reduction.let_go if self._reduction is not None and begun else None
@@ -616,15 +622,15 @@ class Executor:
     # -- ops ----------------------------------------------------------------------------------
 
     def _run_op(self, kind: str, key: MicroBatch) -> None:
-        """Raises OpError for what the workload's code raises, and for an output of another shape than the others'."""
+        """Runs one op. Raises OpError for what the workload's code raises, and for an output of the wrong shape."""
         try:
             self._run[kind](key)
         except TransferError:
             raise
-        except BaseException as error:  # also what ends Python: nothing but the workload's code raises that here
+        except BaseException as error:  # even SystemExit: only the workload's code raises that here
             self._check_siblings(error)
-            # A forward may have met parameters of a step that is overturned, or what was passed on by somebody who knew
-            # it. It is the fault of nobody; and it has received, and not sent yet.
+            # A forward may have used parameters of a step that is overturned, or what a worker passed on that knew of
+            # it. Then the failure is nobody's fault. The forward has received its input, and has sent nothing yet.
             self._progress.at(VALIDATION)
             if kind == "F" and self._counts_no_more():
                 self._send_nothing(key)
@@ -636,15 +642,16 @@ class Executor:
             self._hold_settings()
 
     def _counts_no_more(self, kind: str = "") -> bool:
-        """Has the step before been overturned, as is known before an op of this kind? Before an F nobody waits to know
-        it. Where gradients begin, the memory in which that step could be undone ends: see agent.workers.recovery."""
+        """Says whether the step before has been overturned, as far as is known before an op of this kind. An F does not
+        wait to know it. The first op with gradients does: it uses the memory with which that step could be undone (see
+        agent.workers.recovery)."""
         if kind == "F":
             return self._steps.overturned()
         self._overturned = self._overturned or self._steps.settle()
         return self._overturned
 
     def _check_siblings(self, error: BaseException) -> None:
-        """Raises SiblingError for what a collective of a module raised because another rank has left it."""
+        """Raises SiblingError if a collective in a module raised `error` because another rank has left it."""
         if self._groups is not None and self._groups.ranks.broke(error):
             raise SiblingError(f"in a layer: {first_line(error)}") from None
 
@@ -655,7 +662,7 @@ class Executor:
             x, wanted = self._received("F", key), wanted_of(self._incoming)
         else:
             x, wanted = self._here(self._read(self._workload.inputs, key)), None
-        # What is read is waited for, as what a peer sends: it is no part of the op.
+        # Reading counts as waiting, as for what a peer sends: it is no part of the op.
         loss = self._scaled_loss(key, self._read(self._workload.targets, key)) if self._last else None
         started = self._queue.begin()
         self._progress.at("F", key)
@@ -677,8 +684,8 @@ class Executor:
             self._hold_settings()
 
     def _scaled_loss(self, key: MicroBatch, targets: Any) -> Callable[[Any], Tensor]:
-        """Of the last stage: output to the micro-batch's share of the iteration's loss. targets: as they were read, of
-        which the host tells the weight without a device."""
+        """Returns, for the last stage, what maps the output to the micro-batch's share of the iteration's loss.
+        targets: as they were read: on the host, their weight is found without the device."""
         share, weighted, there = self._share, self._usual_weight, self._here(targets)
         if weighted is None:
             return lambda y: self._workload.loss(y, there) * share
@@ -689,7 +696,8 @@ class Executor:
         return lambda y: self._workload.loss(y, there) * (weight[0] * (share / weighted)).float()
 
     def _gradient_of_output(self, key: MicroBatch) -> Any:
-        """From whoever ran the forward of the next stage, if there is one; with it comes what is weighed."""
+        """Takes the gradient from the worker that ran the forward of the next stage, if there is one, with the
+        micro-batch's weight."""
         dy = self._received("I", key) if key in self._script.after else None
         if self._usual_weight is not None:
             self._stage.weigh(key, self._weights[key])
@@ -713,7 +721,7 @@ class Executor:
             self._queue.end("W", key, started)
 
     def _backward(self, key: MicroBatch) -> None:
-        """B, coupled: the gradient goes upstream only when W is done too, as in the plan."""
+        """Runs B, which is I and W in one: the gradient is sent upstream only when W is done too, as in the plan."""
         self._faults.before(self._iteration, "I", *key)
         dy = self._gradient_of_output(key)
         self._progress.at("B", key)
@@ -730,13 +738,14 @@ class Executor:
         self._progress.at(WAITING)
         assert self._reduction is not None
         arrived = time.monotonic()
-        self._reduction.begin()  # behind the last W, be it over or not
+        self._reduction.begin()  # comes after the last W on the device, which may not have ended
         arrived -= time.monotonic()
         self._queue.drain()
         arrived += time.monotonic()
         self._progress.at(WAITING)
         self._reduction.finish()
-        # From here on this worker has what its step needs, and takes it whatever breaks: see agent.workers.recovery.
+        # From here on this worker has what its step needs, and takes the step whatever breaks: see
+        # agent.workers.recovery.
         if self._tied is not None:
             self._tied.sum(self._iteration, self._steps.optimizer)
         if self._sharded is not None:
@@ -756,14 +765,14 @@ class Executor:
             broken = broken or error
         reduced = time.monotonic()
         self._progress.at("O")
-        # What the reduction itself takes; the rest was waiting for peers.
+        # The least that was seen is what the reduction itself takes; the rest was waiting for peers.
         self._reduction_seconds = min(self._reduction_seconds, reduced - arrived)
         self._device.waited()
         self._faults.before(self._iteration, "O")
         self._committed(self._iteration, self._steps.take(incomplete, by_all=broken is None))
         self._faults.before(self._iteration, "V")
         if broken is None and self._steps.in_doubt:
-            broken = lost_validation()  # peers may know it, and have stepped otherwise
+            broken = lost_validation()  # peers may have the validation, and have taken another step
         if broken is not None:
             raise broken
         if self._sharded is not None:
@@ -773,8 +782,8 @@ class Executor:
         self._queue.finish("O", reduced - self._reduction_seconds)
 
     def _pass_on(self, kind: str, key: MicroBatch) -> None:
-        """The transfers of an op of an iteration that counts no more; what they carry does not matter, but to a forward
-        whose worker has not heard of it."""
+        """Does the transfers of an op of an iteration that no longer counts. What they carry matters only to a forward
+        whose worker has not heard of that yet: it must be able to compute with it."""
         if kind == "F":
             if key in self._script.before:
                 self._received("F", key)
@@ -795,16 +804,16 @@ class Executor:
     # -- transfers ----------------------------------------------------------------------------
 
     def _send_outputs(self, key: MicroBatch, y: tuple[Tensor, ...]) -> None:
-        """To whoever runs the forward of the next stage, if there is one."""
+        """Sends outputs to the worker that runs the forward of the next stage, if there is one."""
         if not self._last:
             self._transfers.send("F", key, dict(enumerate(y)))
 
     def _send_nothing(self, key: MicroBatch) -> None:
-        """In the place of outputs, numbers that can be computed with: 0 is always an index."""
+        """Sends zeros in place of outputs. Layers can compute with them, since 0 is a valid index for any of them."""
         self._send_outputs(key, tuple(spec.empty(self._where).zero_() for spec in self._outgoing))
 
     def _send_gradients(self, key: MicroBatch, dx: Gradients) -> None:
-        """To whoever ran the forward of the stage before, if there is one."""
+        """Sends gradients to the worker that ran the forward of the stage before, if there is one."""
         if key in self._script.before:
             gradients = dx if isinstance(dx, tuple) else (dx,)
             wanted = {i: g for i, g in enumerate(gradients) if g is not None and self._incoming[i].gradient}
@@ -813,7 +822,8 @@ class Executor:
             self._transfers.send("I", key, wanted)
 
     def _received(self, kind: str, key: MicroBatch) -> Any:
-        """The boundary's tensor, or all of them as a tuple; None for a gradient that does not travel."""
+        """Waits for what comes from a neighbouring stage. Returns the boundary's tensor, or all of them as a tuple;
+        None stands for a gradient that is not sent."""
         self._queue.wait_for(lambda: self._transfers.arrived(kind, key))
         self._progress.at(WAITING, key)
         arrived = self._transfers.receive(kind, key)
@@ -828,11 +838,11 @@ _ZERO = torch.zeros(1, dtype=torch.float64)
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Of what counts; NaN where nothing does."""
+    """Returns the mean of the values whose weight is not 0; NaN: there is none."""
     total = math.fsum(weights)
     return math.fsum(v * w for v, w in zip(values, weights, strict=True) if w) / total if total else math.nan
 
 
 def _unknown(tensor: Tensor) -> Tensor:
-    """Stands for what could not be computed."""
+    """Fills a tensor that stands for one that could not be computed."""
     return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.zero_()

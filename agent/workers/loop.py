@@ -1,12 +1,12 @@
-"""The training loop of one worker, through failures: take up a generation, agree, train, and again.
+"""The training loop of one worker, through failures: take up a generation, agree with the others, train, and again.
 
-A worker that joins is in the groups at once and takes its stage's state beside the training of the others
-(agent.workers.state_transfer); until it has all of it, everybody runs a plan that does without it.
+A worker that joins is in the process groups at once, and takes its stage's state beside the training of the others
+(agent.workers.state_transfer). Until it has all of that state, all workers run a plan that does without it.
 
-No failure of a peer ends this process. What interrupts an iteration is a broken transfer or the
-news of another generation; both lead to the same place: abandon the iteration in flight, wait for a
-generation that is newer than the one left, form its groups, agree on an iteration, go on. A generation that
-only adds workers interrupts nothing: all leave at the same boundary, with nothing in flight.
+No failure of a peer ends this process. A broken transfer, or the news of another generation, interrupts an iteration.
+Then the worker abandons the iteration in flight, waits for a generation that is newer than the one it left, forms its
+groups, agrees on an iteration with the others, and goes on. A generation that only adds workers interrupts nothing: all
+leave the one before at the same boundary between two iterations, with nothing in flight.
 """
 
 from __future__ import annotations
@@ -97,20 +97,21 @@ from openrecycle.planner.plans.schedule import Schedule
 
 _JOINING = -1
 WAIT_SECONDS = 0.5
-"""For so long nobody talks while all wait for a newcomer's state; whoever it is waits for that, not on a time-out."""
+"""How long a newcomer receives state before all workers exchange news again, while all wait for that state. The others
+wait for the newcomer in that exchange, and not until a time-out."""
 SIBLING_SECONDS = 5.0
-"""For the news to come for which another rank of this worker has left an iteration."""
+"""How long to wait for the news that made another rank of this worker leave an iteration."""
 TRACEBACK_LINES = 12
-"""Of an exception in an op, the last ones."""
+"""How many of the last lines of an op's traceback are reported."""
 SAID_SAMPLES = 1000
-"""Of a micro-batch that raises, the first ones: a worker's message has a largest size."""
+"""How many samples of a micro-batch that raises are reported: a worker's message has a largest size."""
 
 
 class WorkerLoop:
-    """Trains one stage of one pipeline until the job is over.
+    """Trains one stage of one pipeline until the job is over. Used by the worker's main thread alone.
 
-    channel brings generations and takes reports; log is told how each generation was taken up. device: where the
-    stage computes. settings: of torch, which are to stay so; None: those that there are now.
+    channel: brings generations and takes reports. log: is told how each generation was taken up. device: where the
+    stage computes. settings: the settings of torch that are to stay as they are; None: the present ones.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class WorkerLoop:
         self._makeup = environment(
             str(torch.__version__), torch.get_num_threads(), kind_number(device), self._settings.number
         )
-        # A worker that comes back is not killed, or slow, a second time by the same wish.
+        # A worker that comes back is not killed or slowed down a second time by the same option.
         self._kills, self._slowdowns = ((), ()) if spec.joins else (options.kills, options.slowdowns)
         self._pace = options.pace
         self._take_place(me, origin)
@@ -159,37 +160,39 @@ class WorkerLoop:
                 if me == Worker(0, stages - 1) and (words := kept_rate(rates, learning_rates(groups))):
                     channel.say("warning", text=words)
         self._known = not spec.joins
-        """Has it been in a generation with all others, or is it one of the first?"""
+        """Whether it has been in a generation with all others, or is one of the first workers."""
         self._generation = self._taken_in = 0
-        """_taken_in: the generation in which its layers were taken into use; 0: they were the stage's when it came."""
+        """_taken_in: the generation in which its layers were taken into use; 0: the stage had them when it came."""
         self._evaluated = self._evaluated_by_all = 0
-        """The newest iteration before which this worker has evaluated, and as far as is known every worker."""
+        """The newest iteration before which this worker has evaluated; and before which, as far as is known, all
+        have."""
         self._stood_still = 0.0
-        """For so many seconds, on account of layers that move, and nobody has been told."""
+        """For how many seconds it stood still because layers move, as far as it has not reported that yet."""
         self._leaving: frozenset[Worker] = frozenset()
-        """Of this generation's workers, those that are to go: others take what they hold of a sharded optimizer."""
+        """Workers of this generation that are to leave: others take what they hold of a sharded optimizer."""
         self._corrected = False
-        """Did this generation's agreement put the last step right?"""
+        """Whether this generation's agreement corrected the last step."""
 
     def _take_place(self, me: Worker, origin: Origin | None) -> None:
-        """Puts together what a worker of that place needs, with the stage's initial state."""
+        """Builds what a worker of the place `me` needs, with the stage's initial state."""
         options, channel = self._options, self._channel
         self._me, self._placed = me, False
         self._restored: tuple[str | None, Worker, Partition] | None = None
-        """The checkpoint that has been taken up, where and with which layers, while nothing has changed since."""
+        """The checkpoint that was loaded, at which place and with which layers; None once anything has changed
+        since."""
         upcoming = getattr(self._workload, "upcoming", None)
         if upcoming is not None and me.stage in (0, options.job.stages - 1):
-            upcoming([])  # a process that it starts comes up while the stage is put together
+            upcoming([])  # a process that it starts can come up while the stage is built
         stage, split = self._ranks.together(
             lambda: assemble(
                 self._workload, options.job, self._cuts, me.stage, options.seed, options.optimization, self._device
             )
         )
-        if split.warning and me.pipeline == 0:  # its peers find the same
+        if split.warning and me.pipeline == 0:  # its peers find the same, and need not say it
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
         self._split, self._split_agreed = stage.split, True
         self._wanted_split: StrategyName | None = stage.split.name
-        """That of all layers; None: they come from stages that are split in different ways."""
+        """How the backward of all layers is split; None: they come from stages that are split in different ways."""
         self._optimizer = stage_optimizer(
             *(self._workload, stage.module, stage.gradients, options.optimization, options.job.pipelines, options.seed)
         )
@@ -233,29 +236,30 @@ class WorkerLoop:
         self._placed = True
 
     def _take_another_place(self, me: Worker) -> None:
-        """Or the same one with other layers."""
+        """Gives up this worker's state and takes another place, or the same one with other layers."""
         self._split.close()  # a workload that was given its modules gives the same ones again
-        # Before another one is put together: there need not be the memory for two.
+        # First, since there may not be memory for two stages.
         for optimizer in (self._optimizer, *(coming.optimizer for coming in self._coming.values())):
             optimizer.give_up()
-        # With the origin that the job has, as one has that comes later: all must write the same checkpoints.
+        # With the job's origin, as a worker has that comes later: all must write the same checkpoints.
         self._take_place(me, self._origin)
-        gc.collect()  # its modules; and of a workload before, also the process ends that read ahead for it
+        gc.collect()  # frees the old modules; with a workload before, this also ends the process that read ahead for it
 
     def _settle_in(self, orders: GenerationSpec) -> None:
-        """Becomes the worker of the place, the layers and the checkpoint (or start) that a generation asks for, where
-        it is not, and gives up what it holds. Raises TransferError, also when the checkpoint can't be read."""
+        """Takes the place, the layers and the checkpoint (or the start) that a generation asks for, unless it has them,
+        and gives up what it holds. Raises TransferError, also when the checkpoint can't be read."""
         other = bool(orders.held) and not self._state.begun and self._cuts.partition != orders.held
         taken_up = (orders.restore, orders.cell, orders.partition)
         other = other or orders.cell != self._me or not self._placed
-        # Who needed longer for a checkpoint than others wait has it when they go back to it once more.
+        # A worker that needed longer to load a checkpoint than others waited has it already when all go back to it
+        # again.
         other = other or (orders.restore is not None and self._restored != taken_up)
-        # A stage is put together by all ranks of a worker, in exchange with each other.
+        # All ranks of a worker build a stage together, and exchange data meanwhile.
         if not any(row[0] for row in self._ranks.gather_numbers((int(other),))):
             return
         if orders.cell != self._me:
-            self._kills = ()  # wishes for faults at a place were meant for the worker that began there
-        # Some may have gone over to other layers already, and others not: a checkpoint has them all.
+            self._kills = ()  # kills on purpose at a place were meant for the worker that began there
+        # Some workers may have changed over to other layers already, and others not. A checkpoint has all layers.
         partition = orders.held if orders.restore is None else orders.partition
         self._cuts, self._taken_in = replace(self._cuts, partition=partition or self._cuts.partition), 0
         if orders.restore == FROM_START and not self._several:  # ranks train copies (agent.models.parallelized)
@@ -265,25 +269,25 @@ class WorkerLoop:
         if orders.restore:
             try:
                 self._load(orders.restore)
-            except (CheckpointError, OSError) as error:  # the next generation tries again, with this one or an older
+            except (CheckpointError, OSError) as error:  # the next generation tries again, or an older checkpoint
                 raise TransferError(str(error)) from None
         if orders.restore is not None:
             self._state.holds_everything()
             self._restored = taken_up
-            # What came of it may have gone with those who had not told it yet.
+            # The results of an evaluation may be lost with workers that had not reported them yet.
             self._evaluated = 0
 
     def _load(self, checkpoint: str) -> None:
-        """The state of this worker's layers, or a rank's part of it. Raises StateError and OSError."""
+        """Loads the state of this worker's layers, or a rank's part of it. Raises StateError and OSError."""
         part = part_of_rank(self._optimizer.module) if self._several else whole_tensor
         self._optimizer.load_state(load_layers(Path(checkpoint), self._cuts.span(self._me.stage), part), own=True)
 
     def _lacks_state(self) -> bool:
-        """Does this worker still take state that it is to step from its peers?"""
+        """Says whether this worker still takes, from its peers, state that it is to step."""
         sharded = self._executor.sharded
         if sharded is not None and sharded.filling.missing:
             return True
-        # Each is asked: asked for what it lacks, one notices that its last step was put right.
+        # Each of them must be asked: only then does it notice that its last step was corrected.
         return any([not self._state.complete, *[coming.missing for coming in self._coming.values()]])
 
     @property
@@ -295,7 +299,7 @@ class WorkerLoop:
         return self._ranks.size > 1
 
     def run(self) -> None:
-        """Returns when the launcher says that the job is over."""
+        """Trains until the launcher says that the job is over."""
         while not self._channel.over:
             self._status.phase = "waiting"
             orders = self._channel.wait_for_generation(self._generation)
@@ -303,7 +307,7 @@ class WorkerLoop:
                 return
             self._channel.take_up(orders.generation, self._optimizer.committed)
             if str(orders.cell) not in orders.deployment.living:
-                # It was asked to leave, and has: the launcher ends it when nobody needs it any more.
+                # It was asked to leave, and has left. The launcher ends it when no worker needs it any more.
                 self._generation, self._status.phase = orders.generation, "draining"
                 self._channel.wait_for_generation(self._generation)
                 continue
@@ -312,13 +316,13 @@ class WorkerLoop:
                 self._live_through(orders)
             except (Interrupted, TransferError, OpError) as end:
                 if isinstance(end, OpError) and isinstance(end.__cause__, torch.AcceleratorError):
-                    self._say_raised(end)  # before anything asks the device
+                    self._say_raised(end)  # must come before anything uses the device
                 self._end_hand_overs()
                 if isinstance(end, TransferError) and not self._superseded_soon(end):
                     self._say_broken(str(end), end.peer)
                 self._executor.abandon()
                 if isinstance(end, OpError):
-                    self._executor.forget_finished()  # half of a micro-batch may be in the sum
+                    self._executor.forget_finished()  # a part of a micro-batch may be in the sum
                     self._say_raised(end)
                 self._communicator.abandon()
                 whole = False
@@ -327,8 +331,8 @@ class WorkerLoop:
             self._channel.say("left", generation=self._generation, whole=whole)
 
     def _live_through(self, orders: GenerationSpec) -> None:
-        """One generation, until it is superseded, broken or over; returns when it was left at a boundary,
-        with its groups still up."""
+        """Trains in one generation. Returns when the generation is left at a boundary between iterations, with its
+        groups still up. Raises Interrupted, TransferError or OpError when it is superseded, over or broken."""
         self._generation = self._status.generation = orders.generation
         self._log_step("adopted", self._optimizer.committed)
         self._status.phase = "forming"
@@ -346,7 +350,7 @@ class WorkerLoop:
         )
         self._executor.use(groups)
         if self._several:
-            self._settle_in(orders)  # by way of connections that are there now
+            self._settle_in(orders)  # the ranks need the connections that were just made
         target = orders.partition or self._cuts.partition
         agreement = self._agree(groups, living, target, orders.held or target)
         joining = self._hand_over(groups, agreement, orders.interim)
@@ -355,7 +359,7 @@ class WorkerLoop:
         self._tie(groups, living)
         self._set_pace(living)
         if self._left_out(orders, agreement.iteration) != self._executor.left_out:
-            self._executor.forget_finished()  # it is a share of another mean
+            self._executor.forget_finished()  # what is summed is a share of another mean
         redo = self._compare_finished(groups, agreement)
         whole = [w for w in living if w not in joining]
         self._executor.timeline.generation = orders.generation
@@ -366,19 +370,19 @@ class WorkerLoop:
         else:
             self._state.write_once(functools.partial(self._channel.superseded, orders.generation))
         while True:
-            # All that workers do together comes before each asks whether this is the end: that the job ends early may
-            # be known to one, and not yet to others.
+            # What workers do together must come before each asks whether this is the end: one worker may already know
+            # that the job ends early, and others not.
             self._status.iteration = iteration = self._optimizer.committed
             if joining and self._steps.counts_on_all(iteration):
                 if formed is None:
-                    self._state.stop()  # what counts for a step of all can't be taken back
+                    self._state.stop()  # its state now counts for a step of all, and can't be taken back
                     formed = self._say_formed(iteration)
                 joining, whole = frozenset(), living
-            # After the last one nobody would gain by it. (Of a job that ends early not all know that yet.)
+            # After the last iteration moving layers would be of no use. (If the job ends early, not all know that yet.)
             if moving and iteration < self._options.iterations and self._steps.counts_on_all(iteration):
                 self._executor.settle()
                 if not self._steps.incomplete:
-                    redo = None  # what is finished is summed in other layers' sums
+                    redo = None  # the finished micro-batches are in the sums of other layers
                     self._executor.end_sharing()
                     self._go_over(target)
                     self._say_rearranged(iteration)
@@ -398,11 +402,12 @@ class WorkerLoop:
                 return
             self._status.phase = "training"
             if iteration >= self._iterations:
-                break  # the job was told to end while it was held here
-            # Without an interim plan (somebody is to try a bad sample) that of all: its routing holds for any layers.
+                break  # the job was told to end while it was paused here
+            # Without an interim plan, as when a worker is to try a bad sample, the plan of all is run: its routing
+            # holds for any layers.
             script = scripts[-1 if joining or moving else 0]
             self._evaluate(iteration, script, groups)
-            # Where that has put the last step right, what was copied of it is of no use.
+            # If the evaluation has corrected the last step, the copy that was made for a checkpoint is of no use.
             self._checkpoint(whole, last=False)
             self._restored = None
             self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
@@ -415,11 +420,11 @@ class WorkerLoop:
         self._executor.gather_parameters()
         self._evaluate(self._optimizer.committed, scripts[-1 if joining or moving else 0], groups, last=True)
         self._checkpoint(whole, last=True)
-        # Others may still be at work, and a death among them may need this worker once more.
+        # Other workers may still run ops; if one of them dies, this worker may be needed again.
         self._status.phase = "draining"
         if self._options.weights is not None:
             self._save_weights(str(self._options.weights), min(w for w in whole if w.stage == self._me.stage))
-        # One that has not got all of its state yet has no parameters to compare.
+        # A worker that does not have all of its state yet has no parameters to compare.
         sha256 = "" if self._me in joining else self._optimizer.parameters_sha256()
         self._channel.say("done", generation=orders.generation, sha256=sha256)
         self._channel.wait_for_generation(orders.generation)
@@ -458,7 +463,7 @@ class WorkerLoop:
         until_written(write, pause, lambda text: self._channel.say("warning", text=f"{self._me}: {text}"))
 
     def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:
-        """Where it is due before `iteration`, and has not been done by all. Raises as `Executor.evaluate`."""
+        """Evaluates, if that is due before `iteration` and not done by all workers. Raises as `Executor.evaluate`."""
         every, data = self._options.evaluate_every, getattr(self._workload, "evaluation", None)
         began = self._origin.resumed_at if self._origin is not None else 0
         due = every and iteration > began and (last or iteration % every == 0)
@@ -473,7 +478,7 @@ class WorkerLoop:
             say("evaluated", generation=self._generation, iteration=iteration, values=hexadecimal)
 
     def _set_pace(self, living: list[Worker]) -> None:
-        """Of what this worker's layers take, where that is known layer by layer, or by a profile."""
+        """Sets the pace to what this worker's layers take, where that is known per layer, or from a profile."""
         planning, job = self._options.planning, self._options.job
         if planning.by_profile or (planning.pace and planning.pace_per == "layer"):
             job = job.with_partition(self._cuts.partition) if job.layers else job
@@ -481,11 +486,13 @@ class WorkerLoop:
             self._executor.set_pace(self._pace)
 
     def _agree(self, groups: Groups, living: list[Worker], target: Partition, held: Partition) -> Agreement[Worker]:
-        """Compares what everybody has, and takes up what follows: rolls back, settles the last step
-        where it is in doubt, and where anybody has gone over to other layers already, takes those into use: all have
-        what they need for it then. They need not be those of `target`: another plan may have been chosen since. held:
-        the layers that the launcher takes all to have. Raises NoAgreementError; UnlikeError where this newcomer can't
-        be in the job, and of all others Interrupted then."""
+        """Compares what all workers have, and does what follows from it: rolls back, and settles the last step where it
+        is in doubt. If a worker has changed over to other layers already, all do so, since all have what they need for
+        it then. These need not be the layers of `target`: another plan may have been chosen since.
+
+        held: the layers that the launcher believes all to have. Raises NoAgreementError. If a newcomer can't be in the
+        job, raises UnlikeError in that newcomer, and Interrupted in all others.
+        """
         committed = self._optimizer.committed if self._state.begun else _JOINING
         alike = self._makeup
         has = (self._taken_in, *self._cuts.partition)
@@ -522,12 +529,12 @@ class WorkerLoop:
         for coming in self._coming.values():
             coming.state.agreed()
         if any(row[3] for w, row in rows.items() if w not in incomplete):
-            # Somebody's last pieces came after a step that may have been undone, or put right, just now.
+            # A worker's last pieces came after a step that may have been undone or corrected just now.
             missing = groups.gather_rows((self._state.missing,))
             if lost := {w for w, row in missing.items() if row[0] and counts[w] is not None} - incomplete:
                 members = agree(counts, incomplete | lost, attempt=self._generation)
                 agreement = members.of_rank(groups.ranks.rank)
-        # A generation may have ended while some ranks of this worker had gone over, and others had not.
+        # A generation may have ended when only some ranks of this worker had changed over.
         mine = [member for member in rows if member.worker == self._me]
         some_had_not = not all(has_of[member][1:] == newest for member in mine)
         if some_had_not or not all(rows[member][front] for member in mine):
@@ -540,7 +547,7 @@ class WorkerLoop:
         return agreement
 
     def _exclude_unlike(self, rows: dict[WorkerRank, tuple[int, ...]], known: list[WorkerRank]) -> None:
-        """A newcomer that would compute otherwise ends, and the others form without it."""
+        """Ends a newcomer that would compute in another way than the job; the others form without it."""
         unlike = check_alike(rows, known, self._settings.differing)
         if text := unlike.get(WorkerRank(self._me, self._ranks.rank)):
             raise UnlikeError(text)
@@ -550,7 +557,7 @@ class WorkerLoop:
         self._known = True
 
     def _come_along(self, iteration: int) -> None:
-        """Layers under way go on from the iteration agreed on, or begin anew."""
+        """Has layers that are on their way go on from the iteration agreed on, or begin anew."""
         for span, coming in list(self._coming.items()):
             if coming.optimizer.committed == iteration + 1 and not coming.lost:
                 coming.optimizer.roll_back()
@@ -562,15 +569,17 @@ class WorkerLoop:
         self._steps.take_along([coming.optimizer for coming in self._coming.values()])
 
     def _share_optimizer(self, groups: Groups) -> None:
-        """Where the optimizer's state is sharded: decides with the peers who keeps what, begins to take what this
-        worker lacks, and has everybody's parameters made those of one step. Raises TransferError; Interrupted, when it
-        could not be decided since nobody has some shards any more: the next generation goes back to a checkpoint.
+        """If the optimizer's state is sharded, decides with the peers which worker keeps what, begins to take what this
+        worker lacks, and brings all parameters to the same step.
+
+        Raises TransferError. Raises Interrupted when some shards are lost with all workers that had them: the next
+        generation goes back to a checkpoint then.
         """
         shards, peers = self._optimizer.shards, groups.peers
         if shards is None:
             return
         self._executor.end_sharing()
-        self._restored = None  # what others own is given up here
+        self._restored = None  # this worker gives up the shards that others own
         machine = hashlib.sha256((boot_id() or socket.gethostname()).encode()).digest()
         lacks = int(shards.stale) + 2 * int(shards.bare)
         mine = (int.from_bytes(machine[:7]), self._node, lacks, *to_words(shards.shards_held, len(shards.sizes)))
@@ -600,8 +609,8 @@ class WorkerLoop:
     def _begin_moves(
         self, groups: Groups, agreement: Agreement[Worker], living: list[Worker], target: Partition
     ) -> bool:
-        """Has the layers come that this worker will need, and gives away those that others will. Returns whether
-        anything moves: nothing does where somebody can't build what it is to get, and all go on as they are. Raises
+        """Begins to take the layers that this worker will need, and to give away those that others will. Returns
+        whether any layers move: none do if a worker can't build what it is to get; then all go on as they are. Raises
         TransferError."""
         if self._cuts.partition == target or agreement.hands_over:
             self._coming = {}
@@ -610,7 +619,7 @@ class WorkerLoop:
         begun, sharded = time.monotonic(), self._executor.sharded
         planned = moves(self._cuts.partition, target, living, self._generation)
         built = self._build([move.span for move in planned if move.to == self._me], agreement.iteration)
-        # Before anything is sent: who can't take it would leave the giver to wait.
+        # This is compared before anything is sent: a worker that can't take layers would leave the giver to wait.
         if not all(row[0] for row in groups.gather_rows((int(built),)).values()):
             self._coming = {}
             self._executor.move_layers(None)
@@ -651,12 +660,13 @@ class WorkerLoop:
                 coming.state.wait(WAIT_SECONDS)
 
     def _build(self, mine: Sequence[Span], iteration: int) -> bool:
-        """The layers of these spans, beside the stage, as far as they are not here from the generation before; False:
-        they can't be built. The stage is whole without them: so that is no reason to end. Raises SiblingError."""
+        """Builds the layers of these spans beside the stage, unless they are there from the generation before. Returns
+        False if they can't be built, which is no reason to end: the stage is whole without them. Raises
+        SiblingError."""
         options, kept = self._options, self._coming
         self._coming = {}
-        # All ranks of a worker build a layer together, in exchange with each other: each in the same order, and none
-        # where one of them has it still.
+        # All ranks of a worker build a layer together, in the same order, and exchange data meanwhile. Layers are kept
+        # only if all ranks still have them.
         rows = self._ranks.gather_numbers([int(span in kept) for span in mine]) if mine else []
         for place, span in enumerate(mine):
             if all(row[place] for row in rows):
@@ -671,7 +681,7 @@ class WorkerLoop:
             try:
                 self._coming[span] = self._ranks.together(make)
             except (TransferError, torch.AcceleratorError):
-                raise  # the second: the device's context is gone for good
+                raise  # after an AcceleratorError the device's context is gone for good
             except OtherRankError:
                 problem = "on another rank"
             except Exception as error:
@@ -679,14 +689,14 @@ class WorkerLoop:
                 which = ", ".join(map(str, span))
                 text = f"{self._me} can't build what was to come to it, of the model's layers {which}: {problem}"[:1000]
                 self._channel.say("unmoved", generation=self._generation, iteration=iteration, text=text)
-            # One that got none builds none of the next with the others.
+            # If one rank could not build these, no rank builds the next ones.
             if any(row[0] for row in self._ranks.gather_numbers((int(bool(problem)),))):
                 return False
         return True
 
     def _go_over(self, target: Partition) -> None:
-        """Between two iterations, everything settled and everything there: takes the layers of `target` into use, where
-        that has not been done. All ranks of a worker call it together. Raises SiblingError."""
+        """Takes the layers of `target` into use, unless that is done. Called between two iterations, with everything
+        settled and all layers there, by all ranks of a worker together. Raises SiblingError."""
         begun = time.monotonic()
         if self._cuts.partition != target:
             self._rearrange(target)
@@ -694,8 +704,8 @@ class WorkerLoop:
         self._stood_still += time.monotonic() - begun
 
     def _rearrange(self, target: Partition) -> None:
-        """Also gives up the layers that are other workers' then. Copies nothing, and exchanges nothing with anybody: so
-        it is done wholly or not at all."""
+        """Puts the stage together from other layers, and gives up those that other workers have then. This copies and
+        exchanges nothing, so it is done wholly or not at all."""
         options, coming = self._options, list(self._coming.values())
         self._cuts, self._taken_in = replace(self._cuts, partition=target), self._generation
         for layers in coming:
@@ -709,7 +719,7 @@ class WorkerLoop:
         self._wanted_split = common_strategy([self._wanted_split, *(layers.strategy for layers in coming)])
         self._split_agreed = False
         self._optimizer, self._coming = optimizer, {}
-        self._put_in(self._wanted_split or "fused")  # which is right for all layers
+        self._put_in(self._wanted_split or "fused")  # "fused" works for all layers
         self._state = StateReceiver(optimizer, self._say_hand_over)
         self._state.holds_everything()
         self._steps.rearrange(optimizer, target)
@@ -717,25 +727,25 @@ class WorkerLoop:
             self._checkpointer.rearranged(len(span))
 
     def _put_in(self, strategy: StrategyName) -> None:
-        """Has the executor run the layers that are here, whose backward is split in that way."""
+        """Has the executor run the present layers, with their backward split by this strategy."""
         stage = reassemble(self._optimizer, strategy, self._options.optimization)
         self._split = stage.split
         self._executor.rearrange(stage, self._cuts.stage_io)
 
     def _agree_on_split(self) -> None:
-        """How the backward of a stage is split whose layers come from several: if it is not the same for all of them,
-        that is tried. All ranks of a worker split it in the same way, since they wait for each other in the ops. Raises
-        SiblingError."""
+        """Decides how to split the backward of a stage whose layers come from several stages: tries it out if they are
+        split in different ways. All ranks of a worker split it in the same way, since they wait for each other in the
+        ops. Raises SiblingError."""
         if self._alike(self._wanted_split) is None:
             self._split.close()
-            self._wanted_split = "fused"  # where this breaks off among the ranks, it is not tried for ever
+            self._wanted_split = "fused"  # if the ranks break off here, it is not tried again and again
             self._wanted_split = self._alike(self._ranks.together(self._found_split)) or "fused"
             self._put_in(self._wanted_split)
         self._split_agreed = True
 
     def _found_split(self) -> StrategyName:
-        """How the backward of the stage can be split. Where it can't be tried, as when the data are gone that it is
-        tried on, it stays whole."""
+        """Returns how the backward of the stage can be split. It stays whole if that can't be tried, as when the data
+        to try it on are gone."""
         options = self._options
         try:
             return try_split(
@@ -750,7 +760,7 @@ class WorkerLoop:
             return "fused"
 
     def _alike(self, split: StrategyName | None) -> StrategyName | None:
-        """What all ranks of this worker bring; None where they bring different ones."""
+        """Returns the strategy if all ranks of this worker have the same one; otherwise None."""
         number = -1 if split is None else list(STRATEGIES).index(split)
         return split if len(set(self._ranks.gather_numbers((number,)))) == 1 else None
 
@@ -759,7 +769,7 @@ class WorkerLoop:
         self._channel.say("rearranged", generation=self._generation, iteration=iteration, stall_ms=stall)
 
     def _tie(self, groups: Groups, living: list[Worker]) -> None:
-        """To the other stages that have copies of this one's parameters."""
+        """Ties this stage to the other stages that have copies of its parameters, for the sums of gradients."""
         tied = tied_of(self._workload, self._cuts.layers)
         self._executor.tie(TiedSums(self._me, groups, tied, self._cuts.partition, living) if tied else None)
 
@@ -767,18 +777,17 @@ class WorkerLoop:
         self._channel.say("hand_over", text=text)
 
     def _hand_over(self, groups: Groups, agreement: Agreement[Worker], interim: Schedule | None) -> frozenset[Worker]:
-        """Has those that lack state begin to take it from their peers. Returns who goes on to lack some while
-        `interim` is run; nobody where all have waited until everything was there.
+        """Has workers that lack state begin to take it from their peers. Returns those that still lack some while
+        `interim` is run; none if all have waited until everything was there.
 
-        Raises StateTransferError, for which the next agreement names another peer; GaveUp when that has been
-        of no use either.
+        Raises StateTransferError, after which the next agreement names another peer; GaveUp when that did not help.
         """
         if not agreement.hands_over:
             self._steps.all_have_state(agreement.iteration)
             return frozenset()
         for newcomer, holders in sorted(agreement.state_from.items()):
             if self._optimizer.shards is not None:
-                holders = holders[:1]  # for what is small: see _share_optimizer
+                holders = holders[:1]  # one is enough for the rest, which is small: see _share_optimizer
             if self._me in holders:
                 self._give(groups, newcomer, first=self._me == holders[0])
             elif newcomer == self._me:
@@ -797,7 +806,7 @@ class WorkerLoop:
                 self._state.wait(WAIT_SECONDS)
 
     def _give(self, groups: Groups, to: Worker, span: Span | None = None, *, first: bool, **about: str) -> None:
-        """Offers this worker's state to another one, and as the first of its holders describes it. Raises
+        """Offers this worker's state to another one, and describes it if this is the first of the holders. Raises
         TransferError."""
         try:
             server = self._serve_state(groups)
@@ -812,14 +821,14 @@ class WorkerLoop:
             server.send_offer(groups, to)
 
     def _serve_state(self, groups: Groups) -> StateServer:
-        """What gives this worker's state to others, in this generation. Raises TransferError."""
+        """Returns the server that gives this worker's state to others in this generation. Raises TransferError."""
         if self._server is None:
             rate = self._options.faults.hand_over.bytes_per_second
             self._server = StateServer(self._optimizer, groups.address, rate)
         return self._server
 
     def _end_hand_overs(self) -> None:
-        """Of the generation that is being left. What has arrived stays."""
+        """Ends the state transfers of the generation that is being left. What has arrived is kept."""
         self._state.stop()
         for coming in self._coming.values():
             coming.state.stop()
@@ -829,18 +838,18 @@ class WorkerLoop:
             self._server = None
 
     def _compare_finished(self, groups: Groups, agreement: Agreement[Worker]) -> Redo | None:
-        """What is left of the iteration agreed on; None: all of it."""
+        """Finds out what is left of the iteration agreed on, where finished micro-batches are kept; None: all of it."""
         if not self._options.faults.keep_finished:
             return None
         if agreement.rolls_back or self._corrected or self._me in agreement.anew:
-            # What was summed here is of another iteration, or of parameters that nobody has any more.
+            # What was summed here belongs to another iteration, or to parameters that no worker has any more.
             self._executor.forget_finished()
         if agreement.rolls_back:
             return None
         job = self._options.job
         rows = groups.gather_rows(encode_finished(self._executor.finished, job))
         finished = {m.worker: decode_finished(row, job) for m, row in rows.items()}
-        # What one rank of a worker runs again, all its ranks must.
+        # What one rank of a worker runs again, all its ranks must run again.
         unequal = {m.worker for m, row in rows.items() if decode_finished(row, job) != finished[m.worker]}
         if self._me in unequal:
             self._executor.forget_finished()
@@ -850,20 +859,20 @@ class WorkerLoop:
         return left
 
     def _left_out(self, orders: GenerationSpec, iteration: int) -> frozenset[tuple[int, int]]:
-        """The micro-batches of an iteration that nobody runs."""
+        """Returns the micro-batches of an iteration that nobody runs."""
         of_pipeline = self._options.job.micro_batches
         return frozenset(divmod(number, of_pipeline) for i, number in orders.left_out if i == iteration)
 
     @property
     def _iterations(self) -> int:
-        """How many there are in all, as far as is known."""
+        """How many iterations the job has, as far as is known."""
         last = self._channel.last
         return self._options.iterations if last is None else min(self._options.iterations, last)
 
     def _hold_settings(self) -> None:
-        """Those of torch that the workload's code has changed are set back."""
+        """Sets back settings of torch that the workload's code has changed, and reports each once."""
         for changed in self._settings.put_back():
-            if changed.setting not in self._said_changed:  # as each forward may change it
+            if changed.setting not in self._said_changed:  # each forward may change it
                 self._said_changed.add(changed.setting)
                 self._channel.say("changed", setting=changed.setting, text=changed.text)
 
@@ -871,7 +880,8 @@ class WorkerLoop:
         self._status.phase = "paused"
 
     def _superseded_soon(self, error: TransferError) -> bool:
-        """A sibling that leaves has this rank fail, too, which may hear of the reason a moment later."""
+        """Says whether a newer generation is known. After a SiblingError it waits for that: when another rank leaves an
+        iteration this rank fails too, and may hear of the reason a moment later."""
         until = time.monotonic() + (SIBLING_SECONDS if isinstance(error, SiblingError) else 0.0)
         while not self._superseded() and time.monotonic() < until:
             time.sleep(0.002)
@@ -899,18 +909,18 @@ class WorkerLoop:
         return iteration
 
     def _checkpoint(self, whole: list[Worker], *, last: bool) -> None:
-        """At an iteration's boundary; after the last one, waits until everything is written. whole: those that
-        hold all of their stage's state, the same to all of them."""
+        """Writes this worker's share of a checkpoint, if one is due at this boundary. After the last iteration it waits
+        until all is written. whole: the workers that hold all of their stage's state, as all of them know."""
         if self._checkpointer is not None:
             self._checkpointer.boundary(self._optimizer, self._generation, self._writer(whole), last=last)
             if last:
                 self._checkpointer.finish()
 
     def _writer(self, whole: list[Worker]) -> Writer | None:
-        """As which this process writes a share of its stage's state."""
+        """Returns which share of its stage's state this process writes; None: none."""
         ranks, sharded = self._ranks, self._executor.sharded
         if sharded is not None:
-            # None of them joins: a newcomer's parameters come before anybody trains on.
+            # None of them still joins: all wait for a newcomer's parameters before they train on.
             peers, primaries = list(sharded.peers), sharded.primaries
         else:
             peers, primaries = [w for w in whole if w.stage == self._me.stage], None
@@ -919,9 +929,9 @@ class WorkerLoop:
         return Writer(peers.index(self._me), len(peers), ranks.rank, ranks.size, primaries)
 
     def _compare(self, whole: list[Worker]) -> None:
-        """At an iteration's boundary, now and then and with each checkpoint: says what this worker's parameters
-        are, for the launcher to compare with those of its peers. At the end of the job `done` says it. Before the first
-        iteration and after it, what builders and optimizers draw shows."""
+        """Reports the hash of this worker's parameters, which the launcher compares with those of its peers: every
+        `compare_every` iterations and with each checkpoint. At the end of the job `done` reports it. Before and after
+        the first iteration it shows random numbers that builders and optimizers draw in different ways."""
         committed, every = self._optimizer.committed, self._options.faults.compare_every
         due = bool(every) and (committed % every == 0 or committed == 1)
         if self._checkpointer is not None:
@@ -940,14 +950,14 @@ class WorkerLoop:
         self._channel.say("validation", iteration=iteration, coefficient=validation.coefficient, redone=redone)
 
     def _say_norm(self, iteration: int, norm: float) -> None:
-        if self._me.stage == self._options.job.stages - 1:  # all know it; a stage's workers are enough
+        if self._me.stage == self._options.job.stages - 1:  # all workers know it, and one stage is enough to report it
             self._channel.say("gradient_norm", iteration=iteration, norm=norm.hex())
 
     def _log_step(self, state: str, iteration: int) -> None:
         self._log.add(f"generation {self._generation}: {state}, iteration {iteration}")
 
     def _say_raised(self, end: OpError) -> None:
-        """Raises what the op raised, where this process is of no use any more."""
+        """Reports what an op raised. Raises it again if this process can't go on after it."""
         error = end.__cause__
         assert error is not None
         samples = getattr(self._workload, "samples", None)
@@ -969,7 +979,7 @@ class WorkerLoop:
             raise error  # the device's context is gone for good
 
     def _say_broken(self, detail: str, peer: Worker | None) -> None:
-        # A wait runs out on all who were suspended: that is no fault of the connection.
+        # If the process was suspended, its waits time out without any fault of the connection.
         stood_still = self._status.progress.stood_still(self._options.faults.timeouts.group)
         if stood_still > ALIVE_SECONDS:
             detail = f"{detail} (this process did not run for {stood_still:.0f} s)"
@@ -979,5 +989,5 @@ class WorkerLoop:
 
 
 def _runs_ops(schedule: Schedule, workers: frozenset[Worker]) -> bool:
-    """Does it give any of them a micro-batch?"""
+    """Says whether the schedule gives any of these workers a micro-batch."""
     return any(op.kind != "O" for w in workers for op in schedule.ops.get(w, ()))

@@ -1,36 +1,37 @@
-"""Agreement after a death: on which iteration everybody goes on, and which micro-batches need not be run again. Pure;
-no processes, no torch.
+"""Decides after a death from which iteration all workers go on, and which micro-batches need not be run again. Pure: no
+processes, no torch.
 
-Why one snapshot a worker is enough. Counts are of committed iterations; m(s) is the largest of stage s.
+Why one snapshot per worker is enough. A worker's count is the number of iterations that it has committed; m(s) is the
+largest count of stage s.
 
-1. Who has reduced iteration i has what its step needs, and takes it whatever breaks meanwhile (where the optimizer is
-   sharded, its step is that of the segments that it holds, and needs their sums alone: agent.workers.sharding). Nobody
-   steps i before all living peers of its stage have reduced i (agent.workers.executor). So when a worker has
-   committed i + 1, each living peer of its stage has committed i + 1 by the time of the next agreement,
-   or is one that could not finish the reduction because the iteration broke; and then nobody of the
-   stage had stepped before it broke.
-2. A stage reduces i + 1 only with gradients that have passed through every other stage, on workers that
-   had stepped i. So m(s) differs by at most one between stages, and by 1. also after some have died.
+1. A worker that has reduced iteration i has what its step needs, and takes the step whatever breaks meanwhile. (With a
+   sharded optimizer its step is that of the segments that it holds, and needs only their sums: agent.workers.sharding.)
+   No worker steps i before all living peers of its stage have reduced i (agent.workers.executor). So when a worker has
+   committed i + 1, each living peer of its stage has committed i + 1 by the time of the next agreement, or could not
+   finish the reduction because the iteration broke; and then no worker of the stage had stepped before it broke.
+2. A stage reduces i + 1 only with gradients that have passed through every other stage, on workers that had stepped i.
+   So m(s) differs by at most one between stages; by 1. that is so even after some workers have died.
 
-So all counts differ by at most one: who is ahead rolls back. 1. is what makes this hold for each worker:
-without it, one that nobody waits for (it has no micro-batches, or its pipeline has no worker on other
-stages) may be two behind, be the last survivor of its stage, and leave the job without a way on. Should counts
-differ by more all the same, the smallest m(s) is what most can go back to; who is behind takes the state of
-a peer then, as a newcomer does.
+So all counts differ by at most one, and workers that are ahead roll back. Rule 1 makes this hold for each worker.
+Without it, a worker for which no other waits (it has no micro-batches, or its pipeline has no worker on other stages)
+might be two behind and be the last survivor of its stage: then the job could not go on. Should counts differ by more
+nevertheless, most workers can go back to the smallest m(s). A worker that is further behind takes the state of a peer,
+as a newcomer does.
 
-Why it is needed only until the next gradient. A stage tells the others its share of the validation of i once all
-its living workers have reduced i, and not where one of them may not have (Steps.take). Before anything is added to a
-sum of i + 1, the validation of i is waited for (agent.workers.executor): then every stage has told, so by 1. every
-living worker steps i whatever breaks, and no agreement goes back to i. So the snapshot may lie in the memory of the
-sums (agent.stages.optimizer). The wait is short: a gradient of i + 1 has passed through workers that have told.
+Why the snapshot is needed only until the next gradient. A stage tells the others its share of the validation of i once
+all its living workers have reduced i, and not if one of them may not have (Steps.take). Before anything is added to a
+sum of i + 1, a worker waits for the validation of i (agent.workers.executor). Then every stage has told its share, so
+by 1. every living worker steps i whatever breaks, and no agreement goes back to i. So the snapshot may lie in the
+memory of the sums (agent.stages.optimizer). The wait is short: a gradient of i + 1 has passed through workers that have
+told.
 
 tests/agent/test_agreement_model.py explores a model of this to its end, and finds what goes wrong without each rule.
 
-Which micro-batches are kept: sums of gradients are order-proof and exact, and a micro-batch enters its stage's sum
-whole and once. So what a survivor has summed in the iteration in flight is worth keeping: the iteration is finished by
-running only the micro-batches of which some stage's share went with the dead. They run through all stages (their
-neighbours need activations and gradients); a stage that has their share already does not add it again, and leaves out
-their W.
+Why finished micro-batches can be kept: sums of gradients are exact and do not depend on the order, and a micro-batch
+enters its stage's sum whole and once. So survivors keep what they have summed in the iteration in flight. To finish the
+iteration, only those micro-batches are run of which some stage's share is lost with the dead. They run through all
+stages, since neighbours need activations and gradients. A stage that has their share already does not add it again, and
+leaves out their W.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from typing import Any, Generic, Protocol, TypeVar
 from openrecycle.planner.jobs.job import Job, Worker, WorkerRank
 from openrecycle.planner.plans.schedule import MicroBatch
 
-# -- rows of whole numbers of 64 bits, which are gathered ---------------------------------------
+# -- rows of 64-bit integers, which workers gather ----------------------------------------------
 
 _BITS = 62
-"""Of a word: it stays above zero."""
+"""Bits of a word that are used, so that it is never negative."""
 
 
 def to_words(members: Collection[int], of: int) -> tuple[int, ...]:
-    """Which numbers below `of` these are; equally many words whichever they are."""
+    """Returns a set of numbers below `of` as words, always equally many."""
     out = [0] * -(-of // _BITS)
     for number in members:
         out[number // _BITS] |= 1 << number % _BITS
@@ -58,6 +59,7 @@ def to_words(members: Collection[int], of: int) -> tuple[int, ...]:
 
 
 def from_words(words: Sequence[int]) -> frozenset[int]:
+    """Returns the numbers from which `to_words` has made the words."""
     return frozenset(i * _BITS + bit for i, word in enumerate(words) for bit in range(_BITS) if word >> bit & 1)
 
 
@@ -66,28 +68,27 @@ def from_words(words: Sequence[int]) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Redo:
-    """run: what is run again, on all stages. counted: of those, what the sum of some living worker of
-    my stage has already."""
+    """run: the micro-batches that are run again, on all stages. counted: those of them that the sum of some living
+    worker of my stage has already."""
 
     run: frozenset[MicroBatch]
     counted: frozenset[MicroBatch]
 
 
 def encode_finished(finished: Collection[MicroBatch], job: Job) -> tuple[int, ...]:
-    """As numbers: one bit for each of the job's micro-batches, the same length for every set."""
+    """Returns a set of micro-batches as words, with one bit for each of the job's micro-batches."""
     return to_words([p * job.micro_batches + m for p, m in finished], job.pipelines * job.micro_batches)
 
 
 def decode_finished(numbers: Sequence[int], job: Job) -> frozenset[MicroBatch]:
-    """What `encode` made them of."""
+    """Returns the micro-batches from which `encode_finished` has made the words."""
     return frozenset(divmod(slot, job.micro_batches) for slot in from_words(numbers))
 
 
 def redo(finished: Mapping[Worker, Collection[MicroBatch]], job: Job, stage: int) -> Redo:
-    """finished: for each living worker, what is in its sum. stage: mine.
+    """Decides which micro-batches are run again. finished: those in the sum of each living worker. stage: mine.
 
-    Raises ValueError when two workers of a stage have summed the same micro-batch: it would be
-    counted twice.
+    Raises ValueError when two workers of a stage have summed the same micro-batch, which would be counted twice.
     """
     by_stage: dict[int, set[MicroBatch]] = {s: set() for s in range(job.stages)}
     for worker, keys in sorted(finished.items()):
@@ -108,16 +109,16 @@ def _all(job: Job) -> Iterable[MicroBatch]:
 
 
 class NoAgreementError(RuntimeError):
-    """The survivors can't go on together; the sentence says why."""
+    """The survivors can't go on together; the message says why."""
 
 
 class UnlikeError(RuntimeError):
-    """This newcomer computes otherwise than the job does; the sentence says how."""
+    """This newcomer computes in another way than the job's workers; the message says how."""
 
 
 class StateHolder(Protocol):
-    """Of a stage's state: a worker, or one of its ranks, which holds a part of it. stage: alike of those that hold the
-    same."""
+    """A holder of a stage's state: a worker, or one of its ranks, which holds a part of it. stage: equal for holders of
+    the same state."""
 
     @property
     def stage(self) -> Any: ...
@@ -130,12 +131,11 @@ H = TypeVar("H", bound=StateHolder)
 
 @dataclass(frozen=True)
 class Agreement(Generic[H]):
-    """iteration: the one everybody runs next. roll_back: workers that undo their last step.
+    """What all workers do next. iteration: the one that all run. roll_back: workers that undo their last step.
 
-    state_from: for each worker that has not its stage's whole state, the peers that it takes it from, at once; the
-    first of them describes it.
-    anew: those of them that begin with nothing; the others go on with what they have. rolls_back, hands_over: does
-    anybody roll back, or take state?
+    state_from: for each worker that lacks some of its stage's state, the peers from which it takes it, all at once; the
+    first of them describes it. anew: those of them that begin with nothing; the others go on with what they have.
+    rolls_back, hands_over: whether any worker rolls back, or takes state.
     """
 
     iteration: int
@@ -147,7 +147,7 @@ class Agreement(Generic[H]):
     hands_over: bool = False
 
     def of_rank(self: Agreement[WorkerRank], rank: int) -> Agreement[Worker]:
-        """What of it concerns the ranks of this number."""
+        """Returns the part that concerns the ranks of this number."""
 
         def mine(members: Iterable[WorkerRank]) -> frozenset[Worker]:
             return frozenset(m.worker for m in members if m.rank == rank)
@@ -164,24 +164,25 @@ class Agreement(Generic[H]):
 
 
 MAX_HOLDERS = 16
-"""Peers of which one worker asks state at once: each takes a thread and a connection, and a few fill its link."""
+"""The most peers from which one worker takes state at once: each needs a thread and a connection, and a few fill the
+worker's link."""
 
 
 def in_turn(holders: Sequence[H], turn: int) -> tuple[H, ...]:
-    """Of whom one worker asks the state that all of them hold. Several that ask are spread over the holders by their
-    turns: over who describes the state, and where there are many, over who gives it."""
+    """Returns the holders from which one worker takes state that all of them have, the one that describes it first.
+    turn: differs between workers, so that they are spread over the holders."""
     first = turn % len(holders)
     return (*holders[first:], *holders[:first])[:MAX_HOLDERS]
 
 
 def agree(committed: Mapping[H, int | None], incomplete: Collection[H] = (), attempt: int = 0) -> Agreement[H]:
-    """committed: for each living worker the number of iterations it has committed, None if it has no state.
+    """Decides on the iteration from which all go on.
 
-    incomplete: workers that have begun to take their stage's state from a peer, and step what they have.
-    attempt: rises from one agreement to the next (a generation's number does), so that another peer is the first
-    of a newcomer whose transfer failed.
+    committed: how many iterations each living worker has committed; None: it has no state. incomplete: workers that
+    have begun to take their stage's state from peers, and step what they have. attempt: rises with each agreement, as
+    the generation's number does, so that a newcomer whose transfer failed next asks another peer first.
 
-    Raises NoAgreementError when nobody holds the whole state of some stage, or when a stage can't go back far
+    Raises NoAgreementError when no worker holds the whole state of some stage, or when a stage can't go back far
     enough.
     """
     holders: dict[Any, dict[H, int]] = {w.stage: {} for w in committed}
@@ -222,9 +223,9 @@ def agree(committed: Mapping[H, int | None], incomplete: Collection[H] = (), att
 
 
 def newest_partition(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The layers per stage that all go on with. rows: of each worker that has any, the generation in which it took its
-    layers into use, and layers per stage. Where some have gone over and others have not come to it, those others have
-    all that they lack (agent.workers.loop). Raises NoAgreementError."""
+    """Returns the layers per stage with which all go on. rows: for each worker that has layers, the generation in which
+    it took them into use, and its layers per stage. If only some workers have changed over, the others have received
+    all that they need for it (agent.workers.loop). Raises NoAgreementError."""
     first, newest = min(rows), max(rows)
     if any(row[0] == newest[0] and row != newest for row in rows) or len({row[1:] for row in rows}) > 2:
         cuts = " and ".join(", ".join(map(str, row[1:])) for row in (first, newest))
@@ -237,9 +238,9 @@ def _text(stage: Any) -> str:
 
 
 def environment(torch_version: str, threads: int, device: int = 0, settings: int = 0) -> tuple[int, ...]:
-    """What must be equal on all workers for their numbers to be: (threads, device, settings, major, minor, patch).
-    threads: of torch, per worker. device: what kind it computes on, as a number. settings: of torch, besides. What
-    follows the version's third number names a build (2.13.0+cpu) and shows less."""
+    """Returns what must be equal on all workers, so that their results are: (threads, device, settings, major, minor,
+    patch). threads: torch's threads per worker. device: the kind of device, as a number. settings: other settings of
+    torch, as a number. What follows the version's third number names a build (2.13.0+cpu), and matters less."""
     found = [int(n) for n in re.findall(r"\d+", torch_version.partition("+")[0])[:3]]
     return (threads, device, settings, *found, *(0,) * (3 - len(found)))
 
@@ -249,10 +250,12 @@ def check_alike(
     known: Collection[H] = (),
     differing: Callable[[int, int], Collection[str]] = lambda *_: (),
 ) -> dict[H, str]:
-    """Those that compute otherwise than the job, and in words, how. rows: everybody's `environment`. known:
-    those that have been in the job before, by which it goes; none: by all. differing: the names of what differs between
-    two numbers of settings. Raises NoAgreementError where these differ among themselves: the others can do without a
-    newcomer, and not without one of them."""
+    """Returns the workers that compute in another way than the job, and how, in words.
+
+    rows: each worker's `environment`. known: the workers that have been in the job before, which set the standard; if
+    there are none, all are compared. differing: returns the names of settings that differ between two numbers. Raises
+    NoAgreementError when known workers differ: the job can go on without a newcomer, but not without one of them.
+    """
     known = known or rows
     first, found = min(known), {}
     for worker in sorted(rows):
