@@ -1,18 +1,18 @@
-"""How a stage's backward is split into I and W: three ways, each exact for the modules it passes for.
+"""How a stage's backward is split into I (gradients of inputs) and W (gradients of weights). There are three ways, each
+exact for the modules that pass its trial:
 
-`deferred`: layers of our own that compute weight gradients late; keeps memory flat. `torch`:
-the two functions of torch.distributed.pipelining, for any graph; keeps the graph from F to W.
-`fused`: nothing is split. Which one serves a module is found by trying: see agent.stages.stage.
+`deferred`: common layers compute their weight gradients later, which keeps memory flat. `torch`: the two functions of
+torch.distributed.pipelining, which work for any graph, and keep the graph from F to W. `fused`: nothing is split. Which
+one suits a module is found by trying: see agent.stages.stage. If no input of a stage has a gradient (integer tokens),
+no other stage waits for I: `torch` and `fused` then run the whole backward in W.
 
-Where no input of a stage has a gradient (integer tokens), nobody waits for I: `torch` and `fused`
-then run the whole backward in W.
-
-Buffers that a forward changes, such as the running statistics of a batch norm (`MovingBuffers`): left alone, they would
-depend on which micro-batches a worker happened to run, and in which order: two replicas of a stage would drift apart,
-and every re-routing would show in them. So every forward of an iteration starts from the same values, what it changes
-is taken back, and at the step the buffer moves by the mean change over all micro-batches of the stage, summed like the
-gradients. For a batch norm that is one update per iteration with the statistics' mean over the global batch (momentum
-counts iterations, not micro-batches). Integers move by the rounded mean: a counter of batches counts iterations.
+The file also handles buffers that a forward changes, such as the running statistics of a batch norm (`MovingBuffers`).
+Left alone, they would depend on which micro-batches a worker happened to run, and in which order: two replicas of a
+stage would drift apart, and every re-routing would show in them. So every forward of an iteration starts from the same
+values, and its changes are undone. At the step the buffer moves by the mean change over all micro-batches of the stage,
+summed like the gradients. For a batch norm that is one update per iteration with the statistics' mean over the global
+batch (momentum counts iterations, not micro-batches). Integers move by the rounded mean: a counter of batches counts
+iterations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import BackwardSeed, StageIOError
 from openrecycle.agent.models.parallelized import Sums, computed
 
-# Elements of a counter, a flag, or an average for each channel.
+# The most elements of a small buffer: a counter, a flag, or an average for each channel.
 _SMALL = 4096
 
 # -- buffers that a forward changes, such as the running statistics of a batch norm -------------
@@ -44,8 +44,8 @@ Move = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Buffer:
-    """places: where modules have it; several where they share it. plain: are all its numbers finite, as those of a
-    norm's running statistics?"""
+    """A buffer of a module. places: where modules have it; several if they share it. plain: all its numbers are known
+    to be finite, as those of a norm's running statistics."""
 
     tensor: Tensor
     name: str
@@ -54,15 +54,15 @@ class _Buffer:
 
 
 class MovingBuffers:
-    """The buffers of `module`, as it was built. Those in `tensors` (by identity; None: all) may change in a forward,
-    which is given copies of them. tried: is it known that no other one changes?"""
+    """The buffers of a module, as it was built. Those in `tensors` (by identity; None: all) may change in a forward,
+    which is given copies of them. tried: it is known that no others change."""
 
     def __init__(self, module: nn.Module, tensors: Iterable[Tensor] | None = None, *, tried: bool = False) -> None:
         wanted = None if tensors is None else {id(t) for t in tensors}
         statistics = {id(t) for t in compat.running_statistics(module)}
         known: dict[int, _Buffer] = {}
         self._modules: list[tuple[str, dict[str, Tensor | None], dict[str, Tensor | None]]] = []
-        """Of each the beginning of its names, its buffers, and those that it was built with."""
+        """For each module the beginning of its names, its present buffers, and those that it was built with."""
         for path, owner in module.named_modules():
             present, start = compat.own_buffers(owner), f"{path}." if path else ""
             self._modules.append((start, present, dict(present)))
@@ -76,20 +76,21 @@ class MovingBuffers:
         self._present = [present for _, present, _ in self._modules]
         self._sizes = list(map(len, self._present))
         self._tried = tried
-        # One that was made in inference mode has no version.
+        # A tensor that was made in inference mode has no version.
         self._watched = [b for b in known.values() if not b.tensor.is_inference()] if tried else []
         self.made = set[str]()
-        """Names of those that forwards have made."""
+        """Names of buffers that forwards have made."""
         self.changed: set[int] | None = set() if wanted is None else None
-        """Where all may: the identities of those that forwards have written to, or put other values in the place of."""
+        """If all buffers may change: the identities of those that forwards have written to, or replaced by others with
+        other values."""
 
     @contextlib.contextmanager
     def kept(self, moves: list[Move] | None = None) -> Iterator[None]:
-        """Afterwards the buffers are what they were; what has changed is appended to `moves`.
+        """Restores the buffers when the context ends, and appends what has changed to `moves`.
 
-        What a forward has saved for its backward, or gives as its output, is a copy, and stays. A buffer that it has
-        made is none afterwards: else what a stage holds would depend on what it has run. Raises StageIOError where one
-        has changed that may not.
+        What a forward has saved for its backward, or returns as its output, is a copy, and stays. A buffer that a
+        forward has made is removed: otherwise what a stage holds would depend on what it has run. Raises StageIOError
+        if a buffer has changed that may not.
         """
         copies = [b.tensor.detach().clone() for b in self._moving]
         for buffer, copy in zip(self._moving, copies, strict=True):
@@ -124,7 +125,8 @@ class MovingBuffers:
                 raise StageIOError(_forbidden(buffer, own=any(buffer is b for b in self._moving)))
 
     def _put_back(self) -> dict[int, Tensor | None]:
-        """Returns, by the identity of those that may not change, what was in their place."""
+        """Puts the buffers back with which the modules were built. Returns what was in the place of those that were
+        replaced, by the identity of the built one."""
         replaced: dict[int, Tensor | None] = {}
         for start, present, built in self._have_any:
             for key, tensor in built.items():
@@ -143,7 +145,7 @@ class MovingBuffers:
         return replaced
 
     def _check_replaced(self, replaced: Mapping[int, Tensor | None]) -> None:
-        """Others of the same values may be in a buffer's place."""
+        """Raises StageIOError if a buffer that may not change was replaced by one with other values."""
         for buffer in self._still:
             if id(buffer.tensor) in replaced:
                 now = replaced[id(buffer.tensor)]
@@ -152,7 +154,8 @@ class MovingBuffers:
 
 
 def _now(buffer: _Buffer, copy: Tensor) -> Tensor | None:
-    """What a forward that was given a copy has left in the buffer's place: of several the first other one."""
+    """Returns what a forward, which was given a copy, has left in the buffer's place; of several places, the first that
+    does not have the copy."""
     for present, key in buffer.places:
         if (now := present.get(key)) is not copy:
             return now
@@ -172,11 +175,14 @@ def _forbidden(buffer: _Buffer, *, own: bool = False) -> str:
 
 
 def moved_by(module: nn.Module, run: Callable[[MovingBuffers], Any]) -> list[Tensor]:
-    """The buffers of `module` that a forward changes, and those that another one may change though this one did not:
-    the running statistics of norms, where nobody would see it, and what is small in modules that it has not called.
-    Larger ones there are tables, or weights that are kept in few bits: of them each micro-batch would keep a change,
-    and each iteration a sum. One that does change is seen by its version. run: a forward, within `kept` of what it is
-    given. Raises StageIOError for one that can't be summed."""
+    """Returns the buffers of `module` that a forward changes, or that another forward may change.
+
+    The latter are the running statistics of norms, where a change would not be noticed, and small buffers in modules
+    that this forward has not called. Larger ones there are tables, or weights that are kept in few bits: each
+    micro-batch would keep a change of them, and each iteration a sum. If one of them does change, its version shows it.
+    run: runs a forward, within `kept` of the buffers that it is given. Raises StageIOError for a buffer that can't be
+    summed.
+    """
     buffers = MovingBuffers(module, tried=True)
     with _passed_over(module) as uncalled:
         run(buffers)
@@ -194,8 +200,9 @@ def moved_by(module: nn.Module, run: Callable[[MovingBuffers], Any]) -> list[Ten
 
 @contextlib.contextmanager
 def _passed_over(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Afterwards, the small buffers that are only in modules that have not been called. A module without a forward is
-    part of another one; what is compiled is taken as called, since a hook would have it compiled anew."""
+    """Fills its list, when the context ends, with the small buffers that are only in modules that were not called. A
+    module without a forward is a part of another one. Compiled modules count as called, since a hook would have them
+    compiled again."""
     compiled, called, uncalled = compat.compiled_parts(module), set[int](), list[Tensor]()
     watched = [
         part
@@ -224,46 +231,45 @@ def _difference(after: Tensor | None, buffer: _Buffer) -> Tensor:
             f"a forward turned the buffer {buffer.name}, of shape {tuple(before.shape)}, into "
             f"{'None' if after is None else tuple(after.shape)}; buffers must keep their shape"
         )
-    exact = torch.complex128 if before.is_complex() else torch.float64  # rotary positions are complex, say
+    exact = torch.complex128 if before.is_complex() else torch.float64  # rotary positions may be complex
     now, then = after.detach().to(exact), before.to(exact)
     change = now - then
     if buffer.plain:
         return change
-    # Between infinities, as masks have them, there is no difference.
+    # Between equal infinities, which masks have, there is no difference.
     return change.masked_fill_((now == then) | (now.isnan() & then.isnan()), 0.0)
 
 
 # -- layers that compute the gradient of their input now and those of their weights later ------------
 
-# torch's own split (`torch.distributed.pipelining._backward`) keeps the graph alive between I and W.
-# A deferred layer keeps two tensors instead, its input and the gradient of its output, so what a
-# micro-batch holds between I and W is about what it held after F. (Under activation checkpointing F
-# holds less: there the inputs that I recomputed stay until W.)
+# torch's own split (`torch.distributed.pipelining._backward`) keeps the graph alive between I and W. A deferred layer
+# keeps two tensors instead, its input and the gradient of its output. So a micro-batch holds between I and W about what
+# it held after F. (Under activation checkpointing F holds less: there the inputs that I recomputed stay until W.)
 #
-# Deferred are nn.Linear, nn.Embedding and nn.Conv1d/2d/3d in their plain forms, and the Conv1D of transformers (a
-# Linear whose weight is transposed, as GPT-2 has it); every other parameter gets its gradient with I. Whether that
-# equals the fused backward to the bit for a given module is not taken on trust: see agent.stages.stage.
+# Deferred layers are nn.Linear, nn.Embedding and nn.Conv1d/2d/3d in their plain forms, and the Conv1D of transformers
+# (a Linear whose weight is transposed, as GPT-2 has it). Every other parameter gets its gradient with I. For each
+# module it is tried out whether that equals the fused backward to the bit: see agent.stages.stage.
 
 
 class Product(NamedTuple):
-    """A gradient that is still to be multiplied. dtype: of the parameter."""
+    """A gradient that is left @ right, which is still to be computed. dtype: of the parameter."""
 
     left: Tensor
     right: Tensor
     dtype: torch.dtype
 
     def compute(self) -> Tensor:
-        """Under autocast the product is computed in the lower type."""
+        """Returns the product. Under autocast it is computed in the lower type."""
         return (self.left @ self.right).to(self.dtype)
 
 
 Term = Tensor | Product
 Gradients = Callable[[], Sequence[Term]]
-"""Computes the gradients of a layer's parameters, in their order, or leaves that to the sum."""
+"""Returns the gradients of a layer's parameters, in their order; a Product leaves the computing to the sum."""
 
 
 class DeferredGradients:
-    """The weight gradients that one micro-batch has still to compute, in the order I met them."""
+    """The weight gradients that one micro-batch has still to compute, in the order in which I has met them."""
 
     def __init__(self) -> None:
         self._deferred: list[tuple[Sequence[nn.Parameter], Gradients]] = []
@@ -273,20 +279,21 @@ class DeferredGradients:
         return len(self._deferred)
 
     def defer(self, parameters: Sequence[nn.Parameter], gradients: Gradients, reads: Sequence[Tensor] = ()) -> None:
-        """reads: what is needed for it beside gradients, and may be, or be a view of, a parameter."""
+        """Defers the gradients of these parameters. reads: tensors that they need beside gradients, which may be
+        parameters or views of them."""
         self._deferred.append((parameters, gradients))
         self._reads += reads
 
     @property
     def reads_parameters(self) -> bool:
-        """Is anything needed whose memory is not there: of a parameter that is put together for each op?"""
+        """Whether a tensor is needed whose memory is freed, since its parameter is gathered anew for each op."""
         return any(not tensor.untyped_storage().nbytes() for tensor in self._reads)
 
     def flush(self, sink: Sums, known: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        """Computes every pending gradient, hands each parameter's to `sink` once, and forgets it.
+        """Computes every pending gradient, gives each parameter's to `sink` once, and forgets it.
 
-        known: gradients that I has already produced. A parameter used more than once gets the sum of its
-        gradients first, in the order of the uses' backwards, as autograd sums them.
+        known: gradients that I has already produced. The gradients of a parameter that is used more than once are
+        summed first, in the order of the uses' backwards, as autograd sums them.
         """
         seen: set[int] = set()
         shared: dict[int, tuple[Tensor, Tensor] | None] = {}
@@ -321,8 +328,8 @@ class DeferredGradients:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
-        # weight and bias are inputs so that the output requires a gradient even where x does not; they
-        # are kept as they are, since checkpointing gives back what it saves as another tensor.
+        # weight and bias are inputs so that the output requires a gradient even if x does not. They are kept as they
+        # are, since checkpointing returns what it saves as another tensor.
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
         return functional.linear(x, weight, bias)
@@ -347,7 +354,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Transposed(torch.autograd.Function):
-    """A Linear whose weight is (inputs, outputs)."""
+    """A Linear whose weight has the shape (inputs, outputs)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, deferred: DeferredGradients) -> Tensor:
@@ -399,7 +406,7 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.layer, ctx.deferred = weight, bias, layer, deferred
-        return compat.convolve(layer, x, weight, bias)  # here no gradient is recorded
+        return compat.convolve(layer, x, weight, bias)  # within a Function's forward no gradient is recorded
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -424,15 +431,16 @@ def _where(wanted: Sequence[bool], parameters: Sequence[Any]) -> list[nn.Paramet
 
 
 def _in_types_of(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Under autocast a gradient is computed in the lower type."""
+    """Returns gradients in their parameters' types. Under autocast they are computed in the lower type."""
     return [g.to(p.dtype) for p, g in zip(parameters, gradients, strict=True)]
 
 
 class DeferredLayers:
-    """Makes layers inside `module` deferred while a deferred is set; without one they are as before.
+    """Makes layers inside `module` deferred while `deferred` is set; without it they work as before.
 
-    Left alone are subclasses and layers whose forward somebody has replaced (what it does is not known), layers whose
-    weight is computed (weight norm), and options that change the gradient's form (sparse embeddings and such).
+    Left alone are subclasses and layers with a replaced forward, since it is not known what they do; layers whose
+    weight is computed (weight norm); and layers with options that change the gradient's form (such as sparse
+    embeddings).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -454,7 +462,7 @@ class DeferredLayers:
 
     @contextlib.contextmanager
     def on(self, deferred: DeferredGradients) -> Iterator[None]:
-        """Within, the layers leave their weight gradients to `deferred`."""
+        """Within this context, the layers leave their weight gradients to `deferred`."""
         self.deferred = deferred
         try:
             yield
@@ -475,7 +483,7 @@ class DeferredLayers:
 
 
 def _deferred_forward(layer: nn.Module) -> Callable[[Tensor, DeferredGradients], Tensor] | None:
-    """(input, deferred) → output; None for a layer that can't be deferred."""
+    """Returns the deferred forward of a layer, (input, deferred) → output; None: it can't be deferred."""
     if "forward" in vars(layer):
         return None
     own = compat.own_parameters(layer)
@@ -499,7 +507,7 @@ def _deferred_forward(layer: nn.Module) -> Callable[[Tensor, DeferredGradients],
 
 
 def _transposed() -> type[nn.Module] | None:
-    """Conv1D, where anybody has imported it."""
+    """Returns Conv1D of transformers, if the process has imported it."""
     return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
 
 
@@ -510,7 +518,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """x as autocast would hand it to a matrix product or convolution."""
+    """Returns x as autocast would pass it to a matrix product or convolution."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return x.to(torch.get_autocast_dtype(kind))
@@ -526,11 +534,11 @@ StrategyName = Literal["deferred", "torch", "fused"]
 class MicroBatchState:
     """What one micro-batch holds from F to the end of W.
 
-    inputs: leaves; those that require a gradient have it in `.grad` after I. late: none requires
-    one. several: the input came as a tuple. outputs: in I, those that require a gradient; dys:
-    theirs ((None,) where the output is the loss). moves: what F changed in buffers. known:
-    (parameter, gradient) that I has produced already. weight: see agent.stages.stage.Stage.weigh. seed: of what the
-    backward of the last layer draws.
+    inputs: leaves of the graph; those that require a gradient have it in `.grad` after I. late: no input requires a
+    gradient. several: the input came as a tuple. outputs: in I, those that require a gradient; dys: their gradients
+    ((None,) if the output is the loss). moves: what F changed in buffers. known: (parameter, gradient) that I has
+    produced already. weight: see agent.stages.stage.Stage.weigh. seed: for random numbers in the backward of the last
+    layer. deferred, groups: what `Deferred` and `TorchSplit` leave to W.
     """
 
     inputs: tuple[Tensor, ...]
@@ -552,29 +560,30 @@ class MicroBatchState:
 
 
 class Strategy(Protocol):
-    """Fills and empties a MicroBatchState. whole: I leaves nothing to W, unless the state is late."""
+    """A way to split the backward. It fills and empties a MicroBatchState. whole: I leaves nothing to W, unless the
+    state is late."""
 
     name: StrategyName
     whole: bool
 
     def recording(self, state: MicroBatchState) -> AbstractContextManager[None]:
-        """Around the module's forward."""
+        """Returns the context for the module's forward."""
 
     def input_backward(self, state: MicroBatchState) -> None:
-        """I: the gradients of the inputs, and whatever comes with them."""
+        """Runs I: computes the gradients of the inputs, and others that come with them."""
 
     def weight_backward(self, state: MicroBatchState, sink: Sums) -> None:
-        """W: every parameter's gradient to `sink`, at most once each."""
+        """Runs W: adds every parameter's gradient to `sink`, at most once each."""
 
     def reads_parameters(self, state: MicroBatchState) -> bool:
-        """Does W need values of parameters, beside those that a backward of a whole module puts together?"""
+        """Says whether W needs values of parameters, beside those that a backward of a whole module gathers."""
 
     def close(self) -> None:
         """Leaves the module as it was before."""
 
 
 class Fused:
-    """One backward for both."""
+    """Runs one backward for both I and W."""
 
     name: StrategyName = "fused"
     whole = True
@@ -604,7 +613,7 @@ class Fused:
 
 
 class Deferred:
-    """Own layers pay their weight gradients in W; the other parameters get theirs in I."""
+    """Computes the weight gradients of deferred layers in W; other parameters get theirs in I."""
 
     name: StrategyName = "deferred"
     whole = False
@@ -617,7 +626,7 @@ class Deferred:
         return self.layers.on(state.deferred)
 
     def input_backward(self, state: MicroBatchState) -> None:
-        # Activation checkpointing runs forwards inside the backward; those defer their gradients, too.
+        # Activation checkpointing runs forwards inside the backward. These defer their gradients, too.
         with self.layers.on(state.deferred):
             state.known = _backward(state, self.parameters)
 
@@ -632,13 +641,13 @@ class Deferred:
 
 
 class TorchSplit:
-    """stage_backward_input and stage_backward_weight of torch.distributed.pipelining."""
+    """Splits with stage_backward_input and stage_backward_weight of torch.distributed.pipelining."""
 
     name: StrategyName = "torch"
     whole = False
 
     def __init__(self, module: nn.Module) -> None:
-        # Here, not at the top: most stages do without.
+        # Imported here, not at the top: most stages do without.
         self._of_inputs, self._of_weights = compat.split_backward()
         self._parameters = _trainable(module)
 
@@ -668,7 +677,7 @@ class TorchSplit:
             sink.add(parameter, gradient)
 
     def reads_parameters(self, state: MicroBatchState) -> bool:
-        # Parts of the graph run again, without its beginning, where what they need is put together.
+        # W runs parts of the graph again, without its beginning, which is where parameters are gathered.
         return not state.late
 
     def close(self) -> None:
@@ -687,7 +696,7 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _backward(state: MicroBatchState, parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, Tensor]]:
-    """The whole graph's backward; returns the gradients of the parameters that autograd knows of."""
+    """Runs the whole graph's backward. Returns the gradients of the parameters that autograd knows of."""
     with _own_gradients(parameters) as gradients:
         if state.outputs:
             state.seed.put()

@@ -1,19 +1,19 @@
-"""The stage's own step, what undoes it, and the stage's state.
+"""A stage's optimizer step, what undoes it, and the stage's state.
 
-A stage steps when *its* gradients are reduced, without waiting for the other stages. Two things may
-undo that step: a death that interrupts the iteration elsewhere (some stages have stepped and others
-have not; the ones that have go back), and a validation of the whole gradient that comes later (see
-agent.stages.post_validation). One snapshot is enough for both, and only until the next gradient is there: see
-agent.workers.recovery. So it lies where the gradients were summed, as far as it fits there: with AdamW in fp32 a worker
-takes 24 bytes a parameter beside activations (parameters 4, optimizer 8, sums 8, the rest of the snapshot 4).
+A stage steps when *its* gradients are reduced, without waiting for the other stages. Two things may undo that step. A
+death may interrupt the iteration when only some stages have stepped: these go back. And the validation of the whole
+gradient, which comes later, may ask for another step (see agent.stages.post_validation). One snapshot is enough for
+both, and it is needed only until the next gradient is there (see agent.workers.recovery). So it lies in the memory of
+the gradients' sums, as far as it fits there. With AdamW in fp32 a worker needs 24 bytes a parameter beside activations:
+parameters 4, optimizer 8, sums 8, the rest of the snapshot 4.
 
-Where the optimizer's state is sharded over the stage's peers (agent.stages.shards), a worker steps the segments of
-which it holds the state, and goes back in those; the other parameters come from who steps them
-(agent.workers.sharding). With N peers that is 12 + 16 / N bytes a parameter: 17.3 with 3, 14 with 8, since what does
-not fit in the memory of a segment's own sum lies in that of sums that only others need. So do, with 4 peers or more,
-the gradients that are kept until their norm is known, which take 4 bytes a parameter else.
+If the optimizer's state is sharded over the stage's peers (agent.stages.shards), a worker steps the segments whose
+state it holds, and goes back in those. The other parameters come from the workers that step them
+(agent.workers.sharding). With N peers a worker needs 12 + 16 / N bytes a parameter: 17.3 with 3, 14 with 8. What does
+not fit into the memory of a segment's own sum lies in the memory of sums that only other workers need. With 4 peers or
+more, so do the gradients that are kept until their norm is known; otherwise these take 4 bytes a parameter.
 
-Also an optimizer that keeps a moving average of the parameters (`ExponentialMovingAverage`).
+The file also has an optimizer that keeps a moving average of the parameters (`ExponentialMovingAverage`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ ELEMENTWISE = frozenset(
 
 
 BUCKET_BYTES = 4 << 20
-"""Of parameters that are stepped at a time, about, where each element is stepped by itself; one that is larger is
+"""About how many bytes of parameters are stepped at a time, if each element is stepped by itself. A larger parameter is
 stepped alone."""
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -88,7 +88,8 @@ _T = TypeVar("_T")
 def _changing(
     method: Callable[Concatenate[StageOptimizer, _P], _T],
 ) -> Callable[Concatenate[StageOptimizer, _P], _T]:
-    """Of a method that changes what the stage holds: a hand-over reads it from another thread."""
+    """Decorates a method that changes what the stage holds: it holds the lock, since a state transfer reads from
+    another thread."""
 
     @functools.wraps(method)
     def locked(self: StageOptimizer, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -103,9 +104,9 @@ class NonFiniteError(RuntimeError):
 
 
 class Shards:
-    """The optimizer's state of a stage, where it is sharded: how it is cut, and what of it this worker holds.
+    """How the optimizer's state of a stage is cut if it is sharded, and which part of it this worker holds.
 
-    trained: the stage's parameters that are trained, and their names. pipelines: of the job.
+    trained: the names and parameters of the stage that are trained. pipelines: of the job.
     """
 
     def __init__(self, trained: NamedParameters, gradients: GradientSum, pipelines: int) -> None:
@@ -115,7 +116,7 @@ class Shards:
         layers = [layer_of(name) for name, _ in trained]
         self.segments: tuple[Segment, ...] = segments_of(sizes, layers, whole, gradients.norm_chunk, pipelines)
         self.parts: list[nn.Parameter] = []
-        """Of each segment, the parameter's elements: the parameter itself, where it is not cut."""
+        """For each segment, its elements of the parameter; the parameter itself if it is not cut."""
         self.names: list[str] = []
         for segment in self.segments:
             name, parameter = trained[segment.parameter]
@@ -128,17 +129,18 @@ class Shards:
             self.names.append(f"{name}@{segment.start}")
         self.number = {id(part): number for number, part in enumerate(self.parts)}
         self.held = set(range(len(self.parts)))
-        """Segments whose state is here, as of the steps taken. At first that of all: there is none yet."""
+        """Segments whose state is here, up to the last step. At first these are all, since there is no state yet."""
         self.late = set[int]()
-        """Of them, those that have come after the last step: it can't be undone, or put right, in them."""
+        """Held segments that have come after the last step, which can't be undone or corrected in them."""
         self.primary: frozenset[int] = frozenset(self.held)
-        """Segments whose part of the validation this worker tells."""
+        """Segments whose part of the validation this worker reports."""
         self.stale = False
-        """Are the parameters of segments that are not held those of another step than the others?"""
+        """Whether the parameters of segments that are not held are of another step than those of held ones."""
         self.bare = False
-        """Does this worker still lack what no segment has: large parameters that are not trained, and large buffers?"""
+        """Whether this worker still lacks what is in no segment: large parameters that are not trained, large buffers.
+        """
         self.measured: tuple[bool, Sequence[float]] | None = None
-        """Of the sums of all peers: are they finite; and the parts of their norms, segment by segment."""
+        """Whether the sums of all peers are finite, and the parts of their norms, segment by segment."""
         of = Counter(segment.parameter for segment in self.segments)
         ends = list(accumulate(of[place] for place in range(len(trained))))
         self.of_parameter = {
@@ -147,14 +149,14 @@ class Shards:
         """The numbers of each parameter's segments."""
 
     def lag(self) -> None:
-        """A step was taken, or put right: of the segments that others hold, the parameters here are of another one."""
+        """Notes that a step was taken or corrected: the parameters of segments that others hold are now out of date."""
         self.stale = True
 
     def caught_up(self) -> None:
         self.stale = False
 
     def forgotten(self) -> None:
-        """Nothing that is here counts any more, be it held or not."""
+        """Notes that nothing that is here counts any more, held or not."""
         self.stale = self.bare = True
 
     def untrained_came(self) -> None:
@@ -162,7 +164,7 @@ class Shards:
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each shard."""
+        """The number of elements of each shard."""
         out = Counter[int]()
         for segment in self.segments:
             out[segment.shard] += segment.elements
@@ -170,7 +172,7 @@ class Shards:
 
     @property
     def shards_held(self) -> frozenset[int]:
-        """Those of which every segment is held."""
+        """The shards of which every segment is held."""
         lacking = {s.shard for number, s in enumerate(self.segments) if number not in self.held}
         return frozenset(s.shard for s in self.segments) - lacking
 
@@ -181,15 +183,15 @@ class Shards:
 class StageOptimizer:
     """Module, optimizer and scheduler of one stage on one worker, and how many steps they have taken.
 
-    committed: number of iterations whose step has been taken (so also the next iteration). settled:
-    is the validation of the last one known? slot: this stage's share of it. post_validation: what the validations
-    so far make of the next one. skipped: this worker's micro-batches that the last measured sum lacks.
-    clips: will anybody ask for the gradients' norm? scales_loss: are numbers fp16?
-    shards: where the optimizer's state is sharded over the stage's peers.
-    lock: held while anything changes.
+    committed: number of iterations whose step has been taken (so also the next iteration). settled: whether the
+    validation of the last one is known. slot: this stage's share of that validation. post_validation: what follows from
+    the validations so far. skipped: this worker's micro-batches that the last measured sum lacks. shards: how the
+    optimizer's state is sharded over the stage's peers; None: it is not. lock: held while anything changes; the
+    training thread changes it, and state transfers read from other threads.
+    clips: the norm of the gradients is needed. scales_loss: numbers are fp16.
 
-    The scheduler is stepped once per update, right after it. Raises InputError for an optimizer or
-    scheduler that can't be driven that way.
+    The scheduler is stepped once per update, right after it. Raises InputError for an optimizer or scheduler that can't
+    be driven that way.
     """
 
     def __init__(
@@ -204,8 +206,8 @@ class StageOptimizer:
         pipelines: int | None = None,
         seed: int = 0,
     ) -> None:
-        """pipelines: of the job, where the optimizer's state is sharded over the stage's peers. seed: of what an
-        optimizer draws in a step."""
+        """pipelines: of the job, if the optimizer's state is sharded over the stage's peers; otherwise None. seed: for
+        random numbers that an optimizer draws in a step."""
         if _required(type(optimizer).step):
             raise InputError("optimizer", type(optimizer).__name__, "one whose step() needs no closure")
         if scheduler is not None and (_required(type(scheduler).step) or scheduler.optimizer is not optimizer):
@@ -219,27 +221,27 @@ class StageOptimizer:
         self.settled = True
         self.slot = Slot()
         self.validation = CLEAN
-        """On the last step, where it is settled."""
+        """The validation of the last step, if that is settled."""
         self._scales_loss = scales_loss
         self.post_validation = PostValidation(loss_scale=LossScale() if scales_loss else None)
         self.lock = threading.RLock()
         self.skipped: list[MicroBatch] = []
         self.learning_rate: float | None = None
-        """Of the last step, of the first group of parameters."""
+        """The learning rate of the last step, of the first group of parameters."""
         self._clips = clips
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._named = dict(self.module.named_parameters())
-        """As they are between two ops: within one, a layer may show others (agent.models.parallelized), while a
-        hand-over reads the state from another thread."""
+        """The parameters as they are between two ops. Within an op a layer may have others in their place
+        (agent.models.parallelized), while a state transfer reads from another thread."""
         self._buffers = dict(self.module.named_buffers())
-        """Likewise: a forward is given copies, and may make others."""
+        """The buffers as they are between two ops: a forward is given copies, and may make others."""
         named = list(self._named.items())
         copies = {id(p) for name, p in named if name in self.module.copies or getattr(p, "duplicate", False)}
         self._by_layer = [
             [p for p in layer if p.requires_grad and id(p) not in copies] for layer in parameters_by_layer(module)
         ]
         self.stream: StreamBatches | None = None
-        """Of the data that this worker reads, where it has to be read in order."""
+        """The data that this worker reads, if they must be read in order."""
         self._buckets: list[_Bucket] = []
         self._snapshot = _Snapshot(self)
         self._kept: list[tuple[nn.Parameter, Tensor | None]] | None = None
@@ -251,7 +253,7 @@ class StageOptimizer:
                 raise InputError("optimizer", type(optimizer).__name__, expected)
             trained = [(name, p) for name, p in named if p.requires_grad]
             self.shards = Shards(trained, gradients, pipelines)
-            # Some have a state before their first step.
+            # Some optimizers have a state before their first step.
             began = [part for p in self._trained if p in optimizer.state for part in self._cut(p, optimizer.state[p])]
             optimizer.state.clear()
             optimizer.state.update(began)
@@ -259,25 +261,25 @@ class StageOptimizer:
 
     @property
     def version(self) -> tuple[int, float | None]:
-        """Which of the stage's values these are: how many steps have been taken, and the coefficient of the validation
-        that the last one was taken or put right by; while none is known, that of a clean one. Where it is lost here,
-        peers that have waited for it hold other values."""
+        """Identifies the stage's values: how many steps have been taken, and the coefficient of the validation by which
+        the last one was taken or corrected. While that is not known, it is the coefficient of a clean one. If it is
+        lost on this worker, peers that have waited for it hold other values."""
         return self.committed, (self.validation if self.settled else CLEAN).coefficient
 
     @property
     def slot_before(self) -> Slot:
-        """The slot of the step that came before the last one."""
+        """The slot of the step before the last one."""
         return self._snapshot.before[1]
 
     @property
     def validation_before(self) -> ValidationResult:
-        """The validation of it."""
+        """The validation of the step before the last one."""
         return self._snapshot.before[2]
 
     # -- the step -----------------------------------------------------------------------------
 
     def measure(self) -> Slot:
-        """This stage's share of the validation of the gradients that have just been reduced."""
+        """Returns this stage's share of the validation of the gradients that have just been reduced."""
         shards = self.shards
         if shards is None:
             rejected, norms_of = self.gradients.rejected, self.gradients.squared_norms
@@ -293,13 +295,14 @@ class StageOptimizer:
 
     @property
     def tells_measures(self) -> bool:
-        """Where the state is sharded: must peers tell each other of their segments' sums?"""
+        """Whether peers must tell each other about the sums of their segments, as they must where the state is sharded
+        and norms or checks of sums are needed."""
         return self.shards is not None and (self._clips or isinstance(self.gradients, FastSum))
 
     def measures(self) -> Tensor:
-        """Of the sums of the segments whose part of the validation this worker tells, int64: how many are not finite,
-        and bit by bit the parts of norms; in the place of other segments' zeros. The sum of all peers' is what
-        `take_measures` takes."""
+        """Returns, as int64, what this worker reports of the sums of its primary segments: whether they are not finite,
+        and the bits of the parts of their norms, with zeros in the place of other segments. `take_measures` takes the
+        sum of all peers' measures."""
         shards, sums = self.shards, self.gradients
         assert shards is not None
         mine = [part for number, part in enumerate(shards.parts) if number in shards.primary]
@@ -330,10 +333,10 @@ class StageOptimizer:
 
     @_changing
     def step(self, validation: ValidationResult | None = CLEAN, slot: Slot | None = None) -> float:
-        """Takes the step on the reduced gradients; returns the (scaled) loss that came with them.
+        """Takes the step on the reduced gradients. Returns the (scaled) loss that came with them.
 
-        validation: what all stages' gradients make of it; None when that is not known yet: then the
-        step is taken as if it were clean, and `settle` must follow before the next one.
+        validation: the validation of all stages' gradients; None: it is not known yet. Then the step is taken as if the
+        validation were clean, and `settle` must follow before the next step. slot: as `measure` has returned it.
         """
         assert self.settled, "the validation of the step before is not known"
         loss, slot = self.gradients.loss, slot if slot is not None else self.measure()
@@ -341,7 +344,7 @@ class StageOptimizer:
         self._snapshot.begin()
         self.slot = slot
         self._kept = None
-        # A stage that knows its own gradients to be useless needs no validation to leave them alone.
+        # A stage that knows that its own gradients are useless skips the step without a validation.
         applied = (SKIP if slot.rejected else CLEAN) if validation is None else validation
         if applied.coefficient is not None:
             keep, kept = validation is None and self._clips, list[tuple[nn.Parameter, Tensor | None]]()
@@ -378,9 +381,9 @@ class StageOptimizer:
 
     @_changing
     def settle(self, validation: ValidationResult) -> bool:
-        """Takes note of the validation of the last step, and puts the step right where it differs.
+        """Takes the validation of the last step, and corrects the step if it was taken otherwise.
 
-        Returns whether it does: the same answer on every worker.
+        Returns whether the validation is not clean, which is the same on every worker.
         """
         assert not self.settled
         self.settled, kept = True, self._kept
@@ -393,7 +396,7 @@ class StageOptimizer:
         if validation.coefficient is None:
             self._snapshot.restore(buffers=True)
         elif kept is not None:
-            # The moving buffers are those of the step as it was: they don't depend on the norm.
+            # The moving buffers stay as the step has left them: they don't depend on the norm.
             self._snapshot.restore(buffers=False)
             for parameter, gradient in kept:
                 parameter.grad = gradient
@@ -401,18 +404,19 @@ class StageOptimizer:
                 self._update(bucket, validation.coefficient, self.committed - 1)
             if self.scheduler is not None:
                 self.scheduler.step()
-        # What the sums hold else belongs to parameters that nobody has any more.
+        # What the sums hold belongs to parameters that no worker has any more.
         self.gradients.clear()
         return True
 
     @property
     def _stepped(self) -> list[nn.Parameter]:
-        """What is stepped here: parameters, or segments of them."""
+        """The parameters that are stepped here, or segments of them."""
         shards = self.shards
         return self._trained if shards is None else [shards.parts[number] for number in sorted(shards.held)]
 
     def _in_buckets(self) -> list[_Bucket]:
-        """What is stepped one after the other; all at once where that may make a difference."""
+        """Returns the buckets that are stepped one after the other; only one if stepping apart may change the
+        result."""
         if not self._buckets:
             apart, groups, stepped = self.steps_apart, self.optimizer.param_groups, self._stepped
             at, size = 0, 0
@@ -428,7 +432,7 @@ class StageOptimizer:
         return self._buckets
 
     def _among(self, parameters: Sequence[nn.Parameter], mine: Mapping[int, nn.Parameter]) -> list[nn.Parameter]:
-        """Those of `mine` that are parameters of these, or segments of them."""
+        """Returns those of `mine` that are among `parameters`, or are segments of them."""
         shards = self.shards
         if shards is None:
             return [p for p in parameters if id(p) in mine]
@@ -438,13 +442,13 @@ class StageOptimizer:
     # -- segments that come and go ---------------------------------------------------------------
 
     def _regroup(self) -> None:
-        """Other segments are held from here on."""
+        """Forgets what was made for the segments held so far, since others are held from now on."""
         self._buckets, self._kept_memory = [], []
         self._snapshot.regroup()
 
     @_changing
     def hold(self, number: int, state: Mapping[str, Any]) -> None:
-        """Takes up a segment, with the optimizer's state of it as of the steps that this worker has taken."""
+        """Takes over a segment, with the optimizer's state of it, which must be of the same step as this worker's."""
         shards = self.shards
         assert shards is not None
         if state:
@@ -455,7 +459,7 @@ class StageOptimizer:
 
     @_changing
     def release(self, numbers: Collection[int]) -> None:
-        """Gives up segments, which others hold. A step of theirs is not undone here any more."""
+        """Gives up segments, which other workers hold. Their last step can't be undone here any more."""
         shards = self.shards
         assert shards is not None
         for number in numbers:
@@ -471,8 +475,8 @@ class StageOptimizer:
             self._regroup()
 
     def segment_state(self, number: int, keys: Collection[str] | None = None) -> StageState:
-        """What the optimizer keeps of a segment that is held; keys: of that these alone. The tensors are the live
-        ones."""
+        """Returns what the optimizer keeps of a segment that is held; keys: only these parts of it. The tensors are the
+        live ones, not copies."""
         shards, tensors = self.shards, dict[str, Tensor]()
         assert shards is not None
         if number not in shards.held:
@@ -485,7 +489,7 @@ class StageOptimizer:
         gradients = [p.grad for p in bucket.parameters if p.grad is not None]
         if coefficient != 1.0 and gradients:  # torch takes no empty list
             compat.multiply(gradients, coefficient)
-        if bucket.groups is None:  # it may draw noise, which must be that of all peers
+        if bucket.groups is None:  # the optimizer may draw noise, which must be the same on all peers
             first = next((name for name, p in self._named.items() if p.requires_grad), "")
             reseed(seed_for("step", self.seed, iteration, first), self.gradients.device)
         with bucket.alone_in(self.optimizer):
@@ -502,25 +506,25 @@ class StageOptimizer:
         self._scale()
 
     def _changed_after_the_fact(self) -> None:
-        """The last step, but for what has come since."""
+        """Notes that the last step was undone or corrected, except in segments that have come since: gives these up."""
         if self.shards is not None:
             self.release(set(self.shards.late))
             self.shards.lag()
 
     @property
     def _next_validation(self) -> PostValidation:
-        """What is made of it where the last step counts as clean as long as that is not known."""
+        """`post_validation`, where a last step that is not settled counts as clean."""
         return self.post_validation if self.settled else self.post_validation.after(CLEAN)
 
     def _scale(self) -> None:
-        """Of the next iteration's loss."""
+        """Sets the scale of the next iteration's loss."""
         scale = self._next_validation.loss_scale
         self.gradients.loss_scale = 1.0 if scale is None else scale.value
 
     # -- layers that come and go ---------------------------------------------------------------
 
     def tensors_of(self, span: Span) -> list[Tensor]:
-        """What is summed of these layers: the parameters that are trained, then the moving buffers."""
+        """Returns the tensors of these layers that have sums: first the trained parameters, then the moving buffers."""
         moving = set(map(id, self.gradients.moving))
         own = [layer for number, layer in self.module.layers if number in span]
         parameters = [p for layer in own for p in layer.parameters()]
@@ -528,20 +532,20 @@ class StageOptimizer:
         return [p for p in self._trained if any(p is q for q in parameters)] + [b for b in buffers if id(b) in moving]
 
     def moving_names(self, span: Span | None = None) -> list[str]:
-        """Of the moving buffers, or those of these layers."""
+        """Returns the names of the moving buffers; span: of these layers only."""
         moving = set(map(id, self.gradients.moving))
         names = [name for name, buffer in self._buffers.items() if id(buffer) in moving]
         return names if span is None else [name for name in names if layer_of(name) in span]
 
     def averages(self) -> dict[str, Tensor]:
-        """The moving averages of parameters that have one, by name."""
+        """Returns the moving averages of parameters that have one, by name."""
         state = self.optimizer.state
         return {name: state[p][AVERAGE] for name, p in self._named.items() if p in state and AVERAGE in state[p]}
 
     @_changing
     def adopt(self, parts: Sequence[StageOptimizer]) -> None:
-        """Takes over, without copies, what those of which it has layers keep of them. All are at one step; how far
-        they are, and what holds for all layers, is that of the first."""
+        """Takes over, without copies, what other optimizers keep of layers that this one now has. All must be at the
+        same step. Counts, and what holds for all layers, come from the first of them."""
         first = parts[0]
         mine = set(map(id, self.module.parameters()))
         if self.shards is not None:
@@ -557,13 +561,13 @@ class StageOptimizer:
         self.committed, self.settled, self.post_validation = first.committed, True, first.post_validation
         self.validation, self.slot = first.validation, first.slot
         if self.shards is None:
-            # Somebody may not have taken the last step: then it is undone here as well.
+            # Another worker may not have taken the last step: then it is undone here as well.
             self._snapshot.adopt([part._snapshot for part in parts])
         self._scale()
 
     def _adopt_segments(self, shards: Shards, parts: Sequence[StageOptimizer]) -> None:
-        """Those that are held. The last step is not undone any more: layers of an optimizer that is sharded move while
-        everybody waits, who has agreed on it (agent.workers.sharding)."""
+        """Takes over the segments that are held. The last step is never undone then: with a sharded optimizer, layers
+        move while all workers wait, and these have agreed on that step (agent.workers.sharding)."""
         held: dict[str, Any] = {}
         for part in parts:
             theirs = part.shards
@@ -577,15 +581,15 @@ class StageOptimizer:
     # -- the state: for a peer that re-joins, for checkpoints, and for the fingerprint --------
 
     def parameters_sha256(self) -> str:
-        """Of the bytes of each layer's parameters, one after the other."""
+        """Returns the hashes of the bytes of each layer's parameters, one after the other."""
         return "".join(map(sha256, parameters_by_layer(self.module)))
 
     def state(self) -> StageState:
-        """Everything that the next steps depend on; but for the optimizer's state of parameters where it is sharded.
-        The tensors are the live ones: copy or send them before the next step. A step that is not settled counts as
-        clean: should it be overturned, the state was of no use anyway.
+        """Returns everything that the next steps depend on, without the optimizer's state of parameters if that is
+        sharded. The tensors are the live ones: copy or send them before the next step. A step that is not settled
+        counts as clean: if it is overturned, the state is of no use anyway.
 
-        Raises StateError naming what an optimizer or scheduler keeps that can't be sent.
+        Raises StateError, which names what an optimizer or scheduler keeps that can't be sent.
         """
         tensors: dict[str, Tensor] = {}
         names = {id(p): n for n, p in self._named.items()}
@@ -619,7 +623,7 @@ class StageOptimizer:
         return StageState(document, tensors)
 
     def share(self, writer: Writer) -> Share:
-        """A copy of what that writer is to write of the state. Raises StateError as `state`."""
+        """Returns a copy of the part of the state that this writer is to write. Raises StateError as `state`."""
         split = split_over_ranks(self.module) if writer.ranks > 1 else {}
         state, shards = self.state(), self.shards
         if shards is None:
@@ -631,7 +635,8 @@ class StageOptimizer:
         return share
 
     def _put_segments(self, share: Share, shards: Shards, writer: Writer, split: Split) -> dict[str, Any]:
-        """Those that are the writer's. Returns what is kept of parameters of which it has the first one."""
+        """Puts the segments that the writer writes into the share. Returns what the optimizer keeps, beside tensors, of
+        parameters whose first segment is among them."""
         assert writer.primaries is not None
         kept, runs = dict[str, Any](), dict[str, list[tuple[Segment, list[Tensor]]]]()
         forms: dict[str, tuple[Sequence[int], Block | None]] = {}
@@ -664,31 +669,31 @@ class StageOptimizer:
 
     @property
     def elementwise(self) -> bool:
-        """May parts of the parameters be put in place while it steps? Only where no element's step depends on
-        another element."""
+        """Whether parts of the parameters may be put in place while it steps: no element's step depends on another
+        element."""
         kind = type(self.optimizer)
         return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
 
     @property
     def steps_apart(self) -> bool:
-        """May some parameters be stepped before others? Not where somebody's hook expects all to be stepped."""
+        """Whether some parameters may be stepped before others: not if a step hook may expect all to be stepped."""
         hooks = compat.step_hooks(self.optimizer)
         return self.elementwise and all(getattr(hook, "elementwise", False) for hook in hooks)
 
     @property
     def _leaves_gradients(self) -> bool:
-        """Is a step known to leave the gradients as they are? SGD adds Nesterov's momentum to them, in the form that is
-        usual on GPUs; and what an optimizer or a hook of somebody's does is not known."""
+        """Whether a step is known to leave the gradients as they are. SGD adds Nesterov's momentum to them, in the form
+        that is usual on GPUs. What other optimizers or hooks do is not known."""
         return self.steps_apart and not any(group.get("nesterov") for group in self.optimizer.param_groups)
 
     @_changing
     def load_state(self, state: StageState, *, own: bool = False) -> None:
-        """Takes over a state, wholly or not at all. Of a tensor without values (on the device "meta") they are to
-        come: until then a parameter or buffer keeps its own, and what the optimizer keeps is zero. Where that is
-        sharded, the state is that of all shards, or of none. own: nobody else uses it from here on, so that what
-        the optimizer keeps need not be copied, and each tensor is given up once it is taken.
+        """Takes over a state, wholly or not at all. Raises StateError when it is of another stage.
 
-        Raises StateError when it is of another stage.
+        The values of a tensor on the device "meta" come later: until then a parameter or buffer keeps its own values,
+        and the optimizer's state is zero. If that state is sharded, `state` has all shards or none. own: the caller
+        does not use the state any more, so the optimizer's state need not be copied, and each tensor is dropped once it
+        is taken.
         """
         here, doc = self.state().document, state.document
         parameters = self._named
@@ -699,7 +704,7 @@ class StageOptimizer:
                 ("optimizer", here["optimizer"], doc["optimizer"]),
                 ("scheduler", (here["scheduler"] or [None])[0], (doc["scheduler"] or [None])[0]),
                 *(
-                    # A factory may order those of other layers in another way.
+                    # A factory may order parameters in another way if there are other layers.
                     (f"parameter group {i}", sorted(mine["parameters"]), sorted(theirs["parameters"]))
                     for i, (mine, theirs) in enumerate(zip(here["groups"], doc["groups"], strict=True))
                 ),
@@ -734,14 +739,14 @@ class StageOptimizer:
                     targets[name].copy_(value)
         self.optimizer.state.clear()
         for name in list(states):
-            # Of a sharded one segments are copied, parameter by parameter.
+            # If it is sharded, segments are copied, parameter by parameter.
             for parameter, kept in self._cut(parameters[name], states.pop(name)):
                 self.optimizer.state[parameter] = kept
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
             _put_options(group, options)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(scheduler)
-        # It may be resumed in another precision.
+        # The job may be resumed in another precision.
         scale = (post_validation.loss_scale or LossScale()) if self._scales_loss else None
         self.post_validation = replace(post_validation, loss_scale=scale)
         self.committed, self.settled, self.slot = committed, True, Slot()
@@ -751,7 +756,9 @@ class StageOptimizer:
 
     @_changing
     def give_up(self) -> None:
-        """Of all that is beside the parameters: another one is to take its place, and it takes no step any more."""
+        """Frees all memory but that of the parameters. Another optimizer takes its place, and it takes no step any
+        more.
+        """
         self.optimizer.state.clear()
         for parameter in self._trained:
             parameter.grad = None
@@ -759,7 +766,7 @@ class StageOptimizer:
         self.gradients.give_up()
 
     def _cut(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> list[tuple[nn.Parameter, Mapping[str, Any]]]:
-        """The state of a parameter, or of each of its segments."""
+        """Returns the state of a parameter, or of each of its segments."""
         shards = self.shards
         if shards is None or id(parameter) not in shards.of_parameter:
             return [(parameter, state)]
@@ -779,21 +786,21 @@ class StageOptimizer:
 
 
 def _finite(value: Any) -> float | None:
-    """A number, also where it comes as a tensor; None for what can't be said to be one."""
+    """Returns a number, which may come as a tensor; None if it is not a finite number."""
     number = float(value) if isinstance(value, (int, float, Tensor)) else math.nan
     return number if math.isfinite(number) else None
 
 
 def make_optimizer(factory: Callable[[Any], torch.optim.Optimizer], named: NamedParameters) -> torch.optim.Optimizer:
-    """What the factory makes of a stage's parameters: of their (name, parameter) pairs, where its first argument is
-    called `named_parameters`; names are `LAYER.NAME`."""
+    """Returns the optimizer that the factory makes for a stage's parameters. A factory whose first argument is called
+    `named_parameters` gets (name, parameter) pairs, with names `LAYER.NAME`."""
 
     def make(named: NamedParameters) -> torch.optim.Optimizer:
         return factory(named if takes_names(factory) else iter([parameter for _, parameter in named]))
 
-    # No optimizer takes an empty list, and layers without parameters may be a stage of their own; or those without any
-    # to train, which a factory may leave out. Of two dimensions, since Muon takes no other, and of an element, since a
-    # factory may divide by its sides.
+    # No optimizer takes an empty list, but a stage may have no parameters; or none to train, where a factory may leave
+    # all out. So it is given one: of two dimensions, since Muon takes no other, and with one element, since a factory
+    # may divide by its sides.
     nothing = nn.Parameter(torch.zeros(1, 1))
     try:
         made = make(named or [("none", nothing)])
@@ -802,12 +809,12 @@ def make_optimizer(factory: Callable[[Any], torch.optim.Optimizer], named: Named
             raise
         made = make([*named, ("none", nothing)])
     if isinstance(made, torch.optim.Optimizer):
-        made.state.pop(nothing, None)  # Adagrad's is there from the beginning
+        made.state.pop(nothing, None)  # Adagrad has a state from the beginning
     return made
 
 
 def takes_names(factory: Callable[..., Any]) -> bool:
-    """Is the first argument of an optimizer's factory called `named_parameters`?"""
+    """Says whether the first argument of an optimizer's factory is called `named_parameters`."""
     try:
         return next(iter(inspect.signature(factory).parameters), "") == "named_parameters"
     except (TypeError, ValueError):  # a builtin, which tells nothing
@@ -822,11 +829,9 @@ def stage_optimizer(
     pipelines: int | None = None,
     seed: int = 0,
 ) -> StageOptimizer:
-    """As the workload wants it; a workload may have a `scheduler(optimizer)` beside its `optimizer`. pipelines: of a
-    job whose workers share the optimizer's state, where they are to. seed: the job's.
-
-    Raises InputError.
-    """
+    """Returns a stage's optimizer, made by the workload. A workload may have a `scheduler(optimizer)` beside its
+    `optimizer`. pipelines: of the job, if its workers may share the optimizer's state. seed: the job's. Raises
+    InputError."""
     optimizer = make_optimizer(workload.optimizer, list(module.named_parameters()))
     scheduler = getattr(workload, "scheduler", None)
     made = StageOptimizer(
@@ -845,8 +850,8 @@ def stage_optimizer(
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Parameters that are stepped together. place: among all that are stepped here. groups: those of each of the
-    optimizer's groups; None: the optimizer steps all that it has."""
+    """Parameters that are stepped together. place: where they are among all that are stepped here. groups: those of
+    each of the optimizer's groups; None: the optimizer steps all that it has."""
 
     place: slice
     parameters: list[nn.Parameter]
@@ -854,7 +859,7 @@ class _Bucket:
 
     @contextlib.contextmanager
     def alone_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Within, the optimizer has no other parameters."""
+        """Within this context, the optimizer has no other parameters."""
         if self.groups is None:
             yield
             return
@@ -872,13 +877,14 @@ class _Bucket:
 
 
 _ALIGNED = 16
-"""Bytes: any tensor may begin at a multiple of it."""
+"""Any tensor may begin at a multiple of so many bytes."""
 
 
 @dataclass
 class _Saved:
-    """A parameter and its optimizer state as they were. tensors: the live ones: the state's, by `keys`, then its own.
-    places: where their values are. plain: what else the state held; None: there was none."""
+    """A parameter and its optimizer state as they were before a step. tensors: the live ones, first those of the state
+    by `keys`, then the parameter. places: where their old values are. plain: what else the state held; None: there was
+    no state."""
 
     tensors: list[Tensor]
     keys: list[str]
@@ -887,8 +893,8 @@ class _Saved:
 
 
 class _Snapshot:
-    """What one step changes, as it was before it: where the step's gradients were summed, and for what does not fit
-    there in copies whose memory is used again for the next one."""
+    """What one step changes, as it was before. It lies in the memory in which the step's gradients were summed. What
+    does not fit there lies in copies, whose memory is used again for the next step."""
 
     def __init__(self, stage: StageOptimizer) -> None:
         self._stage = stage
@@ -898,17 +904,17 @@ class _Snapshot:
         self._buffers: list[Tensor] = []
         self.before = PostValidation(), Slot(), CLEAN
         self._before: dict[nn.Parameter, _Saved] = {}
-        """Of the step before: as long as tensors are the same, so are their places."""
+        """What was saved for the step before: if tensors are the same, so are their places."""
         self._grouped = False
         self._spare: list[Tensor] = []
-        """Memory, in bytes, of the sums of segments that others step."""
+        """The memory, as bytes, of the sums of segments that other workers step."""
 
     @property
     def valid(self) -> bool:
         return self._valid and (self._stage.gradients.lent or not self._in_sums)
 
     def begin(self) -> None:
-        """Before a step, of which no parameter is saved yet."""
+        """Begins the snapshot of a step. Parameters are saved later, by `save`."""
         stage = self._stage
         moving = stage.gradients.moving
         if len(self._buffers) != len(moving):
@@ -930,7 +936,8 @@ class _Snapshot:
             self._spare = [stage.gradients.memory_of(part) for part in others]
 
     def save(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Right before these are stepped; their gradients have been read."""
+        """Saves these parameters right before they are stepped. Their gradients have been read from the sums, in whose
+        memory they are saved."""
         states, mine, live = self._stage.optimizer.state, list[Tensor](), list[Tensor]()
         for parameter in parameters:
             state: dict[str, Any] = states.get(parameter, {})
@@ -948,7 +955,7 @@ class _Snapshot:
             mine += known.places
             live += known.tensors
         self._in_sums = self._in_sums or bool(parameters)
-        # By type and device: mixed lists would go the slow way, one by one.
+        # Grouped by type and device: torch copies mixed lists slowly, one tensor at a time.
         for into, values in _alike(mine, live):
             compat.copy(into, values)
 
@@ -967,14 +974,14 @@ class _Snapshot:
         return out
 
     def memory_beside(self, parameter: Tensor) -> Tensor:
-        """For its gradient, as long as the snapshot is good for anything."""
+        """Returns memory for a parameter's gradient, for as long as the snapshot is valid."""
         spare = self._from_spare(parameter.nbytes)
         if spare is None:
             return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         return spare.view(parameter.dtype).view(parameter.shape)
 
     def regroup(self) -> None:
-        """Other segments are held from the next step on."""
+        """Notes that other segments are held from the next step on."""
         self._grouped = False
 
     def _from_spare(self, size: int) -> Tensor | None:
@@ -986,14 +993,14 @@ class _Snapshot:
         return None
 
     def adopt(self, parts: Sequence[_Snapshot]) -> None:
-        """Takes over those of other optimizers, of what this one has of their layers. All are of one step, or none is
-        of any use."""
+        """Takes over the snapshots of other optimizers, for the layers that this one has from them. They are of use
+        only if all are valid for the same step."""
         stage = self._stage
         self._valid, self._in_sums = all(part.valid for part in parts), False
         self.before = parts[0].before
         if not self._valid:
             return
-        # In the memory of sums that nobody adds to any more; the next step has places in its own.
+        # These stay in the memory of sums to which nothing is added any more. The next step uses its own sums.
         self._saved, self._before = {}, {}
         saved = {p: of for part in parts for p, of in (part._saved | part._adopted).items()}
         self._adopted = {p: saved[p] for p in stage._trained if p in saved}
@@ -1004,7 +1011,7 @@ class _Snapshot:
         self._groups, self._scheduler = parts[0]._groups, parts[0]._scheduler
 
     def restore(self, *, buffers: bool) -> None:
-        """Puts everything back but the counts. buffers: the moving ones too? Raises StateError."""
+        """Restores everything but the counts. buffers: also the moving buffers. Raises StateError."""
         stage = self._stage
         if not self.valid:
             raise StateError(f"no snapshot to go back to from {stage.committed} committed iterations")
@@ -1028,7 +1035,7 @@ class _Snapshot:
             stage.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
 
     def undo(self) -> None:
-        """Puts everything back, the counts too."""
+        """Restores everything, with the counts."""
         stage = self._stage
         self.restore(buffers=True)
         stage.post_validation, stage.slot, stage.validation = self.before
@@ -1037,12 +1044,12 @@ class _Snapshot:
         self._valid = False
 
     def forget_one(self, parameter: nn.Parameter) -> None:
-        """It is not undone here."""
+        """Forgets a parameter, which is not undone here any more."""
         for kept in (self._saved, self._before, self._adopted):
             kept.pop(parameter, None)
 
     def forget(self) -> None:
-        """Nothing can be undone, and nothing of what was is kept."""
+        """Forgets everything: nothing can be undone after it."""
         self._valid = False
         self._saved, self._before, self._adopted = {}, {}, {}
 
@@ -1058,7 +1065,7 @@ def _put_options(group: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 def _alike(a: list[Tensor], b: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """The two lists, cut into pairs of lists of one type and device each."""
+    """Returns the two lists as pairs of lists, of one type and device each."""
     out: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for x, y in zip(a, b, strict=True):
         mine, theirs = out.setdefault((x.dtype, x.device), ([], []))
@@ -1068,7 +1075,7 @@ def _alike(a: list[Tensor], b: list[Tensor]) -> list[tuple[list[Tensor], list[Te
 
 
 def _required(step: Any) -> bool:
-    """Does this `step` method need an argument?"""
+    """Says whether this `step` method needs an argument."""
     parameters = list(inspect.signature(step).parameters.values())[1:]
     return any(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
@@ -1109,7 +1116,9 @@ class ExponentialMovingAverage:
     def _average(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:  # not stepped; many optimizers take a state that is not empty for theirs
+                # A parameter that is not stepped gets no average yet: many optimizers would take a state that is not
+                # empty for one of their own.
+                if parameter.grad is None:
                     continue
                 state: dict[str, Any] = optimizer.state[parameter]
                 average: Tensor | None = state.get(AVERAGE)

@@ -1,15 +1,14 @@
-"""What the global view says about an iteration's gradients, and whether to wait for it. Pure.
+"""Validates an iteration's gradients over all stages, and decides whether to wait for that before a step. Pure.
 
-Norm clipping and the check for NaN need every stage's gradients; a stage that steps as soon as its
-own are reduced does not have them. So it steps as if the validation were clean (nothing clipped,
-nothing skipped), and is put right when the validation says otherwise. Being wrong costs the iteration
-in flight. A job whose gradients are clipped often would be wrong often: after each surprise the
-stages wait for the validation before they step, until `clean_needed` validations in a row were clean; and
-clean_needed doubles with every surprise, so that no pattern of clipping costs more than a few percent.
-All workers see the same validations, so all of them go over from one to the other at the same step
-without talking about it.
+Norm clipping and the check for NaN need every stage's gradients. A stage that steps as soon as its own are reduced does
+not have the others'. So it steps as if the validation were clean (nothing clipped, nothing skipped), and corrects the
+step if the validation says otherwise. A wrong guess costs the iteration in flight. A job whose gradients are clipped
+often would guess wrong often. So after each surprise the stages wait for the validation before they step, until
+`clean_needed` validations in a row were clean; and clean_needed doubles with every surprise, so that no pattern of
+clipping costs more than a few percent. All workers see the same validations, so they all change from one way to the
+other at the same step without exchanging anything.
 
-The scale of the loss where numbers are fp16 is known to all in the same way: see `LossScale`.
+All know the scale of the loss of fp16 numbers in the same way: see `LossScale`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 MAX_SKIPPED = 10
-"""Iterations in a row whose update may be skipped; one more ends the job."""
+"""How many iterations in a row may skip their update; one more ends the job."""
 CLEAN_NEEDED = 8
 MAX_CLEAN_NEEDED = 256
 GROWTH_INTERVAL = 2000
@@ -32,10 +31,8 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Slot:
-    """One stage's share of the validation. squared_norms: per layer, of the reduced gradient; none where nobody clips.
-
-    rejected: how many of its terms were NaN, infinite or out of range.
-    """
+    """One stage's share of the validation. squared_norms: those of the reduced gradient per layer; () without clipping.
+    rejected: how many of its terms were NaN, infinite or out of range."""
 
     squared_norms: tuple[float, ...] = ()
     rejected: int = 0
@@ -43,8 +40,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """coefficient: what every gradient is multiplied by; None when the update is skipped. norm: of the gradients before
-    that, over all stages, where it is known."""
+    """coefficient: the factor for every gradient; None: the update is skipped. norm: of the gradients of all stages
+    before that; None: it is not known."""
 
     coefficient: float | None = 1.0
     norm: float | None = None
@@ -59,15 +56,15 @@ SKIP = ValidationResult(None)
 
 
 def judge(slots: Sequence[Slot], clip_norm: float | None) -> ValidationResult:
-    """slots: one per stage. The sum of the layers' norms is rounded once, so that it does not matter which layers
-    are in one stage."""
+    """Returns the validation. slots: one per stage. The sum of the layers' norms is rounded once, so it does not matter
+    which layers are in one stage."""
     if any(slot.rejected for slot in slots):
         return SKIP
     if clip_norm is None:
         return CLEAN
     try:
         norm = math.sqrt(math.fsum(squared for slot in slots for squared in slot.squared_norms))
-    except (OverflowError, ValueError):  # of infinities, and of numbers of both signs
+    except (OverflowError, ValueError):  # a sum that overflows, or infinities of both signs
         return SKIP
     if not math.isfinite(norm):
         return SKIP
@@ -76,9 +73,8 @@ def judge(slots: Sequence[Slot], clip_norm: float | None) -> ValidationResult:
 
 @dataclass(frozen=True)
 class LossScale:
-    """What the loss is multiplied by before the backward, so that small gradients are not 0 in fp16: as of
-    torch.amp.GradScaler. value: a power of two. streak: updates in a row since it was changed, none of them skipped.
-    """
+    """The factor for the loss before the backward, so that small gradients are not 0 in fp16, as in
+    torch.amp.GradScaler. value: a power of two. streak: updates in a row since it was changed, none of them skipped."""
 
     value: float = 2.0**16
     streak: int = 0
@@ -93,11 +89,11 @@ class LossScale:
 
 @dataclass(frozen=True)
 class PostValidation:
-    """What the validations so far make of the next one.
+    """What follows from the validations so far.
 
-    optimistic: steps are taken before their validation. calm: clean validations in a row since the last
-    change of mind. clean_needed: how many of those it takes. skipped: updates skipped in a row. loss_scale: None where
-    nothing is fp16.
+    optimistic: steps are taken before their validation. calm: clean validations in a row since the last change of
+    `optimistic` or `clean_needed`. clean_needed: how many of them the next such change takes. skipped: updates skipped
+    in a row. loss_scale: None: nothing is fp16.
     """
 
     optimistic: bool = True
@@ -107,7 +103,7 @@ class PostValidation:
     loss_scale: LossScale | None = None
 
     def after(self, validation: ValidationResult) -> PostValidation:
-        """What follows once one more validation is known."""
+        """Returns what follows once one more validation is known."""
         skipped = self.skipped + 1 if validation.coefficient is None else 0
         scale = self.loss_scale and self.loss_scale.after(validation)
         if not validation.clean:
@@ -116,7 +112,7 @@ class PostValidation:
         calm = self.calm + 1
         if calm < self.clean_needed:
             return replace(self, calm=calm, skipped=skipped, loss_scale=scale)
-        # Optimism that has held for that long halves what is needed; waiting ends.
+        # If steps were optimistic for so long, clean_needed is halved; if they waited, the waiting ends.
         clean_needed = max(CLEAN_NEEDED, self.clean_needed // 2) if self.optimistic else self.clean_needed
         return PostValidation(True, 0, clean_needed, skipped, scale)
 
