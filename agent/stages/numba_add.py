@@ -1,7 +1,9 @@
-"""The kernel of agent.stages.kernels for CPUs, by numba, which is here where the planner is. It is compiled when this
-is imported (0.6 s of a processor; half of it once it is kept on disk), and called once: the server that workers are
-forked from does so. With its first array numba imports numpy.ma: a seventh of a small job's time in each worker.
-Whatever is wrong with numba, importing this raises ImportError: that server passes over no other one.
+"""The kernel of agent.stages.kernels for CPUs, in numba, which the planner needs anyway.
+
+It is compiled when this file is imported, which takes 0.6 s of CPU time, or half of that once it is cached on disk. It
+is then called once, since numba imports numpy.ma with its first array: that would be a seventh of a small job's time in
+each worker. The server from which workers are forked does both for all of them. If anything is wrong with numba,
+importing this file raises ImportError, which is the only error that the server passes over.
 """
 
 from __future__ import annotations
@@ -18,24 +20,24 @@ from openrecycle.agent.config.devices import CPU_CHUNK
 
 def _loop(sums: Any, term: Any, scale: Any, limit: Any, chunk: int) -> int:
     for start in range(0, term.size, chunk):
-        # Slices: an index that might be negative would not be computed in vectors.
+        # Slices are used since an index that might be negative would prevent vector instructions.
         into, part, misfits = sums[start : start + chunk], term[start : start + chunk], 0
-        for i in range(part.size):  # counted to the end, likewise
-            misfits += int(not abs(part[i] * scale) < limit)  # NaN is one
+        for i in range(part.size):  # without an early exit, for the same reason
+            misfits += int(not abs(part[i] * scale) < limit)  # NaN counts as a misfit
         if misfits:
             return 1
         for i in range(part.size):
-            # By a power of two, so exact. Halves go to the even one.
+            # The scale is a power of two, so this is exact. Halves round to even.
             into[i] += np.int64(np.rint(part[i] * scale))
     return 0
 
 
 def _compiled() -> Callable[..., int]:
-    # Without fast-math: every element is rounded as torch does.
+    # Without fast-math, so that every element is rounded as torch does it.
     signatures = [f"int64(int64[::1], {wide}[::1], {wide}, {wide}, int64)" for wide in ("float32", "float64")]
     try:
         made = numba.njit(signatures, nogil=True, cache=True)(_loop)
-    except Exception:  # no folder to keep it in, a full disk, a file that is damaged
+    except Exception:  # it can't be cached: there is no folder, the disk is full, or a file is damaged
         made = numba.njit(signatures, nogil=True)(_loop)
     return made  # type: ignore[no-any-return]
 
@@ -55,15 +57,15 @@ except Exception as error:
 
 @functools.cache
 def _in_fp32(limit: float) -> np.float32:
-    """What every fp32 number below `limit` is below, and no other one."""
+    """Returns the fp32 bound that exactly the fp32 numbers below `limit` are below."""
     nearest = np.float32(limit)
     return nearest if float(nearest) >= limit else np.nextafter(nearest, np.float32(np.inf))
 
 
 def add(sums: Tensor, term: Tensor, rejected: Tensor, scale: float, limit: float) -> None:
-    """As agent.stages.kernels.add_in_torch, on CPU_CHUNK elements at a time, none of which is added where one does not
-    fit; all on the CPU, sums contiguous."""
-    misfit, term = 0, term.resolve_neg()  # which numpy does not know
+    """Does what agent.stages.kernels.add_in_torch does, with CPU_CHUNK elements at a time. If one of these does not
+    fit, none of them is added. All tensors must be on the CPU, and the sums contiguous."""
+    misfit, term = 0, term.resolve_neg()  # numpy does not know torch's lazy negation
     if term.dtype == torch.float64:
         misfit = _add(sums.numpy(), term.contiguous().numpy(), scale, limit, CPU_CHUNK)
     elif term.dtype == torch.float32:

@@ -1,15 +1,15 @@
-"""One stage on one worker: its module, what its micro-batches hold between forward and weight-backward, and how it is
-put together.
+"""One stage on one worker: its module, what its micro-batches hold between forward and weight-backward, and how the
+stage is built.
 
-How its backward can be split (agent.stages.backward) is found out by trying. Every candidate runs two interleaved
-micro-batches on the real module; its outputs, its gradients of inputs and parameters and its buffer changes must equal
-the fused backward's to the bit. How much it defers, and whether it does any work twice, is counted in floating-point
-operations, never timed: so all workers of a stage come to the same result. (They need not: all splits give the same
-bits.)
+How its backward can be split (agent.stages.backward) is found by trying. Every candidate runs two interleaved
+micro-batches on the real module. Its outputs, its gradients of inputs and parameters and its buffer changes must equal
+the fused backward's to the bit. How much work it defers, and whether it does any work twice, is counted in
+floating-point operations and never timed, so all workers of a stage come to the same result. (They need not: all splits
+give the same bits.)
 
-What a trial can't see: a module whose graph takes another form for other data is tried on this data alone. The deferred
-split is safe there, since autograd itself runs what is not deferred; torch's misses a parameter that, only then, has a
-way to an output past every input. Sharing a parameter between stages is nothing that any of them knows of.
+What a trial can't see: a module whose graph takes another form for other data is tried only on these data. The deferred
+split is safe there, since autograd itself runs what is not deferred. torch's split misses a parameter that has, only
+for other data, a path to an output past every input. No split knows of parameters that are shared between stages.
 """
 
 from __future__ import annotations
@@ -65,16 +65,14 @@ from openrecycle.planner.plans.schedule import MicroBatch
 
 
 class Stage:
-    """Runs F, I and W of micro-batches on one stage's module; gradients go into `gradients`.
+    """Runs F, I and W of micro-batches on one stage's module; gradients go into `gradients`. Used by one thread.
 
-    Ops of different micro-batches may be interleaved in any order that keeps F before I before W.
-    A micro-batch's gradients, loss and buffer changes enter the sum together, in one op (W, or I
-    where the split has everything then), and once: a micro-batch in `gradients.settled` may run
-    again for its neighbours' sake without being counted again.
+    Ops of different micro-batches may be interleaved in any order that keeps F before I before W. A micro-batch's
+    gradients, loss and buffer changes enter the sum together, in one op (W, or I if the split has everything then), and
+    only once: a micro-batch in `gradients.settled` may run again for neighbouring stages without being counted again.
 
-    split: how the backward is split (see agent.stages.stage). autocast: forward and loss run under
-    torch.autocast of this type. buffers: of the module; None: those of `gradients.moving` change, and it was tried or
-    not (`tried`) that no others do.
+    split: how the backward is split. autocast: the type of torch.autocast for forward and loss. buffers: of the module;
+    None: those of `gradients.moving` change in a forward. tried: a trial has shown that no others do.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class Stage:
         self.split = split or Deferred(module)
         self._buffers = buffers or MovingBuffers(self.module, gradients.moving, tried=tried)
         self._buffers_in_evaluation = MovingBuffers(self.module, tried=True)
-        """Some change in evaluation alone: keys and values that are kept, counters, metrics."""
+        """For evaluation, in which other buffers may change: kept keys and values, counters, metrics."""
         self._autocast = autocast
         self._over_ranks = OverRanks(layer for _, layer in self.module.layers)
         self._states: dict[MicroBatch, MicroBatchState] = {}
@@ -102,21 +100,21 @@ class Stage:
         self._last: Sums = gradients
 
     def expect(self, micro_batches: int, last: Sums) -> None:
-        """So many more will be brought into the sum until the step. last: gets the terms of the last one of them, and
-        passes them on."""
+        """Says how many more micro-batches will enter the sum until the step. last: gets the terms of the last one of
+        them, and passes them on."""
         self._to_come, self._last = micro_batches, last
 
     def count_elsewhere(self, keys: frozenset[MicroBatch]) -> None:
-        """Micro-batches that are in the sum of a peer, and are run once more for the neighbours' sake."""
+        """Names the micro-batches that are in the sum of a peer, and are only run again for neighbouring stages."""
         self._counted_elsewhere = keys
 
     def counted(self, key: MicroBatch) -> bool:
-        """Is the micro-batch in this stage's sums already, on this worker or a peer?"""
+        """Says whether the micro-batch is in this stage's sums already, on this worker or a peer."""
         return key in self.gradients.settled or key in self._counted_elsewhere
 
     @property
     def held(self) -> int:
-        """Micro-batches whose activations are held."""
+        """The number of micro-batches whose activations are held."""
         return len(self._states)
 
     def forward(
@@ -128,11 +126,11 @@ class Stage:
         loss: Callable[[Any], Tensor] | None = None,
         wanted: Sequence[bool] | None = None,
     ) -> Tensors:
-        """F. Returns the output, detached; on the last stage `loss` maps it to the scaled scalar loss.
+        """Runs F. Returns the output, detached; on the last stage `loss` maps it to the scaled scalar loss.
 
-        The tensors of `x` are the module's positional arguments. seed: of this micro-batch's
-        randomness (dropout), whichever worker runs it and wherever the model is cut. wanted: of which of them the
-        stage before takes a gradient back; None: of all that can have one.
+        x: its tensors are the module's positional arguments. seed: for this micro-batch's random numbers (dropout), the
+        same whichever worker runs it and wherever the model is cut. wanted: for which inputs the stage before takes a
+        gradient back; None: for all that can have one.
         """
         given = x if isinstance(x, tuple) else (x,)
         inputs = tuple(map(leaf, given, wanted if wanted is not None else [True] * len(given)))
@@ -158,8 +156,8 @@ class Stage:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within, the module is in evaluation mode. Each part of it has its own mode back afterwards: some are kept in
-        evaluation mode by their owner."""
+        """Within this context, the module is in evaluation mode. Each part of it gets its own mode back afterwards,
+        since a user may keep some parts in evaluation mode."""
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
@@ -169,7 +167,7 @@ class Stage:
                 part.training = mode
 
     def evaluate(self, x: Tensors, *, seed: int, measure: Callable[[Any], Any] = lambda y: y) -> Any:
-        """What `measure` makes of the output; nothing is kept of it, and no buffer has changed afterwards."""
+        """Runs a forward for evaluation, and returns `measure` of its output. Keeps nothing, and changes no buffer."""
         inputs = x if isinstance(x, tuple) else (x,)
         where = inputs[0].device
         kept = self._buffers_in_evaluation.kept()
@@ -177,14 +175,15 @@ class Stage:
             return measure(self.module(*inputs, seed=seed))
 
     def weigh(self, key: MicroBatch, weight: Tensor) -> None:
-        """Between F and I: how much the micro-batch counts in the iteration's mean."""
+        """Sets how much the micro-batch counts in the iteration's mean. Called between F and I."""
         self._states[key].weight = weight
 
     def input_backward(self, key: MicroBatch, dy: Gradients) -> Gradients:
-        """I. dy: gradient of the output, in its form (None on the last stage, whose output is the loss).
+        """Runs I. dy: the gradient of the output, in the output's form (None on the last stage, whose output is the
+        loss).
 
-        Returns the gradient of the input, in its form: None for what has none, zeros where the output does
-        not depend on an input.
+        Returns the gradient of the input, in the input's form: None for a tensor that has none, zeros if the output
+        does not depend on it.
         """
         state = self._states[key]
         inputs = state.inputs
@@ -204,19 +203,18 @@ class Stage:
         return dxs if state.several else dxs[0]
 
     def weight_backward(self, key: MicroBatch) -> None:
-        """W. Adds the gradients that I left owing."""
+        """Runs W: adds the gradients that I has left."""
         self._settle(key, self._states.pop(key))
 
     def abandon(self, *, keep_settled: bool = False, let_go: Callable[[], None] | None = None) -> None:
-        """Forgets every micro-batch under way; and, unless `keep_settled`, what is in the sum. let_go: see
-        GradientSum.clear."""
+        """Forgets every micro-batch under way and, unless `keep_settled`, the sum. let_go: see GradientSum.clear."""
         self._states.clear()
         self._to_come = 0
         if not keep_settled:
             self.gradients.clear(let_go)
 
     def _settle(self, key: MicroBatch, state: MicroBatchState) -> None:
-        """Brings everything of a micro-batch into the sum, at one stroke, unless it is in it."""
+        """Adds everything of a micro-batch to the sum at once, unless it is there already."""
         if self.counted(key):
             return
         self._to_come -= 1
@@ -237,15 +235,15 @@ class Stage:
 
 Wanted = Literal["auto"] | StrategyName
 
-# A split is worth it when W has at least this share of the backward's work, ...
+# A split is used if W has at least this share of the backward's work, ...
 _LEAST_SHARE = 0.05
-# ... and when I and W together do at most this much of what the fused backward does.
+# ... and if I and W together do at most this multiple of the fused backward's work.
 _MOST_WORK = 1.05
-# The deferred split is preferred while it defers this much of what torch's does: it holds less memory.
+# The deferred split is preferred if it defers at least this share of what torch's does, since it holds less memory.
 _NEARLY = 0.9
 _FIRST, _SECOND = (0, 0), (0, 1)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Of a fingerprint: what fits a core's cache, and how chunks follow each other.
+# For a fingerprint: the size of a chunk, which fits a core's cache, and the factor between chunks.
 _CHUNK, _STEP = 1 << 17, 1000003
 
 Fingerprint = tuple[torch.dtype, tuple[int, ...], int]
@@ -253,8 +251,8 @@ Fingerprint = tuple[torch.dtype, tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Probe:
-    """A micro-batch to try on: the module's inputs, the scaled loss on the last stage, and of which inputs a gradient
-    travels back (None: of all that can have one)."""
+    """A micro-batch for the trial. inputs: of the module. loss: the scaled loss, on the last stage. wanted: for which
+    inputs a gradient is sent back; None: for all that can have one."""
 
     inputs: tuple[Tensor, ...]
     loss: Callable[[Any], Tensor] | None = None
@@ -263,10 +261,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Split:
-    """What was found.
+    """What a trial has found.
 
-    share: part of the backward's work that W does. moving: the buffers that a forward changes.
-    text: one sentence on what was chosen and why. warning: the text is worth an operator's attention.
+    share: the part of the backward's work that W does. moving: the buffers that a forward changes. text: one sentence
+    on what was chosen and why. warning: the text is worth an operator's attention.
     """
 
     strategy: Strategy
@@ -279,10 +277,10 @@ class Split:
 def choose_split(
     module: nn.Module, probe: Probe, *, autocast: Autocast | None = None, wanted: Wanted = "auto"
 ) -> Split:
-    """The best exact split of `module`; it and all random numbers are left as they were.
+    """Returns the best exact split of `module`. Leaves the module and all random number generators as they were.
 
-    wanted: a strategy's name to try that one alone; where it does not pass, the fused one is returned.
-    Raises whatever the module's own forward or backward raises.
+    wanted: a strategy's name to try only that one; if it does not pass, the fused one is returned. Raises whatever the
+    module's own forward or backward raises.
     """
     with own_numbers("trial"):
         trial = _Trial(module, probe, autocast)
@@ -309,7 +307,7 @@ def _choose(trial: _Trial, wanted: Wanted) -> Split:
     if not reference.work and not trial.late:
         text = "The backward is not split: there is no matrix product or convolution of the stage's own in it."
         return Split(fused, 0.0, moving, text, warning=wanted != "fused")
-    # A hook may do nothing to the gradients of the trial, and something to others.
+    # A hook may leave the gradients of the trial alone, and change others.
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if after := next((name for name, p in named if compat.has_hook_after_gradient(p)), ""):
         text = (
@@ -376,7 +374,7 @@ class _Trial:
         self._made: set[str] = set()
         self._outputs: dict[str, Fingerprint] = {}
         self.remembers = False
-        """Does another forward of the same micro-batch give another output?"""
+        """Whether a second forward of the same micro-batch gives another output."""
         before = {name: _fingerprint(p) for name, p in module.named_parameters()}
         self.moving = moved_by(module, self._first)
         for name, parameter in module.named_parameters():
@@ -392,7 +390,7 @@ class _Trial:
         self._outputs, self._made = _named(f"output of {_FIRST}", outputs), buffers.made
 
     def reference(self) -> _TrialOutcome:
-        """`run` of the fused backward. Raises what the module raises."""
+        """Runs the fused backward, as `run` does. Raises what the module raises."""
         try:
             found = self.run(Fused(self.module))
             self.remembers = any(found.numbers[name] != output for name, output in self._outputs.items())
@@ -406,6 +404,7 @@ class _Trial:
             raise
 
     def run(self, strategy: Strategy) -> _TrialOutcome:
+        """Runs two interleaved micro-batches, and returns what comes out."""
         record = _Record(self.moving)
         ops = self._stage(strategy, record)
         out: dict[str, Fingerprint] = {}
@@ -425,12 +424,12 @@ class _Trial:
         return _TrialOutcome(out, *work)
 
     def judge(self, strategy: Strategy, reference: _TrialOutcome) -> tuple[float, str]:
-        """(share of the work that W does, what speaks against the strategy or nothing)."""
+        """Returns the share of the work that W does, and what speaks against the strategy ("": nothing)."""
         if isinstance(strategy, Deferred) and not strategy.layers.parameters:
             return 0.0, "no layer of a kind that can be deferred"
         try:
             outcome = self.run(strategy)
-        except Exception as error:  # whatever a module may raise under a split that does not suit it
+        except Exception as error:  # a module may raise anything under a split that does not suit it
             cause = error.__cause__ or error
             return 0.0, f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0][:160]}"
         ours, theirs, work = outcome.numbers, reference.numbers, reference.work
@@ -460,7 +459,7 @@ class _Ops:
         y = self._stage.forward(key, self._inputs[key], seed=key[1], loss=probe.loss, wanted=probe.wanted)
         self._several[key] = isinstance(y, tuple)
         outputs = y if isinstance(y, tuple) else (y,)
-        # Here and not in the backward, so that its making is not counted as work.
+        # Made here and not in the backward, so that making it is not counted as work.
         self._dys[key] = (None,) if probe.loss else tuple(map(_gradient, outputs))
         return outputs
 
@@ -475,7 +474,7 @@ class _Ops:
 
 
 class _Record(GradientSum):
-    """Keeps what a sum would add."""
+    """A sum that keeps its terms instead of adding them."""
 
     def __init__(self, moving: list[Tensor]) -> None:
         super().__init__((), terms=1)
@@ -492,13 +491,13 @@ class _Record(GradientSum):
         self._terms.append((None, loss))
 
     def take(self) -> list[tuple[Tensor | None, Tensor]]:
-        """Since the last call."""
+        """Returns the terms since the last call."""
         terms, self._terms = self._terms, []
         return terms
 
 
 def _gradient(y: Tensor) -> Tensor | None:
-    """A gradient of an output: any numbers, the same every time."""
+    """Returns a gradient for an output: arbitrary numbers, the same every time."""
     generator = torch.Generator().manual_seed(y.numel())
     return torch.randn(y.shape, generator=generator).to(y) if y.is_floating_point() else None
 
@@ -509,15 +508,15 @@ def _named(name: str, tensors: tuple[Tensor | None, ...]) -> dict[str, Fingerpri
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """Made once: making them anew was most of a fingerprint."""
+    """Returns the factors of a fingerprint. They are kept, since making them took most of its time."""
     return torch.arange(1, 2 * _CHUNK + 1, 2, device=device)
 
 
 def _fingerprint(tensor: Tensor) -> Fingerprint:
-    """Of type, shape and all bits. Keeps nothing of the size of the tensor."""
+    """Returns a hash of a tensor's type, shape and all bits. Keeps nothing as large as the tensor."""
     flat = tensor.detach().reshape(-1)
     bits = flat.view(_BITS[flat.element_size()])
-    # Odd factors: a change in any one element shows whatever it is.
+    # The factors are odd, so any change of a single element shows.
     factors, total = _factors(tensor.device), 0
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK]
@@ -526,14 +525,14 @@ def _fingerprint(tensor: Tensor) -> Fingerprint:
 
 
 def _covers_most(strategy: Strategy) -> bool:
-    """Whether nearly all parameters' gradients are deferred, so that another split can't do much better."""
+    """Says whether nearly all parameters' gradients are deferred, so that another split can't do much better."""
     if not isinstance(strategy, Deferred):
         return False
     deferred, every = ({id(p): p.numel() for p in ps} for ps in (strategy.layers.parameters, strategy.parameters))
     return sum(deferred.values()) >= _NEARLY * sum(every.values())
 
 
-# -- puts one worker's stage together -----------------------------------------------------------
+# -- builds one worker's stage ------------------------------------------------------------------
 
 
 def assemble(
@@ -545,10 +544,10 @@ def assemble(
     optimization: Optimization,
     device: torch.device = CPU,
 ) -> tuple[Stage, Split]:
-    """The stage, ready to run; and what was found out about its backward.
+    """Builds a stage, ready to run. Returns it, and what was found about its backward.
 
-    Runs a few micro-batches of the size of real ones, on `device`. Initial parameters are those of the
-    CPU, so that they don't depend on it. Raises whatever the workload raises.
+    Runs a few micro-batches of the size of real ones on `device`. Initial parameters are made on the CPU, so that they
+    don't depend on the device. Raises whatever the workload raises.
     """
     module = build_layers(workload, cuts.span(stage), cuts.layers, seed).to(device)
     probe = _probe(workload, job, stage, seed, cuts.stage_io, device)
@@ -565,7 +564,7 @@ def sums_of(
     optimization: Optimization,
     device: torch.device,
 ) -> GradientSum:
-    """Of an iteration's gradients, and of what its forwards make of these buffers."""
+    """Returns a new sum for an iteration's gradients, and for the changes of the buffers in `moving`."""
     terms = job.pipelines * job.micro_batches
     return SUM_OF[optimization.mode](
         module.parameters(),
@@ -578,8 +577,8 @@ def sums_of(
 
 
 def reassemble(optimizer: StageOptimizer, strategy: StrategyName, optimization: Optimization) -> Stage:
-    """The stage of layers that are here already, with what is summed of them. strategy: how the backward of each of
-    them is split."""
+    """Builds a stage of layers that are here already, with their sums. strategy: how the backward of each of them is
+    split."""
     split = STRATEGIES[strategy](optimizer.module)
     return Stage(optimizer.module, optimizer.gradients, split=split, autocast=optimization.autocast, tried=True)
 
@@ -594,7 +593,8 @@ def try_split(
     module: LayerStack,
     device: torch.device = CPU,
 ) -> StrategyName:
-    """How the backward of layers that are here already can be split, on a few micro-batches. Nothing is split then."""
+    """Finds out, on a few micro-batches, how the backward of layers that are here already can be split. Does not split
+    it."""
     probe = _probe(workload, job, stage, seed, cuts.stage_io, device)
     found = choose_split(module, probe, autocast=optimization.autocast).strategy
     found.close()
@@ -602,7 +602,7 @@ def try_split(
 
 
 def _probe(workload: Workload, job: Job, stage: int, seed: int, stage_io: StageIO, device: torch.device) -> Probe:
-    """Real data where the stage sees any, numbers of the same shape elsewhere."""
+    """Makes a micro-batch for the trial: real data if the stage reads any, otherwise numbers of the same shape."""
     generator = torch.Generator().manual_seed(seed_for("probe", seed, stage))
     if stage == 0:
         inputs, wanted = tensors_of(probe_inputs(workload, seed), "data"), None
@@ -622,5 +622,5 @@ def _probe(workload: Workload, job: Job, stage: int, seed: int, stage_io: StageI
 
 
 def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    # Integers may be indices: 0 is always one.
+    # Integers may be indices, and 0 is always a valid one.
     return tensor.normal_(generator=generator) if tensor.is_floating_point() else tensor.zero_()

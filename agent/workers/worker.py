@@ -1,10 +1,10 @@
-"""The process of one worker: what the launcher starts, and how several ranks are one worker.
+"""The process of one worker, which the launcher starts, and how several ranks make one worker.
 
-Rank 0 hands on to the others what the launcher says, and says to the launcher what all of them have said. So launchers,
-nodes and consoles know workers alone.
+Rank 0 passes the launcher's messages on to the other ranks, and tells the launcher what all ranks have said. So
+launchers, nodes and consoles know only workers.
 
-The ranks live and die together: one that is gone leaves the others nothing to do (its part of every layer went with
-it), so they end, and are room for another worker.
+The ranks live and die together. When one is gone, its part of every layer is lost and the others have nothing to do: so
+they end, and another worker can be started in their place.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ _ONCE_ALL_HAVE: Mapping[str, tuple[str, ...]] = {
     "shared": ("generation",),
     "done": ("generation",),
 }
-"""Kinds of message that the worker says when all ranks have said it, and by what fields it is the same one."""
+"""The kinds of message that the worker sends once all its ranks have said them. Messages of a kind with equal values in
+these fields are the same message."""
 _ONCE: Mapping[str, tuple[str, ...]] = {
     "raised": ("generation", "iteration", "op", "micro_batch"),
     "broken": ("generation", "peer"),
@@ -71,15 +72,16 @@ _ONCE: Mapping[str, tuple[str, ...]] = {
     "error": (),
     "fatal": (),
 }
-"""Those that it says as soon as one rank has."""
+"""The kinds of message that the worker sends as soon as one rank has said them, and only once if they have fields here.
+"""
 _OF_NO_GENERATION = ("ready", "alive", "held", "changed")
 
 _HASH = 64
-"""Letters of the hash of one layer; those of a stage's layers follow each other."""
+"""The length of one layer's hash in letters; the hashes of a stage's layers follow each other."""
 
 
 def _all_hashes(values: Sequence[str]) -> str:
-    """Layer by layer, so that where the model is cut does not show."""
+    """Merges the ranks' hashes layer by layer, so that the result does not depend on where the model is cut."""
     if not all(values):
         return ""
     of_layers = (tuple(v[at : at + _HASH] for v in values) for at in range(0, len(values[0]), _HASH))
@@ -87,13 +89,13 @@ def _all_hashes(values: Sequence[str]) -> str:
 
 
 def _same(values: Sequence[bool]) -> bool | None:
-    """None: some ranks have put their last step right, and others not yet."""
+    """Returns the ranks' common value; None: some ranks have settled their last step, and others not yet."""
     return values[0] if len(set(values)) == 1 else None
 
 
 def _furthest(said: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of what they are at, what has taken the largest share of its limit: a rank that hangs in an op is seen whichever
-    it is, though the others have left the iteration."""
+    """Returns what one of the ranks is doing: the one that has used the largest share of its time limit. So a rank that
+    hangs in an op is seen, even if the others have left the iteration."""
     return max(said, key=lambda current: current["seconds"] / current["limit"] if current["limit"] else 0.0)
 
 
@@ -109,11 +111,11 @@ _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "pids": lambda parts: [pid for part in parts for pid in part],
     "skipped": lambda parts: sorted({number for part in parts for number in part}),
 }
-"""What becomes of a field that ranks may fill differently; of others, rank 0's is taken."""
+"""How the fields are merged that ranks may fill differently. The other fields are those of rank 0."""
 
 
 class MergedMessages:
-    """What a worker says, from what each of its `size` ranks says. Pure."""
+    """Makes a worker's messages out of those of its `size` ranks. Pure."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -121,7 +123,7 @@ class MergedMessages:
         self._said = set[tuple[Any, ...]]()
 
     def take(self, rank: int, message: dict[str, Any]) -> dict[str, Any] | None:
-        """What the worker says now that `rank` has said `message`, if anything."""
+        """Returns what the worker says now that `rank` has said `message`; None: nothing yet."""
         kind = message["kind"]
         if kind in _ONCE:
             fields = _ONCE[kind]
@@ -134,7 +136,7 @@ class MergedMessages:
             return message if rank == 0 else None
         key = (kind, *map(message.get, _ONCE_ALL_HAVE[kind]))
         said = self._waiting.setdefault(key, {})
-        said[rank] = message  # of those said again before all have: the newest
+        said[rank] = message  # if a rank says it again before all have, the newest one counts
         if len(said) < self._size:
             return None
         del self._waiting[key]
@@ -146,14 +148,15 @@ class MergedMessages:
         }
 
     def _forget(self, generation: int) -> None:
-        """What some ranks have said in an earlier one all won't say any more: they have left it."""
+        """Drops what only some ranks have said in earlier generations: all ranks have left these by now."""
         for known in (self._waiting, self._said):
             for key in [k for k in known if k[0] not in _OF_NO_GENERATION and k[1:2] and k[1] < generation]:
                 known.pop(key) if isinstance(known, dict) else known.discard(key)
 
 
 class RankRelay:
-    """Of rank 0: to and from its siblings, in threads. siblings: pipes to ranks 1, 2, ..., in order."""
+    """Carries messages between rank 0 and its siblings, with two threads for each. siblings: pipes to ranks 1, 2, ...,
+    in order."""
 
     def __init__(self, siblings: Sequence[Connection]) -> None:
         self._merged, self._lock = MergedMessages(1 + len(siblings)), threading.Lock()
@@ -162,19 +165,21 @@ class RankRelay:
         self._siblings = siblings
 
     def start(self, say: Callable[[dict[str, Any]], None], orphaned: Callable[[], None]) -> None:
-        """say: takes what the worker says. orphaned: a sibling is gone. Before anything is taken."""
+        """Starts the threads. Called before any message is taken. say: takes the worker's messages. orphaned: called
+        when a sibling is gone."""
         self._say = say
         for rank, (pipe, outbox) in enumerate(zip(self._siblings, self._outboxes, strict=True), start=1):
             follow(outbox.get, pipe.send_bytes, name=f"to-rank-{rank}")
             follow(partial(receive, pipe), partial(self.take, rank), orphaned, name=f"from-rank-{rank}")
 
     def hand_on(self, message: bytes) -> None:
-        """To all siblings; returns at once."""
+        """Sends a message to all siblings. Returns at once: the threads of `_outboxes` send it."""
         for outbox in self._outboxes:
             outbox.put(message)
 
     def take(self, rank: int, message: dict[str, Any]) -> None:
-        with self._lock:  # what is said in order must arrive in order
+        """Takes a message of one rank, in any thread."""
+        with self._lock:  # messages must leave in the order in which they were merged
             merged = self._merged.take(rank, message)
             if merged is not None:
                 self._say(merged)
@@ -182,27 +187,30 @@ class RankRelay:
 
 # -- the process of one worker ------------------------------------------------------------------
 
-# An exit code that the launcher tells from those of agent.messages.channel.
+# The exit code of a worker that failed; agent.messages.channel has the others.
 FAILED = 1
 SIBLING_SECONDS = 5.0
-"""For the end of another rank to be seen here."""
+"""How long to wait until the end of another rank is seen here."""
 STUCK_SECONDS = 10.0
-"""A worker that has not taken up a generation after so long says where it stands, and again after each doubling."""
+"""A worker that has not taken up a generation after so long reports where its threads stand, and again after each
+doubling of that time."""
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h."""
+"""Constants of glibc's malloc.h."""
 
 
 def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()) -> None:
-    """Runs until the job is over, then returns; exits otherwise with one of the codes above. pipe: to the launcher, or
-    of a rank above 0 to rank 0. siblings: of rank 0, to the others."""
+    """Runs a worker's process, or one of its ranks, until the job is over. Exits with 0 then, or with another code.
+
+    pipe: to the launcher; from a rank above 0, to rank 0. siblings: pipes from rank 0 to the other ranks.
+    """
     # Ctrl-C reaches the whole terminal group; the launcher decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     keep_from_children([pipe, *siblings])
     keep_freed_memory()
-    # The same everywhere: the number of threads shows in the bits of some kernels.
+    # It must be the same in all workers: the number of threads shows in the bits of some kernels.
     torch.set_num_threads(spec.threads)
     options = spec.run.options
     platform, timeouts = options.platform, options.faults.timeouts
@@ -212,7 +220,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
     console = spec.run.heartbeat_seconds is not None
 
     def last_words(error: BaseException) -> None:
-        """A console gets the traceback, with what was written before: whoever reads the terminal is told where."""
+        """Sends a console the traceback, with what was printed before. In the terminal, one line says what failed."""
         if console:
             log.add("".join(traceback.format_exception(error)))
             _say_for_people(channel, status, log, spec)
@@ -228,7 +236,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
     def say_alive() -> None:
         try:
             _say_alive(channel, status, log, spec)
-        except ValueError as error:  # too long to be said: unheard, the worker would be taken for one that hangs
+        except ValueError as error:  # too long to send: a worker that is silent would seem to hang
             channel.say("error", text=describe_exception(error))
             os._exit(FAILED)
 
@@ -238,7 +246,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         deterministic = options.optimization.mode == "deterministic"
         device = platform.take(spec.slot, deterministic=deterministic, shared=spec.run.shared_gpus)
         workload = spec.run.load_workload()
-        settings = TorchSettings(device)  # its files have been imported
+        settings = TorchSettings(device)  # taken after the workload's files, which may set some, have been imported
         if spec.ranks > 1:
             over_nccl = device.type == "cuda" and platform.carrier == "ordered"
             communicator.ranks = ranks = Ranks.begin(
@@ -246,30 +254,30 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
             )
             workload = Parallelized(workload, ranks.mesh, ranks.gather, divided=spec.run.divided)
         loop = WorkerLoop(spec, workload, communicator, channel, status, log, device, settings)
-        del workload  # where all begin anew the loop loads another one, and this one goes
+        del workload  # if all begin anew, the loop loads another one, and this one can be freed
         channel.say("ready", host=socket.gethostname(), pids=[os.getpid()])
         loop.run()
     except (NonFiniteError, NoAgreementError, StageIOError, WeightsError, StateError) as error:
         if spec.joins and loop is None:
-            # Of a newcomer alone, as where files were changed since the others began: these go on.
+            # Only this newcomer fails, as when files were changed since the others began: these go on.
             last_words(error)
             channel.say("error", text=describe_exception(error))
             _exit(FAILED)
-        # Not this worker's fault, and every peer comes to the same conclusion: the job ends.
+        # It is not this worker's fault, and every peer comes to the same conclusion: the job ends.
         if console:
             _say_for_people(channel, status, log, spec)
         channel.say("fatal", text=str(error))
         channel.wait_for_generation(WorkerChannel.OVER - 1)
     except UnlikeError as error:
-        # Of a newcomer alone: it ends, as one that can't start, and the others go on.
+        # Only a newcomer raises this: it ends like one that can't start, and the others go on.
         channel.say("warning", text=f"{spec.worker} can't be in the job: {error}")
         if console:
             _say_for_people(channel, status, log, spec)
         channel.say("error", text=str(error))
         _exit(FAILED)
-    except BaseException as error:  # a user's code may end Python, or say that it was interrupted
+    except BaseException as error:  # a user's code may also raise SystemExit or KeyboardInterrupt
         if isinstance(error, (SiblingError, OtherRankError)) or communicator.ranks.broke(error):
-            # Another rank is gone, and the news of it ends this process; or it hangs, and is to blame.
+            # Either another rank is gone, and the news of that ends this process; or it hangs, and is to blame.
             channel.gave_up = True
             time.sleep(SIBLING_SECONDS)
         last_words(error)
@@ -279,9 +287,9 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
 
 
 def _exit(code: int) -> NoReturn:
-    """Not as sys.exit: gloo's threads may still sit in a group that was given up. So what has been printed, and not
-    handed to the system yet, would be lost. Of the thread that trains: others, which end this process because it counts
-    no more, may not wait for whoever reads it."""
+    """Ends the process from the training thread, after flushing what was printed. It does not use sys.exit, since
+    gloo's threads may still wait in a group that was given up. (Other threads, which end a process that no longer
+    counts, do not flush: they must not wait for the reader of its output.)"""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
@@ -289,21 +297,21 @@ def _exit(code: int) -> NoReturn:
 
 
 def _guard_output(channel: WorkerChannel, spec: WorkerSpec, log: LogTail) -> None:
-    """An op that prints must not fail where nothing can be printed: its micro-batch would be to blame."""
+    """Keeps ops from failing when they print and output is not possible: their micro-batch would be blamed."""
 
     def lost(error: OSError) -> None:
         channel.say("warning", text=f"{spec.worker}: what it prints is lost: {error.strerror or error}")
 
     tail = None if spec.run.heartbeat_seconds is None else log
     for name in ("stdout", "stderr"):
-        if (stream := getattr(sys, name)) is not None:  # it was closed when Python began: nothing is printed
+        if (stream := getattr(sys, name)) is not None:  # None: it was closed when Python started, so nothing is printed
             setattr(sys, name, Followed(stream, tail, lost))
 
 
 def keep_freed_memory() -> None:
-    """glibc gives every tensor of more than 32 MiB its own pages, whichever is freed lowers that bound, and what is
-    free at its heap's end goes back to the system: so what a step needs for a moment is taken anew, page by page, with
-    each step, which was a fifth of an iteration: so these bounds stay."""
+    """Has glibc keep freed memory. It would give large tensors pages of their own, and return free memory at its heap's
+    end to the system. So what a step needs for a moment would be taken page by page with each step, which was a fifth
+    of an iteration. Setting these bounds also stops glibc from changing them."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
@@ -311,9 +319,9 @@ def keep_freed_memory() -> None:
 
 
 def _say_alive(channel: WorkerChannel, status: Status, log: LogTail, spec: WorkerSpec) -> None:
-    """Tells the launcher once a second that the process still runs, and what its training thread is at; for a console
-    twice as often as that is told, and with what it is told. And where its threads stand, when it is at something for
-    too long, or does not take up a generation."""
+    """Tells the launcher once a second that the process still runs, and what its training thread is doing. With a
+    console it does so at least twice per heartbeat, and adds what the console is told. It also tells where the threads
+    stand, if something takes too long or a generation is not taken up."""
     seconds = spec.run.heartbeat_seconds
     console, every = seconds is not None, ALIVE_SECONDS if seconds is None else min(ALIVE_SECONDS, seconds / 2)
     pause, due, turns = threading.Event(), STUCK_SECONDS, LoopLag()
@@ -339,7 +347,7 @@ def _say_alive(channel: WorkerChannel, status: Status, log: LogTail, spec: Worke
 
 
 def _say_for_people(channel: WorkerChannel, status: Status, log: LogTail, spec: WorkerSpec) -> None:
-    """What a console shows: the ops that it has asked for, and what the process has written."""
+    """Sends what a console shows: the ops that it has asked for, and what the process has printed."""
     recorded = status.timeline.take()
     if recorded is not None and (ops := measured_ops(recorded, str(spec.worker), spec.incarnation)) is not None:
         channel.say("measured", ops=ops.model_dump())
