@@ -347,8 +347,8 @@ def _choose(trial: _Trial, wanted: Wanted) -> Split:
 
 @dataclass(frozen=True)
 class _TrialOutcome:
-    """Of two interleaved micro-batches. numbers: every one that they give, by its name. in_i, in_w: floating-point
-    operations of I and of W."""
+    """What two interleaved micro-batches give. numbers: the fingerprint of each tensor that comes out, by name. in_i,
+    in_w: floating-point operations of I and of W."""
 
     numbers: Mapping[str, Fingerprint]
     in_i: int
