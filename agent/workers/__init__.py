@@ -1,1 +1,1 @@
-"""One worker process: iterations, recovery, hand-over, layers that move."""
+"""One worker process: its iterations, recovery, state transfers, and layers that move."""

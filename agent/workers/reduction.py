@@ -1,13 +1,13 @@
-"""Sums of gradients over workers: of a stage, in buckets, and of parameters that several layers share.
+"""Sums gradients over workers: those of a stage, in buckets, and those of parameters that several layers share.
 
-A bucket begins as soon as this worker's last micro-batch has added its terms to it, beside what is left of that
-micro-batch's backward, as DistributedDataParallel does it. All peers begin the same buckets in the same order, so a
-worker holds one back until those before it have begun. Whoever runs no micro-batch begins all of them at its step.
+The reduction of a bucket begins as soon as this worker's last micro-batch has added its terms to it, beside the rest of
+that micro-batch's backward, as in DistributedDataParallel. All peers begin the same buckets in the same order, so a
+worker holds a bucket back until those before it have begun. A worker that runs no micro-batch begins all at its step.
 
-Shared parameters, such as the embedding and the head of many language models: each layer has a copy of its own, with
-the same first values. Their gradients are summed apart, whether or not the layers are in one stage, and put together
-when they are reduced: every copy gets the sum of all, and takes the same step. So the copies stay equal, and where the
-model is cut does not show. Norms count the first copy alone.
+Of shared parameters, such as the embedding and the head of many language models, each layer has a copy of its own, with
+the same first values. The gradients of the copies are summed apart, whether or not the layers are in one stage, and are
+added once they are reduced: every copy gets the sum of all, and takes the same step. So the copies stay equal, and it
+does not matter where the model is cut. Norms count only the first copy.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from openrecycle.planner.jobs.job import Worker
 
 
 def from_one(groups: Groups, source: Worker) -> Callable[[Tensor], PendingTransfer | None]:
-    """What begins the sum of a tensor over the peers, in place, where all know that `source` alone has any terms, as
-    while its only peer takes its state: so its own are copied, which are half as many bytes on their way, and nothing
-    is added."""
+    """Returns a function that begins the sum of a tensor over the peers, in place, if all know that only `source` has
+    any terms, as while its only peer takes its state. The tensor of `source` is copied, which sends half as many bytes
+    and adds nothing."""
     group = groups.peer_group
     return lambda tensor: None if group is None else group.begin_broadcast(tensor, groups.peers.index(source))
 
 
 class GradientReduction:
-    """Of one iteration. Takes the terms of the last micro-batch (agent.models.parallelized.Sums), and passes them on.
+    """The reduction of one iteration. It takes the terms of the last micro-batch (agent.models.parallelized.Sums), and
+    passes them on.
 
-    begin: starts the sum of a tensor over the peers, in place; None from it: there is nobody else. What it raises, a
-    TransferError, is raised by `finish`: the op in hand ends as if nothing were wrong.
+    begin: starts the sum of a tensor over the peers, in place; it returns None if there are no peers. If it raises a
+    TransferError, `finish` raises that: the op that is running ends as if nothing were wrong.
     """
 
     def __init__(self, sums: GradientSum, begin: Callable[[Tensor], PendingTransfer | None]) -> None:
@@ -54,7 +55,7 @@ class GradientReduction:
         self._pending: list[PendingTransfer] = []
         self._problem: TransferError | None = None
         self.begun = False
-        """May sums be those of several workers already?"""
+        """Whether some sums may be those of several workers already."""
 
     # -- the last micro-batch's terms ----------------------------------------------------------
 
@@ -72,20 +73,20 @@ class GradientReduction:
     def _has(self, tensor: Tensor) -> None:
         for lacking in self._lacking:
             lacking.discard(id(tensor))
-        # The last one holds what is of no parameter, and is complete only at the step.
+        # The last bucket holds what belongs to no parameter, and is complete only at the step.
         while len(self._lacking) > 1 and not self._lacking[0] and self._problem is None:
             self._begin_next()
 
     # -- the step ------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begins what has not begun."""
+        """Begins the buckets that have not begun."""
         self._sums.buffer  # noqa: B018 (what is lent is taken back, and the terms are counted)
         while self._waiting and self._problem is None:
             self._begin_next()
 
     def finish(self) -> None:
-        """Returns when all sums are there. Raises TransferError."""
+        """Waits until all sums are there. Raises TransferError."""
         self.begin()
         if self._problem is not None:
             raise self._problem
@@ -94,8 +95,8 @@ class GradientReduction:
         self._pending.clear()
 
     def let_go(self) -> None:
-        """After it was given up: returns when nobody writes to the sums any more. That is soon, for the group has been
-        cancelled by then. What went wrong is nobody's: the op in hand is one of the next generation."""
+        """Waits, after the reduction was given up, until nothing writes to the sums any more. That is soon, since the
+        group has been cancelled. Errors are ignored: the op that runs now belongs to the next generation."""
         for pending in self._pending:
             with contextlib.suppress(Exception):
                 pending.wait()
@@ -119,7 +120,7 @@ class GradientReduction:
 
 @dataclass(frozen=True)
 class Route:
-    """What a worker sends of its stage's sums, or what it receives: the copies `names`, from `source` to `to`."""
+    """The sums of the copies `names`, which the worker `source` sends to `to`."""
 
     source: Worker
     to: Worker
@@ -127,8 +128,8 @@ class Route:
 
 
 def routes(tied: Tied, partition: Partition, living: Collection[Worker]) -> tuple[Route, ...]:
-    """Every worker hears the sums of every copy that its stage does not hold of what it shares, from one worker of each
-    stage that does; the tellers take turns."""
+    """Returns who sends whom which sums. Every worker gets the sums of all copies of its shared parameters that are on
+    other stages, from one worker of each of these stages. The workers of a stage take turns in sending."""
     stage_of = {layer: stage for stage, span in enumerate(spans(partition)) for layer in span}
     peers: dict[int, list[Worker]] = {}
     for worker in sorted(living):
@@ -148,7 +149,7 @@ def routes(tied: Tied, partition: Partition, living: Collection[Worker]) -> tupl
 
 
 class TiedSums:
-    """One worker's share, in one generation and partition."""
+    """One worker's part in summing shared parameters, in one generation and partition."""
 
     def __init__(self, me: Worker, groups: Groups, tied: Tied, partition: Partition, living: Sequence[Worker]) -> None:
         self._groups = groups
@@ -160,7 +161,7 @@ class TiedSums:
         self._sent: list[PendingTransfer] = []
 
     def sum(self, iteration: int, optimizer: StageOptimizer) -> None:
-        """Once the stage's sums are reduced: makes those of each copy here the sum over all copies. Raises
+        """Makes the sum of each copy here the sum over all copies. Called once the stage's sums are reduced. Raises
         TransferError."""
         if not self._tied:
             return
@@ -169,7 +170,7 @@ class TiedSums:
         sums, own = optimizer.gradients, dict(optimizer.module.named_parameters())
         own = {name: p for name, p in own.items() if p.requires_grad}
         tag = tags.in_iteration(tags.TIED, iteration)
-        # Those that are not trained have no sums, and no copy of theirs has.
+        # Parameters that are not trained have no sums, and neither have their copies.
         shape = {name: own[here] for group in self._tied for name in group for here in group if here in own}
         gives = [(route.to, trained) for route in self._gives if (trained := [n for n in route.names if n in own])]
         self._sent = [self._groups.send(to, sums.part([own[name] for name in names]).cpu(), tag) for to, names in gives]
@@ -188,7 +189,7 @@ class TiedSums:
             if group[0] not in shape:
                 continue
             total: Tensor | None = None
-            for name in group:  # in one order everywhere, which matters to sums of floats
+            for name in group:  # in the same order on all workers, which matters for sums of floats
                 term = terms[name] if name in terms else sums.part([own[name]])[:-TRAILING]
                 total = term if total is None else sums.plus(total, term)
             assert total is not None

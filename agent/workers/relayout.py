@@ -1,10 +1,10 @@
-"""Layers that move to another stage, beside the training.
+"""Moves layers to other stages, beside the training.
 
-A worker whose stage gets layers builds them beside its own: with an optimizer of their own, which takes every step on
-the sums of the stage that still has them (one of its workers sends them, when they are reduced), and whose values come
-piece by piece as a newcomer's do (agent.workers.state_transfer). When all workers have what they are to get, and all
-know it, every worker begins the same iteration with its new layers: nothing is copied then. Until that moment everybody
-runs the plan of the old partition, and a death costs the layers under way and nothing else.
+A worker whose stage gets layers builds them beside its own, with an optimizer of their own. This takes every step on
+the reduced sums of the stage that still has the layers, which one of its workers sends. Its values come piece by piece,
+like a newcomer's (agent.workers.state_transfer). When all workers have what they are to get, and all know it, every
+worker begins the same iteration with its new layers; nothing is copied then. Until that moment all run the plan of the
+old partition, and a death costs only the layers that are on their way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_LAYERS = 1 << 16
 
 @dataclass(frozen=True, order=True)
 class Move:
-    """These layers come to `to` from `source`, of the stage that has them."""
+    """The layers from `first` to before `after` go to the worker `to`, from `source` of the stage that has them."""
 
     to: Worker
     source: Worker
@@ -47,10 +47,12 @@ class Move:
 
 
 def moves(current: Partition, target: Partition, living: Collection[Worker], attempt: int = 0) -> tuple[Move, ...]:
-    """What moves from worker to worker, in order. The receivers of a stage's layers are spread over its workers.
+    """Returns which layers move from worker to worker, in order. The receivers of a stage's layers are spread over its
+    workers.
 
-    living: with the state of their stage by the current partition. attempt: rises from one generation to the next,
-    so that a transfer that failed is asked of another peer."""
+    living: the workers, which have their stage's state by the current partition. attempt: rises with each generation,
+    so that a transfer that failed is asked of another peer.
+    """
     peers: dict[int, list[Worker]] = {}
     for worker in sorted(living):
         peers.setdefault(worker.stage, []).append(worker)
@@ -68,7 +70,8 @@ def moves(current: Partition, target: Partition, living: Collection[Worker], att
 
 
 class IncomingLayers:
-    """Layers that come to this worker from another stage: built, stepped with every step of it, and filled."""
+    """Layers that come to this worker from another stage. They are built here, filled, and take every step of that
+    stage. say: called with what people should know."""
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class IncomingLayers:
         self.state = StateReceiver(self.optimizer, say)
         self.strategy: StrategyName | None = None
         self.lost = False
-        """Did it miss a step?"""
+        """Whether the layers have missed a step."""
 
     @property
     def gradients(self) -> GradientSum:
@@ -100,13 +103,13 @@ class IncomingLayers:
 
     @property
     def missing(self) -> int:
-        """Pieces; at least 1 while anything is to come."""
+        """The number of pieces that are missing; at least 1 while anything is still to come."""
         shards = self.optimizer.shards
         there = self.state.complete and not self.lost and (shards is None or len(shards.held) == len(shards.parts))
         return 0 if there else max(1, self.state.missing)
 
     def begin(self, description: Mapping[str, Any], holders: Sequence[Holder]) -> None:
-        """A peer has described what it has: from here on its steps are taken here, too."""
+        """Begins to take the layers that a peer has described. From here on that stage's steps are taken here, too."""
         optimizer, moving = self.optimizer, set(description["moving"])
         buffers = [buffer for name, buffer in optimizer.module.named_buffers() if name in moving]
         optimizer.gradients = self._sums(buffers)
@@ -115,16 +118,16 @@ class IncomingLayers:
         self.state.begin(description, holders)
 
     def missed(self) -> None:
-        """What of a step was to come for it did not."""
+        """Notes that the sums of a step did not come."""
         self.lost = True
 
     def undone(self) -> None:
-        """A step that it may have missed is one that nobody has taken."""
+        """Notes that a step which it may have missed was taken by no worker."""
         self.lost = False
 
 
 class Exchange:
-    """A generation's reduced sums of the layers that move, from who has them to who will; iteration by iteration."""
+    """Sends, in each iteration of a generation, the reduced sums of layers that move to the workers that get them."""
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class Exchange:
         self._sent: list[PendingTransfer] = []
 
     def _post(self, iteration: int) -> list[tuple[IncomingLayers, PendingTransfer]]:
-        """Sends what others need of this worker's sums, which are reduced, and asks for what it needs. Raises
+        """Sends what others need of this worker's reduced sums, and starts to receive what it needs. Raises
         TransferError."""
         for pending in self._sent:
             pending.wait()
@@ -157,11 +160,12 @@ class Exchange:
 
     @property
     def stepped(self) -> list[StageOptimizer]:
-        """Of the layers that have missed no step."""
+        """The optimizers of the layers that have missed no step."""
         return [coming.optimizer for coming in self._coming.values() if not coming.lost]
 
     def take(self, iteration: int) -> None:
-        """Waits for them. Raises TransferError; what did not come is lost then, and the training goes on without it."""
+        """Waits for the sums of an iteration. Raises TransferError. Layers whose sums did not come are lost then, and
+        the training goes on without them."""
         broken: TransferError | None = None
         try:
             asked = self._post(iteration)
@@ -193,7 +197,8 @@ def regrouped(
     optimization: Optimization,
     job: Job,
 ) -> StageOptimizer:
-    """The layers of `span`, out of those that are here, with all that the optimizer keeps of them. Copies nothing."""
+    """Returns an optimizer of the layers of `span`, which must be here, with all state that is kept of them. Copies
+    nothing."""
     parts = [own, *coming]
     here: dict[int, nn.Module] = {number: layer for part in parts for number, layer in part.module.layers}
     module = LayerStack({number: here[number] for number in span}, own.module.copies, own.module.form)
@@ -206,6 +211,7 @@ def regrouped(
 
 
 def common_strategy(names: Iterable[StrategyName | None]) -> StrategyName | None:
-    """How the backward of layers is split that come from stages where it was found out; None: it has to be tried."""
+    """Returns how to split the backward of layers that come from several stages, given how each of these is split;
+    None: they differ, and it has to be tried."""
     found = set(names)
     return found.pop() if len(found) == 1 else None

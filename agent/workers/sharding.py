@@ -1,17 +1,19 @@
-"""A stage whose optimizer's state is sharded over its workers (ZeRO-1): what these exchange.
+"""What the workers of a stage exchange if the optimizer's state is sharded over them (ZeRO-1).
 
-A step: the gradients of each segment are summed for those who hold its state (`begin_reduce`), these step it, and the
-parameters go from one holder of each to all others (`gather`). So a worker may be at a step with parameters that are
-not: where a death comes in between, or a step is put right or undone, they are gathered again before anybody reads
-them. That is all that recovery has to know: who has reduced an iteration has what its own segments' step needs, and
-takes it (agent.workers.recovery). It never needs what others step: whoever holds a segment gets its sum, and nobody
-steps before all living peers have the sums of what they hold. So where one has stepped, all holders of each segment
-that live can, or nobody had before it broke, and all go back.
+In a step, the gradients of each segment are summed for the workers that hold its state (`begin_reduce`). These step it,
+and the parameters of each segment go from one of its holders to all other workers (`gather`). So a worker may have
+taken a step while some of its parameters are of the step before. If a death comes in between, or a step is corrected or
+undone, parameters are gathered again before anything reads them.
 
-Each generation begins with who holds what; agent.stages.shards says who is to own it. What an owner lacks comes from
-those who hold it, beside the training, piece by piece as a newcomer's state does elsewhere
+That is all that recovery has to know. A worker that has reduced an iteration has what the step of its own segments
+needs, and takes it (agent.workers.recovery). It never needs what others step: each holder of a segment gets its sum,
+and no worker steps before all living peers have the sums of what they hold. So if one worker has stepped, all living
+holders of each segment can step; or none had stepped before the iteration broke, and all go back.
+
+At the beginning of each generation, agent.stages.shards decides from what workers hold which of them are to own it.
+What an owner lacks comes from the holders, beside the training, piece by piece like a newcomer's state
 (agent.workers.state_transfer), and is stepped here from then on. When the owners have everything, the others give it
-up. A newcomer needs no more than the parameters to take part: it is one like the others at once.
+up. A newcomer only needs the parameters to take part, and then is like the others at once.
 """
 
 from __future__ import annotations
@@ -44,17 +46,16 @@ from openrecycle.agent.workers.state_transfer import (
 from openrecycle.planner.jobs.job import Worker
 
 MESSAGE_BYTES = 1 << 20
-"""Of parameters or state, at most."""
+"""The most bytes of parameters or state in a message."""
 _AT_A_TIME = 4
-"""Messages under way."""
+"""How many messages are under way at a time."""
 
 
 class ShardedStage:
-    """One worker's share, in one generation.
+    """One worker's part in a sharded stage, in one generation. All methods raise TransferError.
 
-    ownership: the same on all peers. complete: called once all owners have what they own, so that any of them can go.
-    whole: names of parameters whose sums all peers need.
-    All methods raise TransferError.
+    ownership: the same on all peers. say: called with what people should know. complete: called once all owners have
+    what they own, so that any worker can leave. whole: names of parameters whose sums all peers need.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class ShardedStage:
         self._primaries = primaries
         places = {peer: place for place, peer in enumerate(self.peers)}
         self.primaries: Sequence[int] = [places[worker] for worker in primaries]
-        """Of each segment, the place among the peers of the one that the others take its parameters from."""
+        """For each segment, the worker from which the others take its parameters, as its place among the peers."""
         shards.primary = frozenset(n for n, worker in enumerate(primaries) if worker == me)
         mine = frozenset(k for k, holders in enumerate(ownership.holders) if me in holders)
         optimizer.release([n for n in sorted(shards.held) if shards.segments[n].shard not in mine])
@@ -90,7 +91,7 @@ class ShardedStage:
     # -- what is lacking -----------------------------------------------------------------------
 
     def exchange_offers(self, server: Callable[[], StateServer]) -> None:
-        """Those that lack something begin to ask those that hold it. server: makes this worker's."""
+        """Begins to take what this worker lacks, and offers what others lack. server: returns this worker's server."""
         shards, ownership, sources = self._shards, self._ownership, list[tuple[Holder, Collection[int]]]()
         for peer in self.peers:
             gives: dict[Worker, set[int]] = {}
@@ -101,7 +102,7 @@ class ShardedStage:
                 try:
                     giving = server()
                 except TransferError:
-                    send_no_offer(self._groups, peer)  # another owner may, or the next generation
+                    send_no_offer(self._groups, peer)  # another holder may give it, or the next generation
                 else:
                     giving.send_offer(self._groups, peer)
             elif peer == self._me:
@@ -113,26 +114,27 @@ class ShardedStage:
             self.filling.begin_filling(sources)
 
     def stepped(self, incomplete: int) -> None:
-        """After a step before which so many workers of the stage lacked something."""
+        """Called after a step. incomplete: how many workers of the stage lacked something before it."""
         if not incomplete:
             self._trim()
 
     def _trim(self) -> None:
         if not self._shared:
             self._shared = True
-            self.filling.stop()  # all has come before a step: that one put right takes nothing back
+            self.filling.stop()  # all came before a step that was taken since, so a correction takes nothing back
             self._optimizer.release(self._shards.segments_in(self._ownership.surplus(self._me)))
             self._parts = self._steppers()
             self._complete()
 
     def end(self) -> None:
-        """The generation is being left."""
+        """Ends the exchanges of a generation that is being left."""
         self.filling.stop()
 
     # -- around a step -------------------------------------------------------------------------
 
     def _steppers(self) -> list[SummedPart]:
-        """Of the gradients' sums, who needs what; neighbours that the same need in one part."""
+        """Returns which peers need which parts of the gradients' sums. Neighbouring parts for the same peers are
+        one."""
         shards, out, place_of = self._shards, list[SummedPart](), self._optimizer.gradients.place_of
         for segment, part in zip(shards.segments, shards.parts, strict=True):
             steppers = self._ownership.steppers(segment.shard, shared=self._shared)
@@ -146,8 +148,8 @@ class ShardedStage:
         return out
 
     def begin_reduce(self, tensor: Tensor) -> PendingTransfer | None:
-        """Starts to sum a part of the gradients' buffer over the peers, in place: of each segment for those who may
-        step it; of what is of none for all. None where there is nobody to sum with. In the same order on all."""
+        """Starts to sum a part of the gradients' buffer over the peers, in place: each segment for the workers that may
+        step it, and what is in no segment for all. None: there are no peers. All must call it in the same order."""
         group, start = self._group, int(tensor.storage_offset())
         if group is None:
             return None
@@ -166,7 +168,7 @@ class ShardedStage:
         return group.begin_scatter(tensor, parts)
 
     def measure(self) -> None:
-        """Of the sums that all peers step, what the validation needs: the same on all, as if each had them all."""
+        """Exchanges what the validation needs of all peers' sums, so that all get the same as if they had all sums."""
         optimizer = self._optimizer
         if not optimizer.tells_measures:
             return
@@ -176,14 +178,15 @@ class ShardedStage:
         optimizer.take_measures(measures.cpu())
 
     def gather(self) -> None:
-        """The parameters that others step, if this worker's may be of another step. All peers call it together."""
+        """Takes the parameters that others step, if this worker's may be of another step. All peers call it
+        together."""
         shards = self._shards
         if shards.stale and self._group is not None:
             self._broadcast(self._group, [part.detach() for part in shards.parts], self._primaries)
         shards.caught_up()
 
     def gather_untrained(self, bare: Collection[Worker]) -> None:
-        """What no segment has, for peers that lack it. All peers call it together."""
+        """Sends what is in no segment to the peers that lack it (`bare`). All peers call it together."""
         source = next((peer for peer in self.peers if peer not in bare), None)
         if bare and source is not None and self._group is not None:
             parts = [part for tensor in large_untrained(self._optimizer).values() for part in _cut(tensor)]
@@ -191,7 +194,8 @@ class ShardedStage:
         self._shards.untrained_came()
 
     def _broadcast(self, group: Group, parts: Sequence[Tensor], sources: Sequence[Worker]) -> None:
-        """Each from the worker that has it to all its peers. How they lie in memory here may differ from there."""
+        """Sends each tensor from the worker that has it (`sources`) to all peers. Its layout in memory may differ
+        between workers."""
         under_way = deque[tuple[PendingTransfer, Sequence[Tensor]]]()
 
         def finish() -> None:
@@ -217,7 +221,7 @@ class ShardedStage:
             while under_way:
                 finish()
         except TransferError:
-            for pending, _ in under_way:  # nobody may write to parameters once recovery begins
+            for pending, _ in under_way:  # nothing may write to parameters once recovery begins
                 with suppress(TransferError):
                     pending.wait()
             raise
@@ -225,8 +229,8 @@ class ShardedStage:
     # -- averages, for the weights in the end ----------------------------------------------------
 
     def averages(self, to: Worker) -> dict[str, Tensor]:
-        """The moving averages of parameters that have one, by name: on `to`, from all peers, which call it together;
-        elsewhere none."""
+        """Collects the moving averages of parameters that have one, by name, on the worker `to`; others return none.
+        All peers call it together."""
         shards, optimizer = self._shards, self._optimizer
         runs = runs_of(_bytes(shards, range(len(shards.parts))), MESSAGE_BYTES, self._primaries)
         parameters, averages = dict(optimizer.module.named_parameters()), dict[str, Tensor]()
@@ -273,12 +277,15 @@ class ShardedStage:
     # -- layers that move ----------------------------------------------------------------------
 
     def move_layers(self, moves: Sequence[tuple[Worker, Worker, Span]], coming: Mapping[Span, StageOptimizer]) -> None:
-        """Before an iteration, while everybody waits: parameters and optimizer state of layers that go to other stages.
-        moves: (to, source, layers), the same on all workers. coming: of those that come to this worker, where it all
-        goes; its layers and what is small are there already.
+        """Sends parameters and optimizer state of layers that go to other stages. Called before an iteration, while all
+        workers wait.
 
-        It is not done beside the training, as elsewhere: whoever gets a layer needs all of its state, of which each
-        peer of the stage that has it holds a part. One move after the other, so that no more than a message is copied.
+        moves: (to, source, layers), the same on all workers. coming: for layers that come to this worker, the optimizer
+        that takes all of it; its layers and what is small are there already.
+
+        This is not done beside the training, as with an optimizer that is not sharded. A worker that gets a layer needs
+        all of its state, and each peer of the stage that has the layer holds only a part. The moves are done one after
+        the other, so that no more than a message is copied.
         """
         shards, optimizer = self._shards, self._optimizer
         named = dict(optimizer.module.named_parameters())
@@ -334,7 +341,7 @@ class ShardedStage:
 
 
 def _numbers(shards: Shards, span: Span) -> range:
-    """Of the segments of these layers, which are one after the other."""
+    """Returns the numbers of the segments of these layers, which follow each other."""
     found = [k for k, name in enumerate(shards.names) if layer_of(name) in span]
     return range(found[0], found[-1] + 1) if found else range(0)
 
@@ -348,12 +355,12 @@ def _bytes(shards: Shards, numbers: range) -> list[int]:
 
 
 def _cut(tensor: Tensor) -> Sequence[Tensor]:
-    """Into parts of a message each, where that can be done."""
+    """Cuts a tensor into parts that fit a message each, if it is contiguous."""
     return torch.split(tensor.view(-1), MESSAGE_BYTES // tensor.element_size()) if tensor.is_contiguous() else [tensor]
 
 
 def _one_piece(parts: Sequence[Tensor]) -> Tensor | None:
-    """Their memory, in bytes, where they lie one after the other in it."""
+    """Returns the memory of these tensors as bytes, if they follow each other in one storage; None: they don't."""
     storage, first = parts[0].untyped_storage(), parts[0].data_ptr()
     end = first
     for part in parts:
@@ -362,5 +369,5 @@ def _one_piece(parts: Sequence[Tensor]) -> Tensor | None:
         end += part.nbytes
     begin = first - storage.data_ptr()
     if begin + end - first > storage.nbytes():
-        return None  # neighbours by chance
+        return None  # they are in other storages, and follow each other by chance
     return torch.empty(0, dtype=torch.uint8, device=parts[0].device).set_(storage, begin, (end - first,), (1,))

@@ -1,6 +1,5 @@
-"""What the processes of a job are started with, and how another node is told of it: plain data, and plain JSON, so
-nothing has to be unpickled.
-"""
+"""What the processes of a job are started with, as plain data. Another node gets it as plain JSON, so nothing has to be
+unpickled."""
 
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ T = TypeVar("T")
 
 
 def by_name(workload: WorkloadSource) -> NamedWorkload:
-    """`workload`; raises InputError when it has no name by which another host could find it."""
+    """Returns `workload`. Raises InputError if it has no name by which another host could find it."""
     if not isinstance(workload, NamedWorkload):
         raise InputError("--workload", type(workload).__name__, "module:factory in a job on several nodes")
     return workload
 
 
 def _told(workload: WorkloadSource) -> dict[str, str]:
-    # As one text: pydantic would make null of a number that is not finite, and a list of a set.
+    # The options are one text: pydantic would make null of a number that is not finite, and a list of a set.
     named = by_name(workload)
     return {"path": named.path, "options": json.dumps(dict(named.options))}
 
@@ -52,17 +51,17 @@ def _named(document: Any) -> NamedWorkload:
 
 
 _Source = Annotated[WorkloadSource, PlainValidator(_named), PlainSerializer(_told)]
-"""Another node is told of one with a name alone."""
+"""A workload that another node can be told of, which needs a name."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What is the same for all workers: the options, and what was found out from them before the start.
+    """What is the same for all workers: the options, and what was derived from them before the start.
 
-    partition: layers per stage; (): even. layer_io: what passes between layers; None: each worker finds out.
-    origin: of the job's checkpoints, where it writes any. heartbeat_seconds: how often a console is told of each;
-    None: there is none. shared_gpus: do workers share GPUs? divided: are micro-batches divided over the ranks of a
-    worker (agent.models.parallelized.parts_of_a_rank)? room: for layers that move.
+    partition: layers per stage; (): even. layer_io: what passes between layers; None: each worker finds out. origin: of
+    the job's checkpoints; None: it writes none. heartbeat_seconds: how often a console hears of each worker; None:
+    there is no console. shared_gpus: workers share GPUs. divided: micro-batches are divided over the ranks of a worker
+    (agent.models.parallelized.parts_of_a_rank). room: the memory for layers that move.
     """
 
     options: TrainingOptions
@@ -76,18 +75,20 @@ class RunSpec:
     room: LayerRoom | None = None
 
     def load_workload(self) -> Workload:
-        """One that nothing has been trained of, the same each time, also where its making draws numbers without a
-        seed. Raises InputError when it can't be made."""
+        """Makes a new, untrained workload, which is the same each time, even if making it draws random numbers without
+        a seed. Raises InputError when it can't be made."""
         with own_numbers("workload", self.options.seed):
             return self.workload.load()
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything that a worker process needs to know. joins: it replaces a dead one and takes its state from a peer of
-    its stage. address: of its host, as its peers reach it. node: number of its launcher. slot: see
-    agent.launcher.processes. rank: of the worker's `ranks`; meeting: a file where these find each other. The last three
-    are set when the process is started."""
+    """Everything that a worker process needs to know.
+
+    joins: it replaces a dead worker and takes its state from a peer of its stage. address: of its host, as peers reach
+    it. node: the number of its launcher. slot: see agent.launcher.processes. rank: which of the worker's `ranks` it is.
+    meeting: a file where the ranks find each other. The last three are set when the process is started.
+    """
 
     worker: NamedWorker
     incarnation: str
@@ -113,12 +114,12 @@ class WorkerSpec:
 
 
 def source_of(*folders: Path) -> str:
-    """Which version of the program is there: by its code, since one that is worked on has the same number for long."""
+    """Returns a hash of the program's code, which says which version is there: its version number changes rarely."""
     digest = hashlib.sha256()
     for folder in folders:
         for file in sorted(folder.rglob("*.py")):
             name = file.relative_to(folder)
-            # Editors leave such names beside the code, also as links to nowhere.
+            # Editors leave files with such names beside the code, some of them as broken links.
             if any(part.startswith(".") for part in name.parts) or not file.is_file():
                 continue
             code = file.read_bytes()
@@ -139,7 +140,7 @@ _OF_A_NODE = {"slot", "rank", "meeting"}
 
 
 def encode_spec(spec: WorkerSpec) -> dict[str, Any]:
-    """Without what the node that starts the process adds."""
+    """Returns a worker's spec as JSON, without what the node that starts the process adds."""
     document: dict[str, Any] = _WORKER.dump_python(spec, mode="json", exclude=_OF_A_NODE)
     return document
 
@@ -150,13 +151,13 @@ def encode_run(run: RunSpec) -> dict[str, Any]:
 
 
 def decode_spec(document: Mapping[str, Any]) -> WorkerSpec:
-    """Raises ValueError when it is no such document."""
+    """Reads what `encode_spec` has written. Raises ValueError for any other document."""
     decode_run(document.get("run", {}))
     return _read(_WORKER, document, _fields(WorkerSpec) - _OF_A_NODE)
 
 
 def decode_run(document: Mapping[str, Any]) -> RunSpec:
-    """Raises ValueError when it is no such document."""
+    """Reads what `encode_run` has written. Raises ValueError for any other document."""
     return _read(_RUN, document, _fields(RunSpec))
 
 
@@ -165,7 +166,7 @@ def _fields(kind: type[RunSpec] | type[WorkerSpec]) -> set[str]:
 
 
 def _read(form: TypeAdapter[T], document: Any, told: set[str]) -> T:
-    # A default in the place of what is missing would be another job.
+    # With a default in the place of a missing field it would be another job.
     if missing := told - set(document):
         raise ValueError(f"no worker can be started from this: it lacks {', '.join(sorted(missing))}")
     try:

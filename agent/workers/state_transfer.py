@@ -1,20 +1,22 @@
-"""A stage's state from one worker to another, beside the training.
+"""Sends a stage's state from one worker to another, beside the training.
 
-A newcomer joins the groups of its stage first, without micro-batches: it takes part in the reductions and takes
-every step, on values that do not matter yet. Meanwhile it asks all peers that hold the state, at once, for one piece
-after the other: a range of elements of a parameter, with the same range of all that the optimizer keeps of it. A piece
-says of which step its values are, and by what validation that was taken; where the newcomer has taken just as many, and
-the last one by the same, it puts them in place, and steps them from then on. (Who has lost a validation with somebody
-that died has stepped as if it were clean, where others may know it; and it gives pieces until the generation ends.) A
-piece that comes too late is asked for again, and one that a peer is slow to give, or does not give since it has died,
-is asked of another. So nothing has to be copied aside, nobody waits, no time-out applies, and a newcomer that is slow,
-breaks off or dies costs the others nothing but its place in the reductions. What it has stays good across generations.
-It works for optimizers that step each element by itself; with any other the whole job waits until the newcomer has
+A newcomer first joins the groups of its stage, without micro-batches: it takes part in the reductions and takes every
+step, on values that do not matter yet. Meanwhile it asks all peers that hold the state, at the same time, for one piece
+after the other. A piece is a range of elements of a parameter, with the same range of all that the optimizer keeps of
+it. It says of which step its values are, and by which validation that step was taken. If the newcomer has taken as many
+steps, and the last one by the same validation, it puts the values in place and steps them from then on. (A peer that
+has lost a validation with a worker that died has stepped as if it were clean, while others may know the validation; it
+still gives pieces until the generation ends.) A piece that comes too late is asked for again. A piece that a peer is
+slow to give, or can't give since it has died, is asked of another one.
+
+So no copy of the whole state is needed, no worker waits, and no time-out applies. A newcomer that is slow, breaks off
+or dies costs the others nothing but its place in the reductions. What it has received is kept across generations. This
+works for optimizers that step each element by itself. With any other, the whole job waits until the newcomer has
 everything, however long that takes.
 
-What is small comes at once, from the first of the peers, with the description of the rest. Nothing is pickled; every
-piece carries the SHA-256 of its bytes. The connections are plain ones, beside the groups': they are good for one
-generation and open with a random secret, which has come over the groups.
+What is small comes at once, from the first of the peers, with the description of the rest. Nothing is pickled, and
+every piece carries the SHA-256 of its bytes. The connections are plain TCP connections beside the groups'. They last
+for one generation, and open with a random secret, which has come over the groups.
 """
 
 from __future__ import annotations
@@ -60,46 +62,47 @@ from openrecycle.agent.workers import tags
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import read_json
 
-# A header of a model with 100,000 tensors is 10 MB; nothing that calls itself larger is one.
+# The header of a model with 100,000 tensors is 10 MB; a larger one is taken for an error.
 MAX_HEADER_BYTES = 2**28
 PIECE_ELEMENTS = 1 << 17
-"""With Adam and fp32 1.5 MiB: 0.2 ms under the lock to copy, and a link of 50 MB/s carries 30 of them a second."""
+"""Elements of a piece. With Adam in fp32 these are 1.5 MiB: copying them takes 0.2 ms under the lock, and a link of
+50 MB/s carries 30 of them a second."""
 SMALL_ELEMENTS = 1024
-"""A parameter below this always comes with the description: it may look like a count of steps."""
+"""A parameter with fewer elements always comes with the description: its state may look like a count of steps."""
 ASKED_AHEAD = 4
-"""Pieces asked of a peer before the first of them is there, so that the link is never idle."""
+"""How many pieces are asked of a peer before the first of them has come, so that the link is never idle."""
 ASK_ANOTHER_SECONDS = 1.0
-"""So long after a piece was asked of one peer, another that has nothing else to give is asked, too: at 50 MB/s the last
-of those asked ahead comes after 0.1 s. What comes twice is no more than what is asked ahead of the slow ones."""
+"""How long after a piece was asked of one peer, another peer that has nothing else to give is asked for it, too. At
+50 MB/s the last of the pieces asked ahead comes after 0.1 s. No more comes twice than was asked ahead of slow peers."""
 HANDSHAKE_SECONDS = 10.0
 RECONNECT_SECONDS = (0.1, 5.0)
 RECHECK_SECONDS = 0.1
 PROGRESS_SECONDS = 10.0
 MAX_CONNECTIONS = 16
-"""At a time; or as many as offers were made, where these are more."""
+"""The most connections at a time, unless more offers were made: then as many as these."""
 STATE_ATTEMPTS = 3
-"""Peers whose state a newcomer could not use, before it gives up."""
+"""After the state of so many peers could not be used, a newcomer gives up."""
 _REQUEST, _REPLY = struct.Struct("!q"), struct.Struct("!II")
 _SECRET_BYTES = 32
 _OFFER_BYTES = 1024
 _MAX_REPLY_HEADER = 1 << 16
 
 Version = tuple[int, float | None]
-"""Which values a stage holds: see StageOptimizer.version."""
+"""Identifies the values that a stage holds: see StageOptimizer.version."""
 
 
 class StateTransferError(TransferError):
-    """What arrived can't be used; the sentence says from whom it came. The next try should ask another peer."""
+    """What arrived can't be used; the message says from which peer it came. The next try should ask another one."""
 
 
 class StateTransferFailed(RuntimeError):
-    """A newcomer has got no usable state from any peer: it ends, and the job goes on without it."""
+    """A newcomer got no usable state in several attempts: it ends, and the job goes on without it."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A parameter or buffer, and in which of the stage's tensors its elements are: itself, and what the optimizer
-    keeps element by element."""
+    """A parameter or buffer, with the names of the stage's tensors that have its elements: its own, and those that the
+    optimizer keeps per element."""
 
     name: str
     elements: int
@@ -114,8 +117,11 @@ class ColumnPiece:
 
 
 def columns(state: StageState, moving: Collection[str]) -> list[Column]:
-    """Of a stage's state: those that may come piece by piece, in a fixed order. moving: names of buffers that a forward
-    changes until it ends, which nobody may read beside it: they come with the description, between two iterations."""
+    """Returns the columns of a stage's state that may come piece by piece, in a fixed order.
+
+    moving: names of buffers that are changed within a forward, so that no other thread may read them meanwhile. They
+    come with the description, between two iterations.
+    """
     found = []
     for name, tensor in state.tensors.items():
         if name.removeprefix("model.") in moving:
@@ -134,8 +140,8 @@ def columns(state: StageState, moving: Collection[str]) -> list[Column]:
 
 @dataclass(frozen=True)
 class Holder:
-    """A peer that gives pieces, and where; to whoever opens the connection with the secret. numbering: a hash of which
-    number it calls which piece by."""
+    """A peer that gives pieces, at this address, to a connection that opens with the secret. numbering: a hash of how
+    it numbers the pieces."""
 
     worker: Worker
     address: tuple[str, int]
@@ -148,8 +154,8 @@ def pieces_of(name: str, elements: int) -> list[ColumnPiece]:
 
 
 def large_untrained(optimizer: StageOptimizer, span: Span | None = None) -> dict[str, Tensor]:
-    """Where the optimizer's state is sharded: parameters that are not trained, and buffers, that are too large to come
-    with the description. span: of these layers alone."""
+    """Returns untrained parameters and buffers that are too large to come with the description, where the optimizer's
+    state is sharded. span: only those of these layers."""
     assert optimizer.shards is not None
     trained, module = set(optimizer.shards.parameter_names), optimizer.module
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -161,12 +167,12 @@ def large_untrained(optimizer: StageOptimizer, span: Span | None = None) -> dict
 
 
 def segment_pieces(shards: Shards) -> list[ColumnPiece]:
-    """Where the optimizer's state is sharded, each segment's is a piece."""
+    """Returns the pieces where the optimizer's state is sharded: one for each segment."""
     return [ColumnPiece(name, s.start, s.end) for name, s in zip(shards.names, shards.segments, strict=True)]
 
 
 class LiveTensors:
-    """Those of a stage's state, looked up once for each of its versions. With the optimizer's lock held."""
+    """The tensors of a stage's state, looked up once for each version of it. Used with the optimizer's lock held."""
 
     def __init__(self, optimizer: StageOptimizer) -> None:
         self._optimizer = optimizer
@@ -179,13 +185,12 @@ class LiveTensors:
         return self._found[1]
 
 
-# -- the side that has it -------------------------------------------------------------------------
+# -- the side that has the state ------------------------------------------------------------------
 
 
 class StateServer:
-    """Gives the pieces of this worker's stage to whoever knows the secret, in threads, until it is closed. rate: bytes
-    a second, to all together. Raises TransferError.
-    """
+    """Gives the pieces of this worker's stage to peers that know the secret, until it is closed. One thread accepts
+    connections, and each connection has a thread. rate: bytes a second for all together. Raises TransferError."""
 
     def __init__(self, optimizer: StageOptimizer, host: str, rate: float | None) -> None:
         self._optimizer, self._rate = optimizer, rate
@@ -204,7 +209,7 @@ class StateServer:
         try:
             self._listening = socket.create_server((host, 0), family=family)
         except OSError as error:
-            # No reason to end a healthy worker: the next agreement names another one.
+            # This is no reason to end a healthy worker: the next agreement names another one.
             raise TransferError(f"no state can be given at {host}: {error}") from None
         self._offers = 0
         self._open: set[socket.socket] = set()
@@ -218,8 +223,12 @@ class StateServer:
     def send_description(
         self, groups: Groups, to: Worker, at_once: int, span: Span | None = None, **about: str
     ) -> None:
-        """Over the generation's groups, while the newcomer waits for it, and everything is settled. span: of these
-        layers alone. about: what else it is told. Raises TransferError."""
+        """Sends the description over the generation's groups, while the newcomer waits for it and everything is
+        settled.
+
+        at_once: up to so many bytes, the whole state is sent with it. span: only these layers. about: what else the
+        newcomer is told. Raises TransferError.
+        """
         with self._optimizer.lock:
             state = self._optimizer.state()
             numbers, number = {}, 0
@@ -234,7 +243,8 @@ class StateServer:
                 large = []
             shards = self._optimizer.shards
             if shards is not None:
-                # Parameters come as after every step, then what is not trained; the optimizer's state in segments.
+                # Parameters come as after every step, then what is not trained. The optimizer's state comes in
+                # segments.
                 large = []
             apart = {name for column in large for name in column.tensors}
             if shards is not None:
@@ -258,15 +268,18 @@ class StateServer:
         send_packed(groups, to, packed, tags.STATE)
 
     def _offer(self) -> dict[str, Any]:
-        self._offers += 1  # whoever gets it keeps a connection until the generation ends
+        self._offers += 1  # a peer that gets an offer keeps a connection until the generation ends
         return {"address": list(self.address), "secret": self._secret.hex(), "numbering": self._numbering}
 
     def send_offer(self, groups: Groups, to: Worker) -> None:
-        """That pieces may be asked here, too, when another has described them. Raises TransferError."""
+        """Tells a newcomer that it may ask for pieces here, too, when another peer describes them. Raises
+        TransferError.
+        """
         _send_offer(groups, to, self._offer())
 
     def close(self) -> None:
-        """Each connection is closed by the thread that uses it: what is opened next gets the number."""
+        """Ends the server. Each connection is closed by the thread that uses it, since the next file that is opened may
+        get its number."""
         self._closed.set()
         _shut_down(self._listening)
         self._accepting.join()
@@ -279,7 +292,7 @@ class StateServer:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # such as too many open files, for a moment: those who wait in the queue have no time-out
+            except OSError:  # such as too many open files for a moment: peers in the queue have no time-out
                 if self._closed.wait(RECHECK_SECONDS):
                     return
                 continue
@@ -322,8 +335,8 @@ class StateServer:
                 time.sleep(max(0.0, pause))
 
     def _copy(self, number: int, piece: ColumnPiece) -> tuple[bytes, list[Tensor]]:
-        """The piece as it is now: what it holds and of which version, and its tensors. They are the only copy that is
-        made of it: the next step must not wait until the link has taken them."""
+        """Returns a piece as it is now: its header, which says of which version it is, and its tensors. These are the
+        only copy that is made, since the next step must not wait until they are sent."""
         document: Any = None
         with self._optimizer.lock:
             if self._optimizer.shards is None:
@@ -345,14 +358,14 @@ class StateServer:
 
 
 def _of_column(tensors: Mapping[str, Tensor], column: str) -> list[str]:
-    """The names of a column's tensors, as `columns` has them: what the optimizer keeps may have come since."""
+    """Returns the names of a column's tensors, as `columns` does. The optimizer's may have come since then."""
     own = tensors[f"model.{column}"]
     kept = [n for n, t in tensors.items() if n.startswith(f"optimizer.{column}.") and t.shape == own.shape]
     return [f"model.{column}", *kept]
 
 
 def send_packed(groups: Groups, to: Worker, packed: tuple[bytes, Sequence[Tensor]], tag: int) -> None:
-    """Over the generation's groups, one message after the other. Raises TransferError."""
+    """Sends a packed state over the generation's groups, one message after the other. Raises TransferError."""
     header, messages = packed
     size = torch.tensor([len(header)], dtype=torch.int64)
     text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -361,7 +374,7 @@ def send_packed(groups: Groups, to: Worker, packed: tuple[bytes, Sequence[Tensor
 
 
 def receive_packed(groups: Groups, source: Worker, tag: int) -> tuple[bytes, list[Tensor]]:
-    """What `send_packed` of the source sends, to be unpacked. Raises TransferError; StateError for what can't be."""
+    """Receives what `send_packed` of the source sends. Raises TransferError; StateError if it can't be unpacked."""
     size = int(groups.receive(source, torch.zeros(1, dtype=torch.int64), tag).wait())
     if not 0 < size <= MAX_HEADER_BYTES:
         raise StateError(f"it claims a header of {size} bytes")
@@ -372,7 +385,7 @@ def receive_packed(groups: Groups, source: Worker, tag: int) -> tuple[bytes, lis
 
 
 def send_no_offer(groups: Groups, to: Worker) -> None:
-    """Of a holder that can't give anything: the others do without it. Raises TransferError."""
+    """Tells a newcomer that this holder can't give anything, so that it asks the others only. Raises TransferError."""
     _send_offer(groups, to, {})
 
 
@@ -382,7 +395,7 @@ def _send_offer(groups: Groups, to: Worker, offer: Mapping[str, Any]) -> None:
 
 
 def receive_offer(groups: Groups, source: Worker) -> Holder | None:
-    """What `StateServer.send_offer` of the source sends; None where it offers nothing. Raises TransferError."""
+    """Receives what `StateServer.send_offer` of the source sends; None: it offers nothing. Raises TransferError."""
     offer = groups.receive(source, torch.empty(_OFFER_BYTES, dtype=torch.uint8), tags.STATE).wait()
     try:
         return _holder(source, read_json(bytes(memory(offer))))
@@ -390,13 +403,13 @@ def receive_offer(groups: Groups, source: Worker) -> Holder | None:
         return None
 
 
-# -- the side that needs it -----------------------------------------------------------------------
+# -- the side that needs the state ----------------------------------------------------------------
 
 
 @dataclass
 class _Source:
-    """A holder that is asked. asked: which pieces and since when, in the order of the answers. came: how many have.
-    gives: the numbers of those that it has; None: all."""
+    """A holder that is asked for pieces. asked: for which ones and since when, in the order of the answers. came: how
+    many pieces have come from it. gives: the numbers of the pieces that it has; None: all."""
 
     holder: Holder
     gives: frozenset[int] | None = None
@@ -406,34 +419,35 @@ class _Source:
 
 
 class StateReceiver:
-    """What a newcomer still needs of its stage's state, and the threads that ask its peers for it, one for each.
+    """What a newcomer still needs of its stage's state, and the threads that ask its peers for it, one for each peer.
 
-    say: called, from the threads, with what people should know. `missing` is asked by the training thread only.
+    say: called from these threads with what people should know. They and the training thread share the optimizer's
+    lock.
     """
 
     def __init__(self, optimizer: StageOptimizer, say: Callable[[str], None]) -> None:
         self._optimizer, self._say = optimizer, say
         self._pieces: list[ColumnPiece] = []
         self._numbers: list[int] = []
-        """Of each piece, with the peers that are asked."""
+        """The number that each piece has at the peers that are asked."""
         self._wanted: deque[int] = deque()
-        """Missing pieces that are asked of nobody; looked up anew when it is empty."""
+        """Missing pieces for which no peer is asked; it is filled again when it is empty."""
         self._sources: list[_Source] = []
         self._arrived: dict[int, Version] = {}
         self._written = 0
-        """The first so many pieces have been written to, once they are described."""
+        """For how many pieces, from the first, `write_once` has written to memory."""
         self._changed = threading.Condition(optimizer.lock)
         self._live = LiveTensors(optimizer)
         self._seen = optimizer.version
         self._session = 0
         self._said = 0.0
         self.begun = False
-        """Does this worker hold anything of the stage's state?"""
+        """Whether this worker holds anything of the stage's state."""
         self._unusable = 0
 
     @property
     def missing(self) -> int:
-        """Pieces that are not in place; 0 before the first description too, when `begun` is False."""
+        """The number of pieces that are not in place. Before the first description, when `begun` is False, it is 0."""
         with self._optimizer.lock:
             self._drop_undone()
             return len(self._pieces) - len(self._arrived)
@@ -444,33 +458,34 @@ class StateReceiver:
 
     @property
     def provisional(self) -> int:
-        """How many pieces an agreement may take back: of the last step, or of the one before, which it may undo and put
-        right."""
+        """How many pieces an agreement may take back: those that came after one of the last two steps, which it may
+        undo or correct."""
         with self._optimizer.lock:
             return sum(taken >= self._optimizer.committed - 1 for taken, _ in self._arrived.values())
 
     @property
     def blocking(self) -> bool:
-        """Must all others wait while pieces are missing? The optimizer does not step elements one by one."""
+        """Whether all others must wait while pieces are missing, since the optimizer does not step each element by
+        itself."""
         return bool(self.missing) and not self._optimizer.elementwise
 
     def holds_everything(self) -> None:
-        """Of a worker that needs nothing: its state is the initial one, or a checkpoint's."""
+        """Notes that this worker has all of its state: the initial one, or a checkpoint's."""
         self.begun, self._pieces, self._arrived = True, [], {}
 
     def forget(self) -> None:
-        """All is to be taken anew."""
+        """Drops what has arrived: all is to be taken again."""
         with self._optimizer.lock:
             self.begun, self._pieces, self._arrived = False, [], {}
 
     def receive_description(
         self, groups: Groups, sources: Sequence[Worker]
     ) -> tuple[Mapping[str, Any], tuple[Holder, ...]]:
-        """Waits for what `StateServer.send_description` of the first of the sources sends, and where nothing is held
-        yet, loads it; and for the offers of the others.
+        """Receives what `StateServer.send_description` of the first source sends, and the offers of the other sources.
+        Loads the description's state if nothing is held yet.
 
-        Returns the description of the rest, and whom to ask for it. Raises TransferError; StateTransferError, with
-        nothing changed, when it can't be used; StateTransferFailed when it is not the first one that can't.
+        Returns the description of the rest, and the holders to ask for it. Raises TransferError; StateTransferError,
+        with nothing changed, if the description can't be used; StateTransferFailed if that has happened too often.
         """
         source, *others = sources
         try:
@@ -494,11 +509,11 @@ class StateReceiver:
                 self._say(f"nothing of its state from {worker}, which offers none")
             else:
                 holders.append(offer)
-        # One whose optimizer lays its tensors out in another way would give another piece under the same number.
+        # A holder whose optimizer lays out its tensors in another way would give another piece under the same number.
         return description, tuple(h for h in holders if h.numbering == first.numbering)
 
     def _load(self, state: StageState, description: Mapping[str, Any]) -> None:
-        # All others wait for this one now: nothing that is large may be written.
+        # All other workers wait for this one now, so nothing large may be written.
         empty = {
             name: torch.empty([int(n) for n in shape], dtype=DTYPES[dtype], device="meta")
             for name, (dtype, shape) in description["tensors"].items()
@@ -517,7 +532,7 @@ class StateReceiver:
             self._written = 0
 
     def agreed(self) -> None:
-        """An agreement has been followed: a roll-back leaves other tensors than there were."""
+        """Notes that this worker has done what an agreement asked for. A roll-back may have replaced tensors."""
         self.stop()
         with self._optimizer.lock:
             self._drop_undone()
@@ -534,16 +549,17 @@ class StateReceiver:
         self._ask(session, int(description["bytes"]))
 
     def _ask(self, session: int, size: int) -> None:
-        """Starts a thread for each source. size: of all, in bytes."""
+        """Starts a thread for each source. size: of the whole state, in bytes."""
         whole = f"{', '.join(str(s.holder.worker) for s in self._sources)} ({size / 2**20:,.0f} MiB)"
         for source in self._sources:
             name = f"state-from-{source.holder.worker}"
             threading.Thread(target=self._run, args=(session, source, whole), name=name, daemon=True).start()
 
     def write_once(self, superseded: Callable[[], bool]) -> None:
-        """To what the optimizer is to keep: the system gives memory out when it is first written to, and all peers
-        would wait for that where it is in the first step. A device's memory is there from the start. Of some gigabytes
-        it takes a second: it ends before that where the generation is `superseded`, and goes on in the next one."""
+        """Writes zeros to the memory of the optimizer's state where nothing has arrived yet. The system provides memory
+        when it is first written to; if that were in the first step, all peers would wait for it. (A device's memory is
+        there from the start.) For some gigabytes this takes a second. It stops if the generation is `superseded`, and
+        goes on in the next one."""
         if self._optimizer.gradients.device.type != "cpu":
             return
         while self._written < len(self._pieces) and not superseded():
@@ -556,7 +572,7 @@ class StateReceiver:
             self._written += 1
 
     def stop(self) -> None:
-        """No more pieces from those that are asked now; what is in place stays."""
+        """Stops taking pieces from the present sources. What is in place stays."""
         with self._optimizer.lock:
             self._session += 1
             self._wanted.clear()
@@ -567,7 +583,7 @@ class StateReceiver:
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Until everything is in place, or so long."""
+        """Waits until everything is in place, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not self.missing, seconds)
 
@@ -598,21 +614,21 @@ class StateReceiver:
             with self._changed:
                 if self._session != session:
                     return
-                self._wanted.extendleft(source.asked)  # others may give them
+                self._wanted.extendleft(source.asked)  # other peers may give them
                 source.asked.clear()
                 self._changed.notify_all()
             if not self.missing:
                 time.sleep(RECHECK_SECONDS)
                 continue
             tries += 1
-            # A peer that dies is told of by the next generation; until then there may be no reason to ask so often.
+            # If the peer has died, the next generation says so; until then it need not be asked so often.
             pause = RECONNECT_SECONDS[0] if source.came > before else min(2 * pause, longest)
             self._say(f"its state from {holder.worker} broke off ({reason}); try {tries + 1} follows in {pause:.1f} s")
             time.sleep(pause)
 
     def _fetch(self, connection: socket.socket, session: int, source: _Source, whole: str, began: float) -> None:
-        """Asks for pieces until the session is over: a step that is put right may take back what was complete. Raises
-        OSError and others."""
+        """Asks for pieces until the session is over, even when all have come: a step that is corrected may take some
+        back. Raises OSError and others."""
         while self._session == session:
             for number in self._choose(session, source):
                 connection.sendall(_REQUEST.pack(self._numbers[number]))
@@ -638,7 +654,8 @@ class StateReceiver:
                 self._say(f"has {done:.0%} of its state from {whole} after {time.monotonic() - began:.0f} s")
 
     def _choose(self, session: int, source: _Source) -> list[int]:
-        """What to ask of the source now: what nobody was asked for, then what others are slow to give."""
+        """Chooses what to ask the source for now: first pieces that no peer was asked for, then those that other peers
+        are slow to give."""
         chosen: list[int] = []
         with self._optimizer.lock:
             if self._session != session or len(source.asked) >= ASKED_AHEAD or not self.missing:
@@ -664,8 +681,8 @@ class StateReceiver:
         return chosen
 
     def _take(self, connection: socket.socket, session: int, number: int) -> bool:
-        """Puts the next piece in place, unless it is of another step than the values here, or the session is over;
-        returns whether."""
+        """Receives the next piece, and puts it in place unless it is of another step than the values here, or the
+        session is over. Returns whether the piece is in place."""
         header_size, payload_size = _REPLY.unpack(_exactly(connection, _REPLY.size))
         if header_size > _MAX_REPLY_HEADER or payload_size > self._most_bytes(number):
             raise StateError(f"piece {number} claims {payload_size} bytes")
@@ -685,7 +702,7 @@ class StateReceiver:
         with self._changed:
             self._drop_undone()
             if number in self._arrived:
-                return True  # from another, meanwhile
+                return True  # another peer has given it meanwhile
             version = self._optimizer.version
             if tuple(header["version"]) != version or self._session != session:
                 return False
@@ -697,12 +714,13 @@ class StateReceiver:
             return True
 
     def _most_bytes(self, number: int) -> int:
-        """Of a piece: an optimizer keeps a few values for an element, and a segment that can't be cut has many."""
+        """Returns the most bytes that a piece may have. An optimizer keeps a few values per element, and a segment that
+        can't be cut has many elements."""
         piece = self._pieces[number]
         return 64 * 16 * max(PIECE_ELEMENTS, piece.end - piece.start)
 
     def _put(self, number: int, document: Any, parts: Mapping[str, Tensor]) -> None:
-        """Takes up a piece, with the lock held. Raises StateError."""
+        """Puts a piece in place, with the lock held. Raises StateError."""
         piece = self._pieces[number]
         live = self._live.now()
         names = _of_column(live, piece.column)
@@ -713,7 +731,8 @@ class StateReceiver:
                 live[name].view(-1)[piece.start : piece.end].copy_(part)
 
     def _drop_undone(self) -> None:
-        """Whatever undid the last step, or changed it, has taken back what was put in place since that step."""
+        """Counts pieces as missing again that were put in place after a step which has been undone or corrected since:
+        that has taken them back."""
         at = self._optimizer.version
         if at != self._seen:
             self._seen = at
@@ -721,10 +740,10 @@ class StateReceiver:
 
 
 class SegmentReceiver(StateReceiver):
-    """What a worker still needs of a stage's optimizer state that is sharded: the segments that it is to own.
+    """What a worker still needs of a sharded optimizer's state: the segments that it is to own.
 
-    One object for each generation; other methods of StateReceiver than these have no use for it. What has come after a
-    step that is undone, or put right, is given up again by the optimizer (Shards.late).
+    There is one object for each generation, and StateReceiver's methods for descriptions are not used with it. Segments
+    that have come after a step which is undone or corrected are given up again by the optimizer (Shards.late).
     """
 
     def __init__(self, optimizer: StageOptimizer, say: Callable[[str], None], wanted: Sequence[int]) -> None:
@@ -735,7 +754,7 @@ class SegmentReceiver(StateReceiver):
         self._pieces, self._numbers, self.begun = [pieces[n] for n in wanted], list(wanted), True
 
     def begin_filling(self, sources: Sequence[tuple[Holder, Collection[int]]]) -> None:
-        """Asks each holder for those of the segments that are wanted which it has."""
+        """Asks each holder for the wanted segments that it has. sources: holders, and the numbers of their segments."""
         with self._optimizer.lock:
             session = self._session
             self._said = time.monotonic()
@@ -751,25 +770,26 @@ class SegmentReceiver(StateReceiver):
 
 
 def _holder(worker: Worker, offer: Mapping[str, Any]) -> Holder:
-    """Raises KeyError, TypeError, ValueError."""
+    """Reads an offer. Raises KeyError, TypeError, ValueError."""
     host, port = offer["address"]
     return Holder(worker, (str(host), int(port)), bytes.fromhex(offer["secret"]), str(offer["numbering"]))
 
 
 def _at_once(connection: socket.socket) -> None:
-    """Requests and ends of pieces must not wait for an acknowledgement, 40 ms each, in which a step may be taken."""
+    """Has TCP send at once. Otherwise requests and ends of pieces wait for an acknowledgement, 40 ms each, in which a
+    step may be taken."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    """Raises EOFError when the other end closes before."""
+    """Receives so many bytes. Raises EOFError when the other end closes before."""
     out = bytearray(size)
     _fill(connection, memoryview(out))
     return bytes(out)
 
 
 def _fill(connection: socket.socket, into: memoryview) -> None:
-    """From the connection. Raises EOFError when the other end closes before."""
+    """Receives into the whole of `into`. Raises EOFError when the other end closes before."""
     while into:
         got = connection.recv_into(into)
         if not got:
@@ -778,7 +798,7 @@ def _fill(connection: socket.socket, into: memoryview) -> None:
 
 
 def _apart(live: Tensor) -> Tensor:
-    """A copy on the CPU, contiguous."""
+    """Returns a contiguous copy on the CPU."""
     return torch.empty(live.shape, dtype=live.dtype).copy_(live.detach())
 
 

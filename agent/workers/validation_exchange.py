@@ -1,13 +1,13 @@
-"""How the stages come to a validation of an iteration's gradients, and what one worker does with it.
+"""How stages exchange what the validation of an iteration's gradients needs, and what a worker does with the result.
 
-With its share of the validation a stage says how many of its workers still take their state from a peer: so all
-workers know at the same iteration that nobody does any more, and go over to the plan that counts on everybody.
+Every worker needs the few numbers (a Slot) of every stage. All living peers of a stage hold the same reduced gradients,
+so any of them can send them. In each pipeline the stages send theirs to each other directly; a pipeline without a
+worker of some stage gets them from a peer of that stage. This takes one hop and no collective: (stages - 1) messages
+per worker of 24 bytes, and of 8 more for each layer if gradients are clipped. They travel during the next iteration's
+warm-up.
 
-Every worker needs the few numbers (a Slot) of every stage. All living peers of a stage hold the
-same reduced gradients, so any of them can tell it: in each pipeline the stages tell each other,
-directly, and a pipeline without a worker of some stage is told by a peer of that stage. One hop, no
-collective, and (stages - 1) messages of 24 bytes a worker, and 8 a layer where gradients are clipped; they travel
-while the next iteration's warm-up runs.
+With its share of the validation, a stage says how many of its workers still take their state from a peer. So all
+workers learn at the same iteration that none does any more, and change to the plan that counts on all of them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from openrecycle.agent.workers import tags
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 
 _NONE = math.nan
-"""As the coefficient of an update that is skipped, and as a norm that is not known."""
+"""Stands for None in messages: as the coefficient of a skipped update, and as a norm that is not known."""
 
 
 def tellers(living: Iterable[Worker], pipeline: int) -> dict[int, Worker]:
-    """For each stage, which of its living workers tells the workers of `pipeline` about it."""
+    """Returns, for each stage, the living worker of it that sends its slot to the workers of `pipeline`."""
     by_stage: dict[int, list[Worker]] = {}
     for worker in sorted(living):
         by_stage.setdefault(worker.stage, []).append(worker)
@@ -46,7 +46,8 @@ def tellers(living: Iterable[Worker], pipeline: int) -> dict[int, Worker]:
 
 @dataclass(frozen=True)
 class _Paths:
-    """Of one worker in one generation: who tells it about each other stage, and whom it tells about its own."""
+    """One worker's part in a generation. tellers: for each other stage, the worker that sends that stage's slot.
+    listeners: the workers to which it sends the slot of its own stage."""
 
     stage: int
     tellers: Mapping[int, Worker]
@@ -64,15 +65,15 @@ def lost_validation() -> TransferError:
 
 
 class _Exchange:
-    """The slots of one iteration, under way."""
+    """The slots of one iteration, which are being exchanged."""
 
     def __init__(
         self, groups: Groups, paths: _Paths, norms: Sequence[int], iteration: int, slot: Slot, incomplete: int
     ) -> None:
-        """norms: how many there are of each stage."""
+        """norms: how many norms each stage sends."""
         self.iteration = iteration
         self.incomplete = incomplete
-        """Workers that take their state from a peer: of this stage, and of all once `wait` has returned."""
+        """How many workers take their state from a peer: of this stage, and of all stages once `wait` has returned."""
         self._slots: dict[int, Slot] = {paths.stage: slot}
         self._mark = float(iteration)
         tag = tags.in_iteration(tags.VALIDATION, iteration)
@@ -85,11 +86,12 @@ class _Exchange:
         self.sent = [groups.send(worker, mine, tag) for worker in paths.listeners]
 
     def arrived(self) -> bool:
-        """Would `wait` return at once? Never blocks: a wait that expires would close the connection."""
+        """Says whether `wait` would return at once. It looks at the buffers, and never waits with a time-out: a wait
+        that times out would close the connection."""
         return all(float(pending.tensor[-1]) == self._mark for pending in self._coming.values())
 
     def wait(self) -> list[Slot]:
-        """All stages' slots, in order. Raises TransferError."""
+        """Waits for all stages' slots, and returns them in order. Raises TransferError."""
         for stage, pending in self._coming.items():
             *norms, rejected, incomplete, _ = pending.wait().tolist()
             self._slots[stage] = Slot(tuple(norms), int(rejected))
@@ -98,13 +100,13 @@ class _Exchange:
 
 
 class Steps:
-    """Takes the steps of one worker's stage, each as the validations so far advise, and puts right what
-    a later validation overturns.
+    """Takes the steps of one worker's stage, each as the validations so far advise, and corrects a step that a later
+    validation overturns.
 
-    partition: layers per stage. notable: called with (iteration, validation, redone) for a validation that left an
-    update out or came too late (redone: the step had been taken otherwise); all workers say the same. waiting:
-    entered while it waits for peers. normed: called with (iteration, norm) where gradients are clipped, once their norm
-    is known.
+    partition: layers per stage. notable: called with (iteration, validation, redone) for a validation that skipped an
+    update or came too late (redone: the step had been taken in another way); it is the same on all workers. waiting:
+    a context that is entered while it waits for peers. normed: called with (iteration, norm) if gradients are clipped,
+    once their norm is known.
     """
 
     def __init__(
@@ -120,28 +122,28 @@ class Steps:
         self._waiting, self._normed = waiting, normed
         self._me, self._optimization, self._optimizer, self._notable = me, optimization, optimizer, notable
         self._beside: Sequence[StageOptimizer] = ()
-        """Of layers that come to this worker; they take every step that it takes."""
+        """The optimizers of layers that come to this worker: they take every step that it takes."""
         self._norms = tuple(partition) if optimization.clip_norm is not None else (0,) * len(partition)
-        """Of each stage, how many it tells the others."""
+        """How many norms each stage sends."""
         self._groups: Groups | None = None
         self._paths = _Paths(me.stage, {}, ())
         self._exchange: _Exchange | None = None
         self._sent: deque[tuple[int, list[PendingTransfer]]] = deque()
         self.incomplete = 0
-        """How many workers took their state from a peer in the iteration whose validation is known last."""
+        """How many workers took their state from a peer, in the newest iteration whose validation is known."""
         self._complete_since: int | None = None
-        """The first iteration of the generation in which no worker of any stage took its state from a peer any more,
-        as far as this worker has heard; whoever begins the iteration after the next has heard of it."""
+        """The first iteration of the generation in which no worker took its state from a peer any more, as far as this
+        worker knows. All workers know it when they begin the iteration after the next."""
 
     def take(self, incomplete: int = 0, *, by_all: bool = True) -> float:
-        """The step of the iteration whose gradients have just been reduced; returns its loss.
+        """Takes the step of the iteration whose gradients have just been reduced, and returns its loss.
 
-        incomplete: how many workers of the stage take their state from a peer. by_all: have all its workers reduced?
-        Otherwise the others are told nothing, who take it for that.
+        incomplete: how many workers of the stage take their state from a peer. by_all: all workers of the stage have
+        reduced. Otherwise nothing is sent to the other stages, since they take a message to mean that.
 
-        A worker that has the reduced gradients takes its step whatever has broken (see agent.workers.recovery): where
-        what the others say does not come, as if it were clean. Raises NonFiniteError, with the stage as it was before,
-        when the job must end.
+        A worker that has the reduced gradients takes its step whatever has broken (see agent.workers.recovery). If the
+        other stages' shares do not come, it steps as if they were clean. Raises NonFiniteError, with the stage as it
+        was before, when the job must end.
         """
         assert self._groups is not None
         optimizer, iteration = self._optimizer, self._optimizer.committed
@@ -153,7 +155,7 @@ class Steps:
         try:
             told = slot
             if ranks.size > 1:
-                # After all peers of each rank have reduced, so that what is told is true of all ranks.
+                # All peers of each rank have reduced by now, so what is sent is true of all ranks.
                 numbers = [float(incomplete), float(slot.rejected), *slot.squared_norms]
                 rows = ranks.gather(torch.tensor(numbers, dtype=torch.float64)).tolist()
                 incomplete = int(max(row[0] for row in rows))
@@ -165,7 +167,7 @@ class Steps:
                 return self._step(None, slot)
             validation = judge(self._slots_of(exchange), self._optimization.clip_norm)
         except TransferError:
-            return self._step(None, slot)  # in doubt until the next generation's agreement
+            return self._step(None, slot)  # the step stays in doubt until the next generation's agreement
         loss = self._step(validation, slot)
         self._heed(validation, redone=False)
         return loss
@@ -176,9 +178,9 @@ class Steps:
         return self._optimizer.step(validation, slot)
 
     def overturned(self) -> bool:
-        """Has the validation of the last step arrived, and did it put that step right? Never blocks.
+        """Says whether the validation of the last step has arrived and has changed that step. Never waits.
 
-        If so, the iteration in flight is of parameters that nobody has any more. Raises as `take`.
+        If so, the iteration in flight is of parameters that no worker has any more. Raises as `take`.
         """
         if self._groups is not None and self._groups.ranks.size > 1:
             return False  # all ranks of a worker must leave an iteration at the same op: they do in `settle`
@@ -186,11 +188,12 @@ class Steps:
 
     @property
     def in_doubt(self) -> bool:
-        """Has a step been taken whose validation can't arrive any more in this generation?"""
+        """Whether a step was taken whose validation can't arrive any more in this generation."""
         return not self._optimizer.settled and self._exchange is None
 
     def settle(self) -> bool:
-        """The same, and waits for the validation. Raises as `take`, or TransferError."""
+        """Waits for the validation of the last step, and says whether it has changed that step. Raises as `take`, or
+        TransferError."""
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             if not self._optimizer.settled:
@@ -199,20 +202,20 @@ class Steps:
         return self._settle_by(judge(self._slots_of(exchange), self._optimization.clip_norm))
 
     def counts_on_all(self, iteration: int) -> bool:
-        """Is `iteration`, which is about to begin, run by a plan that counts on every worker? The same answer on
-        all: what was said at the step of an iteration is known to all before their next step."""
+        """Says whether `iteration`, which is about to begin, is run by a plan that counts on every worker. All get the
+        same answer: what was sent at the step of an iteration is known to all before their next step."""
         return self._complete_since is not None and iteration >= self._complete_since + 2
 
     def all_have_state(self, iteration: int) -> None:
-        """All workers of the generation have told each other so, before `iteration`: it counts on all."""
+        """Notes that all have their state, as all workers have told each other before `iteration`."""
         self._complete_since, self.incomplete = iteration - 2, 0
 
     def some_lack_state(self) -> None:
-        """Layers have begun to move: whoever gets some lacks them."""
+        """Notes that layers have begun to move, so that some workers lack state."""
         self._complete_since = None
 
     def take_along(self, beside: Sequence[StageOptimizer]) -> None:
-        """These alone take the steps of the stage beside it, from here on."""
+        """Sets which other optimizers take each step of the stage from here on."""
         self._beside = beside
 
     @property
@@ -220,17 +223,17 @@ class Steps:
         return self._optimizer
 
     def rearrange(self, optimizer: StageOptimizer, partition: Sequence[int]) -> None:
-        """Between two iterations, with everything settled: every stage has other layers from here on."""
+        """Changes to an optimizer with other layers. Called between two iterations, with everything settled."""
         self._optimizer, self._beside = optimizer, ()
         self._norms = tuple(partition) if any(self._norms) else self._norms
 
     def drain(self) -> None:
-        """Settles, and waits until peers have all that was sent. Between two iterations only."""
+        """Settles the last step, and waits until peers have all that was sent. Called only between two iterations."""
         self.settle()
         self._let_go(self._optimizer.committed)
 
     def abandon(self) -> None:
-        """Drops every message; what is not settled stays so until the next generation's agreement."""
+        """Drops every message. A step that is not settled stays so until the next generation's agreement."""
         self._exchange = None
         self._sent.clear()
         self._groups = None
@@ -238,9 +241,9 @@ class Steps:
     # -- a generation begins ----------------------------------------------------------------------
 
     def numbers(self) -> tuple[int, ...]:
-        """What the others must know in an agreement: is the last step in doubt, and of the last step and the one
-        before: the validation (coefficient and norm), and the slot (rejected, squared norms). Equally many on all
-        workers."""
+        """Returns what the others must know in an agreement: whether the last step is in doubt; and for the last step
+        and the one before, the validation (coefficient and norm) and the slot (rejected, squared norms). There are
+        equally many numbers on all workers."""
         optimizer, width = self._optimizer, self._width
         out = [int(not optimizer.settled)]
         for validation, slot in (
@@ -255,18 +258,18 @@ class Steps:
 
     @property
     def _width(self) -> int:
-        """Of a validation and a slot. However the model is cut, no stage has more layers."""
+        """How many numbers a validation and a slot have, for the most layers that a stage can have."""
         return 3 + (sum(self._norms) - len(self._norms) + 1 if any(self._norms) else 0)
 
     def begin(
         self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[WorkerRank, tuple[int, ...]]
     ) -> bool:
-        """Takes up a generation's groups; every step of an iteration before `committed` is settled then.
+        """Takes up a generation's groups, and settles every step of an iteration before `committed`. Returns whether
+        that has changed the last step. Raises as `take`.
 
-        Whoever has to has rolled back to `committed` by now. holders: of every rank of a worker that goes on with
-        its own state, how many iterations it had committed before that, and its `numbers`. A step that some
-        are in doubt of has been taken by all of them, and all have kept its slot. Returns whether the last
-        step was put right here. Raises as `take`.
+        All workers that had to roll back to `committed` have done so. holders: for every rank of a worker that goes on
+        with its own state, how many iterations it had committed before that, and its `numbers`. A step that is in doubt
+        on some of them has been taken by all of them, and all have kept its slot.
         """
         self._groups, self._paths = groups, _Paths.of(self._me, living)
         self._exchange = None
@@ -278,7 +281,7 @@ class Steps:
         for worker, (count, in_doubt, *numbers) in sorted(holders.items()):
             ahead = count > committed
             coefficient, norm, rejected, *bits = numbers[self._width :] if ahead else numbers[: self._width]
-            if ahead or not in_doubt:  # whoever knows it may have cut the model elsewhere since
+            if ahead or not in_doubt:  # it knows the validation; it may have cut the model elsewhere since then
                 return self._settle_by(ValidationResult(_known(coefficient), _known(norm)))
             slots[worker.stage] = Slot(tuple(map(from_bits, bits[: self._norms[worker.worker.stage]])), rejected)
         stages = range(1 + max(stage for stage, _ in slots))
@@ -291,12 +294,12 @@ class Steps:
         self.incomplete = exchange.incomplete
         if self._complete_since is None and not exchange.incomplete:
             self._complete_since = exchange.iteration
-        # What went out two steps ago has been received: its receivers have stepped since.
+        # What was sent two steps ago has been received, since its receivers have stepped since.
         self._let_go(exchange.iteration - 1)
         return slots
 
     def _let_go(self, before: int) -> None:
-        """Waits until what was sent of iterations before this one has arrived, and forgets it."""
+        """Waits until what was sent in iterations before this one has arrived, and forgets it."""
         with self._waiting():
             while self._sent and self._sent[0][0] < before:
                 for pending in self._sent.popleft()[1]:
@@ -322,7 +325,7 @@ class Steps:
         )
 
     def _heed(self, validation: ValidationResult, *, redone: bool) -> None:
-        """What follows from an update that was left out, or changed."""
+        """Does what follows from a validation: reports a skipped or changed update, and ends the job if it must."""
         iteration = self._optimizer.committed - 1
         if validation.coefficient is None:
             what = f"iteration {iteration}: a gradient was NaN, infinite or out of range"
@@ -339,13 +342,13 @@ class Steps:
 
 
 def _known(bits: int) -> float | None:
-    """As `Steps.numbers` has it."""
+    """Reads a number from `Steps.numbers`; NaN stands for None."""
     number = from_bits(bits)
     return None if math.isnan(number) else number
 
 
 def _whole(slots: Sequence[Slot]) -> Slot:
-    """Of a stage, from the slots of its ranks, in order."""
+    """Returns a stage's slot from the slots of its ranks, in order."""
     if len(slots) == 1:
         return slots[0]
     norms = (sum(parts) for parts in zip(*(slot.squared_norms for slot in slots), strict=True))
