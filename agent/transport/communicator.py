@@ -1,27 +1,28 @@
-"""The groups of a generation: the store through which they find each other, re-forming them after a death, and waking
-whoever waits in them.
+"""Forms the process groups of a generation over a store, re-forms them after a death, and wakes threads that wait in
+them.
 
 The control plane (agreement, validations, state) is one gloo group over all living workers, whatever the device. The
 data plane (see agent.transport) has what its kind of transport needs.
 
-While a generation trains, its workers connect once more, on standby (`Standby`): after a death the survivors meet at
-the store and go on over these connections, where they would have had to make them. One set serves every failure, since
-a connection does not care who else has died; groups made ahead for each failure would be as many as there are workers,
-and would not serve two deaths. They are made anew for the generation after, since what wakes who waits in a gloo group
-closes its connections.
+While a generation trains, its workers connect once more, on standby (`Standby`). After a death the survivors meet at
+the store, and go on over these connections instead of making new ones first. One set serves every failure, since a
+connection works whichever other worker has died. Groups made ahead for each failure would be as many as there are
+workers, and would not serve two deaths. The standby connections are made again for each generation, since waking the
+threads that wait in a gloo group closes its connections.
 
 torch's own reconfiguration (2.14) is not used: 12 workers took 70 to 112 ms to reconfigure a gloo group whose handles
 all knew, and 10 to 18 ms to make a new one over the store (`bench_reconfigure`, by turns in one run).
 
-Nor are gloo's lazy connections, of which only those come about that are used: a plain group of 256 processes forms in
-a quarter of the processor time so (1.6 s for 6.8), and is closed in a fifteenth. But each that comes about takes as
-much as several made at the outset, and such a group can't share what listens with that of its stage. By turns, with
-the connections on standby for all neighbours that a death may give: 64 workers 0.33 s of processor time for 0.29
-until they have agreed, 128 0.92 for 0.74, 256 4.7 for 3.1; without standby 1.3 for 1.2 s, and 5.1 for 4.7.
+gloo's lazy connections, which are made when they are used, are not used either. With them, a plain group of 256
+processes forms in a quarter of the CPU time (1.6 s instead of 6.8), and is closed in a fifteenth. But each connection
+that is made later takes as much as several made at the outset, and such a group can't share its gloo device with that
+of its stage. CPU time until all have agreed, lazy against eager, by turns, with the connections on standby for all
+neighbours that a death may give: 64 workers 0.33 s against 0.29, 128 workers 0.92 against 0.74, 256 workers 4.7 against
+3.1; without standby 1.3 against 1.2 s, and 5.1 against 4.7.
 
-The store: torch serves it, in threads of its own: inside the launcher, and whatever the launcher's Python does. Groups
-need it only while they form. Nothing is ever deleted from one, and a gloo group of n workers leaves 8 n² bytes there:
-so every few generations a new one takes its place, whose address travels with the generation.
+torch serves the store in threads of its own inside the launcher, whatever the launcher's Python does. Groups need it
+only while they form. Nothing is ever deleted from a store, and a gloo group of n workers leaves 8 n² bytes in it. So a
+new one takes its place every few generations, and its address is sent with the generation.
 """
 
 from __future__ import annotations
@@ -65,42 +66,42 @@ from openrecycle.planner.plans.schedule import MicroBatch
 dist: Any = torch.distributed
 
 START_SECONDS, REPLACE_SECONDS = 30.0, 5.0
-"""The launcher does nothing else meanwhile."""
+"""How long starting a store may take. The launcher does nothing else meanwhile."""
 GENERATIONS = 10
-"""That one store serves."""
+"""How many generations one store serves."""
 
 
 class StoreError(RuntimeError):
-    """No store could be started; the sentence says why."""
+    """No store could be started; the message says why."""
 
 
 class RendezvousStore:
     """A running store. host: the address it listens on, which workers must be able to reach."""
 
     def __init__(self, host: str = LOOPBACK) -> None:
-        """Raises StoreError where it can't listen there."""
+        """Starts the store. Raises StoreError if it can't listen there."""
         self._host = host
         self._newest = self._served = 0
         self._before: Any = None
-        """For those that train in the generation before, and form another group late."""
+        """The store before, for workers of the generation before that still form another group."""
         with contextlib.suppress(OSError, ValueError):  # each worker has several connections here
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._now, self.address = _serve(host, START_SECONDS)
 
     def address_of(self, generation: int) -> tuple[str, int]:
-        """Where the groups of that generation form, which is no older than the one before. The launcher asks."""
+        """Returns the address of the store where the groups of that generation form. Generations must not fall."""
         if generation > self._newest:
             self._newest = generation
             self._served += 1
             if self._served > GENERATIONS:
-                with contextlib.suppress(StoreError):  # for want of a descriptor, say: the one that there is serves on
+                with contextlib.suppress(StoreError):  # there may be no free descriptor: then the present store stays
                     now, self.address = _serve(self._host, REPLACE_SECONDS)
                     self._before, self._now, self._served = self._now, now, 1
         return self.address
 
     def close(self) -> None:
-        """Who waits there is woken."""
+        """Ends the store, which wakes the threads that wait there."""
         self._now = self._before = None
 
 
@@ -123,10 +124,9 @@ def _serve(host: str, seconds: float) -> tuple[Any, tuple[str, int]]:
 
 
 class StoreClient:
-    """A worker's connections to whichever store the generation names: one per thread that uses it.
+    """A worker's connections to the store that the generation names: one for each thread that uses it.
 
-    A TCPStore client serialises its calls, and the thread that cancels must not wait for the one
-    that waits.
+    A TCPStore client serialises its calls, and the thread that cancels must not wait for the one that waits.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class StoreClient:
         self._lock = threading.Lock()
 
     def connect(self, address: tuple[str, int], timeout: float) -> Any:
-        """The store for the thread that forms groups. Raises RuntimeError (torch's own kinds) or OSError."""
+        """Returns the store for the thread that forms groups. Raises RuntimeError (torch's own kinds) or OSError."""
         if address != self._address:
             waiting = _client(address, timeout)
             cancelling = _client(address, timeout)
@@ -146,23 +146,23 @@ class StoreClient:
         return self._waiting
 
     def forget(self) -> None:
-        """The next `connect` connects anew: somebody else may still be waiting in the connection that there is."""
+        """Has the next `connect` make a new connection, since another thread may still wait in the present one."""
         with self._lock:
             self._address = None
 
     def borrow(self, address: tuple[str, int], timeout: float) -> Any:
-        """A connection of the caller's own, from any thread. Raises RuntimeError or OSError."""
+        """Returns a connection for the caller alone. May be called from any thread. Raises RuntimeError or OSError."""
         with self._lock:
             spare, self._spare = self._spare, []
         return next((client for at, client in spare if at == address), None) or _client(address, timeout)
 
     def give_back(self, address: tuple[str, int], client: Any) -> None:
-        """One that was borrowed, in which nobody waits."""
+        """Takes back a connection that was borrowed, and in which no thread waits."""
         with self._lock:
             self._spare = [(address, client)]
 
     def set_from_another_thread(self, key: str, value: bytes) -> None:
-        """Sets `key`; a store that is gone does not matter: whoever waits on it has noticed."""
+        """Sets `key`. A store that is gone does not matter, since the threads that wait on it have noticed."""
         with self._lock:
             if self._cancelling is not None:
                 with contextlib.suppress(RuntimeError):
@@ -170,28 +170,29 @@ class StoreClient:
 
 
 def _client(address: tuple[str, int], timeout: float) -> Any:
-    # First with a plain socket: torch's client prints pages about a store that is gone.
+    # A plain socket is tried first, since torch's client prints pages about a store that is gone.
     socket.create_connection(address, timeout).close()
     host, port = address
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
 Made = queue.SimpleQueue["Groups | BaseException | None"]
-"""Brings groups that are connected, or why they are not; None: nobody is to wait for them any more."""
+"""Brings groups that are connected, or the exception for which they are not; None: stop waiting for them."""
 
 _GO = b"go"
 _ON_STANDBY = b"standby"
 _SUPERSEDED = b"superseded"
 _HAS_STANDBY = 2**32
-"""What one adds who is ready, above the 1, and has connections that will do: where all have, all take them."""
+"""What a worker adds to the count of ready workers, beside 1, if it has standby connections that will do. If all have
+them, all take them."""
 
 
 # -- the groups of a generation -----------------------------------------------------------------
 
 
 class Standby:
-    """Connections between all workers of a generation, which it does not use itself: for the next one. `drop` may be
-    called from any thread."""
+    """Connections between all workers of a generation that are made for the next one. `drop` may be called from any
+    thread."""
 
     def __init__(
         self,
@@ -207,15 +208,17 @@ class Standby:
         with_stage: bool,
         first: Callable[[], None],
     ) -> None:
-        """Begins to connect, in a thread of its own; where a peer does not come, nothing follows but that there are no
-        such connections. ranks: of this worker, which connect to each other, too. with_stage: for the sums of the
-        stage, too. first: called in that thread."""
+        """Begins to connect, in a thread of its own. If a peer does not come, there are just no such connections.
+
+        ranks: of this worker, which also connect to each other. with_stage: also makes a group for the stage's sums.
+        first: called in that thread before it connects.
+        """
         self.generation, self._me, self.members = generation, me, tuple(members)
         self._lock = threading.Lock()
         self._dropped = False
         self._begun: list[GlooGroup] = []
         self._groups: list[GlooGroup] | None = None
-        """Connected: of all members, and where asked for, of those of the stage."""
+        """The connected groups: that of all members, and that of the stage where it is asked for."""
         self.of_ranks: list[Connections] = []
 
         def connect() -> None:
@@ -242,7 +245,7 @@ class Standby:
             except (
                 RuntimeError,
                 OSError,
-            ):  # somebody is gone, or stands still: the next generation will connect by itself
+            ):  # a worker is gone, or stands still: the next generation will make its own connections
                 self._dropped = True
             with self._lock:
                 if not self._dropped:
@@ -257,12 +260,12 @@ class Standby:
         return self._groups is not None
 
     def serves(self, me: Worker, living: Sequence[Worker]) -> bool:
-        """Are there connections of `me`, at the same place, with all of them? Where nobody is gone, it may be a
-        connection that is broken, and all are to be made anew."""
+        """Says whether these connections will do for the next generation: `me` is at the same place, and they reach all
+        of `living`. If no worker is gone, a connection may be broken, so all are to be made again."""
         return self.connected and me == self._me and set(living) < set(self.members)
 
     def take(self) -> tuple[GlooGroup, GlooGroup | None]:
-        """Of a connected one, the group of all members and that of the stage; they are the caller's from here on."""
+        """Gives the caller the group of all members and that of the stage. Called only if they are connected."""
         with self._lock:
             groups, self._groups, self._begun = self._groups, None, []
         assert groups is not None
@@ -270,16 +273,17 @@ class Standby:
         return world, stage[0] if stage else None
 
     def drop(self) -> None:
+        """Gives the connections up, and closes them in a thread."""
         with self._lock:
             self._dropped = True
-            # Also those of one that still waits for a sibling, which it may do for as long as a group's time-out.
+            # Its thread may still wait for a sibling, for as long as a group's time-out.
             groups, self._groups, self._begun = self._begun, None, []
         if groups:
             threading.Thread(target=_close, args=(groups,), name="close-standby", daemon=True).start()
 
 
 def _close(groups: list[GlooGroup]) -> None:
-    """Of a list that nobody else keeps."""
+    """Closes groups that nothing else holds, and frees them."""
     for group in groups:
         group.cancel()  # see Groups.close
         group.close()
@@ -287,12 +291,12 @@ def _close(groups: list[GlooGroup]) -> None:
 
 
 def _peers(me: Worker, workers: Sequence[Worker]) -> tuple[Worker, ...]:
-    """The workers of the stage, itself among them."""
+    """Returns the workers of the stage, with `me`."""
     return tuple(w for w in workers if w.stage == me.stage)
 
 
 def _plane(generation: int, ranks: Ranks) -> str:
-    """Before the names of the groups that ranks of one number form."""
+    """Returns the prefix of the names of the groups that ranks of one number form."""
     return f"generation{generation}/" + (f"rank{ranks.rank}/" if ranks.size > 1 else "")
 
 
@@ -314,20 +318,23 @@ class Groups:
         ranks: Ranks | None = None,
         standby: Standby | None = None,
     ) -> None:
-        """Blocks until all of `living` are there. device: where data and sums are. neighbours: with whom this worker
-        exchanges data (Script.neighbours). begun: gets all of it before anything is waited for in it. ranks: of this
-        worker; each rank is in groups with those of the same number in other workers. standby: connections that all of
-        `living` have; they are taken, and nobody is waited for on their account. Raises TransferError."""
+        """Waits until all of `living` are there. Raises TransferError.
+
+        device: where data and sums are. neighbours: the workers with which this one exchanges data (Script.neighbours).
+        begun: gets all connections before anything waits in them. ranks: of this worker; each rank is in groups with
+        those of the same number in other workers. standby: connections that all of `living` have: they are taken, and
+        need no waiting.
+        """
         self.generation = generation
         self._ordered, self._living = transport == "ordered", tuple(living)
         self.ranks = ranks or Ranks()
         self.address = address
-        """Of this host, as its peers reach it."""
+        """The address of this host, as its peers reach it."""
         self.peers = stage = _peers(me, living)
         """The living workers of this one's stage, by their rank in `peer_group`."""
         members = self._living if standby is None else standby.members
         self._rank = {w: i for i, w in enumerate(members)}
-        """In the control plane."""
+        """The rank of each worker in the control plane."""
         plane = _plane(generation, self.ranks)
         on_cpu = device.type == "cpu"
         begun = begun or Begun()
@@ -371,12 +378,12 @@ class Groups:
                 if whole is not None and stage == _peers(me, members):
                     peers, whole = over_gloo(whole), None
                 elif standby is not None and not self._ordered:
-                    peers = over_gloo(late(name, stage))  # nobody needs it before the end of the iteration
+                    peers = over_gloo(late(name, stage))  # it is not needed before the end of the iteration
                     begun.add(peers)
                 else:
                     peers = data(name, stage)
             self._unused = whole
-            """Of a stage that has lost a worker."""
+            """The standby group of a stage that has lost a worker, which is of no use."""
             if self._ordered:
                 rank = {w: i for i, w in enumerate(living)}
                 forward, backward = data("forward", living), data("backward", living)
@@ -384,7 +391,7 @@ class Groups:
                 rank, forward = self._rank, over_gloo(self._control)
                 backward = forward
             self.lines = Lines(me, forward, backward, peers, rank)
-            """For data."""
+            """The groups for data."""
             if self._ordered:
                 connect(self.lines, neighbours, device)
         except RuntimeError as error:
@@ -394,7 +401,7 @@ class Groups:
             raise TransferError(text, peer) from None
 
     def transfers(self, layout: TransferLayout) -> Transfers:
-        """For the generation's iterations; once."""
+        """Returns the transfers for the generation's iterations."""
         return (OrderedTransfers if self._ordered else TaggedTransfers)(self.lines, layout)
 
     def send(self, to: Worker, tensor: Tensor, tag: int) -> PendingTransfer:
@@ -407,7 +414,7 @@ class Groups:
 
     @property
     def peer_group(self) -> Group | None:
-        """That of the stage, for data; None where this worker is alone in it."""
+        """The group of the stage, for data; None: this worker is alone in it."""
         return self.lines.peers
 
     def reduce(self, tensor: Tensor) -> None:
@@ -416,7 +423,7 @@ class Groups:
             self.lines.peers.sum(tensor)
 
     def gather_rows(self, values: Sequence[int]) -> dict[WorkerRank, tuple[int, ...]]:
-        """Everybody's `values`, on everybody: of each rank of each worker. All must bring equally many."""
+        """Gathers the `values` of each rank of each worker, on all of them. All must bring equally many."""
         rows = self._control.gather(torch.tensor(values, dtype=torch.int64), [self._rank[w] for w in self._living])
         planes = self.ranks.gather(rows).tolist()
         return {
@@ -426,29 +433,28 @@ class Groups:
         }
 
     def keep_alive(self) -> None:
-        """From here on also connections that nothing passes over. From any thread."""
+        """Keeps connections alive over which nothing passes. May be called from any thread."""
         for group in self._all:
             if isinstance(group, GlooGroup):
                 group.keep_alive()
 
     def cancel(self) -> None:
-        """Makes every wait on these groups fail within milliseconds. From any thread."""
+        """Makes every wait on these groups fail within milliseconds. May be called from any thread."""
         self.ranks.cancel()
         for group in self._all:
             group.cancel()
 
     def leave(self) -> None:
-        """Ends what is under way on a device, when nobody exchanges anything in these groups any more. Returns at
-        once."""
+        """Ends what is under way on a device, when nothing is exchanged in these groups any more. Does not wait."""
         for group in self._all:
             group.halt()
 
     def close(self) -> None:
-        """Ends all connections, when nobody exchanges anything in them any more. It does not wait for the device: it
-        is called aside, and others have that work on what waits for them."""
-        # gloo's destructor closes each that there is still, under the interpreter's lock: 10 ms for each, until gloo's
-        # thread has let go of it; with 12 workers 100 ms and with 64 600 ms in which nothing else is done. This closes
-        # them where the other threads run on.
+        """Ends all connections, when nothing is exchanged in them any more. It does not wait for the device: it is
+        called in a thread beside the training, and the device may run what waits for a peer."""
+        # Otherwise gloo's destructor closes each connection under the interpreter's lock, which takes 10 ms for each,
+        # until gloo's thread has let go of it: 100 ms with 12 workers and 600 ms with 64, in which no other thread
+        # runs. Here they are closed while the other threads run on.
         for group in self._all:
             group.cancel()
         for group in self._all:
@@ -476,12 +482,12 @@ class Communicator:
         self._connecting: Made | None = None
         self._newest = 0
         self._formed: tuple[tuple[str, int], int, Worker, Sequence[Worker]] | None = None
-        """The store, and what else is known of the generation that was formed last."""
+        """Store, number, place and members of the generation that was formed last, until `stand_by` has used them."""
         self._standby: Standby | None = None
         self._left_in_haste: list[Groups] = []
-        """They are closed when there is time."""
+        """Groups that are still to be closed, when there is time."""
         self.ranks = Ranks()
-        """Of this worker."""
+        """The ranks of this worker."""
 
     def form(
         self,
@@ -494,12 +500,12 @@ class Communicator:
         at_boundary: bool = False,
         neighbours: Collection[Worker] = (),
     ) -> Groups:
-        """Waits until all of `living` are ready at the store (host, port), then connects; with `neighbours` for data.
+        """Waits until all of `living` are ready at the store (host, port), and then connects; for data with
+        `neighbours`. If all have standby connections that will do, these are taken instead. The groups in use stay
+        until all are ready, since a peer may still be fetching what this worker sent last.
 
-        at_boundary: others finish an iteration first, so they are waited for as long as for a peer's data. The
-        groups in use live on until then: a peer may still be fetching what this worker sent last. Where all have
-        connections on standby that will do, nobody connects. Raises TransferError when it fails or a newer generation
-        is announced meanwhile.
+        at_boundary: others first finish an iteration, so this waits for them as long as for a peer's data. Raises
+        TransferError when it fails, or when a newer generation is announced meanwhile.
         """
         standby, self._standby, self._formed = self._standby, None, None
         if standby is not None and not standby.serves(me, living):
@@ -520,7 +526,7 @@ class Communicator:
             )
             if there == len(living) * self.ranks.size:
                 meeting.set(go, _ON_STANDBY if with_standby == there else _GO)
-            # Without a `wait`, which `get` asks the store for by itself.
+            # There is no separate `wait`: `get` waits by itself.
             meeting.set_timeout(timedelta(seconds=self._timeouts.transfer if at_boundary else self._timeouts.form))
             word = meeting.get(go)
             meeting.set_timeout(timedelta(seconds=self._timeouts.form))
@@ -558,7 +564,7 @@ class Communicator:
             raise TransferError(f"generation {generation} did not come together: {first_line(error)}") from None
         finally:
             if standby is not None:
-                standby.drop()  # what was taken is its no more
+                standby.drop()  # it does not have what was taken any more
             with self._lock:
                 self._forming = None
         with self._lock:
@@ -569,15 +575,15 @@ class Communicator:
         return groups
 
     def stand_by(self) -> None:
-        """Has connections made, beside the training, for the generation after the one formed last: for it alone, and
-        whoever of this one dies. Returns at once; does nothing where they are there already, or under way. All workers
-        of a generation call it."""
+        """Starts to connect, beside the training, for the generation after the one that was formed last, whichever
+        workers die until then. All workers of a generation call it. Returns at once, since a thread connects; does
+        nothing if that is done or under way."""
         self._close_left()
         groups = self._live
         if self._formed is None or groups is None:
             return
         (store, generation, me, living), self._formed = self._formed, None
-        # A survivor alone has nobody to connect to but its ranks.
+        # A survivor that is alone has nothing to connect to but its own ranks.
         if len(living) > (2 if self.ranks.size == 1 else 1):
             self._standby = Standby(
                 *(self._stores, store, generation, me, living, self._timeouts, self.address, self.ranks),
@@ -587,15 +593,16 @@ class Communicator:
 
     @property
     def stands_by(self) -> bool:
-        """Are these connections there?"""
+        """Whether the standby connections are there."""
         return self._standby is not None and self._standby.connected
 
     def _connect(self, generation: int, make: Callable[[], Groups], begun: Begun) -> Groups:
-        """What `make` makes, in a thread of its own: gloo waits for one absent peer after the other, each for as long
-        as a generation may take to form, and NCCL for ever for one that died while it connected; nothing wakes either.
-        Such a thread is left behind, which costs a retry and no survivor; what it has begun is cancelled, and it begins
-        nothing more. Raises TransferError, when a newer generation is announced too, and when connecting takes longer
-        than any transfer may.
+        """Runs `make` in a thread of its own, and returns what it makes.
+
+        gloo waits for one absent peer after the other, each for as long as a generation may take to form; NCCL waits
+        for ever for a peer that died while it connected; and nothing wakes either. So such a thread is left behind,
+        which costs a retry and no survivor: what it has begun is cancelled, and it begins nothing more. Raises
+        TransferError, also when a newer generation is announced, or when connecting takes longer than any transfer may.
         """
         made: Made = queue.SimpleQueue()
         with self._lock:
@@ -613,7 +620,7 @@ class Communicator:
         if not isinstance(groups, Groups):
             begun.give_up()
         if groups is None:
-            # It may wait at the store for long, and a connection to the store serves one caller at a time.
+            # The thread may wait at the store for long, and a connection to the store serves one caller at a time.
             self._stores.forget()
             raise TransferError(f"generation {generation} is superseded by {self._newest}")
         if isinstance(groups, BaseException):
@@ -621,8 +628,8 @@ class Communicator:
         return groups
 
     def abandon(self) -> None:
-        """Drops the groups in use. Their destructor waits for gloo's threads, so it runs aside; and where another
-        generation forms already, once that trains."""
+        """Drops the groups in use. They are closed in another thread, since that waits for gloo's threads; if another
+        generation is about to form, this happens once that one trains."""
         with self._lock:
             groups, self._live = self._live, None
             hurry = groups is not None and groups.generation < self._newest
@@ -640,7 +647,7 @@ class Communicator:
             threading.Thread(target=_close_and_drop, args=(left,), name="close-groups", daemon=True).start()
 
     def cancel(self, newest_generation: int) -> None:
-        """Wakes whoever waits in groups, or for groups, of a generation before `newest_generation`."""
+        """Wakes the threads that wait in groups, or for groups, of a generation before `newest_generation`."""
         with self._lock:
             self._newest = max(self._newest, newest_generation)
             groups, forming, connecting = self._live, self._forming, self._connecting
@@ -653,7 +660,8 @@ class Communicator:
 
 
 def _make(make: Callable[[], Groups], made: Made) -> None:
-    """Where nobody waits for the groups any more, they end with this thread."""
+    """Puts the groups, or the exception, into `made`. If nothing waits for the groups any more, they end with this
+    thread."""
     try:
         made.put(make())
     except BaseException as error:
@@ -667,12 +675,12 @@ def _close_and_drop(left: list[Groups]) -> None:
     left.clear()
 
 
-# Tags tell apart the messages of this many iterations; two may be in flight, since steps are staggered.
+# The messages of this many iterations have different tags; two may be in flight, since steps are staggered.
 _TAG_ITERATIONS = 4
 
 
 class TaggedTransfers(Transfers):
-    """One tag per iteration, direction, micro-batch and tensor."""
+    """Transfers with a tag for each iteration, direction, micro-batch and tensor."""
 
     def _post(self, kind: str, key: MicroBatch) -> None:
         self._listen(kind, key)

@@ -1,61 +1,60 @@
 """One process group, as the rest of the agent sees it: over gloo, by way of the host's memory, or over NCCL.
 
-Measured behaviour of gloo that this file is built on: a transfer with a killed peer raises within
-20 ms, but everything else that waits (a transfer with a survivor who has left, an all-reduce two hops
-away) hangs to its time-out, and `abort()` wakes nothing. What does wake it: an expired wait closes
-every pair of its group. So `wake` posts a receive that nobody answers, with a 1 ms time-out, to
-every rank. But gloo closes one pair after the other, and for each it waits until its thread comes round, which it does
-every 10 ms where nothing arrives. A connection that ends by itself is closed by that thread, at once; so where a
-group's connections can be found (see `_polled`), `cancel` ends those instead.
+This file is built on measured behaviour of gloo. A transfer with a killed peer raises within 20 ms. Everything else
+that waits (a transfer with a survivor that has left, an all-reduce two hops away) hangs until its time-out, and
+`abort()` wakes nothing. But a wait that times out closes every pair of its group, which wakes all. So `wake` posts a
+receive that nobody answers, with a 1 ms time-out, to every rank. That is slow: gloo closes one pair after the other,
+and waits for each until its own thread comes round, every 10 ms if nothing arrives. A connection that ends by itself is
+closed by that thread at once. So if a group's connections can be found (see `_polled`), `cancel` ends those instead.
 
-To end all of them costs as much as a good part of forming anew: `close` does it, when there is time. `cancel` ends
-those over which something has passed (see `_that_carried`): by what gloo sends there when a transfer is posted, at
-either end. So nobody waits in another one, and none of its transfers was posted and dropped, at which gloo's thread
-would spin once the peer sends it. Nor is any later: whoever posts one, or begins to wait, looks after that whether the
-group has been cancelled, and closes it. While there is a sum, whose messages gloo posts when it likes, `cancel` ends
-all.
+Ending all connections costs as much as a good part of forming anew, so `close` does it, when there is time. `cancel`
+ends those over which something has passed (see `_that_carried`): gloo sends something when a transfer is posted at
+either end. So nothing waits in another connection. Nor was a transfer posted in one and then dropped, which would make
+gloo's thread spin once the peer sends it. None is posted later either: a thread that posts a transfer, or begins to
+wait, looks after that whether the group has been cancelled, and then closes it. While there is a sum, whose messages
+gloo posts at any time, `cancel` ends all connections.
 
-A pair between two living ranks is as good as before when a third one has died, so what needs pairs alone (sends,
-receives, `gather`) goes on in a group that has lost members, and a sum does not.
+A pair between two living ranks is as good as before when a third one has died. So what needs only pairs (sends,
+receives, `gather`) goes on in a group that has lost members; a sum does not.
 
-By way of the host (`HostGroup`), tensors of a device go over a group that takes those of the CPU alone: for GPUs where
-NCCL can't be used, such as several workers on one with an older NCCL. A send, and a sum, waits until the device has
-computed its tensor; what comes back goes to the device in the order of the caller's stream, for which nobody waits.
+By way of the host (`HostGroup`), tensors of a device go over a group that takes only those of the CPU. This is for GPUs
+where NCCL can't be used, such as several workers on one GPU with an older NCCL. A send or a sum waits until the device
+has computed its tensor. What comes back is copied to the device in the order of the caller's stream; the host does not
+wait for that.
 
 NCCL (`NcclGroup`), for tensors on a GPU:
 
-Run on one GPU by up to four workers (H100, H200; NCCL 2.30.7, torch 2.11), never between GPUs. `python -m tests.gpu`
-does that where there is one. What it shares with gloo (order, agreement, recovery) is tested on CPUs; its own
-waiting and cancelling there with stand-ins. What it relies on:
-- Sends and receives of one pair of ranks, on a group of its own, are carried out in the order of the
-  calls. torch makes a communicator of two ranks for each such pair, with its first message, as long as the group
-  is bound to no device (`device_id`) and messages are not batched: both would put all pairs into one.
-- Communicators get on independently of each other. NCCL does not promise it in general: a kernel that
-  waits for its peer holds a few multiprocessors (see MESSAGE_CTAS), and streams share the device's queues when there
-  are more than CUDA_DEVICE_MAX_CONNECTIONS of them (see agent.config.devices: 32, the most there is). A worker has two
-  streams per neighbour that its plan gives it, and one for its stage: a dozen neighbours are safe, more are not known
-  to be.
-- `ProcessGroupNCCL.abort`, called from another thread, ends the kernels that wait for a peer, dead or alive: within
-  2 ms (H200). It returns half a second later, when memory has been given back, and that waits for all that the GPU was
-  given, and holds up what is launched meanwhile. So nothing is received before it has returned (see `make_nccl`): a
-  receive of the next generation and an abort of the one before waited for each other (H100, a worker that came back).
-  It ends the communicators that there are: one that is just being made is none yet, and the calling thread waits for
-  the other end. So all connections are made in a thread that may be left behind (see agent.transport.communicator),
-  before the group is used: a peer that dies meanwhile costs that thread, and its communicator, but no process. Such a
-  thread begins nothing more (`Begun`), and what it was beginning is aborted when it has begun. That the
-  communicators of a later group can be made while such a thread still waits is NCCL's to keep: they share nothing.
-- All of a communicator is connected with its first operation: by its source (2.30.7), a sum's with NCCL_RUNTIME_CONNECT
-  off, for all algorithms; that of a pair with the first message of each way, for all channels; what goes from each rank
-  to each with the first of that kind. So `connect` and agent.transport.ranks begin one of each.
-- To load a kernel waits for all that the GPU was given, too: hence CUDA_MODULE_LOADING (see agent.config.devices). What
-  else does is asked by `python -m tests.gpu --only waits`. No op may do any of it (DEVELOPMENT.md).
-- A group in which somebody died is of no use afterwards: a generation has new ones, under new names.
+It was run on one GPU by up to four workers (H100, H200; NCCL 2.30.7, torch 2.11), never between GPUs. `python -m
+tests.gpu` does that where there is one. What it shares with gloo (order, agreement, recovery) is tested on CPUs; its
+own waiting and cancelling is tested there with stand-ins. It relies on this:
+- Sends and receives of one pair of ranks, on a group of its own, are carried out in the order of the calls. torch makes
+  a communicator of two ranks for each such pair, with its first message, as long as the group is bound to no device
+  (`device_id`) and messages are not batched: either would put all pairs into one communicator.
+- Communicators make progress independently of each other. NCCL does not promise this in general: a kernel that waits
+  for its peer holds a few multiprocessors (see MESSAGE_CTAS), and streams share the device's queues when there are more
+  than CUDA_DEVICE_MAX_CONNECTIONS of them (see agent.config.devices: 32, the most there is). A worker has two streams
+  per neighbour that its plan gives it, and one for its stage: a dozen neighbours are safe, more are not known to be.
+- `ProcessGroupNCCL.abort`, called from another thread, ends the kernels that wait for a peer, dead or alive, within 2
+  ms (H200). It returns half a second later, when memory has been given back. That waits for all that the GPU was given,
+  and holds up what is launched meanwhile. So nothing is received before it has returned (see `make_nccl`): a receive of
+  the next generation and an abort of the one before waited for each other (H100, a worker that came back).
+  An abort ends the communicators that exist. One that is just being made does not exist yet, and the thread that makes
+  it waits for the other end. So all connections are made before the group is used, in a thread that may be left behind
+  (see agent.transport.communicator): a peer that dies meanwhile costs that thread and its communicator, but no process.
+  Such a thread begins nothing more (`Begun`), and what it was beginning is aborted when it has begun. It is NCCL's part
+  that the communicators of a later group can be made while such a thread still waits: they share nothing.
+- All of a communicator is connected with its first operation. By NCCL's source (2.30.7), this holds for a sum with
+  NCCL_RUNTIME_CONNECT off, for all algorithms; for a pair with the first message each way, for all channels; for an
+  all-to-all with the first one. So `connect` and agent.transport.ranks begin one of each.
+- Loading a kernel also waits for all that the GPU was given: hence CUDA_MODULE_LOADING (see agent.config.devices).
+  `python -m tests.gpu --only waits` asks what else does. No op may do any of it (DEVELOPMENT.md).
+- A group in which a member died is of no use afterwards: each generation has new ones, under new names.
 
-A failure shows nowhere by itself: torch's own handling would end the process, so it is switched off,
-and a kernel whose peer is gone waits until `cancel`, which the news of the next generation brings, or until the
-time-out. An error that NCCL reports (of a connection to another machine, say) makes an operation count as completed,
-and raises nowhere: so it is asked for. What a kernel that was ended early has left in a tensor is nobody's data: so
-nothing that a transfer brings is used before its end has been seen on the host, and no cancel before it.
+A failure does not show by itself. torch's own handling would end the process, so it is switched off; a kernel whose
+peer is gone waits until `cancel`, which the news of the next generation brings, or until the time-out. An error that
+NCCL reports (such as of a connection to another machine) makes an operation count as completed and raises nothing, so
+it is asked for. A kernel that was ended early leaves undefined data in its tensor. So nothing that a transfer brings is
+used before the host has seen its end, and no cancel before that.
 """
 
 from __future__ import annotations
@@ -91,18 +90,18 @@ dist: Any = torch.distributed
 
 _NOBODY_SENDS = 2**31 - 1
 _EXPIRED = "Timed out waiting"
-"""gloo's words."""
+"""How gloo words a time-out."""
 _KEEP_ALIVE_SECONDS = 60
-"""What stands between two hosts may forget a connection over which nothing has passed for some minutes."""
+"""A router or firewall between two hosts may forget a connection over which nothing has passed for some minutes."""
 _ROW, _TABLE, _TERM, _TOTAL = (2**31 - n for n in (2, 3, 4, 5))
 _PIECE_BYTES, _UNDER_WAY_BYTES = 1 << 20, 16 << 20
-"""Of what is scattered: in one message at most; and of what comes, and goes, at once, about."""
+"""For scatters: the most bytes of a message, and about how many bytes are under way each way."""
 _ADDED = 1 << 15
-"""Elements: torch adds no more than these in the thread that asks for it."""
+"""How many elements torch adds in the calling thread; for more it uses others."""
 
 
 class TransferError(RuntimeError):
-    """A transfer or reduction broke: a peer died, or the groups were cancelled. peer: with whom, where it is known."""
+    """A transfer or reduction broke: a peer died, or the groups were cancelled. peer: the other worker, if known."""
 
     def __init__(self, text: str, peer: Worker | None = None) -> None:
         super().__init__(text)
@@ -110,7 +109,7 @@ class TransferError(RuntimeError):
 
 
 class SummedPart(NamedTuple):
-    """Elements `start` to `end` of a tensor, and who wants their sum, by rank; the first of them adds."""
+    """Elements `start` to `end` of a tensor, and the ranks that want their sum, of which the first one adds."""
 
     start: int
     end: int
@@ -123,37 +122,37 @@ class PendingTransfer(Protocol):
     tensor: Tensor
 
     def wait(self) -> Tensor:
-        """Blocks until the transfer is done; raises TransferError."""
+        """Waits until the transfer is done, and returns its tensor. Raises TransferError."""
 
     def arrived(self) -> bool:
-        """Will `wait` return, or raise, at once? False where that can't be told."""
+        """Says whether `wait` would return, or raise, at once. False where that can't be told."""
 
 
 class Ending(Protocol):
     """Connections that can be ended."""
 
     def cancel(self) -> None:
-        """Makes every wait on them fail within milliseconds. From any thread."""
+        """Makes every wait on them fail within milliseconds. May be called from any thread."""
 
     def close(self) -> None:
-        """After `cancel`: ends all connections, where that left any. From any thread."""
+        """Ends the connections that `cancel` has left. May be called from any thread."""
         return
 
     def halt(self) -> None:
-        """Ends their life: what is under way comes to nothing."""
+        """Ends what is under way for good."""
         return  # gloo's transfers keep their tensors, and a reduction is over when its wait is
 
     def rest(self) -> None:
-        """After `halt`, of all that use the device: returns when it reads and writes no tensor of a caller's any
-        more. It waits for the device, so of those who train there alone."""
+        """Waits until no tensor of a caller is read or written any more. Called after `halt` of all groups that use the
+        device. It waits for the device, so only the thread that trains there may call it."""
         return
 
 
 class Group(Ending, Protocol):
-    """Ranks that exchange tensors. All but `cancel`, and what a scatter does by itself, from one thread only; all raise
-    TransferError.
+    """Ranks that exchange tensors. Used by one thread, except for `cancel`, `close` and a scatter's own thread. Methods
+    raise TransferError.
 
-    whole_buffers: must what is sent fill the buffer of its receive?
+    whole_buffers: what is sent must fill the buffer of its receive.
     """
 
     whole_buffers: ClassVar[bool] = False
@@ -163,27 +162,27 @@ class Group(Ending, Protocol):
         """Starts a send; never waits for the receiver."""
 
     def receive(self, source: int, buffer: Tensor, tag: int) -> PendingTransfer:
-        """Starts a receive into `buffer`. Among those of one source and tag, the n-th meets its n-th send."""
+        """Starts a receive into `buffer`. The n-th receive of one source and tag gets the n-th send of these."""
 
     def begin_sum(self, tensor: Tensor) -> PendingTransfer:
-        """Starts to sum `tensor` over all ranks, in place. All begin theirs in the same order."""
+        """Starts to sum `tensor` over all ranks, in place. All ranks must begin their sums in the same order."""
 
     def sum(self, tensor: Tensor) -> None:
-        """The same; returns when the sum is there."""
+        """Sums `tensor` over all ranks, in place, and waits for it."""
         self.begin_sum(tensor).wait()
 
     def begin_scatter(self, tensor: Tensor, parts: Sequence[SummedPart]) -> PendingTransfer:
-        """As `begin_sum`, where no rank needs more than those of `parts` that name it: what it has of the others then
-        means nothing. The parts, the same on all ranks, cover the tensor, one after the other."""
+        """Starts a sum like `begin_sum`, of which each rank needs only the parts that name it; its other elements mean
+        nothing afterwards. The parts cover the tensor, one after the other, and are the same on all ranks."""
         return self.begin_sum(tensor)
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
-        """Starts to copy `tensor`, which is contiguous, from one rank to all others, in place. All ranks begin these,
-        too, in the same order as sums."""
+        """Starts to copy `tensor`, which must be contiguous, from one rank to all others, in place. All ranks must
+        begin sums and broadcasts in the same order."""
 
 
 def halt_all(groups: Iterable[Ending]) -> None:
-    """First all end, and then each is waited for: what one waits for on a device may wait behind another's."""
+    """Ends all groups first, and then waits for each: what one waits for on a device may be queued behind another's."""
     ending = list(groups)
     for group in ending:
         group.halt()
@@ -192,7 +191,7 @@ def halt_all(groups: Iterable[Ending]) -> None:
 
 
 class Begun:
-    """What a thread connects, one after the other, which may be left behind: `give_up` is another thread's.
+    """The connections that a thread makes, one after the other. Another thread may `give_up` and leave it behind.
 
     Over NCCL a thread that is left behind must begin nothing more: what it had the device wait for, and the end of
     that, would hold up the generation that trains by then.
@@ -203,7 +202,7 @@ class Begun:
         self._given_up = False
 
     def add(self, connections: Ending) -> None:
-        """Before anything is waited for in them. Raises TransferError where nobody waits for them any more."""
+        """Adds connections, before anything waits in them. Raises TransferError if the thread was left behind."""
         with self._lock:
             self._all.append(connections)
         if self._given_up:
@@ -212,6 +211,7 @@ class Begun:
             raise TransferError("nobody waits for these connections any more")
 
     def give_up(self) -> None:
+        """Ends all connections, and those that are added later. Called by another thread."""
         with self._lock:
             self._given_up, ending = True, list(self._all)
         for connections in ending:
@@ -219,19 +219,19 @@ class Begun:
             connections.close()
 
     def end(self) -> None:
-        """By the thread itself, which has failed."""
+        """Ends all connections. Called by the thread that makes them, when it has failed."""
         if not self._given_up:
             halt_all(self._all)
             return
-        # The device is somebody else's by now.
+        # The device is used by a later generation by now, so this thread must not wait for it.
         for connections in self._all:
             connections.halt()
         await_aborts()
 
 
 class GlooPending:
-    """timeout: of `wait`; None where the operation has its own. peers: the ranks that it needs. group: to which they
-    belong."""
+    """A transfer over gloo. timeout: of `wait`; None: the operation has its own. peers: the ranks that it needs. peer:
+    the worker to name when it breaks."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class GlooPending:
         self._timeout, self._group, self.peers, self._peer = timeout, group, peers, peer
 
     def arrived(self) -> bool:
-        """Of a send or receive, gloo tells only whoever waits."""
+        """See PendingTransfer. For sends and receives, gloo shows the end only to a thread that waits."""
         return bool(self._work.is_completed())
 
     def wait(self) -> Tensor:
@@ -256,7 +256,7 @@ class GlooPending:
             if self._timeout is not None:
                 self._work.wait(self._timeout)
             elif not wait_or_leave(self._work, lambda: self._group.cancelled):
-                # Nothing comes over connections that are closed, so it writes to the tensor no more.
+                # Nothing comes over closed connections, so the operation does not write to the tensor any more.
                 self._group.close()
                 _unended[:] = [kept for kept in _unended if not kept[0].is_completed()] + [(self._work, self._group)]
                 raise RuntimeError("connection closed: the group was cancelled")
@@ -273,11 +273,12 @@ _ASK_AGAIN = 0.2
 
 
 def wait_or_leave(work: Any, cancelled: Callable[[], bool], seconds: float = math.inf) -> bool:
-    """Waits for a collective of gloo's, or until its group is cancelled, whether or not gloo has noticed; returns
-    whether it has ended. Raises RuntimeError, also after so many seconds.
+    """Waits for a gloo collective, or until its group is cancelled, even if gloo has not noticed that. Returns whether
+    the collective has ended. Raises RuntimeError, also after so many seconds.
 
-    For gloo forgets a send that it was about to begin over a connection that is just being closed: once in 120 deaths a
-    survivor waited in its stage's sum for the group's whole time-out, 150 s, and all others for it.
+    It does not rely on gloo, which forgets a send that it was about to begin over a connection that is just being
+    closed: once in 120 deaths a survivor waited in its stage's sum for the group's whole time-out, 150 s, and all
+    others waited for it.
     """
     ends = time.monotonic() + seconds
     while True:
@@ -287,7 +288,7 @@ def wait_or_leave(work: Any, cancelled: Callable[[], bool], seconds: float = mat
             return True
         except RuntimeError:
             if work.is_completed():
-                work.wait()  # raises what went wrong: it may have been the slice that was over
+                work.wait()  # raises if something went wrong; otherwise only this slice of the wait had timed out
                 return True
             if left <= 0:
                 raise
@@ -296,11 +297,11 @@ def wait_or_leave(work: Any, cancelled: Callable[[], bool], seconds: float = mat
 
 
 class _Scatter:
-    """One of a group's, which it ends in a thread of its own: what has come is added there.
+    """A scatter of a group, which runs in the group's own thread for scatters: that adds what has come.
 
-    Each rank sends its terms of a part to the first rank that wants the sum, which adds them to its own and
-    sends the sum to the others that want it. With two that want each part, a rank sends as many bytes as the tensor
-    has; in an all-reduce of n ranks 2 (n - 1) / n times as many.
+    Each rank sends its terms of a part to the first rank that wants the sum. That adds them to its own, and sends the
+    sum to the others that want it. With two ranks that want each part, a rank sends as many bytes as the tensor has; in
+    an all-reduce of n ranks it sends 2 (n - 1) / n times as many.
     """
 
     def __init__(self, group: GivenGlooGroup, tensor: Tensor, parts: Sequence[SummedPart]) -> None:
@@ -320,12 +321,12 @@ class _Scatter:
 
     def wait(self) -> Tensor:
         group = self._group
-        # One that was left has a thread that may stand for minutes (see wait_or_leave); those behind it do not begin.
+        # The thread of a scatter that was left may wait for minutes (see wait_or_leave), and later ones don't begin.
         while not self._ended.wait(0 if group.scatter_left else _ASK_AGAIN) and not group.cancelled:
             pass
         if self._problem or not self._ended.is_set():
             if not self._ended.is_set():
-                # Nothing comes over connections that are closed, and nothing is added any more.
+                # Nothing comes over closed connections, and nothing is added any more.
                 group.close()
                 group.scatter_left = True
                 with self._writing:
@@ -336,20 +337,20 @@ class _Scatter:
         return self.tensor
 
     def run(self, problem: str) -> str:
-        """Returns what went wrong, before it or in it."""
+        """Runs the scatter, unless `problem` says that one before it went wrong. Returns what has gone wrong by now."""
         self._problem = problem
         try:
             if not problem:
                 self._exchange()
         except Exception as error:
             self._problem = first_line(error)
-            self._fault = None if isinstance(error, TransferError) else error  # no memory, say: no peer's doing
-        if self._fault is not None:  # whose frames keep what was to come: it comes no more when `wait` raises
+            self._fault = None if isinstance(error, TransferError) else error  # such as no memory: not a peer's fault
+        if self._fault is not None:  # its frames keep the buffers of receives: none may come once `wait` raises
             self._group.close()
         self._ended.set()
         if self._problem and not problem:
-            # What peers still send has no memory here any more: gloo's thread would look at it without end. And nobody
-            # waits for a sum that can't come.
+            # There is no memory here any more for what peers still send, and gloo's thread would spin over it. Closing
+            # also keeps others from waiting for a sum that can't come.
             self._group.close()
         return self._problem
 
@@ -380,29 +381,30 @@ class _Scatter:
             pending.wait()
 
     def _begin(self, part: SummedPart, passed_on: list[GlooPending]) -> tuple[SummedPart, list[GlooPending], int]:
-        """What is to end before its sum is there, or has gone; and how many bytes that are."""
+        """Begins the transfers of a part. Returns those that must end before its sum is there, or before its term has
+        been sent, and how many bytes they have."""
         group, mine, first = self._group, self.tensor[part.start : part.end], part.ranks[0]
         if group.rank == first:
             terms = [group.begin_message(False, other, self._memory(mine), _TERM) for other in group.others]
         else:
             terms = [group.begin_message(True, first, mine, _TERM)]
-            if group.rank in part.ranks:  # where the term lies, which the first has read by then
+            if group.rank in part.ranks:  # the sum replaces the term, which the first rank has read by then
                 passed_on.append(group.begin_message(False, first, mine, _TOTAL))
         return part, terms, len(terms) * mine.nbytes
 
     def _memory(self, like: Tensor) -> Tensor:
-        # Used again: what a thread of its own gives back, the system's allocator does not find again.
+        # Memory is used again: what this thread frees, the system's allocator does not use again.
         spare = self._group.spare
         fits = spare and like.nbytes == _PIECE_BYTES and spare[-1].dtype == like.dtype
         return spare.pop() if fits else torch.empty_like(like)
 
 
 _unended: list[tuple[Any, GivenGlooGroup]] = []
-"""Collectives that nobody waits for any more. Their destructors would, and those of their groups."""
+"""Collectives, and their groups, that nothing waits for any more. They are kept since their destructors would wait."""
 
 
 class GivenGlooGroup(Group):
-    """A gloo group that there is already, for tensors on the CPU. members: by rank."""
+    """An existing gloo group, for tensors on the CPU. members: by rank."""
 
     def __init__(self, group: Any, rank: int, members: Sequence[Worker], timeouts: Timeouts) -> None:
         self.rank, self._members, self._group = rank, members, group
@@ -411,13 +413,13 @@ class GivenGlooGroup(Group):
         self._scatters, self._scattering = deque[_Scatter](), threading.Lock()
         self._scatters_run, self._scatter_problem = False, ""
         self.scatter_left = False
-        """Did nobody wait for the end of one, after it was cancelled?"""
+        """Whether a scatter was cancelled and its end was not waited for."""
         self.spare: list[Tensor] = []
-        """Memory for pieces that come, in which nothing comes."""
+        """Memory for pieces that come, which is not in use."""
         self._waits: dict[GlooPending, None] = {}
         self._cancelled = False
         self._sums = 0
-        """Of gloo's own, that have begun and not ended."""
+        """The number of gloo's own collectives that have begun and not ended."""
         self._closing, self._closed = threading.Lock(), False
         self._timeout, self._sum_timeout = timedelta(seconds=timeouts.transfer), timedelta(seconds=timeouts.group)
 
@@ -438,7 +440,7 @@ class GivenGlooGroup(Group):
         """Raises RuntimeError."""
         if not self._cancelled:
             work = (self._group.send if sends else self._group.recv)([tensor], other, tag)
-            # In this order, as in `begin_wait`: either `cancel` sees what was posted, or this sees that it was called.
+            # The order matters, as in `begin_wait`: either `cancel` sees what was posted, or this sees the cancel.
             if not self._cancelled:
                 return work
             self.close()
@@ -471,7 +473,7 @@ class GivenGlooGroup(Group):
         return scatter
 
     def _run_scatters(self) -> None:
-        """One after the other, while there are any; none after one that broke."""
+        """Runs scatters one after the other, while there are any. After one that broke, the others fail, too."""
         while True:
             with self._scattering:
                 if not self._scatters:
@@ -481,7 +483,7 @@ class GivenGlooGroup(Group):
             self._scatter_problem = scatter.run(self._scatter_problem)
 
     def begin_message(self, sends: bool, other: int, tensor: Tensor, tag: int) -> GlooPending:
-        """Of a collective that is made of messages. Raises TransferError."""
+        """Starts a message of a scatter. Raises TransferError."""
         try:
             work = self._post(sends, other, tensor, tag)
         except RuntimeError as error:
@@ -489,10 +491,10 @@ class GivenGlooGroup(Group):
         return GlooPending(work, tensor, self._sum_timeout, self, (other,), self.only_other)
 
     def gather(self, row: Tensor, among: Sequence[int]) -> Tensor:
-        """Of the ranks `among`, which all call it, everybody's `row` (one-dimensional, equally long): shape
-        (len(among), len(row)), in the order of `among`. Raises TransferError."""
-        # By way of the first of them, so that it is two messages deep: in a ring, as gloo's own sum, each hop waits
-        # until one more process gets to run, and no rank of the group may be missing.
+        """Gathers the rows of the ranks `among`, which must all call it. Returns shape (len(among), len(row)), in the
+        order of `among`. row: one-dimensional, equally long on all. Raises TransferError."""
+        # All rows go by way of the first rank, so it is two messages deep. In a ring, as in gloo's own sum, each hop
+        # waits until one more process gets to run, and no rank of the group may be missing.
         table = torch.empty((len(among), len(row)), dtype=row.dtype)
         first, *others = among
 
@@ -513,7 +515,7 @@ class GivenGlooGroup(Group):
                 wait(reversed(asked))
         except RuntimeError as error:
             others = [rank for rank in among if rank != self.rank]
-            peer = self._members[others[0]] if len(others) == 1 else None  # else nobody can tell with whom it broke
+            peer = self._members[others[0]] if len(others) == 1 else None  # with more, nobody knows with which it broke
             raise TransferError(first_line(error), peer) from None
         return table
 
@@ -522,7 +524,7 @@ class GivenGlooGroup(Group):
         return self._cancelled
 
     def begin_wait(self, pending: GlooPending) -> None:
-        """Before a wait. In this order: either `cancel` sees the wait, or this sees that it was called."""
+        """Called before a wait. The order matters: either `cancel` sees the wait, or this sees the cancel."""
         self._waits[pending] = None
         if self._cancelled:
             self.close()
@@ -531,7 +533,7 @@ class GivenGlooGroup(Group):
         self._waits.pop(pending, None)
 
     def sum_ended(self) -> None:
-        """One of gloo's own, or a broadcast, well."""
+        """Notes that one of gloo's own collectives has ended without an error."""
         self._sums -= 1
 
     def cancel(self) -> None:
@@ -539,7 +541,7 @@ class GivenGlooGroup(Group):
         self._wake()
 
     def _wake(self) -> None:
-        """Whoever waits."""
+        """Makes the waits that there are fail."""
         wake(self._group, {rank for pending in list(self._waits) for rank in pending.peers})
 
     def close(self) -> None:
@@ -547,26 +549,26 @@ class GivenGlooGroup(Group):
             if not self._closed:
                 self._closed = True
                 self._end_all()
-                wake(self._group, self.others)  # where that has left any, or gloo's thread has not come round yet
+                wake(self._group, self.others)  # for connections that are left, or that gloo's thread has not seen end
 
     def _end_all(self) -> None:
-        """Those connections that can be ended from here."""
+        """Ends the connections that can be ended directly."""
 
 
 def wake(group: Any, ranks: Iterable[int]) -> None:
-    """Makes every wait for these in a gloo group fail within milliseconds."""
-    # A receive from a dead peer, or over a pair that is closed, fails at once; one that *expires* closes all pairs.
+    """Makes every wait for these ranks in a gloo group fail within milliseconds."""
+    # A receive from a dead peer, or over a closed pair, fails at once; one that *times out* closes all pairs.
     for other in ranks:
         try:
             group.recv([torch.zeros(1)], other, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:  # that it fails is the point
+        except RuntimeError as error:  # it is meant to fail
             if _EXPIRED in str(error):
                 return
 
 
 class GlooGroup(GivenGlooGroup):
-    """The same, formed here. address: of this host, as its peers reach it. device: at which they reach it; None: at one
-    of its own."""
+    """A gloo group that is formed here. address: of this host, as its peers reach it. device: the gloo device that
+    peers connect to; None: a new one."""
 
     def __init__(
         self,
@@ -578,17 +580,17 @@ class GlooGroup(GivenGlooGroup):
         address: str,
         device: GlooDevice | None = None,
     ) -> None:
-        """Blocks until all ranks are there. Raises RuntimeError."""
+        """Waits until all ranks are there. Raises RuntimeError."""
         own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.form)
         self.device = device or GlooDevice(address)
         others = set(self.device.connections())
         group = compat.gloo_group(own, rank, len(members), timeout=form, device=self.device.made)
         super().__init__(group, rank, members, timeouts)
         self._connections = [target for target in self.device.connections() if target not in others]
-        """Its own, some of which may have been closed since; none where that can't be told."""
+        """The group's own connections, some of which may have been closed since; empty where they can't be found."""
 
     def keep_alive(self) -> None:
-        """From here on also connections that nothing passes over. From any thread."""
+        """Keeps connections alive over which nothing passes. May be called from any thread."""
         for _, connection in _sockets(self._connections):
             with contextlib.suppress(OSError):  # it has ended
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -602,7 +604,7 @@ class GlooGroup(GivenGlooGroup):
         if not self.device.told:
             super()._wake()
             return
-        # And no more: a wait that expires before gloo's thread has come round would close the others, too.
+        # Does not call `wake`: a wait that times out before gloo's thread has come round would close the others, too.
         _end(self._connections if self._sums else _that_carried(self._connections))
 
     def _end_all(self) -> None:
@@ -610,34 +612,36 @@ class GlooGroup(GivenGlooGroup):
 
 
 class GlooDevice:
-    """What listens for the peers of groups, with a thread that reads what they send. Groups that are made one after the
-    other may have one together: each looks a hundred times a second whether it is still needed, and to find out what it
-    polls takes some milliseconds."""
+    """A gloo device: it listens for the peers of groups, and has a thread that reads what they send. Groups that are
+    made one after the other may share one: each device looks a hundred times a second whether it is still needed, and
+    finding out what it polls takes some milliseconds."""
 
     def __init__(self, address: str) -> None:
         self.made, self._listener = _device_at(address)
 
     @property
     def told(self) -> bool:
-        """Can its connections be told?"""
+        """Whether its connections can be found."""
         return self._listener is not None
 
     def connections(self) -> list[_Descriptor]:
-        """That there are; none where that can't be told."""
+        """Returns its connections; empty where they can't be found."""
         if self._listener is None:
             return []
         return [target for target in _polled(self._listener.poll) if target not in self._listener.others]
 
 
 class _Descriptor(NamedTuple):
-    """A file descriptor, and what it stands for: by the time that it is used the number may be another one's."""
+    """A file descriptor, with the inode that it stands for: by the time it is used, its number may belong to another
+    file."""
 
     number: int
     inode: int
 
 
 class _Listener(NamedTuple):
-    """Of a gloo device. poll: the descriptor with which its thread polls. others: what it polls besides connections."""
+    """What is known of a gloo device. poll: the descriptor with which its thread polls. others: what it polls beside
+    connections."""
 
     poll: int
     others: frozenset[_Descriptor]
@@ -648,14 +652,15 @@ _TARGET = re.compile(r"tfd:\s*(\d+) .* ino:([0-9a-f]+)")
 
 
 def _device_at(address: str) -> tuple[Any, _Listener | None]:
-    """A gloo device; None where it can't be told what it polls."""
+    """Makes a gloo device, and finds out what it polls; None: that could not be found."""
     with _making_devices:
         before = _descriptors()
         device = compat.gloo_device(address)
         after = _descriptors()
     new = [target for target in after if target not in before]
     found = {target for target, it in _sockets(new) if it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
-    # Another thread may have closed a descriptor meanwhile, whose number what polls has now; but that is rare.
+    # New descriptors come first. The one that polls may have the number of one that another thread has just closed, but
+    # that is rare.
     for poll in sorted(filter(after.__getitem__, after), key=before.__contains__):
         if found.intersection(targets := _polled(poll.number)):
             return device, _Listener(poll.number, frozenset(targets)) if len(found) == 1 else None
@@ -663,19 +668,19 @@ def _device_at(address: str) -> tuple[Any, _Listener | None]:
 
 
 def _descriptors() -> dict[_Descriptor, bool]:
-    """Those of this process, and whether they may be polled with: what is no file, as the system says, and no socket.
-    None on a system without /proc."""
+    """Returns the descriptors of this process, and whether one can poll with each: then it is neither a file nor a
+    socket for the system. Empty on a system without /proc."""
     found = {}
     with contextlib.suppress(OSError), os.scandir("/proc/self/fd") as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # others open and close theirs meanwhile
+            with contextlib.suppress(OSError):  # other threads open and close descriptors meanwhile
                 about = os.fstat(number := int(entry.name))
                 found[_Descriptor(number, about.st_ino)] = not stat.S_IFMT(about.st_mode)
     return found
 
 
 def _polled(poll: int) -> list[_Descriptor]:
-    """What is polled with this descriptor."""
+    """Returns what is polled with this descriptor."""
     try:
         text = Path(f"/proc/self/fdinfo/{poll}").read_text(encoding="ascii")
     except OSError:
@@ -684,7 +689,7 @@ def _polled(poll: int) -> list[_Descriptor]:
 
 
 def _sockets(descriptors: Iterable[_Descriptor]) -> Iterator[tuple[_Descriptor, socket.socket]]:
-    """Those of these that are sockets, each until the next is asked for."""
+    """Yields those of these descriptors that are sockets. Each socket is valid until the next one is asked for."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):  # it has been closed
             copy = os.dup(descriptor.number)
@@ -692,31 +697,31 @@ def _sockets(descriptors: Iterable[_Descriptor]) -> Iterator[tuple[_Descriptor, 
             if not stat.S_ISSOCK(about.st_mode) or about.st_ino != descriptor.inode:
                 os.close(copy)
                 continue
-            # Of either family: one that is not told asks the system for more than is needed.
+            # The family may be another one. If none were given, Python would ask the system for more than is needed.
             with socket.socket(socket.AF_INET6, socket.SOCK_STREAM, fileno=copy) as connection:
                 yield descriptor, connection
 
 
 def _end(connections: Iterable[_Descriptor]) -> None:
-    """Has gloo's thread close these, and fail whoever waits in them."""
+    """Has gloo's thread close these connections, and fail the waits in them."""
     for _, connection in _sockets(connections):
         with contextlib.suppress(OSError):  # it has ended already
-            # Not for writing: what a peer is ready for may still be read here, and gloo forgets a send that it then
-            # can't begin: whoever waits for it was not woken for two minutes (once in some 40 deaths).
+            # Only for reading. A peer's readiness may still be read here, and gloo forgets a send that it then can't
+            # begin: a thread that waited for one was not woken for two minutes (once in some 40 deaths).
             connection.shutdown(socket.SHUT_RD)
 
 
 _HELLO_BYTES = 8
-"""What gloo sends over a connection when it is made, from the end that has made it."""
+"""How many bytes gloo sends over a new connection, from the end that has made it."""
 _COUNTS = struct.Struct("=128x Q 8x I 52x Q")
-"""Of the kernel's tcp_info: bytes received, not yet sent, and sent (since Linux 4.19)."""
+"""Fields of the kernel's tcp_info: bytes received, not yet sent, and sent (since Linux 4.19)."""
 
 
 def _that_carried(connections: Iterable[_Descriptor]) -> Iterator[_Descriptor]:
-    """Those over which anything has passed, or is to pass, from either end, but what gloo sends when it connects; and
-    those of which it can't be told."""
-    # By their numbers, as Python's own getsockopt would need copies of them, and several times as long. Whose number is
-    # another one's by now is closed.
+    """Yields the connections over which anything has passed or is to pass, from either end, beside what gloo sends when
+    it connects; and those of which that can't be found out."""
+    # By their numbers: Python's own getsockopt would need copies of the descriptors, and takes several times as long. A
+    # connection whose number belongs to another file by now is closed.
     ask, told, size = ctypes.CDLL(None).getsockopt, ctypes.create_string_buffer(_COUNTS.size), ctypes.c_uint()
     for connection in connections:
         size.value = _COUNTS.size
@@ -726,7 +731,7 @@ def _that_carried(connections: Iterable[_Descriptor]) -> Iterator[_Descriptor]:
 
 
 class _Late:
-    """Begins when it, or one after it, is waited for or begun."""
+    """An operation on a LateGroup. It begins when it or a later one is waited for, or when a later one begins."""
 
     def __init__(self, group: LateGroup, tensor: Tensor, begin: Callable[[GlooGroup, Tensor], PendingTransfer]) -> None:
         self._group, self.tensor, self.begin = group, tensor, begin
@@ -744,9 +749,9 @@ class _Late:
 
 
 class LateGroup(Group):
-    """A group that is still connecting: who waits for its first sum waits for that, too. For sums alone.
+    """A group for sums that is still connecting: the wait for its first sum includes that.
 
-    form: connects, in a thread of its own that is left behind where a peer does not come. Raises RuntimeError.
+    form: connects, in a thread of its own, which is left behind if a peer does not come. It raises RuntimeError.
     """
 
     def __init__(self, form: Callable[[], GlooGroup], rank: int, timeouts: Timeouts) -> None:
@@ -755,7 +760,7 @@ class LateGroup(Group):
         self._group: GlooGroup | None = None
         self._problem: str | None = None
         self._late: list[_Late] = []
-        """That can't begin yet, in order."""
+        """The operations that can't begin yet, in order."""
         threading.Thread(target=self._run, name="connect-late", daemon=True).start()
 
     def send(self, to: int, tensor: Tensor, tag: int) -> PendingTransfer:
@@ -771,7 +776,7 @@ class LateGroup(Group):
         return self._begin(tensor, lambda group, tensor: group.begin_broadcast(tensor, source))
 
     def _begin(self, tensor: Tensor, begin: Callable[[GlooGroup, Tensor], PendingTransfer]) -> PendingTransfer:
-        # Whoever begins one is in the middle of a backward, and would look like one that hangs if it waited here.
+        # The caller is in the middle of a backward, and would seem to hang if it waited here.
         with self._changed:
             there = self._group is not None and self._problem is None
         if not there:
@@ -826,18 +831,18 @@ class LateGroup(Group):
 
 
 def only_other(members: Sequence[Worker], rank: int) -> Worker | None:
-    """With whom a sum over all broke: nobody can tell where there are more than two."""
+    """Returns the worker with which a sum over all broke. With more than two ranks nobody knows, and it is None."""
     return members[1 - rank] if len(members) == 2 else None
 
 
 def first_line(error: BaseException) -> str:
-    """A message of torch's without the place in its source and the advice."""
+    """Returns torch's message without the place in its source and without advice."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0][:200] or "the connection was closed"
 
 
 def to_bits(number: float) -> int:
-    """All 64 of them: a NaN, too, arrives as it was."""
+    """Returns the 64 bits of a number as an integer, so that a NaN also arrives as it was."""
     (bits,) = struct.unpack("<q", struct.pack("<d", number))
     return int(bits)
 
@@ -847,11 +852,11 @@ def from_bits(bits: int) -> float:
     return float(number)
 
 
-# -- tensors of a device over a group that takes those of the CPU alone -------------------------
+# -- tensors of a device over a group that takes only those of the CPU --------------------------
 
 
 class Arriving:
-    """What comes into the host's memory, and is sent on to `tensor` by `wait`."""
+    """A transfer into the host's memory, which `wait` copies on to `tensor`."""
 
     def __init__(self, inner: PendingTransfer, tensor: Tensor) -> None:
         self._inner, self.tensor = inner, tensor
@@ -865,7 +870,7 @@ class Arriving:
 
 
 class HostGroup(Group):
-    """inner: carries what is on the CPU."""
+    """A group for tensors of a device, which go by way of the host. inner: carries tensors of the CPU."""
 
     def __init__(self, inner: Group) -> None:
         self._inner, self.rank = inner, inner.rank
@@ -900,18 +905,19 @@ class HostGroup(Group):
 
 
 def host_memory(like: Tensor) -> Tensor:
-    """Pinned for a GPU, so that a copy is quick; torch keeps such memory for the next one, once copies are done."""
+    """Returns memory on the CPU for such a tensor. For a GPU it is pinned, so that copies are quick; torch keeps pinned
+    memory for later use, once copies are done."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Returns when it is there."""
+    """Returns a copy on the CPU, once the device has computed the tensor."""
     return host_memory(tensor).copy_(tensor)
 
 
 _NO_TAG = 0
-# Torch's own limit begins with the call, so it would take a receive that was posted ahead of a long op for failed. Ours
-# begins with the wait.
+# torch's own time-out starts with the call, so a receive that is posted ahead of a long op would count as failed. Ours
+# starts with the wait.
 NO_LIMIT = timedelta(days=7)
 _GLANCE_SECONDS = 2e-5
 
@@ -919,23 +925,24 @@ _GLANCE_SECONDS = 2e-5
 # -- a process group over NCCL, for tensors on a GPU --------------------------------------------
 
 _ABORT_SECONDS = 5.0
-"""Whatever takes longer waits for no memory, but for a peer that was just connecting."""
+"""An abort that takes longer does not wait for memory, but for a peer that was just connecting."""
 MESSAGE_CTAS = 2
-"""Blocks of a kernel that carries messages between two workers. As long as it waits for the other one, each of them
-takes a multiprocessor from those that compute; left alone, NCCL takes up to 32 of the 132 that an H100 has, for each of
+"""How many blocks a kernel has that carries messages between two workers. While the kernel waits for the other worker,
+each block takes a multiprocessor from those that compute. By default NCCL takes up to 32 of an H100's 132, for each of
 the two streams to each neighbour."""
 _aborting: list[threading.Thread] = []
-"""That nobody has waited for."""
+"""Threads with aborts that nothing has waited for yet."""
 _aborts = threading.Lock()
 
 
 def abort_aside(group: Any) -> None:
-    """Ends what is under way in a ProcessGroupNCCL, within milliseconds, and gives its memory back, which takes half a
-    second (H200, three communicators). Returns at once: whoever cancels hears the launcher's news. From any thread."""
+    """Ends what is under way in a ProcessGroupNCCL within milliseconds, and gives its memory back, which takes half a
+    second (H200, three communicators). Returns at once, since the thread that cancels also hears the launcher: another
+    thread does it. May be called from any thread."""
 
     def abort() -> None:
         # abort, never shutdown or destroy: those wait for peers, which may be dead.
-        with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
+        with contextlib.suppress(RuntimeError):  # the peer of a communicator may be gone
             group.abort()
 
     thread = threading.Thread(target=abort, name="abort-group", daemon=True)
@@ -945,8 +952,8 @@ def abort_aside(group: Any) -> None:
 
 
 def await_aborts() -> None:
-    """Returns when those that were begun before have given their memory back, or have had the time for it. One that
-    hangs is waited for once."""
+    """Waits until the aborts that were begun before have given their memory back, for at most `_ABORT_SECONDS`. An
+    abort that hangs is waited for only once."""
     with _aborts:
         waiting = list(_aborting)
     until = time.monotonic() + _ABORT_SECONDS
@@ -957,14 +964,14 @@ def await_aborts() -> None:
 
 
 def make_nccl(store: Any, rank: int, size: int, most_ctas: int | None = None) -> Any:
-    """A ProcessGroupNCCL, once those that were aborted before have given their memory back. most_ctas: blocks that a
-    kernel of it has at most; None: as NCCL likes."""
+    """Makes a ProcessGroupNCCL, once groups that were aborted before have given their memory back. most_ctas: the most
+    blocks of one of its kernels; None: NCCL's default."""
     await_aborts()
     return compat.nccl_group(store, rank, size, timeout=NO_LIMIT, most_ctas=most_ctas)
 
 
 class NcclPending:
-    """An operation in the group's stream, with `peer` (None: with several). cancelled: has its group been?"""
+    """An operation in the group's stream, with `peer` (None: with several). cancelled: says whether its group was."""
 
     def __init__(
         self, work: Any, tensor: Tensor, seconds: float, cancelled: Callable[[], bool], peer: Worker | None
@@ -979,7 +986,7 @@ class NcclPending:
             return True  # `wait` raises it
 
     def wait(self) -> Tensor:
-        # By glances: no wait of torch's is known to end when another thread aborts the group.
+        # It polls, since no wait of torch's is known to end when another thread aborts the group.
         deadline = time.monotonic() + self._seconds
         while not self._completed():
             if self._cancelled():
@@ -987,7 +994,7 @@ class NcclPending:
             if time.monotonic() > deadline:
                 raise TransferError(f"no answer from a peer within {self._seconds:g} s", self._peer)
             time.sleep(_GLANCE_SECONDS)
-        # An abort completes what it ends: so this is asked after, not before.
+        # An operation that an abort ends counts as completed, so this is asked after it, not before.
         if self._cancelled():
             raise TransferError("the transfer was cancelled")
         if (failure := compat.failure_of(self._work)) is not None:
@@ -1004,7 +1011,7 @@ class NcclPending:
             raise TransferError(first_line(error), self._peer) from None
 
     def _join(self) -> None:
-        """Orders the caller's stream behind the group's, which is a formality by now."""
+        """Orders the caller's stream after the group's, whose work has ended by now."""
         try:
             self._work.wait()
         except torch.AcceleratorError:
@@ -1014,10 +1021,11 @@ class NcclPending:
 
 
 class NcclGroup(Group):
-    """device: this worker's GPU, which no other rank uses unless NCCL is of 2.30 or later.
+    """A group over NCCL. device: this worker's GPU, which no other rank may use unless NCCL is 2.30 or later.
 
-    members: by rank. The first exchange with a peer connects to it, and nothing ends that wait but the peer. messages:
-    is it for sends and receives?"""
+    members: by rank. messages: it is for sends and receives. The first exchange with a peer connects to it, and only
+    the peer can end that wait.
+    """
 
     whole_buffers: ClassVar[bool] = True
 
@@ -1060,7 +1068,7 @@ class NcclGroup(Group):
         return self._start(peer, self._sum_seconds, tensor, lambda: self._group.broadcast([tensor], options))
 
     def cancel(self) -> None:
-        # The flag first: whoever sees an operation end because of the abort must see the flag too.
+        # The flag is set first: a thread that sees an operation end because of the abort must see the flag, too.
         self._cancelled.set()
         with self._aborting:
             begun, self._aborted = self._aborted, True
@@ -1083,6 +1091,6 @@ class NcclGroup(Group):
         except RuntimeError as error:
             raise TransferError(first_line(error), peer) from None
         if self._cancelled.is_set():
-            # An abort ends the communicators that there are: the first operation may have made another one since.
+            # An abort ends the communicators that exist, and the operation may have made another one since.
             abort_aside(self._group)
         return NcclPending(work, tensor, seconds, self._cancelled.is_set, peer)

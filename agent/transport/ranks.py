@@ -1,19 +1,19 @@
-"""The ranks of one worker: the processes that hold one stage together, tensor parallel for instance.
+"""The ranks of one worker: the processes that together hold one stage, for instance with tensor parallelism.
 
-torch's DeviceMesh and DTensor know a group by its name for as long as the process lives, while its connections have to
-be made anew with each generation: a rank that leaves an iteration has its siblings wait in a collective of a module,
-and what wakes them (see agent.transport.group) closes the connections. So the group is one of our own that hands each
-call on to a group of torch's, which is replaced; as torchft does it with its process groups. No rank outlives another
-one of its worker (agent.workers.worker), so the members never change, and the connections for the next generation
-are made while the present one trains, as all others are (agent.transport.communicator.Standby).
+torch's DeviceMesh and DTensor know a group by its name as long as the process lives, but its connections must be made
+again with each generation: when a rank leaves an iteration, its siblings wait in a collective of a module, and waking
+them (see agent.transport.group) closes the connections. So the group is a class of our own that passes each call on to
+a group of torch's, which is replaced, as torchft does it with its process groups. No rank outlives another one of its
+worker (agent.workers.worker), so the members never change. The connections for the next generation are made while the
+present one trains, like all others (agent.transport.communicator.Standby).
 
-What is on the CPU goes over gloo, and so does what is on a GPU, by way of the host's memory, or over NCCL. Either way
-whoever waits for a collective waits on the host: an op whose collective was cut short must not send on what it made of
-it. NCCL's communicator is not made ahead: a kernel of the training that waits for a peer and the memory that a new
-communicator takes from the device may wait for each other.
+Tensors on the CPU go over gloo. Tensors on a GPU go over NCCL, or over gloo by way of the host's memory. In both cases
+the host waits for each collective: an op whose collective was cut short must not send what it has made of it. NCCL's
+communicator is not made ahead: a kernel of the training that waits for a peer, and the memory that a new communicator
+takes from the device, may wait for each other.
 
-Over NCCL this has trained on one GPU that all ranks share, and between GPUs never (app/docs/gpus.md). That other
-devices than the CPU go by way of the host is tested with a simulated one.
+Over NCCL this has trained on one GPU that all ranks share, and never between GPUs (app/docs/gpus.md). That other
+devices than the CPU go by way of the host is tested with a simulated device.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ _COLLECTIVES = (
     "recv",
 )
 _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "send"})
-"""What they are given first is read; the others only write to it, or, where there is nothing to write, read none."""
+"""Collectives that read their first argument. The others only write to it, or ignore it if there is nothing to
+write."""
 
 
 class SiblingError(TransferError):
@@ -79,15 +80,15 @@ class SiblingError(TransferError):
 
 _CANCELLED = "connection closed: the exchange among the ranks was cancelled"
 _BROKEN = re.compile("gloo|pair closure|[Cc]onnection (closed|reset)|Broken pipe")
-"""What gloo says in an exchange whose other end is gone, or was woken."""
+"""What gloo's errors say if the other end of an exchange is gone, or the wait was woken."""
 
 
 _ABSENT = re.compile("[Ww]ait timeout|[Tt]imed out")
-"""And a store, where somebody does not come to make the connections."""
+"""What a store's errors say if a rank does not come to make the connections."""
 
 
 def _by_exchange(error: BaseException) -> bool:
-    """Did a collective raise it, or what it was raised for?"""
+    """Says whether a collective raised this error, or one of its causes."""
     causes: BaseException | None = error
     while causes is not None:
         if isinstance(causes, RuntimeError) and _BROKEN.search(str(causes)):
@@ -97,16 +98,16 @@ def _by_exchange(error: BaseException) -> bool:
 
 
 class Connections(Ending):
-    """Of this rank to the others of its worker, for one generation. Tensors of the CPU go over gloo."""
+    """The connections of this rank to the others of its worker, for one generation. Tensors of the CPU go over gloo."""
 
     def __init__(self, store: Any, rank: int, size: int, timeouts: Timeouts) -> None:
-        """Blocks until all ranks are there. Raises RuntimeError."""
-        # All ranks of a worker are on one node.
+        """Waits until all ranks are there. Raises RuntimeError."""
+        # All ranks of a worker are on one node, so they reach each other at this address.
         device = compat.gloo_device(LOOPBACK)
         seconds = timedelta(seconds=timeouts.group)
         self._gloo = compat.gloo_group(store, rank, size, timeout=seconds, device=device)
         self.group = compat.process_group(self._gloo, store, rank, size)
-        """torch's own."""
+        """torch's process group."""
         self._rank, self._size = rank, size
         self._nccl: Any = None
         self._to_abort: Any = None
@@ -114,15 +115,16 @@ class Connections(Ending):
         self.cancelled = False
         self.seconds = timeouts.group
         self.unended: list[Any] = []
-        """What was in them when they were cancelled, and has not ended. Their destructor would wait for it."""
+        """Operations that have not ended since the connections were cancelled. Their destructors would wait for
+        that."""
 
     def add_nccl(self, store: Any, device: torch.device) -> None:
-        """For tensors of `device`, which is this thread's. Blocks until all ranks have called it. Raises
-        RuntimeError."""
+        """Adds NCCL for tensors of `device`, which must be this thread's device. Waits until all ranks have called it.
+        Raises RuntimeError."""
         nccl = make_nccl(store, self._rank, self._size)
         with self._aborting:
             self._to_abort = nccl
-        # It connects with its first operation; and for what goes from each rank to each, with the first of that kind.
+        # It connects with its first operation; and for an all-to-all, with the first one.
         token, (to_all, from_all) = torch.zeros(1, device=device), torch.zeros(2, self._size, device=device)
         operations: list[Callable[[], Any]] = [
             lambda: nccl.allreduce([token]),
@@ -133,24 +135,25 @@ class Connections(Ending):
                 raise SiblingError(_CANCELLED)
             work = begin()
             if self.aborted:
-                abort_aside(nccl)  # it may have made a communicator since the abort
+                abort_aside(nccl)  # NCCL may have made a communicator since the abort
             NcclPending(work, token, self.seconds, lambda: self.aborted, None).wait()
         compat.add_nccl(self.group, nccl)
         self._nccl = nccl
 
     def carries(self, tensor: Tensor) -> bool:
-        """As it is; else by way of the host's memory."""
+        """Says whether a tensor is sent directly; otherwise it goes by way of the host's memory."""
         return tensor.device.type == "cpu" or self._nccl is not None
 
     def cancel(self) -> None:
-        """Makes every wait in them fail within milliseconds. From any thread."""
+        """Makes every wait in these connections fail within milliseconds. May be called from any thread."""
         self.cancelled = True
         self.halt()
         wake(self._gloo, (other for other in range(self._size) if other != self._rank))
 
     def halt(self) -> None:
-        """Ends what is under way on a GPU, and goes on there with nothing. Returns at once. From any thread."""
-        # First: whoever sees a collective end because of the abort must see that, too.
+        """Ends what is under way on a GPU; later operations there fail. Does not wait. May be called from any
+        thread."""
+        # The flag is set first: a thread that sees a collective end because of the abort must see the flag, too.
         self.aborted = True
         with self._aborting:
             nccl, self._to_abort = self._to_abort, None
@@ -159,7 +162,7 @@ class Connections(Ending):
 
 
 class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch's whose connections can be made anew."""
+    """A process group for torch whose connections can be replaced."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -176,10 +179,10 @@ class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         return self._name
 
-    # gloo scatters what it has summed whole, too, but its wait for that heeds no time-out (see CancellableWork).
+    # gloo's own reduce-scatter also sums everything first, but its wait ignores time-outs (see CancellableWork).
 
     def reduce_scatter_single(self, into: Tensor, parts: Tensor, options: Any = None) -> Any:
-        """parts: of all ranks, one after the other along the first dimension."""
+        """Sums `parts`, and leaves this rank's part in `into`. parts: those of all ranks along the first dimension."""
         return self.reduce_scatter_tensor_coalesced([into], [parts], options)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -204,7 +207,7 @@ class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self.call("allreduce" if len(wholes) == 1 else "allreduce_coalesced", wholes, how, then=scatter)
 
     def call(self, name: str, *args: Any, then: Callable[[], object] | None = None, **kwargs: Any) -> Any:
-        """Begins a collective, or a send or receive. then: what is to be done once it has been waited for."""
+        """Begins a collective, or a send or receive. then: called once it has been waited for."""
         connections = self.connections
         tensors = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         work: Any
@@ -213,7 +216,7 @@ class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
             if on_device:
                 if connections.aborted:
                     raise RuntimeError(_CANCELLED)
-                # Else it would be in the caller's own stream, and there would be nothing to wait for, or to end.
+                # Otherwise it would run in the caller's own stream, with nothing to wait for or to end.
                 for options in (*args, *kwargs.values()):
                     if hasattr(options, "asyncOp"):
                         options.asyncOp = True
@@ -230,14 +233,14 @@ class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
                 if afterwards is not None:
                     afterwards()
 
-        # The wait for a send or a receive, unlike that for a collective, closes all connections when it expires.
+        # The wait for a send or receive closes all connections when it times out; the wait for a collective does not.
         kind = HandedOn if name in ("send", "recv") else CancellableWork
         return kind(connections, work, then)
 
 
 def _by_host(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Callable[[], None]]:
-    """The arguments of a collective with tensors of the CPU in place of others; and what brings back what it has
-    brought. Waits for what is read."""
+    """Returns the arguments of a collective with tensors of the CPU in the place of others, and a function that copies
+    its results back. Waits until the tensors that are read have been computed."""
     came: list[tuple[Tensor, Tensor]] = []
 
     def on_host(value: Any, *, read: bool, written: bool) -> Any:
@@ -264,14 +267,14 @@ def _by_host(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[An
 
 
 class HandedOn(dist.Work):  # type: ignore[misc]
-    """What a group of torch's has begun. then: what is still to do when it is done."""
+    """An operation that a group of torch's has begun. then: called when it is done."""
 
     def __init__(self, connections: Connections, work: Any, then: Callable[[], object] | None = None) -> None:
         super().__init__()
         self._connections, self._work, self._then = connections, work, then
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """timeout: 0 for the group's."""
+        """Waits for the operation. timeout: 0: that of the group."""
         self._work.wait(timeout) if timeout else self._work.wait()
         return self._done()
 
@@ -312,8 +315,8 @@ class CancellableWork(HandedOn):
 
 
 class DeviceWork(HandedOn):
-    """One over NCCL: what it brings is used once its end has been seen, and no cancel before it (agent.transport.group:
-    an abort ends it as if it were done)."""
+    """An operation over NCCL. Its results are used only once its end has been seen, and no cancel before that: an abort
+    ends it as if it were done (see agent.transport.group)."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         seconds = timeout.total_seconds() if timeout else self._connections.seconds
@@ -340,17 +343,17 @@ for _name in _COLLECTIVES:
 
 
 class Ranks:
-    """The ranks of this process's worker. mesh: torch's DeviceMesh of them; None where there is only this one. Where it
-    has two dimensions, there is a group for each line of it, beside that of all."""
+    """The ranks of this process's worker. mesh: their DeviceMesh; None: there is only this rank. If the mesh has two
+    dimensions, there is a group for each row and column, beside that of all ranks."""
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU, *, over_nccl: bool = False) -> None:
         self.rank, self.size = rank, size
         self.mesh: Any = None
         self._device, self._over_nccl = device, over_nccl
         self._groups: list[ReplaceableGroup] = []
-        """That this rank is in; that of all comes first."""
+        """The groups that this rank is in, first that of all ranks."""
         self._outlived: list[Connections] = []
-        """In which something has not ended yet."""
+        """Earlier connections in which some operation has not ended yet."""
         self._lock = threading.Lock()
 
     @classmethod
@@ -365,10 +368,12 @@ class Ranks:
         shape: Sequence[int] = (),
         over_nccl: bool = False,
     ) -> Ranks:
-        """Of a process that has just started. meeting: a file that all of them reach, for this time only. device: where
-        the stage computes, this process's own. shape: of the mesh; (): one line. over_nccl: is what is there exchanged
-        over NCCL? Makes the process's default group. Blocks until all are there. Raises SiblingError where one does not
-        come."""
+        """Connects the ranks of a worker, in a process that has just started, and makes the process's default group.
+        Waits until all ranks are there. Raises SiblingError if one does not come.
+
+        meeting: a file that all ranks can reach, used only this time. device: where the stage computes, for this
+        process alone. shape: of the mesh; (): one line. over_nccl: tensors on that device go over NCCL.
+        """
         ranks = cls(rank, size, device, over_nccl=over_nccl)
         if size > 1:
             store = dist.FileStore(meeting, size)
@@ -381,7 +386,7 @@ class Ranks:
             ranks._groups = [dist.group.WORLD]
             numbers = torch.arange(size, device="cpu").view(*(shape or [size]))
             if numbers.dim() > 1:
-                # All ranks make each, also those that they are not in.
+                # All ranks must make each group, even those that they are not in.
                 made = [(line, dist.new_group(line)) for line in (*numbers.T.tolist(), *numbers.tolist())]
                 ranks._groups += [group for line, group in made if rank in line]
             try:
@@ -397,8 +402,8 @@ class Ranks:
         return ranks
 
     def connections(self, store: Any, timeouts: Timeouts) -> list[Connections]:
-        """For another generation, by way of `store`; none where there is only this rank. Blocks until all ranks are
-        there. From any thread. Raises RuntimeError."""
+        """Makes connections for another generation over `store`; none if there is only this rank. Waits until all ranks
+        are there. May be called from any thread. Raises RuntimeError."""
         return [
             Connections(dist.PrefixStore(group.group_name, store), group.rank(), group.size(), timeouts)
             for group in self._groups
@@ -407,8 +412,12 @@ class Ranks:
     def connect(
         self, store: Any, timeouts: Timeouts, ahead: Sequence[Connections] = (), begun: Begun | None = None
     ) -> None:
-        """Anew, by way of `store`. ahead: connections that there are, on all ranks. begun: gets them before anything
-        is waited for in them. Blocks until all are there. Raises RuntimeError."""
+        """Replaces the connections. Makes new ones over `store`, and waits until all ranks are there. Raises
+        RuntimeError.
+
+        ahead: connections that all ranks have already, which are taken instead. begun: gets the connections before
+        anything waits in them.
+        """
         before = self._connected
         for old in before:
             old.halt()
@@ -425,7 +434,8 @@ class Ranks:
             self._outlived = [old for old in (*self._outlived, *before) if _has_unended(old)]
 
     def cancel(self) -> None:
-        """Makes every wait for another rank fail within milliseconds, until `connect`. From any thread."""
+        """Makes every wait for another rank fail within milliseconds, until `connect`. May be called from any
+        thread."""
         with self._lock:
             connections = [each for each in self._connected if not each.cancelled]
             for each in connections:
@@ -434,8 +444,8 @@ class Ranks:
             each.cancel()
 
     def halt(self) -> None:
-        """Ends what is under way on the device, until `connect`. What is on the CPU goes on: a sibling is woken by the
-        news of a generation, which comes to all ranks."""
+        """Ends what is under way on the device, until `connect`. Exchanges on the CPU go on: the news of a generation,
+        which comes to all ranks, ends those."""
         for each in self._connected:
             each.halt()
 
@@ -448,12 +458,12 @@ class Ranks:
         return any(each.cancelled for each in self._connected)
 
     def broke(self, error: BaseException) -> bool:
-        """Was `error`, which a module raised, an exchange among the ranks that broke, or was ended?"""
+        """Says whether a module raised `error` because an exchange among the ranks broke, or was ended."""
         return bool(self._groups) and (self._cancelled or _by_exchange(error))
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns, in which modules exchange something with the other ranks. Raises SiblingError where that
-        broke, or was ended: also where `work` has taken it for a fault of a module."""
+        """Calls `work`, in which modules exchange data with the other ranks, and returns its result. Raises
+        SiblingError if such an exchange broke or was ended, even if `work` has taken that for a fault of a module."""
         try:
             found = work()
         except RuntimeError as error:
@@ -465,21 +475,21 @@ class Ranks:
         return found
 
     def gather(self, values: Tensor) -> Tensor:
-        """Everybody's `values`, of equal shape and type, in the order of ranks: shape (ranks, ...). Raises
+        """Gathers the `values` of all ranks, which must have equal shape and type. Returns shape (ranks, ...). Raises
         SiblingError."""
         if not self._groups:
             return values.unsqueeze(0)
         rows = torch.zeros((self.size, *values.shape), dtype=values.dtype)
         rows[self.rank] = values
         try:
-            # Zeros are added, which rounds nothing.
+            # Only zeros are added to each row, which rounds nothing.
             self._groups[0].allreduce([rows]).wait()
         except RuntimeError as error:
             raise SiblingError(f"among the ranks of this worker: {first_line(error)}") from None
         return rows
 
     def gather_numbers(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        """The same of whole numbers, equally many on all ranks."""
+        """Gathers integers, equally many on all ranks. Returns a tuple for each rank."""
         return [tuple(row) for row in self.gather(torch.tensor(values, dtype=torch.int64)).tolist()]
 
 
