@@ -1,8 +1,8 @@
-"""One TLS connection between two launchers of a job: JSON messages that only the other could have sent or read.
+"""A TLS connection between two launchers of a job, with JSON messages that only the other side can have sent or read.
 
-TLS 1.3 on both sides with a certificate: each side's private key is derived from the job's token (scrypt), so that
-both know, before they connect, the one certificate that the other may show, and nobody needs an authority. Nothing
-is unpickled. Without a token (on loopback) the same happens with an empty one, which proves nothing.
+Both sides show a certificate in TLS 1.3. Each side's private key is derived from the job's token (scrypt). So both
+know, before they connect, the only certificate that the other side may show, and no certificate authority is needed.
+Nothing is unpickled. Without a token (on loopback) the same happens with an empty one, which proves nothing.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from openrecycle.planner.plans.plan import read_json
 
 MAX_MESSAGE_BYTES = 1 << 26
 _PROTOCOL = "openrecycle-nodes/7"
-"""Agreed on in the handshake (ALPN); another version of the messages has another number."""
+"""Agreed on in the handshake (ALPN). Another version of the messages has another number."""
 _HEADER = struct.Struct(">I")
 _PART_BYTES = 1 << 18
-# Of what TLS says beside messages. A handshake is 2 kB.
+# The most bytes that TLS may send beside messages. A handshake is 2 kB.
 _NO_MESSAGE_BYTES = 1 << 20
 HANDSHAKE_SECONDS = 10.0
-"""For all of a handshake, however it comes."""
+"""How long a whole handshake may take, in however many parts it comes."""
 _FRAME_SECONDS = 60.0
-"""For all of a message, from its first byte."""
+"""How long a whole message may take, from its first byte."""
 LEAD_TIMEOUT_SECONDS, NODE_TIMEOUT_SECONDS = 30, 150
-"""Without a sign of the other host."""
+"""How long the leader and a node wait for a sign of the other host."""
 
 Side = Literal["lead", "node"]
 _OTHER: dict[Side, Side] = {"lead": "node", "node": "lead"}
 
 
 class NotTrusted(Exception):
-    """The other side could not show that it knows the token, or a message was not its own."""
+    """The other side could not show that it knows the token, or a message was not from it or not valid."""
 
 
 class _Posted(NamedTuple):
-    """See Frames.post."""
+    """Messages that wait to be sent; see Frames.post."""
 
     messages: Iterable[dict[str, Any]]
     unsendable: Callable[[], object] | None = None
 
 
 class Frames:
-    """`send` and `post` from any thread, `receive` from one. `send` and `receive` raise OSError when the connection is
-    gone.
+    """Sends and receives messages over TLS. Any thread may `send` and `post`, and one may `receive`. `send` and
+    `receive` raise OSError when the connection is gone.
 
-    TLS works on memory here, beside the socket: one connection of OpenSSL must not be read and written at the same
-    time, and a thread that waits in it for what comes would keep the others from sending.
+    TLS works on memory here, beside the socket. A connection of OpenSSL must not be read and written at the same time,
+    and a thread that waits in it to receive would keep the others from sending.
     """
 
     def __init__(self, connection: socket.socket, token: str, side: Side) -> None:
@@ -80,7 +80,7 @@ class Frames:
         self._outbox: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._come = bytearray()
         self._begun_at: float | None = None
-        """When some of a message had come, for `take`."""
+        """When a part of a message was first there, for `take`."""
         self._broken, self._ended = "", False
 
     def fileno(self) -> int:
@@ -88,12 +88,13 @@ class Frames:
 
     @property
     def waiting(self) -> bool:
-        """Whether a message has been taken from the socket already, or the end, which its readability does not show."""
+        """Whether a message, or the end, was already taken from the socket, so that the socket does not become readable
+        for it."""
         whole = len(self._come) >= _HEADER.size and len(self._come) - _HEADER.size >= _HEADER.unpack_from(self._come)[0]
         return bool(whole or self._broken or self._ended)
 
     def shake_hands(self, until: float) -> None:
-        """until: monotonic seconds by which it must be done. Raises NotTrusted and OSError."""
+        """Does the TLS handshake. until: monotonic seconds by which it must be done. Raises NotTrusted and OSError."""
         taken = 0
         while True:
             try:
@@ -108,7 +109,7 @@ class Frames:
                 self._incoming.write(part)
             except ssl.SSLError as error:
                 with contextlib.suppress(OSError):
-                    self._socket.sendall(self._outgoing.read())  # the alert, which tells the other side
+                    self._socket.sendall(self._outgoing.read())  # sends the alert, which tells the other side
                 raise NotTrusted(_why(error, self._side)) from None
         self._socket.sendall(self._outgoing.read())
         if self._tls.selected_alpn_protocol() != _PROTOCOL:
@@ -116,14 +117,14 @@ class Frames:
         self._open()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises ValueError for one of more than MAX_MESSAGE_BYTES, and TypeError for what is no JSON."""
+        """Sends a message. Raises ValueError for one of more than MAX_MESSAGE_BYTES, and TypeError if it is no JSON."""
         text = json.dumps(message).encode()
         if len(text) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(text):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent")
         self.write(_HEADER.pack(len(text)) + text)
 
     def write(self, data: bytes) -> None:
-        """As it is, encrypted: a message with its size before it, or a part of one."""
+        """Encrypts and sends bytes as they are: a message with its size before it, or a part of one."""
         with self._sending:
             for begin in range(0, len(data), _PART_BYTES):
                 with self._using:
@@ -132,25 +133,25 @@ class Frames:
                 self._socket.sendall(sealed)
 
     def open_outbox(self, name: str) -> None:
-        """For `post`. name: of the thread that sends."""
+        """Starts the thread that sends what is posted. name: of that thread."""
         channel.follow(self._outbox.get, self._send_all, self._hang_up, name=name)
 
     def post(self, message: dict[str, Any], unsendable: Callable[[], object] | None = None) -> None:
-        """As `send`, after what was posted before, and returns at once: a side that stands still, and reads nothing,
-        holds nobody up. Where the connection is gone, `receive` says so. unsendable: called, in the thread that sends,
-        if it can't be sent as it is; None: then the connection ends."""
+        """Sends a message after those that were posted before. Returns at once, since a thread sends: a side that
+        stands still, and reads nothing, holds nobody up. If the connection is gone, `receive` says so. unsendable:
+        called in the thread that sends if the message can't be sent as it is; None: the connection ends then."""
         self._outbox.put(_Posted((message,), unsendable))
 
     def post_all(self, messages: Iterable[dict[str, Any]]) -> None:
-        """As `post` of each. Taken from there when it is their turn."""
+        """Posts several messages. Each is taken from `messages` when it is its turn."""
         self._outbox.put(_Posted(messages))
 
     def receive(self, until: float | None = None, *, most: int | None = None) -> dict[str, Any]:
-        """until: monotonic seconds by which all of it must have come; None: it may begin whenever it does. most: bytes;
-        None: MAX_MESSAGE_BYTES.
+        """Waits for the next message. Raises NotTrusted if it is too long, no JSON object, or not from the other side,
+        and OSError if it comes too slowly.
 
-        Raises NotTrusted for a message that is too long, no JSON object, or not the other side's, and OSError for one
-        that comes too slowly.
+        until: monotonic seconds by which all of it must have come; None: it may begin at any time. most: the most
+        bytes; None: MAX_MESSAGE_BYTES.
         """
         if not self._come:
             self._fill(1, until)
@@ -172,7 +173,8 @@ class Frames:
         return message
 
     def take(self) -> dict[str, Any] | None:
-        """As `receive`, without waiting; None: no message is there as a whole. To be asked again and again."""
+        """Returns a message like `receive`, but without waiting; None: no whole message is there. Call it again when
+        more has come."""
         now = time.monotonic()
         try:
             message = self.receive(now)
@@ -187,8 +189,9 @@ class Frames:
         return message
 
     def close(self) -> None:
-        """Also wakes threads that wait in `receive` and in `send`, and waits until they have left: what is opened next
-        gets the number of this socket, and whoever had read the number would wait for that one, for good, or end it."""
+        """Closes the connection. It wakes threads in `receive` and `send`, and waits until they have left: the next
+        file that is opened may get this socket's number, and such a thread would then wait for that file or close
+        it."""
         self._outbox.put(None)
         self._hang_up()
         with self._sending, self._waiting, self._using:
@@ -200,7 +203,7 @@ class Frames:
                 self.send(message)
             except OSError:
                 raise
-            except Exception:  # before anything of it was sent
+            except Exception:  # raised before any of it was sent
                 if posted.unsendable is None:
                     raise
                 traceback.print_exc()
@@ -211,7 +214,7 @@ class Frames:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _fill(self, size: int, until: float | None) -> None:
-        """Takes what comes, until so many bytes of messages are there."""
+        """Receives until so many bytes of messages are there."""
         taken = 0
         while len(self._come) < size:
             if self._broken:
@@ -220,8 +223,8 @@ class Frames:
                 raise ConnectionResetError("the other side has closed the connection")
             with self._waiting:
                 part = _some(self._socket, until)
-            # TLS adds little to a message. That it comes in time is not asked of what has come already: whoever has
-            # been suspended finds it all there, and late.
+            # TLS adds little to a message. The time limit does not apply to what has come already: a process that was
+            # suspended finds it all there, but late.
             taken += len(part)
             if taken > 2 * size + _NO_MESSAGE_BYTES:
                 raise NotTrusted("the other side sends what is no message")
@@ -231,7 +234,7 @@ class Frames:
             until = time.monotonic() + _FRAME_SECONDS if until is None else until
 
     def _open(self) -> None:
-        """Decrypts what is there; what has come before a break still counts."""
+        """Decrypts what is there. What came before TLS broke still counts."""
         try:
             while part := self._tls.read(_PART_BYTES):
                 self._come += part
@@ -243,11 +246,13 @@ class Frames:
 
 
 def greet(connection: socket.socket, token: str, side: Side, until: float | None = None) -> Frames:
-    """The handshake. until: monotonic seconds by which it must be done; None: in HANDSHAKE_SECONDS.
+    """Does the handshake with another launcher. until: monotonic seconds by which it must be done; None: in
+    HANDSHAKE_SECONDS.
 
-    A node learns only from the first message whether the lead takes its certificate.
-    Raises NotTrusted, or OSError when the other side leaves, or says too little in that time."""
-    connection.settimeout(HANDSHAKE_SECONDS)  # of what is sent, which is little
+    A node learns only from the first message whether the leader accepts its certificate. Raises NotTrusted, or OSError
+    if the other side leaves, or says too little in that time.
+    """
+    connection.settimeout(HANDSHAKE_SECONDS)  # for sending, of which there is little
     frames = Frames(connection, token, side)
     frames.shake_hands(time.monotonic() + HANDSHAKE_SECONDS if until is None else until)
     connection.settimeout(None)
@@ -256,9 +261,10 @@ def greet(connection: socket.socket, token: str, side: Side, until: float | None
 
 
 def _notice_loss(connection: socket.socket, side: Side) -> None:
-    """A host that is gone without a word breaks the connection; one that is suspended for as long as a silence is borne
-    comes back to it. A launcher that stands still breaks nothing, as its host answers for it, until what it does not
-    read has filled up: and a node, whose workers go on speaking, must bear that for as long as they bear each other.
+    """Sets time-outs so that the connection breaks if the other host is gone without a word. A host that is suspended,
+    for no longer than workers may be silent, finds the connection again. A launcher that stands still breaks nothing,
+    since its host answers for it, until the buffers of what it does not read are full. A node, whose workers go on
+    speaking, must wait for that as long as workers wait for each other.
     """
     timeout = LEAD_TIMEOUT_SECONDS if side == "lead" else NODE_TIMEOUT_SECONDS
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -269,8 +275,8 @@ def _notice_loss(connection: socket.socket, side: Side) -> None:
 
 
 def prepare(token: str) -> None:
-    """For connections of both sides, from now on: what a node needs once its lead is gone it may not find room for
-    then. Raises InputError where there is none now."""
+    """Makes what connections of both sides need, ahead of time: when a node's leader is gone, there may be no room for
+    it. Raises InputError if there is no room now."""
     try:
         for side in _OTHER:
             _context(token, side)
@@ -283,15 +289,15 @@ def prepare(token: str) -> None:
 def _context(token: str, side: Side) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if side == "lead" else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # whoever has the key is meant, wherever it runs
+    context.check_hostname = False  # the key identifies the other side, on whichever host it runs
     context.verify_mode = ssl.CERT_REQUIRED
     context.set_alpn_protocols([_PROTOCOL])
     if side == "lead":
-        context.num_tickets = 0  # sessions are not resumed; and what becomes readable at a node is a message
+        context.num_tickets = 0  # sessions are not resumed, and a node's socket then becomes readable only for messages
     own, _ = _identities(token)[side]
     _, other = _identities(token)[_OTHER[side]]
     context.load_verify_locations(cadata=other)
-    with tempfile.TemporaryDirectory() as folder:  # 0700; ssl reads a key from a file alone
+    with tempfile.TemporaryDirectory() as folder:  # with mode 0700; ssl reads a key only from a file
         file = Path(folder, "identity.pem")
         file.write_bytes(own)
         context.load_cert_chain(file)
@@ -300,10 +306,11 @@ def _context(token: str, side: Side) -> ssl.SSLContext:
 
 @cache
 def _identities(token: str) -> dict[Side, tuple[bytes, bytes]]:
-    """Of each side: its key and certificate (PEM), and the certificate alone (DER).
+    """Returns for each side its key and certificate (PEM), and only the certificate (DER).
 
-    Both are functions of the token alone: so are an Ed25519 key of given bytes, and its signatures (RFC 8032).
-    scrypt takes 0.1 s and 32 MiB for each token that somebody wants to try on a certificate they have seen."""
+    Both depend on the token alone, as an Ed25519 key of given bytes and its signatures do (RFC 8032). scrypt takes 0.1
+    s and 32 MiB for each token that an attacker tries on a certificate.
+    """
     secret = hashlib.scrypt(token.encode(), salt=b"openrecycle nodes", n=1 << 15, r=8, p=1, maxmem=1 << 26, dklen=32)
     return {side: _identity(secret, side) for side in _OTHER}
 
@@ -315,7 +322,7 @@ def _identity(secret: bytes, side: Side) -> tuple[bytes, bytes]:
     issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(subject)
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), 1)
-        .not_valid_before(datetime(1970, 1, 1, tzinfo=UTC))  # clocks of nodes may be wrong; the token has no end
+        .not_valid_before(datetime(1970, 1, 1, tzinfo=UTC))  # clocks of nodes may be wrong, and a token does not expire
         .not_valid_after(datetime(9999, 12, 31, tzinfo=UTC))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(subject, critical=False)
@@ -329,8 +336,8 @@ def _identity(secret: bytes, side: Side) -> tuple[bytes, bytes]:
 
 
 def _some(connection: socket.socket, until: float | None) -> bytes:
-    """At least a byte. until: monotonic seconds by which there must be any; a time-out of the socket itself would begin
-    anew with each byte, and hold for what another thread sends."""
+    """Waits for at least one byte. until: monotonic seconds by which it must come. (A time-out of the socket itself
+    would start again with each byte, and apply to what other threads send.)"""
     if connection.fileno() < 0:
         raise ConnectionResetError("the connection is closed")
     poll = select.poll()
@@ -344,7 +351,7 @@ def _some(connection: socket.socket, until: float | None) -> bytes:
     return part
 
 
-# What OpenSSL says, and what it means here, of the other side.
+# What OpenSSL's reasons mean here, said of the other side.
 _MEANINGS = {
     "CERTIFICATE_VERIFY_FAILED": "has another token",
     "TLSV1_ALERT_UNKNOWN_CA": "has another token",

@@ -1,8 +1,8 @@
-"""The lead's side of a job on several nodes: workers elsewhere, as if they were processes of its own.
+"""The leader's side of a job on several nodes: workers on other nodes look like processes of its own.
 
-On every other node a small server (agent.nodes.server) starts and ends processes for the lead. A
-`RemoteWorker` has a pipe and a sentinel like a `WorkerProcess`, so the launcher's loop does not
-tell them apart; a node whose connection breaks takes all its workers' sentinels with it at once.
+On every other node a small server (agent.nodes.server) starts and ends processes for the leader. A `RemoteWorker` has a
+pipe and a sentinel like a `WorkerProcess`, so the launcher's loop does not tell them apart. When the connection with a
+node breaks, the sentinels of all its workers become readable at once.
 """
 
 from __future__ import annotations
@@ -60,12 +60,11 @@ from openrecycle.planner.jobs.words import count, names, printable
 
 
 def place(job: Job, nodes: int) -> dict[Worker, int]:
-    """The node of every cell.
+    """Returns the node of every cell. Raises InputError for more nodes than workers.
 
-    Up to as many nodes as pipelines: whole pipelines, in turn, so that neighbouring stages share a
-    node. Beyond that a pipeline is cut over several nodes, which no other pipeline uses. Either way
-    the replicas of a stage are on min(nodes, pipelines) different nodes. Raises InputError for more
-    nodes than workers.
+    With up to as many nodes as pipelines, each node gets whole pipelines, in turn, so that neighbouring stages share a
+    node. With more nodes, a pipeline is cut over several nodes, which no other pipeline uses. In both cases the
+    replicas of a stage are on min(nodes, pipelines) different nodes.
     """
     if not 1 <= nodes <= job.pipelines * job.stages:
         raise InputError("--nodes", nodes, f"from 1 to {job.pipelines * job.stages}, a worker for each")
@@ -78,8 +77,8 @@ def place(job: Job, nodes: int) -> dict[Worker, int]:
 
 
 def stand_in(cell: Worker, home: int, living: Collection[int], where: Mapping[Worker, int]) -> int:
-    """The node to start `cell` on: its own, or, where that is lost, the living one with the fewest
-    replicas of its stage, then the fewest workers. where: node of every worker that runs."""
+    """Returns the node on which to start `cell`: its own (`home`); or, if that is lost, the living one with the fewest
+    replicas of its stage, then the fewest workers. where: the node of every worker that runs."""
     if home in living:
         return home
 
@@ -93,49 +92,51 @@ def stand_in(cell: Worker, home: int, living: Collection[int], where: Mapping[Wo
 # -- the pool ----------------------------------------------------------------------------------------
 
 CLOCK_SAMPLES = 7
-"""Round trips by which a node's clock is compared with the lead's; the quickest one counts."""
+"""In how many round trips a node's clock is compared with the leader's; the quickest one counts."""
 
 CALL_SECONDS = 2.0
-"""So often a lead that has taken over looks for those that come back."""
+"""The interval at which a leader that has taken over looks for launchers that come back."""
 
 NODE_SECONDS = 600.0
-"""A cluster may start its nodes one after the other."""
+"""How long the leader waits for all nodes: a cluster may start them one after the other."""
 
 NAME_SECONDS = 60.0
-"""A name server may repeat for half a minute that a new name is unknown."""
+"""How long to wait for a name: a name server may repeat for half a minute that a new name is unknown."""
 
 MAX_STRANGERS = 64
-"""Connections that may be in the handshake at once; for one more, the oldest makes way."""
+"""How many connections may be in the handshake at once; for one more, the oldest is closed."""
 
 STRANGERS_SECONDS = 60.0
-"""So long it is not said again that a connection was turned away for the same reason."""
+"""How long the same reason for turning a connection away is not reported again."""
 
 HELLO_BYTES = 64 * 1024
-"""Of what a node says of itself before it takes part."""
+"""The most bytes that a node may send of itself before it takes part."""
 
 MAX_HOST = 255
-"""Characters of the name of a host."""
+"""The most characters of the name of a host."""
 
 MAX_STRANGERS_OF_ONE = 16
-"""Of those, from one address."""
+"""How many connections from one address may be in the handshake at once."""
 
 COPY_SECONDS = 1.0
-"""So often the other nodes get a copy of what the lead knows, at least: so they hear that it leads."""
+"""The longest time until other nodes get the next copy of what the leader knows, which also tells them that it
+leads."""
 
 LINES_SECONDS = 0.1
-"""At most so often they get one because the record has got longer: in it each iteration is to keep its generation."""
+"""The shortest time between copies that are sent because the record has grown: each iteration in it keeps its
+generation."""
 
 MOST_UNREAD = 20
-"""Copies that a node has been sent, and has not said that it has."""
+"""How many copies may be sent to a node before it acknowledges them."""
 
 _NO_START = "the job does not start"
 
 ACK_SECONDS = 0.25
-"""So long the lead waits in a turn for those that must have the copy before what was decided is sent."""
+"""How long the leader waits in a turn until enough nodes have the copy, before it sends what was decided."""
 
 
 class RemoteProcess:
-    """What the launcher asks of a process, of one on another node. sentinel: becomes readable at its end."""
+    """A worker's process on another node, as a ProcessHandle. sentinel: becomes readable when it has ended."""
 
     def __init__(self, kill: Callable[[], None]) -> None:
         self.pid: int | None = None
@@ -159,7 +160,8 @@ class RemoteProcess:
         self._kill()
 
     def ended(self, exitcode: int | None, spare: tuple[int, ...] = ()) -> None:
-        """exitcode: None when nobody can know it. spare: see agent.launcher.processes.WorkerProcess.spare_ranks."""
+        """Notes that the process has ended. exitcode: None: it can't be known. spare: see
+        agent.launcher.processes.WorkerProcess.spare_ranks."""
         if not self._over.is_set():
             self.exitcode, self.spare = exitcode, spare
             self._over.set()
@@ -168,7 +170,7 @@ class RemoteProcess:
 
 @dataclass
 class RemoteWorker(WorkerProcess):
-    """node: the link that its messages go through."""
+    """A worker on another node. node: the link through which its messages go."""
 
     elsewhere: ClassVar[bool] = True
     node: NodeLink = field(kw_only=True)
@@ -177,7 +179,7 @@ class RemoteWorker(WorkerProcess):
         self.node.kill(self.incarnation, fenced=self.fenced)
 
     def end(self) -> None:
-        """There."""
+        """Has its node end the worker."""
         self.asked = True
         self.node.post({"kind": "end", "incarnation": self.incarnation})
 
@@ -190,23 +192,24 @@ class RemoteWorker(WorkerProcess):
 
     @property
     def spare_ranks(self) -> tuple[int, ...]:
-        """As its node books them."""
+        """Its spare ranks, as its node has them."""
         return self.process.spare if isinstance(self.process, RemoteProcess) else ()
 
     @property
     def ending(self) -> str:
         if self.process.exitcode is not None:
             return f"{super().ending} on node {self.node.rank}"
-        if self.node.alive:  # of two leads the first may not have come to start it
+        if self.node.alive:  # the leader before may not have come to start it
             return f"was not running on node {self.node.rank} when this launcher took the lead"
         return f"was lost with node {self.node.rank}"
 
 
 class NodeLink:
-    """The lead's end of one node. lost: called, once, in a thread of the link.
+    """The leader's end of the connection with one node. One thread hears the node, and one sends to it. lost: called
+    once, in a thread of the link, when the connection breaks.
 
-    address: under which the node's workers reach each other and the lead. clock_offset: nanoseconds
-    to add to the node's monotonic clock for the lead's; round_trip: seconds of a message and its answer.
+    address: at which the node's workers can be reached. clock_offset: nanoseconds to add to the node's monotonic clock
+    to get the leader's. round_trip: seconds of a message and its answer.
     """
 
     def __init__(
@@ -219,25 +222,25 @@ class NodeLink:
         *,
         news: threading.Condition | None = None,
     ) -> None:
-        """until: monotonic seconds by which clocks must be compared. news: told when the node has `acked` more copies,
-        or has `resumed`. Raises NotTrusted and OSError."""
+        """until: monotonic seconds by which clocks must be compared. news: notified when the node has `acked` more
+        copies, or has `resumed`. Raises NotTrusted and OSError."""
         self.rank, self.address = rank, address
         self._frames, self._lost, self._news = frames, lost, news or threading.Condition()
         self.acked = 0
-        """The newest copy that it has."""
+        """The number of the newest copy that the node has."""
         self.resumed = False
-        """Has it told the new lead what it had not told the one before?"""
+        """Whether the node has told the new leader what it had not told the one before."""
         self.spares: list[RankOf] | None = None
-        """Those that it had then; None: it has not said so, or that is known."""
+        """The spare ranks that it had then; None: it has not said so, or they were taken over already."""
         self.resumes = 0, 0
-        """Of what it has from the lead before: the term, and how many lines of the record."""
+        """What it has from the leader before: the term, and how many lines of the record."""
         self.handed = 0
-        """The newest copy that was sent there."""
+        """The number of the newest copy that was sent to it."""
         self.process = ""
-        """Of the launcher there, as it says; "": it does not."""
+        """Identifies the launcher there, as it says; "": it does not say."""
         self.forgot = False
-        """Does nobody choose a lead any more by what was sent there? The launcher is gone, or has come back since, as
-        one that knows nothing."""
+        """Whether what was sent to it counts no more when nodes choose a leader: the launcher is gone, or has come back
+        since without knowing anything."""
         self._lines = 0
         self._plan = ""
         self.alive = True
@@ -249,21 +252,23 @@ class NodeLink:
         frames.open_outbox(f"to-node-{rank}")
 
     def post(self, message: dict[str, Any], unsendable: Callable[[], object] | None = None) -> None:
-        """Returns at once; a node that is gone does not matter here. unsendable: as of Frames."""
+        """Sends a message. Returns at once: the link's thread sends it. Does nothing for a node that is gone.
+        unsendable: as in Frames."""
         self._frames.post(message, unsendable)
 
     def start(self, spec: WorkerSpec, pipe: Connection, fill: Iterable[RankOf] = ()) -> RemoteProcess:
-        """pipe: where what the worker says is written to. fill: spare ranks of the node, in whose place it begins."""
+        """Has the node start a worker. pipe: gets what the worker says. fill: the node's spare ranks in whose place the
+        worker starts."""
         process = self.adopt(spec.incarnation, pipe)
         self.post({"kind": "start", "spec": encode_spec(spec), "fill": list(fill)})
         return process
 
     def kill(self, incarnation: str, *, fenced: bool = False) -> None:
-        """fenced: as of a WorkerProcess: none of its ranks is spare."""
+        """Has the node kill a worker. fenced: as in WorkerProcess: none of its ranks is spare then."""
         self.post({"kind": "kill", "incarnation": incarnation, "fenced": fenced})
 
     def adopt(self, incarnation: str, pipe: Connection) -> RemoteProcess:
-        """One that runs there already, or is about to be started; as `start`."""
+        """Takes over a worker that runs there already, or is about to be started. pipe: as in `start`."""
         process = RemoteProcess(lambda: self.kill(incarnation))
         with self._lock:
             if self.alive:
@@ -274,14 +279,14 @@ class NodeLink:
         return process
 
     def had(self, term: int, lines: int) -> None:
-        """So many lines of the record were written in terms up to that one: what it has of them, from that term, is the
-        same."""
+        """Notes how many lines of the record come from terms up to `term`. If the node has lines from that term, these
+        are the same, and need not be sent again."""
         of_term, has = self.resumes
         self._lines = min(has, lines) if of_term == term else 0
 
     def hand(self, copy: Copy, record: Spool) -> None:
-        """What the node lacks of the record, and the copy; the job and the plan only where they are new to it. The
-        thread that sends reads the record: a node that comes back lacks all of it."""
+        """Sends the lines of the record that the node lacks, and the copy, with the job and the plan only if they are
+        new to it. The thread that sends reads the record, since a node that comes back lacks all of it."""
         self._frames.post_all(record.messages(self._lines, copy.lines))
         message = replace(copy, ahead=self.clock_offset).to_message()
         if self._plan:
@@ -330,51 +335,56 @@ class NodeLink:
 
 
 Electorate = dict[int, NodeLink | None]
-"""Nodes by which another lead may be chosen, and by what link each has come; None: it has not come to this lead."""
+"""The nodes that may choose another leader, with the link by which each has come; None: it has not come to this leader.
+"""
 
 
 def _exit_code(code: Any) -> int | None:
-    """As a node says it; None for what is none."""
+    """Checks an exit code that a node has sent; None: it is none."""
     return code if isinstance(code, int) and not isinstance(code, bool) and abs(code) < 1 << 31 else None
 
 
 def _ranks(spare: Any) -> tuple[int, ...]:
-    """Those that a node says are spare; none for what are none."""
+    """Checks the spare ranks that a node has sent; (): they are none."""
     known = isinstance(spare, list) and all(type(rank) is int and 0 <= rank < 64 for rank in spare)
     return tuple(sorted(set(spare))) if known else ()
 
 
 class NodeHub:
-    """Where a launcher listens as long as the job lasts: the lead for the job's nodes, of which one that was lost may
-    come back; the others, until they lead, for those that ask how they stand."""
+    """Listens for other launchers as long as the job lasts. The leader listens for the job's nodes, since a lost one
+    may come back. Other nodes listen for those that ask how they stand (see succession), until they lead themselves.
+
+    One thread accepts connections, each handshake has a thread, and so has each node that is looked for. They share the
+    condition `news`.
+    """
 
     def __init__(
         self, host: str, port: int, nodes: int, token: str, say: Say, lead_status: LeadStatus | None = None
     ) -> None:
-        """lead_status: of this launcher; None: it leads from the start. Raises OSError when it can't listen there, and
+        """lead_status: of this launcher; None: it leads from the start. Raises OSError if it can't listen there, and
         InputError as `prepare`."""
         prepare(token)
         self._nodes, self._token, self._say = nodes, token, say
         self.lead_status = lead_status or LeadStatus(0, lead=0, term=1, run=uuid.uuid4().hex)
         self.links: dict[int, NodeLink] = {}
         self.members: dict[int, Address] = {}
-        """Where the other nodes listen that are in the job, and not known to be gone."""
+        """Where the other nodes of the job listen that are not known to be gone."""
         self._came: dict[int, NodeLink] = {}
-        """The newest link of each node, also where it is broken."""
+        """The newest link of each node, even if it is broken."""
         self.memory: dict[int, int] = {}
-        """Bytes that the workers of a node may take, of the nodes that have said so."""
+        """How many bytes the workers of a node may use, for the nodes that have said so."""
         self.memory_shared_by = dict[int, str]()
-        """Of that, with which other nodes."""
+        """A name for each node's memory: nodes with the same name share it."""
         self.hosts: dict[int, str] = {}
-        """The name of a node's host, as its workers say it."""
+        """The name of each node's host, as its workers say it."""
         self.lead: Address | None = None
-        """Where the lead listens, if that is another launcher, as far as is known."""
+        """Where the leader listens, if that is another launcher, as far as is known."""
         self.deposed = ""
         """Why this launcher may not lead any more; "": it may."""
         self.hands_out = False
-        """Does it lead a job that has begun? Then every node soon gets a copy."""
+        """Whether it leads a job that has begun, so that every node soon gets a copy."""
         self._expected: frozenset[int] | None = frozenset() if lead_status is None else None
-        """Nodes that have followed the lead before this one, and are to follow it: no others are let in meanwhile.
+        """Nodes that followed the leader before this one, and are to follow this one: no others are let in meanwhile.
         None: this launcher does not lead."""
         self.news = threading.Condition()
         self._closing = self._began = False
@@ -382,14 +392,16 @@ class NodeHub:
         self._strangers: dict[socket.socket, str] = {}  # with their addresses, the oldest first
         self._strangers_lock = threading.Lock()
         self._said_of_strangers: dict[str, float] = {}
-        """When, in the last STRANGERS_SECONDS, by what."""
+        """What was reported of strangers in the last STRANGERS_SECONDS, and when."""
         self._listener = socket.create_server((host, port))
         self.host, self.port = self._listener.getsockname()[:2]
         self._accepting = threading.Thread(target=self._accept, name="nodes", daemon=True)
         self._accepting.start()
 
     def wait_for_all(self, seconds: float) -> None:
-        """Raises InputError naming the nodes that did not come, and LedElsewhere."""
+        """Waits until all nodes have come. Raises InputError, which names the nodes that did not come, and
+        LedElsewhere.
+        """
         with self.news:
             came = self.news.wait_for(lambda: self.lead or len(self.links) == self._nodes - 1, seconds)
             lead = self.lead
@@ -406,12 +418,13 @@ class NodeHub:
             raise LedElsewhere(*lead)
 
     def take_over(self, members: Mapping[int, Address], expected: frozenset[int]) -> None:
-        """This launcher leads from now on. expected: nodes that have followed the lead before, and are to follow."""
+        """Leads from now on. expected: nodes that followed the leader before, and are to follow this one."""
         with self.news:
             self.members, self._expected, self.lead, self._began = dict(members), expected, None, True
 
     def followers(self, seconds: float) -> dict[int, NodeLink]:
-        """Of those that are expected: who has come in so many seconds. Others of them may not come any more."""
+        """Waits for the nodes that are expected, and returns the links of those that have come. The others may not come
+        any more."""
         with self.news:
             expected = self._expected or frozenset()
             self.news.wait_for(lambda: expected <= self.links.keys(), seconds)
@@ -423,32 +436,34 @@ class NodeHub:
 
     @property
     def electorate(self) -> Electorate:
-        """As a copy that is made now names them."""
-        return {rank: self._came.get(rank) for rank in tuple(self.members)}  # others may add to them
+        """The nodes that a copy names which is made now."""
+        return {rank: self._came.get(rank) for rank in tuple(self.members)}  # other threads may add to `members`
 
     def follow(self, number: int, electorate: Electorate) -> bool:
-        """Do half of those nodes follow this lead, as they have that copy, and have come by that link?"""
+        """Says whether half of those nodes follow this leader: they have that copy, and have come by that link."""
         left = {rank: link for rank, link in electorate.items() if rank in self.members and not (link and link.forgot)}
         have = sum(left.get(rank) is link and link.acked >= number for rank, link in self.links.items())
         return may_go_on(1 + have, 1 + len(left))[0]
 
     def depose(self, why: str) -> None:
-        """This launcher leads no more."""
+        """Notes that this launcher may not lead any more."""
         with self.news:
             self.deposed = self.deposed or why
             self.news.notify_all()
 
     def close(self, reason: str, *, finished: bool = False) -> None:
-        """Tells every node that the job is over, also one that is being welcomed just now. "": no more than where the
-        lead is, if that is known, since another launcher leads. finished: their commands have succeeded, too; else
-        whoever started them may start them again."""
+        """Tells every node that the job is over, even one that is being welcomed just now.
+
+        reason: why; "": another launcher leads, so nodes are only told where, if that is known. finished: their
+        commands have succeeded, too; otherwise a scheduler may start them again.
+        """
         with self.news:
             self._closing, self._last_word, self._finished = True, reason, finished
-        # Wakes the accepting thread; closing alone would not, and it might go on to accept where another socket has the
-        # number by then.
+        # This wakes the accepting thread. Closing alone would not, and the thread might accept from another socket that
+        # has the number by then.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._accepting.join(5.0)  # where shutting down wakes nobody, as on macOS
+        self._accepting.join(5.0)  # with a limit, since shutting down wakes no thread on macOS
         self._listener.close()
         for link in list(self.links.values()):
             self._dismiss(link)
@@ -462,7 +477,7 @@ class NodeHub:
         if not self._last_word:
             if self.lead is None:
                 link.close()
-            else:  # which closes it
+            else:  # the node closes the connection then
                 link.post({"kind": "moved", "lead": self.lead})
             return
         link.post({"kind": "over", "reason": self._last_word, "finished": self._finished})
@@ -475,7 +490,7 @@ class NodeHub:
             except OSError:
                 if self._closing:
                     return
-                time.sleep(0.1)  # out of file descriptors, say: the same again would be refused
+                time.sleep(0.1)  # such as out of file descriptors: the next try would fail at once
                 continue
             self._make_room(peer[0])
             with self._strangers_lock:
@@ -483,7 +498,7 @@ class NodeHub:
             threading.Thread(target=self._welcome, args=(connection,), name="welcome", daemon=True).start()
 
     def _make_room(self, address: str) -> None:
-        """For one more from there: whoever says nothing shuts nobody out."""
+        """Makes room for one more connection from there, so that connections that say nothing keep nobody out."""
         with self._strangers_lock:
             same = [stranger for stranger, where in self._strangers.items() if where == address]
             crowded = same if len(same) >= MAX_STRANGERS_OF_ONE else []
@@ -496,8 +511,8 @@ class NodeHub:
                     crowded[0].shutdown(socket.SHUT_RDWR)
 
     def _meet(self, connection: socket.socket) -> tuple[dict[str, Any], NodeLink | None]:
-        """What it says of itself, and its link; None: it only wanted an answer, or has to come again. Raises OSError,
-        NotTrusted, KeyError, TypeError and ValueError."""
+        """Greets a launcher. Returns what it says of itself, and its link; None: it only wanted an answer, or has to
+        come again. Raises OSError, NotTrusted, KeyError, TypeError and ValueError."""
         until = time.monotonic() + HANDSHAKE_SECONDS
         frames = greet(connection, self._token, "lead", until)
         hello = frames.receive(until, most=HELLO_BYTES)
@@ -513,14 +528,14 @@ class NodeHub:
         refusal = self._objection(hello)
         if refusal:
             rank = hello.get("rank")
-            # The link of one that was lost takes a while to break.
+            # The link of a node that was lost takes a while to break.
             again = isinstance(rank, int) and rank in self.links
             frames.send({"kind": "refused", "reason": refusal, "again": again})
             raise NotTrusted(refusal)
         term, has = map(int, hello.get("resumes", (0, 0)))
         with self.news:
             others = [address for rank, address in self.members.items() if self._began and rank != hello["rank"]]
-        # Of whom one may lead before the node gets a copy.
+        # The node is told of the others, since one of them may lead before it gets a copy.
         frames.send({"kind": "welcome", "begun": self.hands_out, "others": others})
         rank, address = int(hello["rank"]), str(hello["address"])
         link = NodeLink(frames, rank, address, self._forget, until, news=self.news)
@@ -536,7 +551,7 @@ class NodeHub:
             if isinstance(error, NotTrusted):
                 self._say_once(f"a node was turned away: {printable(str(error))}")
         finally:
-            with self._strangers_lock:  # which _make_room shuts down: so not once it is closed
+            with self._strangers_lock:  # _make_room may shut it down, and must not once it is closed
                 self._strangers.pop(connection, None)
         if link is None:
             connection.close()
@@ -558,14 +573,14 @@ class NodeHub:
                     self.hosts[link.rank] = host[:MAX_HOST]
                 link.process = str(hello.get("process", ""))[:64]
                 earlier = self._came.get(link.rank)
-                if earlier is not None and link.process:  # another may have been started in its place, and it may live
+                if earlier is not None and link.process:  # another launcher may be in its place while it still lives
                     earlier.forgot = earlier.forgot or earlier.process == link.process
                 self.links[link.rank] = self._came[link.rank] = link
             self.news.notify_all()
         self._say(f"node {link.rank} is here, at {link.address} (answers in {1000 * link.round_trip:.2f} ms)")
 
     def _say_once(self, text: str) -> None:
-        """Of strangers: whoever knocks without end, with a fault or to do harm, fills no disk with it."""
+        """Reports something about strangers once in STRANGERS_SECONDS, so that endless connections fill no disk."""
         now = time.monotonic()
         with self._strangers_lock:
             known = {said: at for said, at in self._said_of_strangers.items() if now < at + STRANGERS_SECONDS}
@@ -574,8 +589,8 @@ class NodeHub:
             self._say(text)
 
     def call_back(self, front: Address) -> None:
-        """This launcher leads, and not from `front`, where all nodes look for their lead: whoever listens there again
-        is told so, as long as the job lasts."""
+        """Tells a launcher that comes back to `front` that this one leads, as long as the job lasts: `front` is where
+        all nodes first look for their leader."""
         threading.Thread(target=self._call_back, args=(front,), name="calling back", daemon=True).start()
 
     def _call_back(self, front: Address) -> None:
@@ -585,7 +600,7 @@ class NodeHub:
             time.sleep(CALL_SECONDS)
 
     def _hear_of_lead(self, message: Mapping[str, Any]) -> None:
-        """It does not matter to who leads a job that has begun."""
+        """Takes note of where the leader listens. Ignored if this launcher leads a job that has begun."""
         host, port = message["lead"]
         with self.news:
             if not (self.lead_status.leads and self._began):
@@ -593,7 +608,7 @@ class NodeHub:
             self.news.notify_all()
 
     def _not_now(self, hello: Mapping[str, Any]) -> str:
-        """Why a node can't take part yet; empty when it can."""
+        """Says why a node can't take part yet; "": it can."""
         if self._expected is None:
             return f"node {self.lead_status.rank} does not lead"
         if self.lead is not None:
@@ -603,9 +618,9 @@ class NodeHub:
         return ""
 
     def _objection(self, hello: Mapping[str, Any]) -> str:
-        """Why a node can't take part; empty when it can."""
+        """Says why a node can't take part at all; "": it can."""
         rank, own = hello.get("rank"), self.lead_status.rank
-        # As the lead it would have no place for some of the others, or too many.
+        # As the leader it would otherwise have no place for some of the others, or too many places.
         if (nodes := hello.get("nodes", self._nodes)) != self._nodes:
             return f"--nodes: got {nodes!r}, expected {self._nodes}, as on node {own}, which leads"
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self._nodes or rank == own:
@@ -639,8 +654,8 @@ class NodeHub:
         threading.Thread(target=self._find_out, args=args, name=f"node-{rank}-gone", daemon=True).start()
 
     def _find_out(self, rank: int, address: Address, link: NodeLink | None) -> None:
-        """Until a node that is lost is known to be gone, it may follow another lead, or be one; also where another
-        process has come in its place. link: which it had."""
+        """Asks a lost node again and again, until it is back or known to be gone. Until then it may follow another
+        leader or lead itself, even if another process has come in its place. link: the one that it had."""
         lead_status, process = self.lead_status, "" if link is None else link.process
 
         def unknown() -> bool:
@@ -650,7 +665,7 @@ class NodeHub:
 
         while not self._closing and unknown():
             seen = ask(address, self._token, lead_status.run)
-            # Whichever process it is: one that has begun there since may know of another lead by now.
+            # This counts whichever process it is: one that was started there since may know of another leader.
             newer = isinstance(seen, Here) and seen.term > lead_status.term
             another = isinstance(seen, Here) and bool(process) and seen.process != process
             with self.news:
@@ -666,14 +681,17 @@ class NodeHub:
 
 
 Fits = Callable[[Collection[Worker], int | None, str], str]
-"""(workers, the bytes that they may have where that is known, where) to a warning, or ""; raises InputError."""
+"""Takes workers, the bytes that they may use (None: not known), and where they are. Returns a warning, or "". Raises
+InputError."""
 
 
 def open_pool(
     role: NodeRole, job: Job, workload: WorkloadSource, token: str | None, say: Say, fits: Fits | None = None
 ) -> SpreadPool:
-    """Waits for all nodes of a job that this one leads. fits: asked about the workers of each machine; of one on which
-    this node is alone it has been. Raises InputError, and LedElsewhere."""
+    """Waits for all nodes of a job that this one leads, and returns the pool. fits: asked about the workers of each
+    machine, except this node's own if it is alone there, since it was asked before. Raises InputError, and
+    LedElsewhere.
+    """
     homes = place(job, role.nodes)
     by_name(workload)
     wait_for_name(role.host, role.port, say)
@@ -704,8 +722,8 @@ def open_pool(
 
 
 class NodeMemory(NamedTuple):
-    """workers: those that begin there. has: the bytes that those may have that are there; None: it has not said so.
-    host: as `host_of`."""
+    """A node's memory. workers: those that start there. has: the bytes that these may use; None: the node has not said
+    so. host: as in `host_of`."""
 
     workers: list[Worker]
     has: int | None
@@ -713,20 +731,21 @@ class NodeMemory(NamedTuple):
 
 
 def memory_shared_by() -> str:
-    """The same for nodes that share the memory which they say that they have; "": that is not known."""
+    """Returns a name that is the same for launchers that share memory; "": that is not known."""
     machine, group = boot_id(), memory_group()
     return f"{machine}/{group}" if machine and group is not None else ""
 
 
 def host_of(node: int, name: str) -> str:
-    """Where a worker is, for people, and no other node's are there: hosts may all have the same name."""
+    """Returns a name for a node's host, for people. It has the node's number, since hosts may all have the same
+    name."""
     suffix = f" (node {node})"
     return f"{name[: MAX_HOST - len(suffix)]}{suffix}".strip()
 
 
 def machines(hub: NodeHub, homes: Mapping[Worker, int], own: int) -> dict[int, NodeMemory]:
-    """By node. Of memory that several nodes share, as launchers of one machine do, each has what its workers are of all
-    of them."""
+    """Returns the memory of each node. If several nodes share memory, as launchers on one machine do, each gets a share
+    in proportion to its workers."""
     hosts = {**hub.hosts, own: socket.gethostname()}
     out = dict[int, NodeMemory]()
     for nodes, together, has in sharing(hub, homes, own):
@@ -738,8 +757,8 @@ def machines(hub: NodeHub, homes: Mapping[Worker, int], own: int) -> dict[int, N
 
 
 def sharing(hub: NodeHub, homes: Mapping[Worker, int], own: int) -> list[tuple[list[int], list[Worker], int | None]]:
-    """Of each memory: the nodes that share it, the workers that begin there, and the bytes that all of them may have;
-    None: nobody has said so."""
+    """Returns, for each memory, the nodes that share it, the workers that start there, and the bytes that all of these
+    may use; None: no node has said so."""
     has = {**hub.memory, **({} if (limit := memory_limit()) is None else {own: limit})}
     shared_by = {**hub.memory_shared_by, own: memory_shared_by()}
     groups = dict[str, list[int]]()
@@ -756,8 +775,8 @@ def sharing(hub: NodeHub, homes: Mapping[Worker, int], own: int) -> list[tuple[l
 
 
 def wait_for_name(host: str, port: int, say: Say, seconds: float = NAME_SECONDS) -> None:
-    """Until this host's own name is known: a pod of Kubernetes runs before that. After so many seconds it returns all
-    the same; whoever listens there says what is wrong."""
+    """Waits until this host's own name is known, since a Kubernetes pod runs before that; for at most `seconds`. It
+    raises nothing: listening there later says what is wrong."""
     deadline, said = time.monotonic() + seconds, False
     while True:
         try:
@@ -774,9 +793,9 @@ def wait_for_name(host: str, port: int, say: Say, seconds: float = NAME_SECONDS)
 
 
 class SpreadPool(ProcessPool):
-    """Starts each worker on the node that `homes` says; see `stand_in` for those of lost nodes.
+    """The leader's pool: starts each worker on the node that `homes` says (see `stand_in` for those of lost nodes).
 
-    What workers are told waits for `hand_out`. record: its lines so far.
+    What workers are told waits until `hand_out` has told the other nodes. record: the lines of the record so far.
     """
 
     def __init__(
@@ -786,31 +805,32 @@ class SpreadPool(ProcessPool):
         self.host = hub.host
         self._hub, self._homes = hub, homes
         self._where: dict[str, int] = {}
-        """Node of every incarnation that runs."""
+        """The node of every incarnation that runs."""
         self._record = Spool() if record is None else record
         self._decided: list[Callable[[], None]] | None = []
-        """What waits for the others to have a copy; None: nothing has to, as the job is at its end."""
+        """What is sent once the other nodes have a copy; None: the job is at its end, so nothing has to wait."""
         self._copies = 0
         self._due, self._lines = 0.0, 0
         self._followed_at, self._lag = time.monotonic(), LoopLag()
         self._linked = dict(hub.links)
-        """When it was last looked which spare ranks there are."""
+        """The links when spare ranks were last looked for."""
         self._electorates = [hub.electorate]
-        """Of the newest copy that enough nodes have, and of those since: by any of them others may choose a lead."""
+        """The electorates of the newest copy that enough nodes have, and of the copies since: nodes may choose a leader
+        by any of them."""
         self._job: dict[str, Any] = {}
 
     @property
     def lead(self) -> str:
-        """As a console is told which launcher asks."""
+        """Which launcher leads, as a console is told it."""
         return str(LeadTerm(self._hub.lead_status.term, self._hub.lead_status.rank))
 
     @property
     def machines(self) -> list[NodeMemory]:
-        """Of the nodes."""
+        """The memory of each node."""
         return list(machines(self._hub, self._homes, self._hub.lead_status.rank).values())
 
     def depose(self, why: str) -> None:
-        """Another launcher leads; from any thread."""
+        """Notes that another launcher leads. May be called from any thread."""
         self._hub.depose(why)
 
     def start(
@@ -834,7 +854,7 @@ class SpreadPool(ProcessPool):
             entry = super().start(worker, own_spec, now, spares)
             self._hold_back(entry)
         elif node not in links:
-            raise OSError(f"node {node} is lost")  # since it was found to be there
+            raise OSError(f"node {node} is lost")  # it was lost after the caller found it to be there
         else:
             entry = self._start_there(links[node], worker, make_spec, now, spares)
             self.running[worker] = entry
@@ -846,13 +866,14 @@ class SpreadPool(ProcessPool):
         return super().take_spares(ranks)
 
     def _look_for_spares(self) -> None:
-        """Those of a node that is gone are lost, also where it is back. One that has followed from the lead before says
-        which it has: what it tells of a worker that this lead still knows comes with that one's end."""
+        """Brings the spare ranks up to date. Those of a node that is gone are lost, even if it is back. A node that has
+        followed the leader before says which ones it has. Those of a worker that this leader still has come with that
+        worker's end."""
         links = dict(self._hub.links)
         self.spares.keep({self.own_node, *(node for node, link in links.items() if self._linked.get(node) is link)})
         self._linked = links
         for node, link in links.items():
-            with self._hub.news:  # under which the link's thread says them, once
+            with self._hub.news:  # the link's thread sets them once, with the same lock
                 told, link.spares = link.spares, None
             if told is not None:
                 running = {entry.incarnation for entry in self.entries}
@@ -875,13 +896,13 @@ class SpreadPool(ProcessPool):
         return node == self._hub.lead_status.rank or (link is not None and link.alive)
 
     def adopt(self, entry: WorkerProcess) -> None:
-        """A worker of this node, which was started for the lead before."""
+        """Takes over a worker of this node that was started for the leader before."""
         self._hold_back(entry)
         self.running[entry.worker] = entry
         self._where[entry.incarnation] = self._hub.lead_status.rank
 
     def adopt_there(self, link: NodeLink, worker: Worker, incarnation: str, now: float) -> RemoteWorker:
-        """As `adopt`, of another node's."""
+        """Takes over a worker of another node that was started for the leader before."""
         ours, theirs = self.context.Pipe(duplex=False)
         entry = self._remote(link, worker, incarnation, link.adopt(incarnation, theirs), ours, now)
         self.running[worker] = entry
@@ -889,7 +910,8 @@ class SpreadPool(ProcessPool):
         return entry
 
     def know_spares(self, here: SpareRanks) -> None:
-        """Of this node, as it knew them, under the number 0, before it led. The others say which are theirs."""
+        """Takes over this node's spare ranks, which it kept under the number 0 before it led. The other nodes say which
+        are theirs."""
         self.spares.replace(self.own_node, here.on(0))
 
     def decide(self, send: Callable[[], None]) -> None:
@@ -902,7 +924,7 @@ class SpreadPool(ProcessPool):
         return self._record.add([line])
 
     def hand_out(self, run: RunSpec, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
-        # What this process itself stood still is no silence of the others'.
+        # Time for which this process itself stood still does not count as silence of the others.
         self._followed_at = min(time.monotonic(), self._followed_at + self._lag.late(MOST_OF_A_TURN))
         try:
             return self._hand_out(run, saved, last=last)
@@ -920,7 +942,7 @@ class SpreadPool(ProcessPool):
         document = saved()
         if document is not None:
             if not self._copies:
-                self._followed_at = now  # until now there was nothing to follow
+                self._followed_at = now  # there was nothing to follow until now
                 hub.hands_out = True
             self._copies += 1
             with hub.news:
@@ -929,7 +951,7 @@ class SpreadPool(ProcessPool):
                 self._electorates.append(electorate)
             copy = self._copy(run, document, nodes)
             for rank, link in links.items():
-                # Of one that stands still nothing is to pile up; what is decided may not come without a copy.
+                # Copies must not pile up for a node that stands still; but a decision must not come without a copy.
                 if rank in nodes and (self._decided or last or link.handed - link.acked < MOST_UNREAD):
                     link.hand(copy, self._record)
             if not self._acked(copy.number, time.monotonic() + (COPY_SECONDS if last else ACK_SECONDS)):
@@ -950,7 +972,7 @@ class SpreadPool(ProcessPool):
             os.close(entry.process.sentinel)
 
     def call_off(self) -> None:
-        """The job, for which nothing has been started yet."""
+        """Calls off a job for which nothing was started yet."""
         self._hub.close(_NO_START)
 
     def kill_all(self, unfinished: str = "") -> None:
@@ -959,7 +981,7 @@ class SpreadPool(ProcessPool):
         self._hub.close(word if self._decided is None else "", finished=not unfinished)
 
     def _acked(self, number: int, until: float) -> bool:
-        """Have enough nodes got that copy, by then?"""
+        """Waits until enough nodes have that copy, at most until then. Returns whether they have."""
         hub = self._hub
 
         def enough() -> bool:
@@ -1007,13 +1029,14 @@ class SpreadPool(ProcessPool):
     ) -> RemoteWorker:
         entry = RemoteWorker(worker, incarnation, process, pipe, now, node=link)
         whom = {"kind": "to", "incarnation": incarnation}
-        # Whatever can't be sent to it is a fault of ours, after which it would wait for good.
+        # A message that can't be sent is a fault of ours, and the worker would wait for it for ever: so it is killed.
         entry.send = lambda message: self.decide(lambda: link.post(whom | {"message": message}, entry.kill))
         return entry
 
 
 def _compare_clocks(frames: Frames, until: float | None) -> tuple[int, float]:
-    """(offset in ns, round trip in seconds). Error: at most half the round trip. Raises NotTrusted and OSError."""
+    """Returns the node's clock offset in ns and the round trip in seconds. The offset is wrong by at most half the
+    round trip. Raises NotTrusted and OSError."""
     samples = []
     for _ in range(CLOCK_SAMPLES):
         started = time.monotonic_ns()

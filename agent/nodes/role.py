@@ -1,4 +1,5 @@
-"""Which of a job's nodes this launcher is: by its options, or by what torchrun, srun or Kubernetes say."""
+"""Finds out which of a job's nodes this launcher is: from its options, or from what torchrun, srun or Kubernetes
+say."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from openrecycle.planner.jobs.errors import InputError
 DEFAULT_PORT = 29431
 MAX_NODES = 4096
 MIN_TOKEN = 16
-"""Characters, as of the console's."""
+"""The least number of characters, as for the console's token."""
 _LEAD_KEY = "openrecycle/lead-port"
 _STORE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class NodeRole:
-    """rank 0 leads. host, port: where the lead listens; port 0: a free one, which nodes learn from
-    torchrun's own store at `store`."""
+    """Which node this is, and where to find the leader. Node 0 (`rank`) leads first. host, port: where the leader
+    listens; port 0: a free one, which nodes learn from torchrun's own store at `store`."""
 
     nodes: int
     rank: int
@@ -36,7 +37,7 @@ class NodeRole:
 
 
 class LedElsewhere(Exception):
-    """This launcher was to lead, and another leads the job already: it comes back to it as one of its nodes."""
+    """This launcher was to lead, but another one leads the job already: it comes back to the job as another node."""
 
     def __init__(self, host: str, port: int) -> None:
         self.lead = host, port
@@ -44,7 +45,7 @@ class LedElsewhere(Exception):
 
 
 def role_of(env: Mapping[str, str], nodes: int | None, rank: int | None, lead: str | None) -> NodeRole | None:
-    """None for a job of one node. Options win over the environment. Raises InputError."""
+    """Returns which node this is; None: the job has only one. Options win over the environment. Raises InputError."""
     if nodes is not None:
         rank = _rank_of(env) if rank is None else rank
         if nodes == 1:
@@ -63,8 +64,8 @@ def role_of(env: Mapping[str, str], nodes: int | None, rank: int | None, lead: s
 
 
 def check_alone(env: Mapping[str, str]) -> None:
-    """Raises InputError in one of several processes that torchrun or srun started of a script that starts its workers
-    itself: each would train a job of its own."""
+    """Raises InputError if torchrun or srun has started several processes of a script that starts its workers itself:
+    each would train a job of its own."""
     if "TORCHELASTIC_RUN_ID" in env:
         by, count = "torchrun", env.get("WORLD_SIZE", "1")
     elif "SLURM_STEP_ID" in env:  # not in a batch script, whose allocation may be of many tasks
@@ -81,8 +82,8 @@ def check_alone(env: Mapping[str, str]) -> None:
 
 
 def check_token(role: NodeRole, token: str | None) -> None:
-    """Raises InputError when the nodes would talk over a network without one, or with one that can be guessed: whoever
-    sees a handshake may try tokens on it for as long as they like."""
+    """Raises InputError if the nodes would talk over a network without a token, or with one that can be guessed: anyone
+    who sees a handshake may try tokens on it for as long as they like."""
     if token and (len(token) < MIN_TOKEN or not token.isprintable()):
         raise InputError("OPENRECYCLE_TOKEN", f"{len(token)} characters", f"at least {MIN_TOKEN}, all printable")
     if not token and not is_loopback(role.host):
@@ -111,7 +112,8 @@ def _torchrun(env: Mapping[str, str]) -> NodeRole | None:
 
 
 def _slurm(env: Mapping[str, str], lead: str | None) -> NodeRole | None:
-    """Inside srun. The lead is the first host of the step, at DEFAULT_PORT unless `lead` says more."""
+    """Returns the role of a node inside srun. The leader is the first host of the step, at DEFAULT_PORT, unless `lead`
+    says otherwise."""
     if "SLURM_STEP_ID" not in env or "SLURM_NODEID" not in env:
         return None
     nodes = _number(env, "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES")
@@ -128,7 +130,7 @@ def _slurm(env: Mapping[str, str], lead: str | None) -> NodeRole | None:
 
 
 def first_host(hosts: str) -> str:
-    """Of a Slurm list: `gpu[007-009,12],login` gives gpu007. Raises InputError."""
+    """Returns the first host of a Slurm list: `gpu[007-009,12],login` gives gpu007. Raises InputError."""
     match = re.match(r"^([A-Za-z0-9_.-]+)(?:\[([0-9]+)[^\]]*\])?([A-Za-z0-9_.-]*)", hosts.strip())
     if not match:
         raise InputError("SLURM_JOB_NODELIST", hosts, "a list of hosts such as gpu[001-004]")
@@ -136,7 +138,7 @@ def first_host(hosts: str) -> str:
 
 
 def _rank_of(env: Mapping[str, str]) -> int | None:
-    """A Kubernetes Indexed Job numbers its pods."""
+    """Returns the number that a Kubernetes Indexed Job gives its pod; None: there is none."""
     return _number(env, "JOB_COMPLETION_INDEX") if "JOB_COMPLETION_INDEX" in env else None
 
 
@@ -159,17 +161,18 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def publish_lead(store: tuple[str, int], port: int) -> None:
-    """store: torchrun's own, on its node 0, through which all its nodes can be told."""
+    """Tells all nodes of torchrun at which port the leader listens. store: torchrun's own, on its node 0."""
     _store(store).set(_LEAD_KEY, str(port).encode())
 
 
 def find_lead(store: tuple[str, int]) -> tuple[str, int]:
-    """Waits for `publish_lead`. Raises RuntimeError (torch's) when it does not come."""
+    """Waits for `publish_lead`, and returns where the leader listens. Raises RuntimeError (torch's) if it does not
+    come."""
     return store[0], int(_store(store).get(_LEAD_KEY))
 
 
 def _store(address: tuple[str, int]) -> Any:
-    import torch.distributed  # the command line's help does without it
+    import torch.distributed  # imported here, since the command line's help does without it
 
     distributed: Any = torch.distributed
     host, port = address

@@ -1,7 +1,7 @@
-"""A node that does not lead: starts and ends worker processes for the lead, and passes on what they say.
+"""A node that does not lead: it starts and ends worker processes for the leader, and passes on what they say.
 
-It keeps what the lead knows and what its workers have said since, so that it can follow another lead, or be it
-(agent.nodes.succession), while its workers go on.
+It keeps what the leader knows, and what its own workers have said since. So it can follow another leader, or lead
+itself (agent.nodes.succession), while its workers go on. One loop in one thread does all this.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.packed import from_text
 
 FIRST_COPY_SECONDS = Timeouts().silence
-"""So long a node bears the silence of a lead whose job has begun, and which has not told it of the job yet."""
+"""How long a node waits for a silent leader whose job has begun, and which has not told it of the job yet."""
 
 
 STARTING_SECONDS = 10.0
-"""So long nobody need be told that the lead does not answer yet: it looks at the model first."""
+"""How long it is not reported that the leader does not answer yet, since that first looks at the model."""
 
 
 class LeadLost(Exception):
-    """The job did not come to its end here: the lead ended it, can't be reached, or turned this node away; the sentence
-    says why."""
+    """The job did not come to its end here: the leader ended it, can't be reached, or turned this node away. The
+    message says why."""
 
 
 def make_pool(workload: WorkloadSource) -> ProcessPool:
@@ -54,10 +54,13 @@ def make_pool(workload: WorkloadSource) -> ProcessPool:
 
 
 class NodeServer:
-    """nodes: of the job. front: where all look for their lead, and node 0 listens. token: shared by them. address:
-    under which this node's workers can be reached; the one this host reaches the lead from, unless given. lead: where
-    it listens, if not there. make_pool: makes what starts this node's workers, of their workload. clock: in seconds, by
-    which a lead is silent."""
+    """Serves one node. All methods but `stop` belong to the thread of `run`.
+
+    nodes: how many the job has. front: where node 0 listens, and all nodes first look for the leader. token: shared by
+    all nodes. address: at which this node's workers can be reached; None: the one from which this host reaches the
+    leader. lead: where the leader listens, if not at `front`. make_pool: makes the pool of this node's workers, for
+    their workload. clock: in seconds, by which the leader's silence is measured.
+    """
 
     def __init__(
         self,
@@ -76,30 +79,31 @@ class NodeServer:
         self._address, self._process = address, uuid.uuid4().hex
         self._stop = 0
         self._backoff = Backoff(0.1, 2.0)
-        """Until a lead has told of the job: one that takes this node in, and hangs up each time, is not run down."""
+        """The pause between tries, until a leader has told of the job: a leader that takes this node in, and hangs up
+        each time, must not be overrun."""
         self._begin((front,) if lead is None else (lead, front))
 
     def _begin(self, leads: Iterable[tuple[str, int]]) -> None:
-        """Knows nothing of the job, as when it has just been started. leads: where the lead may listen, or who may know
-        it; the first is asked, or has taken this node in."""
+        """Forgets all of the job, as if this node had just been started. leads: addresses where the leader, or a node
+        that knows it, may listen. The first one is asked next, or has taken this node in."""
         self._leads = deque(leads)
         self._lead_status = LeadStatus(self._rank, process=self._process)
         self._hub: NodeHub | None = None
         self._frames: Frames | None = None
-        """The connection with the lead; None: there is none, and it is found out who leads next."""
+        """The connection with the leader; None: there is none, and this node looks for the next leader."""
         self._heard_at, self._lost_at = self._clock(), 0
-        """When it has last said something, by the clock, and when it was lost, in nanoseconds."""
+        """When the leader last said something, by the clock, and when it was lost, in nanoseconds."""
         self._lag = LoopLag(self._clock)
         self._silence = float("inf")
         self._search: Search | None = None
         self._arbiter: Arbiter | None = None
-        """Of a job with a console."""
+        """Asks the job's console; None: the job has none."""
         self._resuming = False
-        """Does a new lead not know yet what this node's workers have said?"""
+        """Whether a new leader does not know yet what this node's workers have said."""
         self._copy: Copy | None = None
         self._record = Spool()
         self._said: dict[str, deque[dict[str, Any]]] = {}
-        """By incarnation, what was said of it that may not be in the copy: numbered messages, and its end."""
+        """By incarnation, what was passed on of it and may not be in the copy: numbered messages, and its end."""
         self._numbers: dict[str, int] = {}
         self._pool: ProcessPool | None = None
         self._started = 0
@@ -107,14 +111,14 @@ class NodeServer:
         self._over, self._finished = "", False
 
     def stop(self, number: int) -> None:
-        """Ends this node soon; from the handler of signal `number`."""
+        """Ends this node soon. May be called from the handler of signal `number`."""
         self._stop = self._stop or number
 
     def run(self, timeout: float) -> str | Succession:
-        """Serves until the job has all its iterations, and returns the lead's last sentence; or until this node is to
-        lead.
+        """Serves until the job has all its iterations, and returns the leader's last sentence; or until this node is to
+        lead, and returns what it has for that.
 
-        timeout: seconds to wait for the lead. Raises LeadLost. No process is left behind, unless this node leads.
+        timeout: seconds to wait for the leader. Raises LeadLost. Leaves no process behind, unless this node leads.
         """
         while True:
             try:
@@ -171,7 +175,7 @@ class NodeServer:
                     return
                 except _Later as error:
                     why, reason = "the leader turned this node away", str(error)
-                except OSError as error:  # it may be stopped
+                except OSError as error:  # the leader may be stopped
                     why, reason = f"no understanding with the leader at {host}:{port}", str(error)
                     self._ask_another()
                 except (NotTrusted, KeyError) as error:
@@ -179,7 +183,7 @@ class NodeServer:
                     if len(self._leads) == 1:
                         connection.close()
                         raise LeadLost(f"{why}: {reason}") from None
-                    self._leads.popleft()  # somebody else listens there by now
+                    self._leads.popleft()  # another program listens there by now
                 except LeadLost:
                     connection.close()
                     raise
@@ -193,7 +197,8 @@ class NodeServer:
                 said.add(reason)
 
     def _ask_another(self, lead: Iterable[Any] | None = None) -> None:
-        """Who is asked now comes last. lead: where it listens, as that one says."""
+        """Puts the address that was asked last, so that another is asked next. lead: where the leader listens, as the
+        asked one says."""
         self._leads.rotate(-1)
         if lead is not None:
             host, port = lead
@@ -201,7 +206,8 @@ class NodeServer:
             self._leads = deque(dict.fromkeys((address, *self._leads)))
 
     def _introduce(self, connection: socket.socket, **about: Any) -> None:
-        """Raises _Later, or OSError, for what may pass; LeadLost, NotTrusted and KeyError for what does not."""
+        """Introduces this node to a leader. Raises _Later or OSError for a problem that may pass; LeadLost, NotTrusted
+        or KeyError for one that does not."""
         frames = greet(connection, self._token, "node")
         if self._hub is None:
             address = self._address or connection.getsockname()[0]
@@ -215,7 +221,7 @@ class NodeServer:
         answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":
             if answer.get("again"):
-                if "lead" in answer:  # it does not lead itself
+                if "lead" in answer:  # the launcher there does not lead itself
                     self._ask_another(answer["lead"])
                 raise _Later(answer["reason"])
             raise LeadLost(f"the leader turned this node away: {answer['reason']}")
@@ -229,7 +235,8 @@ class NodeServer:
         self._frames, self._heard_at = frames, self._clock()
 
     def _listen(self, host: str, port: int) -> NodeHub:
-        """Raises LeadLost, and OSError for what may pass, as a port that is taken or a name that is unknown yet."""
+        """Starts to listen for other launchers. Raises LeadLost, and OSError for a problem that may pass, such as a
+        port that is taken or a name that is not known yet."""
         try:
             return NodeHub(host, port, self._nodes, self._token, self._say, self._lead_status)
         except OSError as error:
@@ -239,7 +246,7 @@ class NodeServer:
                 raise LeadLost(text) from None
             raise OSError(text) from None
 
-    # -- the lead is lost ---------------------------------------------------------------------
+    # -- the leader is lost -------------------------------------------------------------------
 
     def _hang_up(self) -> None:
         if self._frames is not None:
@@ -247,28 +254,30 @@ class NodeServer:
             self._frames = None
 
     def _leave(self, why: object) -> None:
-        """The connection is broken."""
+        """Handles that the connection with the leader is broken."""
         self._hang_up()
         self._lost_at = time.monotonic_ns()
         if self._over:
             raise _Bye
         if self._copy is None:
-            # The job goes on without this node, or begins anew. It knows too little to be asked who leads next, and
-            # would be waited for: so it forgets, as if it had just been started, that a lead had taken it in.
+            # The job goes on without this node, or begins anew. This node knows too little to help choose a leader, and
+            # others would wait for it. So it forgets that a leader had taken it in, as if it had just been started.
             raise _LeftOut(f"the connection with the leader broke ({why})", self._leads)
         self._say(f"the connection with the leader broke ({why}); the nodes find out who leads next")
         self._lead_status.lose_lead()
 
     def _look_for_lead(self) -> Succession | None:
-        """Where the lead is gone, or silent: what has come of it. Returns what this node leads with, if it is to."""
-        # What this node itself stood still, also in the turn just over, is no silence of the lead's.
+        """Looks for the next leader if the present one is gone or silent, and does what follows from the search.
+        Returns what this node leads with, if it is to lead."""
+        # Time for which this node itself stood still, even in the turn just over, does not count as the leader's
+        # silence.
         stood_still, now = self._lag.late(MOST_OF_A_TURN), self._clock()
         self._heard_at = min(now, self._heard_at + stood_still)
         copy, lead_status = self._copy, self._lead_status
         silent = now - self._heard_at > self._silence
         if copy is None:
             if silent:
-                # It may be stopped, and whoever is to take its place would wait for this node. It may be back soon.
+                # The leader may be stopped, and its successor would wait for this node. It may also be back soon.
                 self._ask_another()
                 raise _LeftOut("the leader was silent before it had told of the job", self._leads)
             return None
@@ -298,7 +307,7 @@ class NodeServer:
         try:
             connection = socket.create_connection(copy.nodes[found.rank], 5.0)
         except OSError:
-            return  # it is looked for again
+            return  # the search goes on
         try:
             self._introduce(connection, resumes=[copy.term, len(self._record)])
         except (_Later, OSError):
@@ -318,7 +327,8 @@ class NodeServer:
         self._say(f"node {found.rank} leads from here on, and this node's workers go on")
 
     def _come_back(self, copy: Copy, to: Follow, why: str) -> None:
-        """As one that is started again: its workers count as lost there. Not to one that it has promised to leave."""
+        """Comes back to a leader like a node that was started again: its workers count as lost there. Does not do so if
+        it has promised to leave that leader."""
         if self._lead_status.follow(to.rank, to.term):
             others = (address for rank, address in copy.nodes.items() if rank not in (to.rank, self._rank))
             raise _LeftOut(why, (copy.nodes[to.rank], *others))
@@ -357,24 +367,24 @@ class NodeServer:
         if frames is None or frames is not self._frames:
             return
         try:
-            # A lead that stops within a message must not keep this node from its workers, from a signal to stop, and
-            # from looking for another lead.
+            # `take` does not wait: a leader that stops within a message must not keep this node from its workers, from
+            # a signal to stop, or from looking for another leader.
             if (message := frames.take()) is not None:
                 self._obey(frames, message)
             self._vouch(frames)
-        except ValidationError as error:  # which says it in many lines
+        except ValidationError as error:  # its message has many lines
             self._leave(in_a_line(error))
         except (OSError, NotTrusted, ValueError) as error:
             self._leave(error)
 
     def _tell(self, message: dict[str, Any]) -> None:
-        """The lead, if there is one that is to know."""
+        """Sends a message to the leader, if there is one that is to know."""
         if self._frames is None or self._resuming or self._lead_status.lead is None:
             return
         self._frames.post(message)
 
     def _vouch(self, frames: Frames) -> None:
-        """Says of workers that can't speak, and are seen at work, that they compute: the lead can't look there."""
+        """Tells the leader that workers compute which can't speak but are seen at work. The leader can't see that."""
         now = time.monotonic()
         for incarnation, entry in self._entries.items() if not self._resuming else ():
             if now - entry.heard_at > 2.5 * ALIVE_SECONDS and now - entry.looked_at >= ALIVE_SECONDS:
@@ -384,12 +394,12 @@ class NodeServer:
                     frames.post({"kind": "from", "incarnation": incarnation, "message": message})
 
     def _pass_on(self, incarnation: str) -> None:
-        """Everything that is in the worker's pipe."""
+        """Passes on everything that is in the worker's pipe."""
         entry = self._entries[incarnation]
         entry.heard_at = time.monotonic()
         for message in entry.messages():
             item = {"kind": "from", "incarnation": incarnation, "message": message}
-            if message["kind"] != "alive":  # which is of that moment alone
+            if message["kind"] != "alive":  # that only matters at the moment
                 message["number"] = self._numbers[incarnation] = self._numbers.get(incarnation, 0) + 1
                 self._said.setdefault(incarnation, deque()).append(item)
             self._tell(item)
@@ -412,7 +422,7 @@ class NodeServer:
             self._search.cancel()
             self._search = None
         if self._lead_status.lead is None:
-            return  # another leads next
+            return  # this node has promised to follow another leader
         entry = self._entries.get(str(message.get("incarnation")))
         match message["kind"]:
             case "start":
@@ -464,8 +474,9 @@ class NodeServer:
                 said.popleft()
 
     def _resume(self, frames: Frames, message: dict[str, Any]) -> None:
-        """The lead is a new one: it is told what it has not heard, and whom it does not know is ended. Whom it knows,
-        and this node does not, the lead before has not come to start here, or could not; or those are other nodes'."""
+        """Tells a new leader what it has not heard, and ends workers that it does not know. Workers that it knows and
+        this node does not are reported as ended: the leader before did not come to start them here, or could not; or
+        they are on other nodes."""
         for said in self._said.values():
             for item in said:
                 heard = message["heard"].get(item["incarnation"], 0)
@@ -482,11 +493,13 @@ class NodeServer:
         self._resuming = False
 
     def _start(self, document: dict[str, Any], fill: Collection[RankOf]) -> None:
-        """fill: spare ranks, as the lead books them. Where the worker can't be started they are lost, here as there."""
+        """Starts a worker. fill: the spare ranks in whose place it starts, as the leader says. If it can't be started,
+        they are lost here and for the leader."""
         spec = decode_spec(document)
         if self._pool is None:
             self._pool = self._make_pool(spec.run.workload)
-        # The pool files processes by cell; here one cell may have several, as workers migrate.
+        # The pool keeps processes by cell, but here a cell may have several, since workers move. So each gets a new
+        # one.
         self._started += 1
         cell, spares = Worker(self._started, spec.worker.stage), self._pool.spares.take_named(self._pool.own_node, fill)
         try:
@@ -500,16 +513,16 @@ class NodeServer:
 
 
 class _Later(Exception):
-    """The lead can't take this node now, for a reason that may pass."""
+    """The leader can't take this node now, for a reason that may pass."""
 
 
 class _Moved(Exception):
-    """Another leads already."""
+    """Another node leads already."""
 
 
 class _LeftOut(Exception):
-    """Who leads goes on without this node, or is lost before it has told it of the job. leads: where it listens, and
-    then the other nodes that are known, of which one may lead once it is lost."""
+    """The leader goes on without this node, or was lost before it had told this node of the job. leads: where it
+    listens, then the other known nodes, of which one may lead if it is lost."""
 
     def __init__(self, why: str, leads: Iterable[tuple[str, int]]) -> None:
         self.leads = tuple(leads)
@@ -517,22 +530,23 @@ class _LeftOut(Exception):
 
 
 class _Bye(Exception):
-    """The lead has said its last word."""
+    """The leader has said its last word."""
 
 
-# -- the next lead -----------------------------------------------------------------------------------
+# -- the next leader ---------------------------------------------------------------------------------
 
-# How a node goes on as the lead: from its copy, its workers, and what they have said since, to a launcher's pool.
+# How a node goes on as the leader: it makes a launcher's pool from its copy, its workers, and what they have said
+# since.
 
 FOLLOW_SECONDS = 5.0
-"""So long the new lead waits for those that live, and for what their workers have said."""
+"""How long the new leader waits for the nodes that live, and for what their workers have said."""
 
 
 @dataclass(frozen=True)
 class Succession:
-    """What a node has that leads from now on. entries: its workers that live, by incarnation. unheard: what they have
-    said that may not be in the copy, by incarnation, in order. lost_at: when its lead was lost, in nanoseconds. spares:
-    of this node."""
+    """What a node has that leads from now on. entries: its living workers, by incarnation. unheard: what these have
+    said that may not be in the copy, by incarnation, in order. lost_at: when the leader before was lost, in
+    nanoseconds. spares: of this node."""
 
     run: RunSpec
     nodes: int
@@ -545,7 +559,7 @@ class Succession:
     spares: SpareRanks
 
     def take_over(self) -> tuple[SpreadPool, Takeover]:
-        """Waits for the nodes that follow."""
+        """Waits for the nodes that follow. Returns a launcher's pool, and what the launcher goes on from."""
         hub, copy = self.hub, self.copy
         links = hub.followers(FOLLOW_SECONDS)
         now = time.monotonic()

@@ -1,15 +1,16 @@
-"""Who leads a job when its lead is gone: what each node keeps for that, whom it asks, and how many must agree.
+"""Decides which node leads a job when its leader is gone: what each node keeps for that, and how nodes agree on it.
 
-The lead hands every node a `Copy` of what it knows before it tells any worker what it has decided, and each node keeps
-what its workers have said since. So a copy and what is kept make the state of the job again.
+The leader sends every node a `Copy` of what it knows before it tells any worker what it has decided, and each node
+keeps what its workers have said since. So the state of the job can be rebuilt from a copy and what is kept.
 
-A lead is gone when the system has closed its connection and nobody listens at its address any more: so its process has
-ended, and it is counted no more. One that is stopped, slow or cut off shows nothing of the kind. Of the nodes that are
-not known to be gone more than half must follow whoever begins to lead, and half must follow whoever goes on: so there
-are never two, and in two halves it is the lead's that goes on.
+A leader is gone if the system has closed its connection and nothing listens at its address any more: then its process
+has ended, and it does not count any more. A leader that is stopped, slow or cut off shows neither. Of the nodes that
+are not known to be gone, more than half must follow a node that begins to lead, and half must follow one that goes on
+leading. So there are never two leaders; and if the nodes fall into two halves, the leader's half goes on.
 
-Where fewer follow, as with two nodes, the job's console decides, if it has one: it gives the next term to whoever asks
-while the lead is not heard by it either, and takes nothing from that one any more (agent.coordination.membership).
+If fewer follow, as with two nodes, the job's console decides, if there is one. It gives the next term to a node that
+asks while the console does not hear the leader either, and takes nothing from that leader any more
+(agent.coordination.membership).
 """
 
 from __future__ import annotations
@@ -40,31 +41,31 @@ from openrecycle.agent.messages.protocol import LeadAnswer, LeadClaim
 from openrecycle.agent.nodes.frames import NotTrusted, greet
 
 LOOK_SECONDS = 2.0
-"""To find out whether anybody listens at an address."""
+"""How long it may take to find out whether a launcher listens at an address."""
 STAND_SECONDS = 3.0
-"""So long a node waits for one with a lower number to stand for the lead."""
+"""How long a node waits for one with a lower number to stand for election."""
 SEEK_SECONDS = 120.0
-"""After so long without a lead a node gives up."""
+"""How long a node looks for a leader before it gives up."""
 ASK_SECONDS = 1.0
-"""Between two questions to the console."""
+"""The time between two questions to the console."""
 _PAUSE_SECONDS = 0.1
 _CHUNK = 1 << 20
-"""Bytes of the record in a message."""
+"""The bytes of the record in a message."""
 _LINES = 4096
-"""Of the record, that are read at a time."""
+"""How many lines of the record are read at a time."""
 
 Address = tuple[str, int]
 Age = tuple[int, int]
-"""Of a copy: its term, and its number in that; the greater is the later."""
+"""The age of a copy: its term, and its number in that term. The greater one is later."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """What the lead knew: of its launcher and its workers (`packed`), and where the nodes are, itself among them.
+    """What the leader knew: the state of its launcher and its workers (`packed`), and where all nodes are.
 
-    ahead: nanoseconds of its clock before this machine's. heard: by incarnation, the newest message that is in it.
-    lines: of the record, that come before it. plan: in force (planner.plans.packed.to_text). job: see
-    agent.workers.spec.encode_run.
+    ahead: how many nanoseconds the leader's clock is ahead of this machine's. heard: for each incarnation, the number
+    of the newest message that is in the copy. lines: how many lines of the record come before it. plan: the plan in
+    force (planner.plans.packed.to_text). job: see agent.workers.spec.encode_run.
     """
 
     run: str
@@ -88,7 +89,8 @@ class Copy:
 
     @classmethod
     def of(cls, message: Mapping[str, Any], before: Copy | None = None) -> Copy:
-        """before: has the job and the plan, where they are the same. Raises ValueError for what is none."""
+        """Reads a copy. before: an earlier one, for the job and the plan if the message is without them. Raises
+        ValueError for any other message."""
         known = {} if before is None else {"plan": before.plan, "job": before.job}
         return _COPY.validate_python(known | dict(message))
 
@@ -108,30 +110,35 @@ def pack(document: Mapping[str, Any]) -> str:
 
 
 def may_lead(voters: int, nodes: int) -> tuple[bool, str]:
-    """May a node begin to? voters: that follow it, and itself. nodes: of the job, that are not known to be gone."""
+    """Says whether a node may begin to lead, and why. voters: the nodes that follow it, and itself. nodes: the nodes of
+    the job that are not known to be gone."""
     if 2 * voters > nodes:
         return True, f"{voters} of {nodes} nodes follow it"
     return False, f"{voters} of {nodes} nodes are not more than half: the others may have a lead"
 
 
 def may_go_on(followers: int, nodes: int) -> tuple[bool, str]:
-    """May the lead? As in `may_lead`; but of two halves only the lead's goes on."""
+    """Says whether the leader may go on leading, and why. It needs half of the nodes, where `may_lead` asks for more:
+    of two halves the leader's goes on."""
     if 2 * followers >= nodes:
         return True, f"{followers} of {nodes} nodes follow it"
     return False, f"only {followers} of {nodes} nodes follow it: the others may have another leader"
 
 
 def may_ask_console(voters: int, nodes: int) -> tuple[bool, str]:
-    """May a node that is followed by no more than half ask for the lead there? By fewer it could not go on as the lead
-    (`may_go_on`)."""
+    """Says whether a node that half of the nodes follow may ask the console for the lead. With fewer it could not go on
+    as the leader (`may_go_on`)."""
     if 2 * voters >= nodes:
         return True, f"{voters} of {nodes} nodes follow it, and the console decides"
     return False, f"only {voters} of {nodes} nodes follow it, and with fewer than half it could not lead"
 
 
 def may_have_vote(free: bool, promised: int, own: Age, term: int, age: Age) -> tuple[bool, str]:
-    """Does a node that has promised itself in the term `promised`, and has a copy of age `own`, follow one that wants
-    to lead in `term` with a copy of that age? free: its own lead is gone, or silent."""
+    """Says whether a node follows one that wants to lead in `term` with a copy of this age, and why.
+
+    free: the leader that it followed is gone or silent. promised: the newest term in which it has promised to follow a
+    node. own: the age of its own copy.
+    """
     if not free:
         return False, "its lead is there"
     if term <= promised:
@@ -142,7 +149,7 @@ def may_have_vote(free: bool, promised: int, own: Age, term: int, age: Age) -> t
 
 
 def first_to_lead(ages: Mapping[int, Age]) -> tuple[int, str]:
-    """ages: by node, of the copies of those that would follow each other."""
+    """Returns which of several nodes should lead. ages: of their copies, by node."""
     newest = max(ages.values())
     first = min(rank for rank, age in ages.items() if age == newest)
     return first, f"node {first} has the lowest number of those with the newest copy"
@@ -152,29 +159,29 @@ def first_to_lead(ages: Mapping[int, Age]) -> tuple[int, str]:
 
 
 class Spool:
-    """The lines of the record so far, in a file without a name: who leads next writes them anew. What the file does not
-    take, as on a full disk, is kept in memory until it does. `parts` and `messages` may be read in another thread than
-    the one that adds."""
+    """The lines of the record so far, in a file without a name: the next leader writes the record anew from them. Lines
+    that the file does not take, as on a full disk, stay in memory until it does. One thread adds lines; `parts` and
+    `messages` may be read in others."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 -- for as long as the job lasts
         self._ends = array("Q")
-        """Of the lines in the file."""
+        """Where each line of the file ends."""
         self._late = deque[bytes]()
-        """Those after them."""
+        """The lines after these, which are not in the file yet."""
         self._lock = threading.Lock()
-        """While a line goes from there to the file: who reads then would find it twice, or not at all."""
+        """Held while a line goes into the file: a reader would find that line twice, or not at all."""
         self._warned = False
 
     def __len__(self) -> int:
         return len(self._ends) + len(self._late)
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> str:
-        """Returns a warning where the file takes nothing, at the first time; else ""."""
+        """Adds lines. Returns a warning if the file takes nothing, for the first time; otherwise ""."""
         return self.add_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def add_text(self, text: str) -> str:
-        """As `add`, of lines as a message has them."""
+        """Adds lines in the form of a message, like `add`."""
         self._late.extend(line + b"\n" for line in text.encode().splitlines())
         try:
             while self._late:
@@ -192,14 +199,14 @@ class Spool:
         return ""
 
     def _written(self, line: bytes) -> int:
-        """Returns where it ends in the file."""
+        """Writes a line, and returns where it ends in the file."""
         end, written = self._ends[-1] if self._ends else 0, 0
         while written < len(line):
             written += os.pwrite(self._file.fileno(), line[written:], end + written)
         return end + written
 
     def cut(self, lines: int) -> None:
-        """Forgets all but the first so many."""
+        """Forgets all lines but the first so many."""
         while self._late and len(self) > lines:
             self._late.pop()
         del self._ends[lines:]
@@ -214,7 +221,7 @@ class Spool:
             yield json.loads(line)
 
     def parts(self) -> Iterator[bytes]:
-        """All lines that are there now, as they stand in a record."""
+        """Yields all lines that are there now, in the form of a record."""
         with self._lock:
             size, late = self._ends[-1] if self._ends else 0, list(self._late)
         file = self._file
@@ -222,15 +229,15 @@ class Spool:
         return chain(written, late)
 
     def messages(self, first: int, end: int) -> Iterator[dict[str, Any]]:
-        """Lines `first` to `end`, as a node is told them. Each message is read when it is asked for: the whole record
-        is much, and takes long."""
+        """Yields lines `first` to `end` as messages for a node. Each is read when it is asked for, since the whole
+        record is large and takes long."""
         while first < end:
             text = self._chunk(first, end)
             yield {"kind": "lines", "first": first, "text": text.decode()}
             first += text.count(b"\n")
 
     def _chunk(self, first: int, end: int) -> bytes:
-        """Of those lines, the first ones: _CHUNK bytes, but a whole line at least."""
+        """Returns the first of these lines: up to _CHUNK bytes, but at least one line."""
         with self._lock:
             written = len(self._ends)
             if first >= written:
@@ -243,7 +250,7 @@ class Spool:
         return os.pread(self._file.fileno(), size, begin)
 
     def newest_losses(self, most: int) -> list[tuple[int, str]]:
-        """Of the last iterations: number and loss."""
+        """Returns the number and the loss of the last iterations, at most so many."""
         newest = deque[tuple[int, str]]()
         for found in self._iterations_from_the_end(most):
             newest.extendleft((line["iteration"], line["loss"]) for line in reversed(found))
@@ -252,7 +259,7 @@ class Spool:
         return list(newest)[-most:]
 
     def iterations(self, first: int, last: int) -> list[dict[str, Any]]:
-        """The lines of those iterations."""
+        """Returns the lines of these iterations."""
         lines = deque[dict[str, Any]]()
         for found in self._iterations_from_the_end(_LINES):
             lines.extendleft(line for line in reversed(found) if first <= line["iteration"] <= last)
@@ -261,8 +268,8 @@ class Spool:
         return list(lines)
 
     def _iterations_from_the_end(self, most: int) -> Iterator[list[dict[str, Any]]]:
-        """Lines of iterations, in pieces out of so many lines; who leads next waits for it, so no more is read than is
-        asked for."""
+        """Yields the lines of iterations, newest pieces first, each out of so many lines. The next leader waits for
+        this, so no more is read than is asked for."""
         first = len(self)
         while first:
             first, end = max(0, first - most), first
@@ -270,10 +277,10 @@ class Spool:
 
 
 class LeadStatus:
-    """What a launcher has promised: whom it follows (`lead`; itself where it leads), and in which term. For any thread.
+    """Which node a launcher follows (`lead`; itself if it leads), and in which term. Used by several threads.
 
-    lead is None from when it promises to follow another until that one leads: what the one before says is not heard.
-    process: which launcher it is, of those that are started one after the other.
+    lead is None from the moment it promises to follow another node until that one leads. Meanwhile it ignores the
+    leader before. process: identifies this launcher among those that are started one after the other on its node.
     """
 
     def __init__(self, rank: int, *, lead: int | None = None, term: int = 0, run: str = "", process: str = "") -> None:
@@ -282,11 +289,12 @@ class LeadStatus:
         self.age: Age = (0, 0)
         self._free = False
         self._promised: int | None = None
-        """Whom, as long as `lead` is None: itself, where it stands for the lead."""
+        """The node that it has promised to follow while `lead` is None; itself if it stands for election."""
 
     @property
     def promise(self) -> tuple[int, int | None]:
-        """The term, and whom it has promised to follow in it, where that one is not known to lead yet."""
+        """The term, and the node that it has promised to follow in it; None: that one leads already, or there is
+        none."""
         with self._lock:
             return self.term, self._promised if self.lead is None else None
 
@@ -295,26 +303,26 @@ class LeadStatus:
         return self.lead == self.rank
 
     def follow(self, lead: int, term: int) -> bool:
-        """False: it has promised to follow another since."""
+        """Follows a leader. Returns False if it has promised to follow another one since."""
         with self._lock:
             if term >= self.term:
                 self.lead, self.term, self._free = lead, term, False
             return term >= self.term
 
     def lose_lead(self) -> None:
-        """It is gone, or silent."""
+        """Notes that the leader is gone or silent."""
         with self._lock:
             self._free = True
 
     def hear(self) -> bool:
-        """The lead is there after all. False: it is the lead no more."""
+        """Notes that the leader is there after all. Returns False if this node does not follow it any more."""
         with self._lock:
             if self.lead is not None:
                 self._free = False
             return self.lead is not None
 
     def take(self, copy: Copy) -> bool:
-        """A copy has come. False: the one who sent it is the lead no more."""
+        """Takes note of a copy. Returns False if the node that sent it is not the leader any more."""
         with self._lock:
             if self.lead is None or copy.term < self.term:
                 return False
@@ -322,7 +330,7 @@ class LeadStatus:
             return True
 
     def stand(self, term: int) -> bool:
-        """It is to lead in `term`, if enough follow. False: it has promised otherwise."""
+        """Stands for election in `term`. Returns False if it has promised otherwise."""
         with self._lock:
             if not self._free or term <= self.term:
                 return False
@@ -330,6 +338,7 @@ class LeadStatus:
             return True
 
     def win(self, term: int) -> bool:
+        """Leads from now on. Returns False if it has promised otherwise since it stood."""
         with self._lock:
             if term != self.term:
                 return False
@@ -337,7 +346,8 @@ class LeadStatus:
             return True
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """To who asks (`look`, `ask`). Raises KeyError, TypeError and ValueError for what is no question."""
+        """Answers another node's question (see `ask`), and promises to follow it if it may have the vote. Raises
+        KeyError, TypeError and ValueError for any other message."""
         with self._lock:
             granted = False
             if message["kind"] == "vote" and message["run"] == self.run:
@@ -357,7 +367,7 @@ class LeadStatus:
 
 @dataclass(frozen=True)
 class Here:
-    """A launcher of the job that lives; see LeadStatus."""
+    """What a living launcher of the job answers; see LeadStatus."""
 
     term: int
     lead: int | None
@@ -372,8 +382,9 @@ Reply = Here | Literal["gone", "silent"]
 
 
 def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | None = None) -> Reply:
-    """What is at the address of a launcher of this run? `gone`: its process is not there any more; `silent`: that can't
-    be known, as of one that is stopped, or whose host does not answer. question: a vote; None: how it stands."""
+    """Asks a launcher of this run, and returns its answer. `gone`: its process is not there any more. `silent`: that
+    can't be known, as when it is stopped, or its host does not answer. question: asks for its vote; None: asks only how
+    it stands."""
     until = time.monotonic() + LOOK_SECONDS
     try:
         connection = socket.create_connection(address, LOOK_SECONDS)
@@ -387,36 +398,36 @@ def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | No
             frames.send({"kind": "look"} if question is None else {"kind": "vote", "run": run, **question})
             answer = frames.receive(until)
             if answer["kind"] != "here" or answer["run"] not in (run, ""):
-                return "gone"  # another job's
+                return "gone"  # a launcher of another job listens there by now
             if not answer["run"]:
-                # One that a lead has taken in is about to be told of the job; one that none has, or that has lost it
-                # before, has no part in it, as one that has just been started.
+                # A launcher that a leader has taken in is about to be told of the job. One that has no leader, such as
+                # one that was just started, has no part in the job.
                 return "gone" if answer["lead"] is None else "silent"
             return _HERE.validate_python(answer)
         except NotTrusted:
-            return "gone"  # another program's
+            return "gone"  # another program listens there by now
         except (OSError, KeyError, TypeError, ValueError):
             return "silent"
 
 
 def tell(address: Address, token: str, message: Mapping[str, Any]) -> None:
-    """Whoever listens there, if anybody does."""
+    """Sends a message to the launcher that listens there, if there is one."""
     with contextlib.suppress(OSError, NotTrusted):
         connection = socket.create_connection(address, LOOK_SECONDS)
         with contextlib.closing(connection):
             frames = greet(connection, token, "node", time.monotonic() + LOOK_SECONDS)
             frames.send(dict(message))
-            frames.receive(time.monotonic() + LOOK_SECONDS)  # until it closes
+            frames.receive(time.monotonic() + LOOK_SECONDS)  # waits until the other side closes
 
 
 class Arbiter:
-    """The console of a job. All it takes is bounded, and one that is away decides nothing."""
+    """Asks the console of a job, for a bounded time. A console that does not answer decides nothing."""
 
     def __init__(self, url: str, token: str | None, job_id: str) -> None:
         self._url, self._token, self._path = url, token, f"/jobs/{job_id}/lead"
 
     def decide(self, wanted: LeadTerm, after: int, *, ask: bool = False) -> tuple[bool, str]:
-        """Is the lead that node's? See LeadClaim."""
+        """Asks whether that node may lead, and returns the reason, too. See LeadClaim."""
         client = ConsoleClient(self._url, token=self._token, timeout=LOOK_SECONDS, known=True)
         claim = LeadClaim(term=wanted.term, node=wanted.node, after=after, ask=ask)
         try:
@@ -429,7 +440,7 @@ class Arbiter:
 
 @dataclass(frozen=True)
 class Follow:
-    """Another leads."""
+    """Another node leads."""
 
     rank: int
     term: int
@@ -437,7 +448,8 @@ class Follow:
 
 @dataclass(frozen=True)
 class Lead:
-    """This node leads, in that term. expected: those that will follow it. gone: those that are not there any more."""
+    """This node leads, in that term. expected: the nodes that will follow it. gone: nodes that are not there any
+    more."""
 
     term: int
     expected: frozenset[int]
@@ -446,7 +458,7 @@ class Lead:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """to: who leads on without this node; None: nobody leads."""
+    """This node gives up. to: the leader that goes on without this node; None: there is no leader."""
 
     why: str
     to: Follow | None = None
@@ -456,9 +468,10 @@ Outcome = Follow | Lead | GiveUp
 
 
 class Search(threading.Thread):
-    """Finds who leads next, while this node goes on hearing its workers. outcome: once it is known.
+    """A thread that finds out which node leads next, while this node goes on hearing its workers. outcome: set once
+    that is known.
 
-    copy: the newest that this node has. arbiter: None: the job has no console.
+    copy: the newest one that this node has. arbiter: None: the job has no console.
     """
 
     def __init__(self, lead_status: LeadStatus, copy: Copy, token: str, arbiter: Arbiter | None = None) -> None:
@@ -469,9 +482,9 @@ class Search(threading.Thread):
         self._cancelled = threading.Event()
         self._began = time.monotonic()
         self._enough_at: float | None = None
-        """Since when one after the other round enough nodes are there, or the console would have this one lead."""
+        """Since when, in each round, enough nodes were there or the console would let this one lead."""
         self._gone = set[int]()
-        """Also where another process listens at the same address by now."""
+        """Nodes that are gone, even if another process listens at their address by now."""
         self.outcome: Outcome | None = None
         self.start()
 
@@ -492,14 +505,14 @@ class Search(threading.Thread):
         self.outcome = GiveUp(f"the leader is gone, and for {SEEK_SECONDS:.0f} s nobody could take its place: {why}")
 
     def _round(self) -> Outcome | str:
-        """A sentence: not yet, since."""
+        """Asks all nodes once. Returns the outcome, or a sentence that says why there is none yet."""
         lead_status, copy = self._lead_status, self._copy
         seen = self._ask_all(copy.nodes.keys() - self._gone - {lead_status.rank})
         here = {rank: it for rank, it in seen.items() if isinstance(it, Here)}
         self._gone |= {rank for rank, it in seen.items() if it == "gone"}
         if leads := [(it.term, rank) for rank, it in here.items() if it.lead == rank]:
             term, rank = max(leads)
-            # Also where it has won just now, and has handed out no copy yet.
+            # This is so even if that leader has just won and has sent no copy yet.
             if (term, rank) == (lead_status.term, lead_status.lead):
                 return GiveUp(f"node {rank} leads on without this one", Follow(rank, term))
             if term > copy.term and term >= lead_status.term:
@@ -510,7 +523,8 @@ class Search(threading.Thread):
         wanted = LeadTerm(term, lead_status.rank)
         enough, why = may_lead(1 + len(free), nodes)
         if not enough:
-            # Before it stands: a node that does hears its lead no more, which may be there after all.
+            # The console is asked before this node stands: a node that stands ignores its leader, which may be there
+            # after all.
             enough, why = self._ask_console(wanted, 1 + len(free), nodes, why)
         if not enough:
             self._enough_at = None
@@ -522,7 +536,7 @@ class Search(threading.Thread):
         if self._cancelled.is_set():
             return "it follows another"
         if self._arbiter is not None and not may_lead(1 + len(free), nodes)[0]:
-            # However they vote, the console decides: its word comes first, for the same reason.
+            # However the nodes vote, the console decides, so it is asked first, for the same reason.
             enough, why = self._arbiter.decide(wanted, copy.term)
         if self._cancelled.is_set() or not enough or not lead_status.stand(term):
             return why if not enough else "it follows another"
@@ -536,21 +550,22 @@ class Search(threading.Thread):
         return Lead(term, frozenset(here), frozenset(self._gone))
 
     def _stood_in_vain(self, here: Mapping[int, Here], leads: list[tuple[int, int]]) -> GiveUp | None:
-        """One leads whom this node has promised to leave, for itself or for another that does not lead by that, and too
-        few have left it."""
+        """Gives up if a node leads that this one has promised to leave, for itself or for another one which can't win,
+        since too few have left that leader."""
         promised, whom = self._lead_status.promise
         if not leads or whom is None or max(leads)[0] >= promised:
             return None
         if whom not in (self._lead_status.rank, *self._gone):
             it = here.get(whom)
             if it is None or (it.term == promised and it.lead in (None, whom)):
-                return None  # it may lead yet
+                return None  # it may still win
         _, rank = max(leads)
-        # In the term of the promise: unless it has given another one by then, it gives none any more.
+        # It follows in the term of its promise, so it gives no other promise in that term.
         return GiveUp(f"node {rank} leads on without this one", Follow(rank, promised))
 
     def _ask_console(self, wanted: LeadTerm, voters: int, nodes: int, why: str) -> tuple[bool, str]:
-        """Would it give this node the lead? why: the nodes themselves don't."""
+        """Asks whether the console would let this node lead, and why. why: the reason for which the nodes alone
+        don't."""
         now = time.monotonic()
         if self._arbiter is None:
             return False, why

@@ -1,1 +1,1 @@
-"""The data plane: what carries activations, gradients and sums between workers, on CPUs and on GPUs."""
+"""Carries activations, gradients and sums between workers, on CPUs and on GPUs, and forms the groups for it."""
