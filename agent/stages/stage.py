@@ -167,7 +167,7 @@ class Stage:
                 part.training = mode
 
     def evaluate(self, x: Tensors, *, seed: int, measure: Callable[[Any], Any] = lambda y: y) -> Any:
-        """Runs a forward for evaluation, and returns `measure` of its output. Keeps nothing, and changes no buffer."""
+        """Evaluates with one forward, and returns `measure` of its output. Keeps nothing, and changes no buffer."""
         inputs = x if isinstance(x, tuple) else (x,)
         where = inputs[0].device
         kept = self._buffers_in_evaluation.kept()

@@ -780,7 +780,8 @@ class WorkerLoop:
         """Has workers that lack state begin to take it from their peers. Returns those that still lack some while
         `interim` is run; none if all have waited until everything was there.
 
-        Raises StateTransferError, after which the next agreement names another peer; GaveUp when that did not help.
+        Raises StateTransferError, after which the next agreement names another peer; StateTransferFailed when that did
+        not help.
         """
         if not agreement.hands_over:
             self._steps.all_have_state(agreement.iteration)

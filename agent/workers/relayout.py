@@ -109,7 +109,8 @@ class IncomingLayers:
         return 0 if there else max(1, self.state.missing)
 
     def begin(self, description: Mapping[str, Any], holders: Sequence[Holder]) -> None:
-        """Begins to take the layers that a peer has described. From here on that stage's steps are taken here, too."""
+        """Begins to take the layers that some peer has described. From here on that stage's steps are taken here,
+        too."""
         optimizer, moving = self.optimizer, set(description["moving"])
         buffers = [buffer for name, buffer in optimizer.module.named_buffers() if name in moving]
         optimizer.gradients = self._sums(buffers)
