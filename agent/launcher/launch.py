@@ -624,7 +624,7 @@ class Launcher:
         self._leave_now(message["generation"])
 
     def _leave_now(self, broken: int) -> None:
-        """Has all workers leave a broken generation at once: it can't finish the iteration that was to come first."""
+        """Has all workers leave a generation that broke: it can't finish the iteration up to which it was to go."""
         if self._after is not None and self._deployed and broken < self._deployed.deployment.generation:
             self._send_deployments(after=None)
 

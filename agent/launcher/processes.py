@@ -438,8 +438,8 @@ class WorkerProcess:
 
 
 UNKNOWN = 255
-"""What multiprocessing has as exit code of a process whose fork server has ended: nobody knows how the process did, or
-whether. A user's code may end with this one, too."""
+"""The exit code that multiprocessing reports for a process whose fork server has ended. It is not known then how, or
+whether, the process has ended. A user's code may also end with this code."""
 _FOLLOW = (channel.ORPHANED, channel.FENCED, channel.GAVE_UP)
 """Exit codes of ranks that ended because they were told to, or because of another one."""
 _TOLD = ("member", "since", "whole", "spoke", "waits", "op_limit")

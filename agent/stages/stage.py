@@ -413,7 +413,7 @@ class _Trial:
         work: list[int] = []
         for op, keys in ((ops.input_backward, (_FIRST, _SECOND)), (ops.weight_backward, (_SECOND, _FIRST))):
             for key in keys:
-                # Of each op the second one: what is compiled at its first run is no part of it.
+                # The second run of each op is counted: what is compiled in its first run is no part of it.
                 count = FlopCount() if key == keys[-1] else None
                 with count or contextlib.nullcontext():
                     dx = op(key)

@@ -962,7 +962,8 @@ class WorkerLoop:
         error = end.__cause__
         assert error is not None
         samples = getattr(self._workload, "samples", None)
-        # What this product itself refuses, as an output of another shape, has its whole reason in the sentence.
+        # If this program itself refuses something, such as an output of the wrong shape, its message says the whole
+        # reason.
         whole = "" if isinstance(error, StageIOError) else "".join(traceback.format_exception(error))
         traced = whole.splitlines()[-TRACEBACK_LINES:]
         self._channel.say(
