@@ -69,7 +69,7 @@ def test_the_lists_that_take_no_limit_are_named(server: ConsoleServer) -> None:
             p["name"] for p in operation.get("parameters", ())
         }:
             whole.add(name)
-    (said,) = re.findall(r"Three take none, .*?\.", DOCS.read_text())
+    (said,) = re.findall(r"Three lists take no limit and are always whole: .*?\.", DOCS.read_text())
     assert whole == set(re.findall(r"`(\w+)`", said)) and len(whole) == 3
 
 
