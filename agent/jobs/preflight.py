@@ -19,7 +19,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -421,8 +421,9 @@ _SIDE = 3
 """An optimizer is tried on parameters with so many elements along each dimension."""
 _MOST = 256
 """An optimizer is tried on at most so many of a stage's parameters."""
-_STEPS = 6
-"""Steps before the state is handed over, and after that. Optimizers that act only on every fifth step are not rare."""
+_STEPS = (6, 3, 1)
+"""Steps before the state is handed over, and as many after that. Optimizers that act only on every fifth step are not
+rare; fewer steps are tried where these raise, as those of a short schedule do at its end."""
 
 
 @prints_anyway()
@@ -450,7 +451,9 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
         if options.platform.device == "cpu":
             _check_types(workload, shapes, looking_up, options)
         by_stage = [[named for layer in span for named in shapes[layer]] for span in spans(partition)]
-        kept = _check_optimizer(workload, by_stage, options.optimization)
+        kept = _check_optimizer(
+            workload, by_stage, options.optimization, movable=_may_move(workload, partition, options)
+        )
         if options.platform.ranks_per_worker > 1:
             _check_splits(workload, by_stage[0], options.platform.ranks_per_worker)
         if options.optimization.sharding == "zero1" and not kept.apart:
@@ -734,27 +737,63 @@ class _Kept(NamedTuple):
     apart: bool
 
 
-def _check_optimizer(workload: Workload, shapes: list[NamedParameters], optimization: Optimization) -> _Kept:
+def _may_move(workload: Workload, partition: Partition, options: TrainingOptions) -> bool:
+    """May layers come to another stage while the job trains?"""
+    layers = sum(partition)
+    cut = options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers).layers
+    return bool(cut) and layers > len(partition) and options.planning.relayout != "never"
+
+
+def _check_optimizer(
+    workload: Workload, shapes: list[NamedParameters], optimization: Optimization, *, movable: bool
+) -> _Kept:
     """Tries the optimizer of each stage that differs from the stages before, on a few numbers: after a hand-over of its
-    state, and after a roll-back, it must lead to the same bits."""
-    tried, groups, kept = set(), dict[int, int](), list[_Kept]()
+    state, and after a roll-back, it must lead to the same bits. movable: may layers come to another stage? Then the
+    groups must be the same however the model is cut: a layer that moves gets the options of the stage that it comes
+    to."""
+    tried, groups, kept = set(), dict[str, Sequence[Mapping[str, Any]]](), list[_Kept]()
     for stage, mine in enumerate(shapes):
         small = [(tuple(min(_SIDE, n) for n in p.shape), p.dtype, p.requires_grad) for _, p in mine[:_MOST]]
         key = tuple(sorted({(len(shape), str(dtype), grad) for shape, dtype, grad in small}))
-        groups[_make(workload, mine, optimization)] = stage
+        groups[f"stage {stage}"] = _make(workload, mine, optimization)
         if key not in tried:
             tried.add(key)
             kept.append(_try(workload, small, optimization))
-    if len(groups) > 1:
-        counts = " and ".join(f"{count} for stage {stage}" for count, stage in sorted(groups.items()))
-        expected = "one number of them for all stages, so that layers can move; a group may have no parameters"
-        raise InputError("optimizer", f"parameter groups: {counts}", expected)
+    if movable:
+        whole = [named for mine in shapes for named in mine]
+        groups["all layers in one stage"] = _make(workload, whole, optimization)
+    counts = {len(found): where for where, found in groups.items()}
+    if len(counts) > 1:
+        got = " and ".join(f"{count} for {where}" for count, where in sorted(counts.items()))
+        expected = (
+            "one number of them wherever the model is cut, so that layers can move: one for each layer of the whole "
+            "model, say; a group may have no parameters"
+        )
+        raise InputError("optimizer", f"parameter groups: {got}", expected)
+    if movable:
+        _check_alike(groups)
     return min(kept, default=_Kept(0.0, True))
 
 
-def _make(workload: Workload, named: NamedParameters, optimization: Optimization) -> int:
-    """Makes the optimizer and scheduler for the stage's own shapes, without memory. Returns the number of parameter
-    groups. Raises InputError."""
+def _check_alike(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Raises InputError unless these optimizers, by what they are for, have the same options in their groups."""
+    (first, wanted), *others = groups.items()
+    expected = (
+        "the same wherever the model is cut, so that layers can move: one group for each layer of the whole model, "
+        "say; a group may have no parameters. Or relayout=never"
+    )
+    for where, found in others:
+        for number, (mine, theirs) in enumerate(zip(wanted, found, strict=True)):
+            for name in mine.keys() | theirs.keys():
+                one, other = mine.get(name), theirs.get(name)
+                if not alike(one, other):
+                    got = f"{name} of parameter group {number}: {one} for {first}, {other} for {where}"
+                    raise InputError("optimizer", got, expected)
+
+
+def _make(workload: Workload, named: NamedParameters, optimization: Optimization) -> list[dict[str, Any]]:
+    """Makes the optimizer and scheduler for the stage's own shapes, without memory. Returns the options of its
+    parameter groups. Raises InputError."""
     try:
         optimizer = make_optimizer(workload.optimizer, named)
         text = type(optimizer).__name__
@@ -779,7 +818,9 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     if scheduler is not None and not (hasattr(made, "step") and hasattr(made, "optimizer")):
         raise InputError("scheduler", type(made).__name__, "a function of an optimizer that returns an LRScheduler")
     StageOptimizer(nn.Module(), optimizer, SUM_OF[optimization.mode]((), terms=1), made)
-    return len(optimizer.param_groups)
+    # Names that torch keeps of a group's parameters are no option.
+    left_out = {"params", "param_names"}
+    return [{name: value for name, value in group.items() if name not in left_out} for group in optimizer.param_groups]
 
 
 def _try(
@@ -792,11 +833,14 @@ def _try(
         )
         return stage_optimizer(workload, module, SUM_OF[optimization.mode](module.parameters(), terms=1), optimization)
 
-    try:
-        mine, peer = stage(), stage()
-        _steps(mine, range(_STEPS))
-    except Exception:
+    for steps in _STEPS:
+        with contextlib.suppress(Exception):
+            _steps(stage(), range(2 * steps))
+            break
+    else:
         return _Kept(0.0, True)  # perhaps it needs its real parameters; peers are still compared while they train
+    mine, peer = stage(), stage()
+    _steps(mine, range(steps))
     name = type(mine.optimizer).__name__
     if mine.scheduler is not None:
         name += f" with {type(mine.scheduler).__name__}"
@@ -806,12 +850,12 @@ def _try(
     )
     try:
         peer.load_state(unpack(*pack(mine.state())))
-        _steps(mine, range(_STEPS, 2 * _STEPS))
-        _steps(peer, range(_STEPS, 2 * _STEPS))
+        _steps(mine, range(steps, 2 * steps))
+        _steps(peer, range(steps, 2 * steps))
         if not _equal(mine, peer):
             raise InputError("optimizer", name, advice)
         mine.roll_back()
-        _steps(mine, range(2 * _STEPS - 1, 2 * _STEPS))
+        _steps(mine, range(2 * steps - 1, 2 * steps))
         if not _equal(mine, peer):
             raise InputError("optimizer", name, advice)
     except StateError as error:

@@ -17,7 +17,7 @@ from torch import nn
 
 from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
 from openrecycle.agent.config.devices import Mode, Platform, memory_group, memory_limit
-from openrecycle.agent.config.options import Optimization, TrainingOptions
+from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions
 from openrecycle.agent.jobs.callables import CallableWorkload
 from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.models.compat import tensors_without_data
@@ -33,6 +33,10 @@ from tests.golden import golden
 
 W = own_jobs.WIDTH
 SHORT = Timeouts(transfer=10.0)
+
+
+LAYERS: dict[str, Any] = {"stages": None, "layers": own_jobs.build_stage, "layer_count": 4}
+"""Of which some may move to another stage."""
 
 
 class Slow(torch.optim.lr_scheduler.LRScheduler):
@@ -86,6 +90,14 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"optimizer": wrong_jobs.lbfgs}, ["optimizer: got 'LBFGS'", "no closure"]),
         ({"optimizer": wrong_jobs.no_optimizer}, ["optimizer: got 'NoneType'", "torch.optim.Optimizer"]),
         ({"optimizer": partial(torch.optim.SGD, rate=1)}, ["optimizer: got", "TypeError: ", "rate"]),
+        (
+            {**LAYERS, "optimizer": wrong_jobs.group_by_layer_here},
+            ["optimizer: got", golden("2-for-stage-1-and-4")],
+        ),
+        (
+            {**LAYERS, "optimizer": wrong_jobs.rate_by_stage},
+            ["optimizer: got", golden("lr-of-parameter-group-0"), "relayout=never"],
+        ),
         ({"scheduler": wrong_jobs.plateau}, ["scheduler: got 'ReduceLROnPlateau'", "no metric"]),
         ({"scheduler": wrong_jobs.scheduled()}, ["scheduler: got 'a LambdaLR already made', expected a function"]),
         ({"scheduler": wrong_jobs.NoScheduler}, ["scheduler: got 'ArithmeticError: no'"]),
@@ -257,7 +269,14 @@ def test_a_container_s_limit_is_the_memory_that_there_is(
         *({"optimizer": kind} for kind in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor)),
         {"optimizer": wrong_jobs.threaded},
         {"scheduler": own_jobs.halving, "optimization": Optimization(clip_norm=1.0, mode="fast")},
-        {"scheduler": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=100)},
+        {**LAYERS, "optimizer": wrong_jobs.rate_by_layer},
+        {**LAYERS, "optimizer": wrong_jobs.with_names},
+        {**LAYERS, "optimizer": wrong_jobs.rate_by_stage, "planning": Planning(relayout="never")},
+        {"optimizer": wrong_jobs.rate_by_stage},
+        *(
+            {"scheduler": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=steps)}
+            for steps in (1, 8, 100)
+        ),
         {"scheduler": partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=5)},
     ],
 )

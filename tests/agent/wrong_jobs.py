@@ -46,6 +46,39 @@ def by_width(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(listed, lr=0.1 / max(p.shape[-1] for p in listed if p.dim() > 1))
 
 
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+def _of_layer(name: str) -> int:
+    return int(name.partition(".")[0])
+
+
+def group_by_layer_here(named_parameters: NamedParameters) -> torch.optim.Optimizer:
+    """As many groups as the stage has layers."""
+    of: dict[int, list[nn.Parameter]] = {}
+    for name, parameter in named_parameters:
+        of.setdefault(_of_layer(name), []).append(parameter)
+    return torch.optim.SGD([{"params": of[layer]} for layer in sorted(of)], lr=0.1)
+
+
+def rate_by_stage(named_parameters: NamedParameters) -> torch.optim.Optimizer:
+    """What is learned of a layer depends on where the model is cut."""
+    deepest = max(_of_layer(name) for name, _ in named_parameters)
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.1 * 0.5 ** (4 - deepest))
+
+
+def rate_by_layer(named_parameters: NamedParameters) -> torch.optim.Optimizer:
+    """One group for each layer of the whole model, wherever that is cut."""
+    groups: list[dict[str, Any]] = [{"params": [], "lr": 0.1 * 0.5 ** (3 - layer)} for layer in range(4)]
+    for name, parameter in named_parameters:
+        groups[_of_layer(name)]["params"].append(parameter)
+    return torch.optim.SGD(groups)
+
+
+def with_names(named_parameters: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named_parameters, lr=0.1)
+
+
 def by_way_of_sparse(output: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(torch.sparse.mm(torch.eye(len(output)).to_sparse(), output), targets)
 
