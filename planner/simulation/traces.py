@@ -55,12 +55,14 @@ class Trace:
         """Sorts events by time; those of equal time keep their order. end: the last event's time unless given. where:
         the name of each event in errors, if the events are in order already; by default `name`.
 
-        A worker that comes back gets a new name, W1_2#2, W1_2#3 and so on, since each name has one life only.
+        A worker that comes back gets a new name, W1_2#2, W1_2#3 and so on, since each name has one life only. Names
+        that the events have already are left out.
         Raises InputError for an empty trace, a worker that is added while it lives, or removed while it does not.
         """
         ordered = tuple(sorted(events, key=lambda e: e.time))
         if not ordered:
             raise InputError(name, "no events", "at least one `add`")
+        known = {event.worker for event in ordered}
         living: set[str] = set()
         lives: dict[str, int] = {}
         renamed: list[Event] = []
@@ -71,6 +73,8 @@ class Trace:
                     raise InputError(place, worker, f"a worker that is not there yet, at {event.time} ms")
                 living.add(worker)
                 lives[worker] = lives.get(worker, 0) + 1
+                while lives[worker] > 1 and f"{worker}#{lives[worker]}" in known:
+                    lives[worker] += 1
             else:
                 if worker not in living:
                     raise InputError(place, worker, f"the removal of a worker that is there, at {event.time} ms")

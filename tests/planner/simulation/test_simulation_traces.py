@@ -139,6 +139,12 @@ def test_a_worker_that_returns_has_a_new_name() -> None:
     assert [event.worker for event in trace.events] == ["W0_0", "W0_0", "W0_0#2", "W0_0#2"]
 
 
+def test_the_new_name_is_nobody_elses() -> None:
+    lines = ["0,add,a", "0,add,a#2", "5,remove,a", "9,add,a", "12,remove,a", "13,remove,a#2", "99,add,b"]
+    trace = parse_trace("\n".join(lines), name="named")
+    assert [event.worker for event in trace.events] == ["a", "a#2", "a", "a#3", "a#3", "a#2", "b"]
+
+
 def test_generated_failures_have_their_mean() -> None:
     domains = [Domain(1, mtbf=100, repair=2, shape=0.7)]
     trace = generated(200, 1000, domains, seed=1)
