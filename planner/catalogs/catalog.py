@@ -435,8 +435,9 @@ def create_folder(root: Path, question: CatalogQuestion) -> tuple[StoredCatalog,
     with _writable(root):
         path.mkdir(parents=True, exist_ok=True)
         for part in path.glob("*.part"):
-            if part.stat().st_mtime < time.time() - KILLED_SECONDS:
-                part.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another process has just completed it
+                if part.stat().st_mtime < time.time() - KILLED_SECONDS:
+                    part.unlink()
     if not (path / INFO).exists():
         write_whole(path / INFO, (info.model_dump_json(indent=1) + "\n").encode())
     blobs = FolderBlobs(path)

@@ -113,6 +113,8 @@ def test_what_is_there_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.
     again = build(SMALL, 1, tmp_path)
     assert (again.planned, again.kept) == (1, 2)
     assert [part.exists() for part in parts] == [False, True]
+    (folder.path / "gone.part").symlink_to("nothing")  # listed, and then not there: another process has completed it
+    assert build(SMALL, 1, tmp_path).planned == 0
     assert catalogs.open_folder(folder.path).header(names[0]).failures == 0
     more = build(SMALL, 2, tmp_path)
     assert (more.planned, more.kept, more.total) == (4, 3, 7)
