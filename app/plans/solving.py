@@ -33,7 +33,7 @@ from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.layers.migration import COPY_BANDWIDTH, CopyCost, best_migrations
+from openrecycle.planner.layers.migration import COPY_BANDWIDTH, LEAST_BANDWIDTH, CopyCost, best_migrations
 from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.packed import from_bytes, to_bytes
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, WorkerName
@@ -236,7 +236,7 @@ class MigrationsSettings(_Settings):
 
     kind: Literal["migrations"] = "migrations"
     state_bytes: Annotated[int, Field(ge=0, le=1 << 60), INTEGER] = 0
-    bandwidth: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = COPY_BANDWIDTH
+    bandwidth: Annotated[float, Field(strict=True, ge=LEAST_BANDWIDTH, allow_inf_nan=False)] = COPY_BANDWIDTH
     heals_in: Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)] | None = None
 
 

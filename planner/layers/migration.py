@@ -22,7 +22,7 @@ from functools import cached_property
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import failures_per_stage
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker, check_bytes
 from openrecycle.planner.jobs.words import planned
 from openrecycle.planner.plans.bounds import CountBounds
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
@@ -37,6 +37,8 @@ MOST_BOUNDED_STAGES = 512
 
 # Default bandwidth of a copy, in bytes per second: a 100 Gb/s link.
 COPY_BANDWIDTH = 12.5e9
+# With less, a pause might be infinite, which JSON has no number for.
+LEAST_BANDWIDTH = 1.0
 
 
 class BoundModel:
@@ -278,10 +280,9 @@ def check_copy_cost(job: Job, state_bytes: Sequence[int], bandwidth: float) -> C
     if len(per_stage) != job.stages:
         raise InputError("--state-bytes", len(per_stage), f"one number, or one per stage ({job.stages})")
     for value in per_stage:
-        if value < 0:
-            raise InputError("--state-bytes", value, "a number of bytes of at least 0")
-    if not 0 < bandwidth < float("inf"):
-        raise InputError("--bandwidth", bandwidth, "bytes per second above 0")
+        check_bytes("--state-bytes", value)
+    if not LEAST_BANDWIDTH <= bandwidth < float("inf"):
+        raise InputError("--bandwidth", bandwidth, f"at least {LEAST_BANDWIDTH:g} byte per second")
     return CopyCost(per_stage, bandwidth)
 
 
@@ -292,6 +293,14 @@ PLANNED = 3
 
 # Seconds of each unit of time that a profile may be in. Any other unit, such as a slot, is no unit of time.
 SECONDS = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+# Far beyond these, times in seconds become 0 or infinite.
+LEAST_UNIT, MOST_UNIT = 1e-30, 1e9
+
+
+def check_unit(seconds: float) -> None:
+    """Raises InputError for what is no length of a unit of time."""
+    if not LEAST_UNIT <= seconds <= MOST_UNIT:
+        raise InputError("--unit-seconds", seconds, f"a number of seconds from {LEAST_UNIT:g} to {MOST_UNIT:g}")
 
 
 @dataclass(frozen=True)
@@ -359,8 +368,7 @@ def best_migrations(
     if heals_in is not None and not 0 <= heals_in < float("inf"):
         raise InputError("--heals-in", heals_in, "a number of seconds of at least 0")
     seconds = SECONDS.get(job.time_unit, 1.0) if unit_seconds is None else unit_seconds
-    if not 0 < seconds < float("inf"):
-        raise InputError("--unit-seconds", seconds, "a number of seconds above 0")
+    check_unit(seconds)
     tick = seconds / job.ticks_per_unit
     cost = cost or CopyCost((0,) * job.stages, 1.0)
     dead = frozenset(job.check_worker(w, field="--fail") for w in failed)

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import MAX_LAYERS, Job, LayerProfile, StageProfile, Worker, balanced
+from openrecycle.planner.jobs.job import MAX_BYTES, MAX_LAYERS, Job, LayerProfile, StageProfile, Worker, balanced
 from openrecycle.planner.plans.plan import (
     INTEGER,
     PRINTABLE,
@@ -163,9 +163,10 @@ def _milliseconds(seconds: float) -> float:
 # -- measured profiles --------------------------------------------------------------------------
 
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0), INTEGER]
+# Whole numbers have a limit too: they are computed with floats.
+Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES), INTEGER]
 Text = Annotated[str, Field(max_length=300, pattern=PRINTABLE)]
-Count = Annotated[int, Field(ge=1), INTEGER]
+Count = Annotated[int, Field(ge=1, le=2**31), INTEGER]
 Clock = Literal["wall", "cpu"]
 
 _FOLDER = Path(__file__).parent
@@ -222,7 +223,7 @@ class Reductions(DocumentModel):
     """Times of the all-reduce of `bytes` among 2, 3, ... peers, in order, all on the profiled machine. Where the
     optimizer's state is sharded, the sums of each part go to the workers that step it, and its parameters to all."""
 
-    bytes: Annotated[int, Field(ge=1), INTEGER]
+    bytes: Annotated[int, Field(ge=1, le=MAX_BYTES), INTEGER]
     by_peers: Annotated[tuple[Timing, ...], Field(fail_fast=True)]
 
     def milliseconds(self, size: int, peers: int) -> float:
@@ -266,7 +267,7 @@ class Measurements(DocumentModel):
     about: Text
     samples_per_micro_batch: Count
     mode: Literal["deterministic", "fast"]
-    sharded_over: Annotated[int, Field(ge=0, exclude_if=lambda value: not value), INTEGER] = 0
+    sharded_over: Annotated[int, Field(ge=0, le=2**31, exclude_if=lambda value: not value), INTEGER] = 0
     clipped: Annotated[bool, Field(strict=True, exclude_if=lambda value: not value)] = False
     hardware: Hardware
     cut: Literal["stages", "layers", "each"]

@@ -24,7 +24,7 @@ from openrecycle.planner.jobs.job import (
     Technique,
     Worker,
 )
-from openrecycle.planner.layers.migration import SECONDS, Counts, best_distributions, models
+from openrecycle.planner.layers.migration import SECONDS, Counts, best_distributions, check_unit, models
 from openrecycle.planner.layers.partition import Layout, best_at_home, lay_out, layer_bounds, staffed, with_stages
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.packed import CatalogQuestion
@@ -33,8 +33,8 @@ from openrecycle.planner.solvers.list_scheduler import ListScheduler
 if TYPE_CHECKING:
     from openrecycle.planner.catalogs.catalog import StoredCatalog
 
-# No job has more samples or longer units, and sums of larger numbers would overflow.
-MOST_SAMPLES, MOST_UNIT = 1e12, 1e9
+# No job has more samples, and sums of larger numbers would overflow.
+MOST_SAMPLES = 1e12
 # Layers per stage for a job whose layers are not known, so that re-partition has something to move.
 LAYERS_PER_STAGE = 8
 # About how many ops are scheduled to compare partitions. It is low, since many states are planned and none is run.
@@ -86,8 +86,8 @@ def check_sizes(
     if least_stages is not None and (least_stages < 1 or (stages is not None and least_stages > stages)):
         most = "the job's stages" if stages is None else stages
         raise InputError("--least-stages", least_stages, f"a whole number from 1 to {most}")
-    if unit_seconds is not None and not 0 < unit_seconds <= MOST_UNIT:
-        raise InputError("--unit-seconds", unit_seconds, f"a number of seconds above 0, at most {MOST_UNIT:g}")
+    if unit_seconds is not None:
+        check_unit(unit_seconds)
 
 
 class PlannedJob:

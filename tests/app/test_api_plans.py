@@ -87,6 +87,8 @@ def test_migrations(client: TestClient) -> None:
     body = {"kind": "migrations", "job": JOB, "failed": ["W0_2", "W1_2"], "memory": "none"}
     found = over(client, client.post(f"{API}/solves", json=body).json()["id"])["migrations"]
     assert (found["period_now"], found["period"], len(found["migrations"])) == (54, 27, 1)
+    endless = {**body, "state_bytes": 2**60, "bandwidth": 1e-300}  # a pause that JSON has no number for
+    refused(client.post(f"{API}/solves", json=endless), 422, "bandwidth")
 
 
 def test_a_stage_that_is_dead_is_given_other_workers(client: TestClient) -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.processes
 
 API = "/api/v1"
 UNEVEN = job_doc(Job.uniform(2, 3, 4, durations={"F": 2, "I": 3, "W": 1, "transfer": 0.5})).model_dump(mode="json")
+MEASURED = load_profile(shipped()[0]).model_dump(mode="json")
 SPEC = {"name": "n", "pipelines": 4, "stages": 3, "micro_batches": 8, "iterations": 5}
 
 
@@ -40,8 +41,7 @@ def refused(answer: Any, status: int, words: str) -> None:
 
 def test_kept_listed_replaced_and_deleted(client: TestClient) -> None:
     path = f"{API}/profiles/llama-8b_v1.2+lora"
-    measured = load_profile(shipped()[0]).model_dump(mode="json")
-    first = client.put(path, json=measured)
+    first = client.put(path, json=MEASURED)
     assert (first.status_code, first.json()["kind"], first.json()["stages"]) == (201, "measured", None)
     again = client.put(path, json=UNEVEN, headers={"X-Actor": "eve"})
     assert (again.status_code, again.json()["kind"], again.json()["stages"]) == (200, "job", 3)
@@ -126,6 +126,7 @@ def test_a_catalog_takes_its_op_times_by_name(client: TestClient) -> None:
         ("x", {"profile_version": 1}, 422, golden("model-missing-expected-a-value")),
         ("x", [], 422, golden("expected-a-valid-dictionary")),
         ("x", {**UNEVEN, "pipelines": 10**9}, 422, "pipelines"),
+        ("x", {**MEASURED, "reductions": {**MEASURED["reductions"], "bytes": 10**400}}, 422, "reductions.bytes"),
     ],
 )
 def test_what_is_no_profile(client: TestClient, name: str, document: Any, status: int, words: str) -> None:

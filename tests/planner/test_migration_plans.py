@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -224,18 +225,21 @@ def test_bad_input() -> None:
         best_migrations(GRID, [Worker(3, 0)])
     with pytest.raises(InputError, match=r"--heals-in: got -1"):
         best_migrations(GRID, [], heals_in=-1)
-    with pytest.raises(InputError, match="--unit-seconds"):
-        best_migrations(GRID, [], unit_seconds=0)
+    for unit in (0, 5e-324, 1e308):  # 5e-324 / 10 is 0
+        with pytest.raises(InputError, match="--unit-seconds"):
+            best_migrations(replace(GRID, transfers=(0.5,) * 3), [], unit_seconds=unit)
     with pytest.raises(InputError, match="--technique"):
         best_migrations(GRID, workers("W0_0"), technique=Technique.FAULT_FREE)
     with pytest.raises(InfeasibleError, match=golden("3-living-workers-cant-staff")):
         best_migrations(GRID, list(GRID.workers())[:9])
     with pytest.raises(InputError, match=golden("state-bytes-got-2-expected-one")):
         check_copy_cost(GRID, [1, 2], 1)
-    with pytest.raises(InputError, match="--bandwidth"):
-        check_copy_cost(GRID, [1], 0)
-    with pytest.raises(InputError, match="--state-bytes"):
-        check_copy_cost(GRID, [-1], 1)
+    for bandwidth in (0, 1e-308):
+        with pytest.raises(InputError, match="--bandwidth"):
+            check_copy_cost(GRID, [1], bandwidth)
+    for state in (-1, 10**308):
+        with pytest.raises(InputError, match="--state-bytes"):
+            check_copy_cost(GRID, [state], 1)
 
 
 ARGS = ["migrations", "--pipelines", "3", "--stages", "4", "--micro-batches", "6", "--fail", "W0_2,W1_2"]

@@ -350,6 +350,7 @@ def test_a_tie_hides_no_crossing() -> None:
         ({"samples": 1, "layers": 0}, "--layers-per-stage"),
         ({"samples": 1, "least_stages": 9}, "--least-stages"),
         ({"samples": 1, "unit_seconds": 0}, "--unit-seconds"),
+        ({"samples": 1, "unit_seconds": 5e-324}, "--unit-seconds"),
         ({"samples": 1, "unit_seconds": 1e308}, "--unit-seconds"),
         ({"samples": 1e308}, "--samples"),
     ],
