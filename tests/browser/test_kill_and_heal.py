@@ -165,8 +165,10 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     expect(cell(page, "running", VICTIM)).to_be_visible()
     page.get_by_role("button", name=VICTIM).click()
     page.get_by_role("dialog").get_by_role("button", name="Kill", exact=True).click()
-    shifts.forget()
-    page.get_by_role("dialog").get_by_role("button", name=f"Kill {VICTIM}").click()
+    confirm = page.get_by_role("dialog").get_by_role("button", name=f"Kill {VICTIM}")
+    expect(confirm).to_be_visible()
+    shifts.forget()  # the dialog's parts are moved by the question, on a busy machine later than half a second
+    confirm.click()
 
     # It is seen, the plan changes, peers take the work, training goes on.
     expect(cell(page, "failed", VICTIM)).to_be_visible()
