@@ -150,7 +150,7 @@ def _throughput(view: JobView) -> Card:
     if view.condition is Condition.SILENT:
         return Card("Throughput", text.rate(now), "before workers fell silent", "warn", of="samples/s")
     if not has_settled(view.iterations):
-        return Card("Throughput", text.rate(now), "of one iteration, with what came before it", of="samples/s")
+        return Card("Throughput", text.rate(now), "first iteration after a change, wait included", of="samples/s")
     share = share_of(now, view.figures)
     if share is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
