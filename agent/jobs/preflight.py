@@ -751,18 +751,18 @@ def _check_optimizer(
     state, and after a roll-back, it must lead to the same bits. movable: may layers come to another stage? Then the
     groups must be the same however the model is cut: a layer that moves gets the options of the stage that it comes
     to."""
-    tried, groups, kept = set(), dict[str, Sequence[Mapping[str, Any]]](), list[_Kept]()
+    tried, made, kept = set(), dict[str, _Groups](), list[_Kept]()
     for stage, mine in enumerate(shapes):
         small = [(tuple(min(_SIDE, n) for n in p.shape), p.dtype, p.requires_grad) for _, p in mine[:_MOST]]
         key = tuple(sorted({(len(shape), str(dtype), grad) for shape, dtype, grad in small}))
-        groups[f"stage {stage}"] = _make(workload, mine, optimization)
+        made[f"stage {stage}"] = _make(workload, mine, optimization)
         if key not in tried:
             tried.add(key)
             kept.append(_try(workload, small, optimization))
     if movable:
         whole = [named for mine in shapes for named in mine]
-        groups["all layers in one stage"] = _make(workload, whole, optimization)
-    counts = {len(found): where for where, found in groups.items()}
+        made["all layers in one stage"] = _make(workload, whole, optimization)
+    counts = {len(groups.options): where for where, groups in made.items()}
     if len(counts) > 1:
         got = " and ".join(f"{count} for {where}" for count, where in sorted(counts.items()))
         expected = (
@@ -771,29 +771,54 @@ def _check_optimizer(
         )
         raise InputError("optimizer", f"parameter groups: {got}", expected)
     if movable:
-        _check_alike(groups)
+        _check_alike(made)
     return min(kept, default=_Kept(0.0, True))
 
 
-def _check_alike(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Raises InputError unless these optimizers, by what they are for, have the same options in their groups."""
-    (first, wanted), *others = groups.items()
+class _Groups(NamedTuple):
+    """The parameter groups of an optimizer: the options of each, and the group of each parameter by its name."""
+
+    options: Sequence[Mapping[str, Any]]
+    of: Mapping[str, int]
+
+
+def _check_alike(made: Mapping[str, _Groups]) -> None:
+    """Raises InputError unless these optimizers, by what they are for, have the same options in their groups, and each
+    parameter in the same group. The last one is that of all parameters."""
     expected = (
         "the same wherever the model is cut, so that layers can move: one group for each layer of the whole model, "
         "say; a group may have no parameters. Or relayout=never"
     )
-    for where, found in others:
-        for number, (mine, theirs) in enumerate(zip(wanted, found, strict=True)):
-            for name in mine.keys() | theirs.keys():
+    *stages, (all_layers, whole) = made.items()
+    for where, groups in stages:
+        for number, (mine, theirs) in enumerate(zip(groups.options, whole.options, strict=True)):
+            for name in sorted(mine.keys() | theirs.keys()):
                 one, other = mine.get(name), theirs.get(name)
-                if not alike(one, other):
-                    got = f"{name} of parameter group {number}: {one} for {first}, {other} for {where}"
+                if not _same_option(one, other):
+                    got = f"{name} of parameter group {number}: {one} for {where}, {other} for {all_layers}"
                     raise InputError("optimizer", got, expected)
+        for name, number in groups.of.items():
+            if whole.of.get(name) != number:
+                got = f"{name} in parameter group {number} for {where}, in {whole.of.get(name)} for {all_layers}"
+                raise InputError("optimizer", got, expected)
 
 
-def _make(workload: Workload, named: NamedParameters, optimization: Optimization) -> list[dict[str, Any]]:
-    """Makes the optimizer and scheduler for the stage's own shapes, without memory. Returns the options of its
-    parameter groups. Raises InputError."""
+def _same_option(one: Any, other: Any) -> bool:
+    """Says whether two values of an option of a parameter group mean the same. What is no number, such as a user's list
+    of the parameters' names, does not: it may differ."""
+    one, other = (value.tolist() if isinstance(value, Tensor) else value for value in (one, other))
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        names = all(isinstance(value, str) for value in (*one, *other))
+        return names or (len(one) == len(other) and all(map(_same_option, one, other)))
+    plain = (bool, int, float, type(None))
+    if not (isinstance(one, plain) and isinstance(other, plain)):
+        return True
+    return one == other or (one != one and other != other)
+
+
+def _make(workload: Workload, named: NamedParameters, optimization: Optimization) -> _Groups:
+    """Makes the optimizer and scheduler for the stage's own shapes, without memory. Returns its parameter groups.
+    Raises InputError."""
     try:
         optimizer = make_optimizer(workload.optimizer, named)
         text = type(optimizer).__name__
@@ -818,9 +843,10 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     if scheduler is not None and not (hasattr(made, "step") and hasattr(made, "optimizer")):
         raise InputError("scheduler", type(made).__name__, "a function of an optimizer that returns an LRScheduler")
     StageOptimizer(nn.Module(), optimizer, SUM_OF[optimization.mode]((), terms=1), made)
-    # Names that torch keeps of a group's parameters are no option.
-    left_out = {"params", "param_names"}
-    return [{name: value for name, value in group.items() if name not in left_out} for group in optimizer.param_groups]
+    names = {id(parameter): name for name, parameter in named}
+    groups = optimizer.param_groups
+    of = {names[id(p)]: number for number, group in enumerate(groups) for p in group["params"] if id(p) in names}
+    return _Groups([{name: value for name, value in group.items() if name != "params"} for group in groups], of)
 
 
 def _try(

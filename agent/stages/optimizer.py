@@ -800,14 +800,14 @@ def make_optimizer(factory: Callable[[Any], torch.optim.Optimizer], named: Named
 
     # No optimizer takes an empty list, but a stage may have no parameters; or none to train, where a factory may leave
     # all out. So it is given one: of two dimensions, since Muon takes no other, and with one element, since a factory
-    # may divide by its sides.
+    # may divide by its sides. Its name has a layer, which a factory may look for.
     nothing = nn.Parameter(torch.zeros(1, 1))
     try:
-        made = make(named or [("none", nothing)])
+        made = make(named or [("0.none", nothing)])
     except ValueError:
         if not named or any(parameter.requires_grad for _, parameter in named):
             raise
-        made = make([*named, ("none", nothing)])
+        made = make([*named, ("0.none", nothing)])
     if isinstance(made, torch.optim.Optimizer):
         made.state.pop(nothing, None)  # Adagrad has a state from the beginning
     return made

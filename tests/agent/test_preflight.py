@@ -98,6 +98,10 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
             {**LAYERS, "optimizer": wrong_jobs.rate_by_stage},
             ["optimizer: got", golden("lr-of-parameter-group-0"), "relayout=never"],
         ),
+        (
+            {**LAYERS, "optimizer": wrong_jobs.rate_of_the_last_two},
+            ["optimizer: got", golden("in-parameter-group-1-for")],
+        ),
         ({"scheduler": wrong_jobs.plateau}, ["scheduler: got 'ReduceLROnPlateau'", "no metric"]),
         ({"scheduler": wrong_jobs.scheduled()}, ["scheduler: got 'a LambdaLR already made', expected a function"]),
         ({"scheduler": wrong_jobs.NoScheduler}, ["scheduler: got 'ArithmeticError: no'"]),
@@ -271,6 +275,7 @@ def test_a_container_s_limit_is_the_memory_that_there_is(
         {"scheduler": own_jobs.halving, "optimization": Optimization(clip_norm=1.0, mode="fast")},
         {**LAYERS, "optimizer": wrong_jobs.rate_by_layer},
         {**LAYERS, "optimizer": wrong_jobs.with_names},
+        {**LAYERS, "optimizer": wrong_jobs.with_own_names},
         {**LAYERS, "optimizer": wrong_jobs.rate_by_stage, "planning": Planning(relayout="never")},
         {"optimizer": wrong_jobs.rate_by_stage},
         *(

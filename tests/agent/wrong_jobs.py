@@ -75,6 +75,17 @@ def rate_by_layer(named_parameters: NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups)
 
 
+def rate_of_the_last_two(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Those of each stage, where it is cut."""
+    listed = list(parameters)
+    return torch.optim.SGD([{"params": listed[:-2], "lr": 0.1}, {"params": listed[-2:], "lr": 1.0}])
+
+
+def with_own_names(named_parameters: NamedParameters) -> torch.optim.Optimizer:
+    names, parameters = zip(*named_parameters, strict=True)
+    return torch.optim.SGD([{"params": list(parameters), "names": list(names)}], lr=0.1)
+
+
 def with_names(named_parameters: NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named_parameters, lr=0.1)
 
