@@ -778,7 +778,7 @@ class Launcher:
     def _lacking(self) -> int:
         """How many more workers a job that trains needs to come to the end that it was asked for: with fewer workers
         than stages it can't go on, whatever all go back to."""
-        if self._deployed is None or self._record.committed >= self._iterations:
+        if self._deployed is None or self._why_halted or self._record.committed >= self._iterations:
             return 0
         return max(0, self._options.job.stages - len(self._pool.running))
 

@@ -413,7 +413,7 @@ class WorkerProcess:
         if code == channel.GAVE_UP:
             who = f"its rank {rank}" if self.siblings else "one of its ranks"
             return f"ended: {who} has waited in vain for another one" + (f" ({self.error})" if self.error else "")
-        unknown = " (or unknown: the fork server is gone)" if code == UNKNOWN else ""
+        unknown = " (also said if nobody saw its end)" if code == UNKNOWN else ""
         return f"ended with exit code {code}{unknown}{whose}" + (f" ({self.error})" if self.error else "")
 
     @property

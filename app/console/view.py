@@ -40,9 +40,8 @@ from openrecycle.app.jobs.throughput import (
     Figures,
     IterationView,
     Waited,
-    has_settled,
     iteration_view,
-    recent_rate,
+    pace,
     segments,
     share_of,
 )
@@ -511,8 +510,7 @@ class Queries:
             rerouted = self._plans.rerouted(fingerprint) if fingerprint else {}
             history = self._history(job, waited, iterations, events)
             worker_states = job.worker_states(rerouted)
-            rate = recent_rate(history.iterations) if has_settled(history.iterations) else None
-            share = share_of(rate, figures)
+            share = share_of(pace(history.iterations), figures)
             return JobView(
                 job_id=job.job_id,
                 spec=job.spec,

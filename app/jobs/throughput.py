@@ -435,6 +435,11 @@ def has_settled(iterations: Sequence[IterationView]) -> bool:
     return len(iterations) < 2 or iterations[-1].generation == iterations[-2].generation
 
 
+def pace(iterations: Sequence[IterationView]) -> float | None:
+    """Returns `recent_rate`; None while it does not show the job's pace."""
+    return recent_rate(iterations) if has_settled(iterations) else None
+
+
 def share_of(rate: float | None, figures: Figures | None) -> float | None:
     """Returns rate / fault-free rate; None if one of them is not known."""
     if rate is None or figures is None or not figures.fault_free:

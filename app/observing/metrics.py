@@ -37,7 +37,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from openrecycle.agent.messages.protocol import API, JobState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import RoleState
-from openrecycle.app.jobs.throughput import NOTHING, RECENT, Figures, Waited, iteration_view, recent_rate, share_of
+from openrecycle.app.jobs.throughput import (
+    NOTHING,
+    RECENT,
+    Figures,
+    Waited,
+    iteration_view,
+    pace,
+    recent_rate,
+    share_of,
+)
 from openrecycle.db.store import Store
 from openrecycle.planner.plans.plan import Plan
 
@@ -303,14 +312,16 @@ class JobMetrics(Collector):
         out.samples.add_metric([key], buckets[-1][1] * spec.samples - left_out)
         figures, waited = self._figures(job), self._waited(job)
         rate: float | None = 0.0
+        settled: float | None = 0.0
         if job.state.over:
-            rate = None
+            rate = settled = None
         elif not waits_for_operator:
-            newest = self._store.iterations(key, limit=RECENT, newest=True)
-            rate = recent_rate([iteration_view(row, spec, waited) for row in newest])
+            rows = self._store.iterations(key, limit=RECENT, newest=True)
+            newest = [iteration_view(row, spec, waited) for row in rows]
+            rate, settled = recent_rate(newest), pace(newest)
         _add_known(out.rate, key, rate)
         _add_known(out.fault_free, key, figures.fault_free)
-        _add_known(out.share, key, share_of(rate, figures))
+        _add_known(out.share, key, share_of(settled, figures))
         _add_known(out.goodput, key, figures.goodput)
         _add_known(out.ettr, key, figures.ettr)
 

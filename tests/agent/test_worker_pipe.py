@@ -151,7 +151,7 @@ def test_how_a_worker_ended_is_not_known_once_its_fork_server_is_gone() -> None:
     pipe: Any = None
     ended, unknown = (WorkerProcess(CELL, "a", Exits(code), pipe, 0.0) for code in (1, UNKNOWN))
     assert ended.not_as_wished and not unknown.not_as_wished
-    assert unknown.ending == golden("or-unknown-the-fork-server")
+    assert unknown.ending == golden("also-said-if-nobody-saw-its")
 
 
 class Late(Exits):
