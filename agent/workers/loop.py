@@ -27,6 +27,7 @@ from openrecycle.agent.checkpoints import (
     Checkpointer,
     CheckpointError,
     Origin,
+    WeightsError,
     kept_rate,
     learning_rates,
     load_layers,
@@ -95,6 +96,7 @@ from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 from openrecycle.planner.plans.schedule import Schedule
 
+_TOLD_BYTES = 1000  # of the reason why weights could not be written
 _JOINING = -1
 WAIT_SECONDS = 0.5
 """How long a newcomer receives state before all workers exchange news again, while all wait for that state. The others
@@ -442,8 +444,6 @@ class WorkerLoop:
             if self._several:
                 state = self._ranks.together(functools.partial(gathered_tensors, module, state))
                 own = self._ranks.together(functools.partial(gathered_tensors, module, own))
-            if self._ranks.rank:
-                continue
             self._until_written(functools.partial(save_weights, folder, layer, state))
             if own:
                 names = state_names(module)
@@ -451,7 +451,8 @@ class WorkerLoop:
                 self._until_written(functools.partial(save_weights, folder, layer, averaged, averaged=True))
 
     def _until_written(self, write: Callable[[], None]) -> None:
-        """Raises WeightsError; Interrupted, where others need this worker meanwhile."""
+        """The first rank writes, and the others hear of each try: they would give up a collective that waits for as
+        long as a disk is full. Raises WeightsError; Interrupted, where others need this worker meanwhile."""
 
         def pause(seconds: float) -> None:
             until = time.monotonic() + seconds
@@ -460,7 +461,32 @@ class WorkerLoop:
                     raise Interrupted
                 time.sleep(0.02)
 
-        until_written(write, pause, lambda text: self._channel.say("warning", text=f"{self._me}: {text}"))
+        def written() -> None:
+            failed: WeightsError | None = None
+            if not self._ranks.rank:
+                try:
+                    write()
+                except WeightsError as error:
+                    failed = error
+            if self._several:
+                failed = self._told_by_first(failed)
+            if failed is not None:
+                raise failed
+
+        def say(text: str) -> None:
+            if not self._ranks.rank:
+                self._channel.say("warning", text=f"{self._me}: {text}")
+
+        until_written(written, pause, say)
+
+    def _told_by_first(self, failed: WeightsError | None) -> WeightsError | None:
+        """What the first rank could not write, on all ranks."""
+        text = str(failed or "").encode()[:_TOLD_BYTES]
+        row = (int(failed is not None), int(failed is not None and failed.passes), *text.ljust(_TOLD_BYTES, b"\0"))
+        has_failed, passes, *told = self._ranks.gather_numbers(row)[0]
+        if not has_failed:
+            return None
+        return WeightsError(bytes(told).rstrip(b"\0").decode(errors="ignore"), passes=bool(passes))
 
     def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:
         """Evaluates, if that is due before `iteration` and not done by all workers. Raises as `Executor.evaluate`."""
