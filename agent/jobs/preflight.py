@@ -766,8 +766,8 @@ def _check_optimizer(
     if len(counts) > 1:
         got = " and ".join(f"{count} for {where}" for count, where in sorted(counts.items()))
         expected = (
-            "one number of them wherever the model is cut, so that layers can move: one for each layer of the whole "
-            "model, say; a group may have no parameters"
+            "one number of them for any part of the model: one for each layer of the whole model, say; a group may "
+            "have no parameters"
         )
         raise InputError("optimizer", f"parameter groups: {got}", expected)
     if movable:

@@ -45,8 +45,9 @@ class Trained:
 class TrainingResult(Trained):
     """What a job left behind.
 
-    losses: one exact number per iteration of this run, the mean over its micro-batches; iterations before the
-    checkpoint that the run began with are not among them. evaluations: in order. recoveries: the failures that were
+    losses: one exact number per iteration of this run, the mean over its micro-batches; NaN, if it was not
+    told, as when all who computed it died first; iterations before the checkpoint that the run began with are not
+    among them. evaluations: in order. recoveries: the failures that were
     survived. parameters_sha256: hash of the parameters of all stages; equal runs have equal hashes.
     """
 

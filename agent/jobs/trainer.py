@@ -14,6 +14,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -549,9 +550,9 @@ class _Lines:
             self._sha256 = line["final"]["parameters_sha256"]
 
     def result(self, weights: Callable[..., dict[str, Any]], pretrained: Pretrained | None) -> TrainingResult:
-        # Sorted by number, the newest of each: a job that fell back to a checkpoint runs some iterations again.
+        # In order, the newest of each: a job that fell back to a checkpoint runs some iterations again.
         newest = dict(zip(self._iterations, self._losses, strict=True))
-        losses = tuple(newest[i] for i in sorted(newest))
+        losses = tuple(newest.get(i, math.nan) for i in range(min(newest), max(newest) + 1)) if newest else ()
         return TrainingResult(
             losses, tuple(self._recoveries), self._sha256, weights, tuple(self._evaluations), pretrained
         )

@@ -237,6 +237,15 @@ def test_throughput_is_none_of_the_past(here: ConsoleHere) -> None:
     assert told("samples_per_second", job) == pytest.approx(18)
     job.finish()
     assert told("samples_per_second", job) is None and told("throughput_ratio", job) is None
+    changed = JobHere(here.console, "changed").register().commit(0, 5, 1)
+    until(lambda: bool(told("throughput_ratio", changed)), "what it would do without faults is known")
+    changed.die("W1_2").resume(2)
+    changed.commit(6, 6, 2)
+    assert told("samples_per_second", changed), "and the recovery is in the time of that iteration"
+    assert told("throughput_ratio", changed) is None
+    changed.commit(7, 9, 2)
+    rate, fault_free = told("samples_per_second", changed), told("fault_free_samples_per_second", changed)
+    assert rate and fault_free and told("throughput_ratio", changed) == pytest.approx(rate / fault_free)
     halted = JobHere(here.console, "halted", pipelines=1, stages=2, micro_batches=2).register().commit(0, 3, 1)
     halted.die("W0_1")
     until(lambda: told("samples_per_second", halted) == 0, "nobody is left of a stage")
