@@ -9,7 +9,7 @@ what operators and the advisor ask for. agent.coordination.blame decides whose l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +69,8 @@ from openrecycle.planner.jobs import words
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
+SILENT_LINES = 8
+"""Up to this many workers that fall silent at once get a line each."""
 
 
 def step(state: State, event: Event, now: float, failure_timeouts: FailureTimeouts) -> Transition:
@@ -351,7 +353,8 @@ def _awake(state: State, notes: list[Decision], now: float, failure_timeouts: Fa
 def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if state.over:
         return Transition(state)
-    members, notes, dead = dict(state.members), list[Decision](), dict[str, str]()
+    members, notes = dict(state.members), list[Decision]()
+    dead, silent = dict[str, str](), dict[str, float]()
     # If no worker is heard, they are suspended together or cut off. To take them out would leave nobody to go on with.
     nobody = nobody_heard(state, now)
     together = nobody > failure_timeouts.suspect
@@ -365,10 +368,10 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
             dead[name] = f"not heard for {age:.1f} s (dead at {failure_timeouts.dead:g} s)"
         elif age > failure_timeouts.suspect and member.state is RUNNING and not _is_done(state, member):
             members[name] = replace(member, state=SUSPECT)
-            text = f"{name} has not been heard for {age:.1f} s (dead at {failure_timeouts.dead:g} s)"
-            notes.append(Note("warning", "worker", text, name))
+            silent[name] = age
     if any(members[name] is not state.members[name] for name in members):
         state = replace(state, members=members)
+    notes += _silence(silent, failure_timeouts.dead)
     if dead:
         return lose(state, dead, notes, now)
     if state.pending and state.pending.until is not None and now >= state.pending.until:
@@ -386,6 +389,18 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     if broken and not state.pending and not state.unheard and now - broken.since >= failure_timeouts.transfer_grace:
         return _blame(state, broken, notes, now)
     return Transition(state, tuple(notes), "time went by")
+
+
+def _silence(silent: Mapping[str, float], dead: float) -> Iterator[Note]:
+    """Says for how long workers have not been heard. silent: seconds, by worker. Of very many, as when a switch fails,
+    one line tells: two thousand would bury what led to it."""
+    if len(silent) <= SILENT_LINES:
+        for name, age in silent.items():
+            yield Note("warning", "worker", f"{name} has not been heard for {age:.1f} s (dead at {dead:g} s)", name)
+        return
+    age, who = min(silent.values()), words.names([*silent])
+    text = f"{len(silent):,} workers have not been heard for {age:.1f} s or longer (dead at {dead:g} s): {who}"
+    yield Note("warning", "worker", text)
 
 
 def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> Transition:

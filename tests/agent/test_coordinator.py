@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
+from openrecycle.agent.coordination.coordinator import SILENT_LINES
 from openrecycle.agent.coordination.membership import (
     ConsoleRestarted,
     Exited,
@@ -554,6 +557,16 @@ def test_a_silence_is_noticed_by_the_next_tick(phase: float, rung: float, state:
         run.beat("W0_0", "W0_1", "W1_0")
         run.send(Tick())
     assert rung < run.now - heard <= rung + TICK_SECONDS <= 1.1 * rung
+
+
+@pytest.mark.parametrize(("silent", "lines"), [(SILENT_LINES, SILENT_LINES), (SILENT_LINES + 1, 1)])
+def test_many_that_fall_silent_at_once_do_not_flood_the_feed(silent: int, lines: int) -> None:
+    run = Run(silent + 1, 1).start()
+    run.beat()
+    run.wait(FAILURE_TIMEOUTS.suspect + 1, "W0_0")
+    notes = [note for note in run.notes if note.kind == "worker" and note.severity == "warning"]
+    assert len(notes) == lines
+    assert Counter(m.state for m in run.state.members.values()) == {WorkerState.SUSPECT: silent, WorkerState.RUNNING: 1}
 
 
 def test_the_failure_timeouts_of_these_tests_are_the_default_ones() -> None:
