@@ -18,6 +18,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -451,8 +452,7 @@ class WorkerLoop:
                 self._until_written(functools.partial(save_weights, folder, layer, averaged, averaged=True))
 
     def _until_written(self, write: Callable[[], None]) -> None:
-        """The first rank writes, and the others hear of each try: they would give up a collective that waits for as
-        long as a disk is full. Raises WeightsError; Interrupted, where others need this worker meanwhile."""
+        """Raises WeightsError; Interrupted, where others need this worker meanwhile."""
 
         def pause(seconds: float) -> None:
             until = time.monotonic() + seconds
@@ -461,32 +461,29 @@ class WorkerLoop:
                     raise Interrupted
                 time.sleep(0.02)
 
-        def written() -> None:
-            failed: WeightsError | None = None
-            if not self._ranks.rank:
-                try:
-                    write()
-                except WeightsError as error:
-                    failed = error
-            if self._several:
-                failed = self._told_by_first(failed)
-            if failed is not None:
-                raise failed
-
         def say(text: str) -> None:
             if not self._ranks.rank:
                 self._channel.say("warning", text=f"{self._me}: {text}")
 
-        until_written(written, pause, say)
+        until_written(functools.partial(self._written_by_first, write) if self._several else write, pause, say)
 
-    def _told_by_first(self, failed: WeightsError | None) -> WeightsError | None:
-        """What the first rank could not write, on all ranks."""
-        text = str(failed or "").encode()[:_TOLD_BYTES]
-        row = (int(failed is not None), int(failed is not None and failed.passes), *text.ljust(_TOLD_BYTES, b"\0"))
-        has_failed, passes, *told = self._ranks.gather_numbers(row)[0]
-        if not has_failed:
-            return None
-        return WeightsError(bytes(told).rstrip(b"\0").decode(errors="ignore"), passes=bool(passes))
+    def _written_by_first(self, write: Callable[[], None]) -> None:
+        """The first rank writes, and tells the others again and again that it is at it: they would give up a collective
+        that takes as long as a slow disk. Raises WeightsError on all ranks."""
+        with ThreadPoolExecutor(1, "weights") as beside:
+            writing = None if self._ranks.rank else beside.submit(write)
+            has_ended = 0
+            while not has_ended:
+                row, text = (0, 0, 0), ""
+                if writing is not None and wait([writing], WAIT_SECONDS).done:
+                    failed = writing.exception()
+                    if not isinstance(failed, WeightsError | None):
+                        raise failed
+                    row, text = (1, int(failed is not None), int(failed is not None and failed.passes)), str(failed)
+                told = text.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")
+                has_ended, has_failed, passes, *about = self._ranks.gather_numbers((*row, *told))[0]
+        if has_failed:
+            raise WeightsError(bytes(about).rstrip(b"\0").decode(errors="ignore"), passes=bool(passes))
 
     def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:
         """Evaluates, if that is due before `iteration` and not done by all workers. Raises as `Executor.evaluate`."""

@@ -348,6 +348,20 @@ def test_a_disk_that_is_full_at_the_end_costs_no_training(ranks: int, tmp_path: 
     assert [golden("could-not-be-written-to") in line["warning"] for line in record if "warning" in line] == [True] * 2
 
 
+@pytest.mark.chaos
+@pytest.mark.processes
+def test_ranks_wait_for_the_one_that_writes_to_a_slow_disk(tmp_path: Path) -> None:
+    timeouts = ("--silence-timeout", "4", "--transfer-timeout", "5", "--group-timeout", "6")
+    of_ranks = ("--ranks-per-worker", "2", "--workload", "tests.agent.slow_disk:Gpt")
+    options = ("--workload-options", '{"layers": 2, "width": 32, "heads": 2, "sequence": 16, "batch": 2}')
+    weights = ("--weights", str(tmp_path / "w"), "--record", str(tmp_path / "run.jsonl"))
+    done = launch("--iterations", "2", *timeouts, *of_ranks, *options, *weights)
+    assert done.returncode == 0, done.stderr
+    *_, final = record = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert "final" in final and not [line for line in record if "warning" in line]
+    assert sorted(file.name for file in (tmp_path / "w").iterdir()) == ["layer0.safetensors", "layer1.safetensors"]
+
+
 # -- the queue itself -------------------------------------------------------------------------
 
 
