@@ -173,10 +173,12 @@ class Measuring:
             found = self.kept(job, iteration)
         if found is None:
             return None
-        planned = self._plan(found.plan_fingerprint)
         try:
+            planned = self._plan(found.plan_fingerprint)
             schedule, plan = self._drawn(job.job_id, found, planned)
-        except NO_PLAN as error:  # it came with an imported history
+        except (ConsoleError, *NO_PLAN) as error:  # its plan is damaged, or it came with an imported history
+            if isinstance(error, ConsoleError) and error.status >= 500:
+                raise
             log.warning("a stored measured iteration is not used", job=job.job_id, reason=str(error))
             return None
         with storing():

@@ -42,9 +42,12 @@ class PlanCache:
         return found[0] if found else None
 
     def plan(self, fingerprint: str) -> Plan:
-        """Returns a stored plan. Raises ConsoleError (404) if there is none, and PlanError if it is damaged."""
-        with storing():
-            found = self._get(plain(fingerprint))
+        """Returns a stored plan. Raises ConsoleError (404) if there is none, or it is damaged."""
+        try:
+            with storing():
+                found = self._get(plain(fingerprint))
+        except PlannerError as error:
+            raise ConsoleError(404, "unknown_plan", f"plan: got {fingerprint!r}; {error}") from None
         if found is None:
             raise unknown_plan(fingerprint)
         return found[0]

@@ -607,14 +607,14 @@ class Replanning:
     """Plans jobs again when operators ask for it; remembers the newest request of each job. One per console. A console
     that restarts forgets requests.
 
-    find: a job by its id; plan: a stored plan by its fingerprint; both raise ConsoleError. keep: puts a plan into the
-    job's catalog.
+    find: a job by its id; raises ConsoleError. plan: a stored plan by its fingerprint, as `PlanCache.get`. keep: puts a
+    plan into the job's catalog.
     """
 
     def __init__(
         self,
         find: Callable[[str], LiveJob],
-        plan: Callable[[str], Plan],
+        plan: Callable[[str], Plan | None],
         solves: Solves,
         keep: Callable[[LiveJob, Plan], None],
     ) -> None:
@@ -723,9 +723,11 @@ class Replanning:
                 f"the new one is for a job{_without(replan.failed) or ' with all workers'}; by now it trains{now}, or "
                 "recovers. It is used when it fits again"
             )
-        found = compare_plans(
-            self._plan(current.plan_fingerprint), plan, job.plans.job, job.spec.iterations - state.committed
-        )
+        with storing():
+            now = self._plan(current.plan_fingerprint)
+        if now is None:
+            return "kept", "what is stored of it is damaged, so the new one can't be compared with it"
+        found = compare_plans(now, plan, job.plans.job, job.spec.iterations - state.committed)
         if not found.better:
             return "kept", found.reason
         reason = f"{replan.actor} planned again ({plan.solver.name}): {found.reason}"
@@ -830,7 +832,7 @@ class PlansService:
         self.uploads = Uploads()
         self.solves = Solves(on_made=on_made)
         self.simulations = Simulations()
-        self.replanning = Replanning(find, self.cache.plan, self.solves, self._keep)
+        self.replanning = Replanning(find, self.cache.get, self.solves, self._keep)
 
     def start(self) -> None:
         self.ahead.start()

@@ -282,8 +282,10 @@ class PlanSources:
             return job.plans.catalog
         catalog = Catalog(job.plans.catalog.job, job.plans.catalog.technique, job.plans.catalog.memory)
         for record in self._job_plans(job.job_id):
+            plan = self._read(record)
             with suppress(InputError):  # a plan for other op times, from before the profile was measured anew
-                catalog.add(self._plans.plan(record["fingerprint"]))
+                if plan is not None:
+                    catalog.add(plan)
         return catalog
 
     def names(self, job_id: str, clock: Callable[[float], str] | None = None) -> dict[str, str]:
@@ -399,7 +401,9 @@ class PlanSources:
 
     def _apart(self, record: Record, generations: list[int], clock: Callable[[float], str] | None) -> str:
         """Says in what a plan differs, such as ` · staggered · 880 ms · generations 2, 5 · made 14:03:27`."""
-        plan = self._plans.plan(record["fingerprint"])
+        plan = self._read(record)
+        if plan is None:
+            return f" · {record['fingerprint'][:8]} · damaged"
         words = [plan.technique.value, f"{plan.metrics.period:,.6g} {plan.job.time_unit}"]
         if plan.job.speeds:
             words.append("for other speeds")
@@ -412,6 +416,11 @@ class PlanSources:
             words.append("not used")
         words.append(f"made {clock(record['created_at'])}" if clock else record["fingerprint"][:8])
         return "".join(f" · {word}" for word in words)
+
+    def _read(self, record: Record) -> Plan | None:
+        """Reads one of a job's plans; None: it is damaged, which must not hide the others."""
+        with storing():
+            return self._plans.get(record["fingerprint"])
 
     def _job_plans(self, job_id: str) -> list[Record]:
         with storing():

@@ -134,6 +134,19 @@ def test_an_iteration_that_no_job_can_have_run_is_not_kept(
     assert asking.measuring.iteration(asking.live) is not None
 
 
+def test_without_its_plan_an_iteration_is_not_shown(here: ConsoleHere, asking: Asking) -> None:
+    plan = plan_of(here, asking.job)
+    wanted = asking.run(3)
+    assert wanted is not None
+    asking.post(plan, wanted)
+    assert asking.measuring.iteration(asking.live) is not None
+    here.damage(plan.fingerprint)
+    assert asking.measuring.iteration(asking.live) is None
+    # Other tests' jobs have the same plan. A damaged one is replaced when it is stored again.
+    here.store.put_plan(asking.job.job_id, plan.fingerprint, plan.to_json(), plan.failed, False)
+    assert asking.measuring.iteration(asking.live) is not None
+
+
 def test_what_a_link_names_is_kept_and_the_rest_is_not(
     here: ConsoleHere, asking: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:

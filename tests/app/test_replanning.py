@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
-from ui_console import JobHere, until
+from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan
 
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.service import Replan, compare_plans, use_plan
+from openrecycle.app.plans.sources import OfJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.server import create_routes
 from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
@@ -145,3 +146,20 @@ def test_with_other_speeds_the_orders_are_played_through() -> None:
     problem = Problem(slow, frozenset(), Technique.STAGGERED, MemoryLimit.parse("uniform"))
     found = compare_plans(plan(), make_plan(problem, solver="list"), slow, 1_000)
     assert found.better and golden("at-the-op-times-that") in found.reason
+
+
+def test_a_damaged_plan_in_force_stops_nothing_else(here: ConsoleHere, console: ConsoleService) -> None:
+    job, poor = with_a_poor_plan(console, "damaged")
+    live = console.jobs.find(job.job_id)
+    others = {plan.fingerprint for plan in console.sources.job_catalog(live).plans} - {poor.fingerprint}
+    here.damage(poor.fingerprint)
+
+    console.plans.replanning.start(job.job_id, "list", 10.0, "ada")
+    assert ended(console, job).outcome == "kept"
+    assert str(OfJob(job.job_id, poor.fingerprint)) in console.sources.candidates(job.job_id)
+    with pytest.raises(ConsoleError) as error:
+        console.sources.find(OfJob(job.job_id))
+    assert (error.value.status, error.value.code) == (404, "unknown_plan")
+    job.finish()
+    until(lambda: not len(live.plans.catalog), "its plans are in the database alone")
+    assert others <= {plan.fingerprint for plan in console.sources.job_catalog(live).plans}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import delete, update
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
@@ -23,6 +24,7 @@ from openrecycle.agent.messages.protocol import (
     Registration,
 )
 from openrecycle.app.console.service import ConsoleService
+from openrecycle.db.models import PlanColumnsRow, PlanRow
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.databases import sqlite_in
@@ -66,6 +68,13 @@ class ConsoleHere:
             tolerance=tolerance,
         )
         self.console.start()
+
+    def damage(self, fingerprint: str) -> None:
+        """What is stored of a plan is no plan any more."""
+        with self.database.write() as session:
+            session.execute(update(PlanRow).where(PlanRow.fingerprint == fingerprint).values(document=b"nonsense"))
+            session.execute(delete(PlanColumnsRow).where(PlanColumnsRow.fingerprint == fingerprint))
+        self.console.plans.cache.stored_anew(fingerprint)
 
     def close(self) -> None:
         self.console.close()
