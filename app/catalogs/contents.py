@@ -231,8 +231,7 @@ def report(
 def _reference(header: Header, job: Job) -> float:
     """Returns the period of fault-free 1F1B, from a plan's comparison with it: to compute it takes seconds for
     thousands of stages. It is rounded to ticks, so that every plan gives the same value."""
-    metrics = header.metrics
-    return round(metrics.period / (1 + metrics.slowdown_vs_1f1b) * job.ticks_per_unit) / job.ticks_per_unit
+    return round(header.metrics.fault_free * job.ticks_per_unit) / job.ticks_per_unit
 
 
 def whole_counts(found: CatalogReport) -> CatalogReport:

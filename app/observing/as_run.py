@@ -160,7 +160,7 @@ def as_plan(schedule: Schedule, planned: Plan) -> Plan:
     unit = _unit_ms(schedule, planned)
     period = float(job.units(schedule.period))
     bound = min(metrics.lower_bound * unit, period)
-    reference = metrics.period / (1 + metrics.slowdown_vs_1f1b) * unit
+    reference = metrics.fault_free * unit
     best = metrics.period / (1 + metrics.slowdown_vs_best) * unit
     return Plan.of(
         schedule,

@@ -145,7 +145,7 @@ ROWS = 16
 
 
 def large_chart(
-    fingerprint: str,
+    plan: Plan,
     schedule: Schedule,
     workers: list[Worker],
     wish: ScheduleView,
@@ -157,7 +157,7 @@ def large_chart(
 
     Without a box, the part begins where the chosen time begins. In either case only the chosen time of it is shown.
     """
-    revision = f"{fingerprint}-{len(workers)}"
+    revision = f"{plan.fingerprint}-{len(workers)}"
     drawing = Drawing.of(schedule, workers, out)
     names = [str(w) for w in drawing.rows.workers]
     width = schedule.problem.job.units(schedule.end)
@@ -175,7 +175,7 @@ def large_chart(
         start = wish.time.shown[0] * schedule.problem.job.ticks_per_unit if wish.time.shown else 0.0
         detail = charts.detail_of(drawing, names.index(first), ROWS, start)
     drawn = st.cache_data(_picture, max_entries=32, show_spinner=False)(
-        fingerprint, ",".join(names), colours.name, sorted(out.items()), drawing, colours
+        plan.fingerprint, ",".join(names), colours.name, sorted(out.items()), drawing, colours
     )
     with st.container(key="overview"):
         alt = f"Overview of {len(workers):,} workers over one iteration."
@@ -185,7 +185,7 @@ def large_chart(
     if words := charts.out_words(drawing):
         st.caption(words)
     components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
-    part_drawing = Drawing.of(schedule, detail.workers, out, detail.window)
+    part_drawing = Drawing.of(schedule, detail.workers, out, detail.window, plan.metrics.fault_free)
     components.legend_of([part_drawing], ghost=False)
     low, high = map(schedule.problem.job.units, detail.window)
     what, alt = f"{revision} {detail.window}", "The chosen part, op by op."
@@ -385,8 +385,8 @@ def _chart(
     plan, out = source.plan, source.out
     ops = sum(schedule.op_counts.get(w, 0) for w in workers)
     if ops > MAX_BARS:
-        return large_chart(plan.fingerprint, schedule, workers, wish, colours, out)
-    drawing = Drawing.of(schedule, workers, out)
+        return large_chart(plan, schedule, workers, wish, colours, out)
+    drawing = Drawing.of(schedule, workers, out, fault_free=plan.metrics.fault_free)
     ghost = "next" in wish.draw
     components.legend_of([drawing], ghost=ghost)
     what = f"{plan.fingerprint} {','.join(map(str, workers))}"

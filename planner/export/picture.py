@@ -179,7 +179,8 @@ def gantt(plan: Plan, pipeline: int | None = None, colours: Colours = LIGHT) -> 
     """
     schedule = plan.schedule()
     job = schedule.problem.job
-    drawing = Drawing.of(schedule, [w for w in job.workers() if pipeline in (None, w.pipeline)])
+    shown = [w for w in job.workers() if pipeline in (None, w.pipeline)]
+    drawing = Drawing.of(schedule, shown, fault_free=plan.metrics.fault_free)
     workers = drawing.rows.workers
     count = sum(schedule.op_counts[w] for w in drawing.living)
     detailed = len(workers) <= MAX_ROWS and count <= MAX_OPS

@@ -166,12 +166,15 @@ def touched_workers(schedule: Schedule) -> list[Worker]:
 class Drawing:
     """A schedule, and the part of it that is shown. out: why the job goes without a worker, by name, where that is
     known (a plan alone does not say). window: first and last tick; ops outside are left out (default: all are shown).
+    fault_free: period of fault-free 1F1B in the job's unit, as the plan says (default: that of the schedule's job). An
+    iteration as it ran is compared with that of its plan, and its own job has other op times.
     """
 
     schedule: Schedule
     rows: Rows
     out: Mapping[str, str] = field(default_factory=dict)
     window: tuple[float, float] | None = None
+    fault_free: float | None = None
 
     @classmethod
     def of(
@@ -180,9 +183,11 @@ class Drawing:
         workers: Iterable[Worker] | None = None,
         out: Mapping[str, str] | None = None,
         window: tuple[float, float] | None = None,
+        fault_free: float | None = None,
     ) -> Drawing:
         """Makes a drawing. workers: the rows (default: all)."""
-        return cls(schedule, Rows.of(schedule.problem.job.workers() if workers is None else workers), out or {}, window)
+        rows = Rows.of(schedule.problem.job.workers() if workers is None else workers)
+        return cls(schedule, rows, out or {}, window, fault_free)
 
     @property
     def job(self) -> Job:
@@ -205,6 +210,8 @@ class Drawing:
     @cached_property
     def fault_free_end(self) -> int:
         """The end of fault-free 1F1B, which the slowdown is measured against."""
+        if self.fault_free is not None:
+            return round(self.fault_free * self.job.ticks_per_unit)
         return reference_period(self.job.at_home)
 
     @property

@@ -465,6 +465,11 @@ class MetricsDoc(DocumentModel):
     slowdown_vs_best: StrictFloat
     peak_activations: dict[WorkerName, Annotated[int, INTEGER]]
 
+    @property
+    def fault_free(self) -> float:
+        """The period of fault-free 1F1B, which `slowdown_vs_1f1b` is against."""
+        return self.period / (1 + self.slowdown_vs_1f1b)
+
 
 # Solvers whose search may prove a higher bound than planner.plans.bounds. The proof is not in the document.
 PROVERS = ("cp-sat",)

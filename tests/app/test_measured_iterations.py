@@ -14,6 +14,7 @@ from openrecycle.app.observing.as_run import as_plan, as_schedule
 from openrecycle.app.observing.measured_iterations import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.store import Store
+from openrecycle.planner.export.picture import Line, Rect, gantt
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
@@ -264,6 +265,30 @@ def test_what_ran_exactly_by_plan_gives_the_plan_again(here: ConsoleHere) -> Non
     assert plan.metrics.gap == pytest.approx(planned.metrics.gap)
     assert plan.solver.name == "measured"
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_fault_free_end_of_an_iteration_as_it_ran_is_that_of_its_plan(here: ConsoleHere) -> None:
+    """Its own op times give another one, and the slowdown beside it would not be against the line in the picture."""
+    planned = plan_of(here, JobHere(here.console, "slower").register())
+    slower = [
+        part.model_copy(
+            update={
+                "starts_us": tuple(3 * start // 2 for start in part.starts_us),
+                "durations_us": tuple(3 * took // 2 for took in part.durations_us),
+                "started_us": 3 * part.started_us // 2,
+            }
+        )
+        for part in parts_of(planned.schedule(), iteration=3)
+    ]
+    found = assemble({part.worker: part for part in slower}, planned.fingerprint, 1.0)
+    plan = as_plan(as_schedule(found, planned), planned)
+    assert plan.metrics.slowdown_vs_1f1b == pytest.approx(1.5 * planned.metrics.period / planned.metrics.fault_free - 1)
+    shapes = gantt(plan).shapes
+    bars = [shape.x for shape in shapes if isinstance(shape, Rect) and shape.tooltip]
+    line = next(shape for shape in shapes if isinstance(shape, Line) and shape.dash)
+    latest = max(op.start for ops in plan.workers.values() for op in ops if op.duration)
+    end = (line.start[0] - min(bars)) / (max(bars) - min(bars)) * latest
+    assert end == pytest.approx(planned.metrics.fault_free)
 
 
 def test_a_step_does_not_begin_before_the_last_peer_has_finished(here: ConsoleHere) -> None:
