@@ -635,7 +635,7 @@ def time_factors(plans: Sequence[Plan]) -> list[float]:
     """Returns the factors by which the plans' times are multiplied for a common axis."""
     if len({plan.job.time_unit for plan in plans}) == 1:
         return [1.0] * len(plans)
-    return [(1 + plan.metrics.slowdown_vs_1f1b) / plan.metrics.period for plan in plans]
+    return [1 / plan.metrics.fault_free for plan in plans]
 
 
 def last_time(strips: Sequence[Strip]) -> float:
@@ -718,6 +718,8 @@ MAX_BARS = 8_000
 MAX_DETAIL = 4_000
 # Ops in the first detail: few enough that the numbers in the bars can be read.
 FIRST_DETAIL = 400
+# A detail has at most as many rows as leave room for so many ops in each.
+OPS_PER_ROW = 4
 
 
 # -- large schedules, as rasters ----------------------------------------------------------------
@@ -727,7 +729,7 @@ FIRST_DETAIL = 400
 class Detail:
     """The part of a schedule that is drawn bar by bar: its rows, and a time window in ticks.
 
-    cut: the window was shortened to limit the number of ops.
+    cut: rows were left out, or the window was shortened, to limit the number of ops.
     """
 
     workers: tuple[Worker, ...]
@@ -777,13 +779,13 @@ def box_of(drawing: Drawing, detail: Detail) -> tuple[float, float, float, float
 
 def detail_of(drawing: Drawing, first_row: int, rows: int, start: float, most: int = FIRST_DETAIL) -> Detail:
     """Returns the detail of `rows` workers from `first_row` on, from `start` (ticks) for as long as `most` ops
-    allow."""
-    schedule, chosen = drawing.schedule, drawing.rows.workers[first_row : first_row + rows]
+    allow. Of very many workers only the first are taken: the ops that run at `start` alone would be too many."""
+    count = min(rows, most // OPS_PER_ROW)
+    schedule, chosen = drawing.schedule, drawing.rows.workers[first_row : first_row + count]
     starts = np.sort(np.array([op.start for w in chosen for op in schedule.ops.get(w, ()) if op.end > start]))
-    end = float(schedule.end)
-    if len(starts) > most:
-        return Detail(chosen, (start, float(starts[most])), most, True)
-    return Detail(chosen, (start, end), len(starts), False)
+    later = starts[most:][starts[most:] > start]
+    end = float(later[0]) if len(later) else float(schedule.end)
+    return Detail(chosen, (start, end), int(np.searchsorted(starts, end)), count < rows or len(later) > 0)
 
 
 def detail_of_box(drawing: Drawing, x: tuple[float, float], y: tuple[float, float]) -> Detail:
@@ -797,4 +799,4 @@ def detail_of_box(drawing: Drawing, x: tuple[float, float], y: tuple[float, floa
     if detail.window[1] <= end:
         return detail
     count = sum(op.end > start and op.start < end for w in detail.workers for op in schedule.ops.get(w, ()))
-    return Detail(detail.workers, (start, end), count, False)
+    return Detail(detail.workers, (start, end), count, len(detail.workers) <= last - first)

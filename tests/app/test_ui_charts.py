@@ -243,6 +243,17 @@ def test_a_detail_is_where_the_box_was() -> None:
     assert charts.detail_of_box(Drawing.of(schedule), (4.0, 9.0), (0.5, 3.5)).window == detail.window
 
 
+@pytest.mark.parametrize("start", [0.0, 40.0, 40.5])
+def test_a_detail_has_the_ops_that_it_says_also_where_more_run_at_once_than_it_may_have(start: float) -> None:
+    schedule = schedule_of((), grid=(16, 16, 64), unit="slot")
+    detail = charts.detail_of(Drawing.of(schedule), 0, 256, start, 200)
+    assert detail.cut and detail.window[0] == start < detail.window[1]
+    shown = Drawing.of(schedule, detail.workers, window=detail.window).ops
+    assert 0 < len(shown) == detail.ops <= 200
+    box = charts.detail_of_box(Drawing.of(schedule), (start, start + 0.25), (0, 255))
+    assert not box.cut and len(box.workers) == 256 and box.window == (start, start + 0.25)
+
+
 def test_large_schedule_is_drawn_small_enough() -> None:
     schedule = schedule_of(("W1_2", "W5_7"), grid=(16, 16, 64))
     whole = Drawing.of(schedule)
