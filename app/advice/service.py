@@ -25,7 +25,7 @@ from openrecycle.agent.coordination.membership import Candidate, Mode, Note, Off
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, serve
 from openrecycle.app.jobs.live_job import LiveJob, changes, repair_times
 from openrecycle.app.jobs.states import ProcessState
-from openrecycle.app.jobs.throughput import NOTHING, Waited, segments
+from openrecycle.app.jobs.throughput import NOTHING, Waited, segments, unit_seconds
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.store import Record, Store
@@ -192,7 +192,7 @@ class Advising:
             return None
         generations = store.all_generations(job.job_id)
         iterations = store.iterations(job.job_id, limit=ITERATIONS, newest=True)
-        unit = unit_seconds(job, generations, iterations)
+        unit = unit_seconds(iterations, _periods(job, generations, iterations))
         if unit is None and job.plans.job.time_unit == "slot":
             return None
         copies = copy_times(generations, store.last_acknowledgements(job.job_id))
@@ -343,9 +343,8 @@ def measured_costs(
     )
 
 
-def unit_seconds(job: LiveJob, generations: Sequence[Record], iterations: Sequence[Record]) -> float | None:
-    """Returns the real seconds of one time unit of the job's plans, by the median of its iterations; None if no
-    iteration ran by a plan that is at hand."""
+def _periods(job: LiveJob, generations: Sequence[Record], iterations: Sequence[Record]) -> dict[int, float]:
+    """Returns by generation the period of the plan that these iterations ran by, where it is at hand."""
     periods: dict[int, float] = {}
     ran = {row["generation"] for row in iterations}
     with job.lock:
@@ -355,9 +354,7 @@ def unit_seconds(job: LiveJob, generations: Sequence[Record], iterations: Sequen
                 plan = catalog.find(frozenset(Worker.parse(name) for name in generation["failed"]))
                 if plan is not None and plan.metrics.period > 0:
                     periods[generation["generation"]] = plan.metrics.period
-    took = [row["seconds"] / periods[row["generation"]] for row in iterations if row["generation"] in periods]
-    took = [seconds for seconds in took if seconds > 0]
-    return median(took) if took else None
+    return periods
 
 
 def _told(newest: Sequence[Record]) -> bool:

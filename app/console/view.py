@@ -44,6 +44,7 @@ from openrecycle.app.jobs.throughput import (
     pace,
     segments,
     share_of,
+    unit_seconds,
 )
 from openrecycle.app.plans.library import PlanCache
 from openrecycle.app.runtime.errors import plain, storing, unknown_plan, unknown_worker
@@ -280,6 +281,8 @@ SHARED, SHARED_SECONDS = 256, 1.0
 # They are made AT_ONCE at a time, with pauses: while another thread is at work, the event loop gets its turn once for
 # each heartbeat, which is not often enough for thousands a second.
 AT_ONCE, PAUSE_SECONDS = 256, 0.001
+# How many of a job's newest iterations tell how long the unit of its plans is.
+TIMED = 200
 _MOST_GENERATIONS = 500
 
 
@@ -675,6 +678,19 @@ class Queries:
         if seconds is not None:
             covered = min(covered, seconds)
         return tuple(row for row in rows if row[0] <= covered), covered
+
+    def unit_seconds(self, job_id: str) -> float | None:
+        """Returns the real seconds of one time unit of the job's plans; None: no iteration tells."""
+        self._find(job_id)
+        with storing():
+            iterations = self._store.iterations(job_id, limit=TIMED, newest=True)
+            ran = {row["generation"] for row in iterations}
+            plans = {
+                row["generation"]: self._plans.get(row["plan_fingerprint"])
+                for row in self._store.all_generations(job_id)
+                if row["generation"] in ran
+            }
+        return unit_seconds(iterations, {number: plan.metrics.period for number, plan in plans.items() if plan})
 
     def generations(self, job_id: str, after: int = 0, limit: int = 1000) -> list[Record]:
         """Returns generations with a number > after with their acknowledgements, oldest first: `limit` at most, and

@@ -440,6 +440,18 @@ def pace(iterations: Sequence[IterationView]) -> float | None:
     return recent_rate(iterations) if has_settled(iterations) else None
 
 
+def unit_seconds(iterations: Sequence[Record], periods: Mapping[int, float]) -> float | None:
+    """Returns the real seconds of one time unit of a job's plans, by the median of its iterations; None if none of them
+    ran by a plan that is at hand. periods: of these plans, by generation. The first iteration of a generation does not
+    count: it includes what came before it, such as the start of the workers, or the silence of one that is lost."""
+    first: dict[int, int] = {}
+    for row in iterations:
+        first[row["generation"]] = min(row["iteration"], first.get(row["generation"], row["iteration"]))
+    later = [row for row in iterations if row["generation"] in periods and row["iteration"] > first[row["generation"]]]
+    took = [row["seconds"] / periods[row["generation"]] for row in later if row["seconds"] > 0]
+    return median(took) if took else None
+
+
 def share_of(rate: float | None, figures: Figures | None) -> float | None:
     """Returns rate / fault-free rate; None if one of them is not known."""
     if rate is None or figures is None or not figures.fault_free:

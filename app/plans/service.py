@@ -724,10 +724,10 @@ class Replanning:
                 "recovers. It is used when it fits again"
             )
         with storing():
-            now = self._plan(current.plan_fingerprint)
-        if now is None:
+            before = self._plan(current.plan_fingerprint)
+        if before is None:
             return "kept", "what is stored of it is damaged, so the new one can't be compared with it"
-        found = compare_plans(now, plan, job.plans.job, job.spec.iterations - state.committed)
+        found = compare_plans(before, plan, job.plans.job, job.spec.iterations - state.committed)
         if not found.better:
             return "kept", found.reason
         reason = f"{replan.actor} planned again ({plan.solver.name}): {found.reason}"

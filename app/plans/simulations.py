@@ -21,6 +21,7 @@ from openrecycle.app.runtime.errors import first_wrong
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, unexpected
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, count_ops
+from openrecycle.planner.layers.migration import LEAST_UNIT, MOST_UNIT
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.profiles import SHAPES, analytic_job, model_shape
 from openrecycle.planner.simulation.engine import HOUR, Crossing, RecoveryCosts, SimulationOutcome, simulate, sweep
@@ -47,7 +48,8 @@ SWEEP = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 class SimulationRequest(BaseModel):
     """What is simulated. Equal requests have equal results.
 
-    job: replaces the model's shape and the grid by a job's own. mtbf, host_mtbf: mean hours between
+    job: replaces the model's shape and the grid by a job's own. unit_seconds: how long the job's time unit is; None:
+    what its name says, and 1 second for a unit that is no unit of time. mtbf, host_mtbf: mean hours between
     failures of one worker and of a host of 8 (0: hosts don't fail as a whole). repair: hours. trace:
     `drawn`, a public trace by its name (see `public_traces`), or `history` with rows of the job's own.
     dollars: per worker and hour.
@@ -57,6 +59,7 @@ class SimulationRequest(BaseModel):
 
     model: str = "gpt-3-6.7b"
     job: JobDoc | None = None
+    unit_seconds: Annotated[float, Field(ge=LEAST_UNIT, le=MOST_UNIT)] | None = None
     samples: Annotated[float, Field(gt=0, le=1e9)] | None = None
     pipelines: Annotated[int, Field(ge=1, le=1024)] = 6
     stages: Annotated[int, Field(ge=1, le=512)] = 4
@@ -214,14 +217,14 @@ class Simulator:
     """Answers requests in the child, and keeps the plans for the newest jobs."""
 
     def __init__(self) -> None:
-        self._planned: LRUCache[tuple[Job, float], _WantedJob] = LRUCache(MAX_PLANNED)
+        self._planned: LRUCache[tuple[Job, float, float | None], _WantedJob] = LRUCache(MAX_PLANNED)
         for _ in run(SimulationRequest(pipelines=2, stages=2, micro_batches=2, hours=24, mtbf=12)):
             """Run a small one now, since the first one imports modules."""
 
     def answer(self, request: SimulationRequest, wanted: Callable[[], bool]) -> Iterator[bytes]:
         """Yields one message per policy, one for the sweep, and the end."""
         try:
-            for message in run(request, lambda job, samples: self._plan(job, samples, wanted)):
+            for message in run(request, lambda job, samples, unit: self._plan(job, samples, unit, wanted)):
                 yield json.dumps(message).encode()
             yield b'{"done": true}'
         except Unwanted:
@@ -231,10 +234,10 @@ class Simulator:
         except Exception as error:
             yield json.dumps({"error": unexpected(error, "the simulation")}).encode()
 
-    def _plan(self, job: Job, samples: float, wanted: Callable[[], bool]) -> PlannedJob:
-        planned = self._planned.get((job, samples))
+    def _plan(self, job: Job, samples: float, unit: float | None, wanted: Callable[[], bool]) -> PlannedJob:
+        planned = self._planned.get((job, samples, unit))
         if planned is None:
-            planned = self._planned[job, samples] = _WantedJob(_evened(job), samples=samples)
+            planned = self._planned[job, samples, unit] = _WantedJob(_evened(job), samples=samples, unit_seconds=unit)
         planned.wanted = wanted
         return planned
 
@@ -283,8 +286,8 @@ class _WantedJob(PlannedJob):
             raise Unwanted
 
 
-def _planned(job: Job, samples: float) -> PlannedJob:
-    return PlannedJob(_evened(job), samples=samples)
+def _planned(job: Job, samples: float, unit: float | None) -> PlannedJob:
+    return PlannedJob(_evened(job), samples=samples, unit_seconds=unit)
 
 
 def _evened(job: Job) -> Job:
@@ -293,10 +296,10 @@ def _evened(job: Job) -> Job:
 
 def run(
     request: SimulationRequest,
-    plan: Callable[[Job, float], PlannedJob] = _planned,
+    plan: Callable[[Job, float, float | None], PlannedJob] = _planned,
 ) -> Iterator[dict[str, Any]]:
     """Yields the messages of one simulation as soon as they are known. plan: makes the PlannedJob for (job, samples of
-    an iteration).
+    an iteration, seconds of its time unit).
 
     Raises PlannerError, and what `plan` raises.
     """
@@ -316,7 +319,7 @@ def run(
         shape = model_shape(request.model)
         job, label = analytic_job(shape, request.pipelines, request.stages, request.micro_batches), request.model
     samples = request.samples or float(job.pipelines * job.micro_batches)
-    planned = plan(job, samples)
+    planned = plan(job, samples, request.unit_seconds)
     costs = RecoveryCosts(dollars=request.dollars)
     trace = _trace(request, planned.workers)
     policies, refused = [], {}

@@ -52,6 +52,7 @@ from openrecycle.app.ui.tables import beside_html, differences, workers_table
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.drawing import FAILED, Drawing
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
@@ -549,6 +550,8 @@ def _price(console: ConsoleService, name: str, value: float) -> None:
 
 def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> None:
     st.markdown(text.whole_sentence(found.reason))
+    if question.heals_in and job.time_unit not in SECONDS:
+        st.caption(f"One {job.time_unit} counts as 1 s.")
     if not found.migrations:
         return
     unit = job.time_unit

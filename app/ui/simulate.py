@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +29,7 @@ from openrecycle.app.ui import address, components
 from openrecycle.app.ui.access import say_error
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import Table, rows_html
+from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.engine import Crossing
 from openrecycle.planner.simulation.traces import public_traces
@@ -80,7 +82,10 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
             values |= components.choose_grid("sim", (6, 4, 16), width=110)
         else:
             job = console.jobs.find(source)
-            values["job"] = job_doc(job.plans.job)
+            if job.plans.job.speeds:
+                components.quiet("Some workers of this job are slower or faster. Here all count as equally fast.")
+            values["job"] = job_doc(replace(job.plans.job, speeds=()))
+            values["unit_seconds"] = _unit_seconds(console, source, job.plans.job.time_unit)
             values["samples"] = float(job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch)
     traces = [DRAWN, *([HISTORY] if source != SHAPE else []), *public_traces()]
     names = {DRAWN: "Drawn at random", HISTORY: "This job's own history"}
@@ -123,6 +128,22 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
     if untold or not values["policies"]:
         return None
     return parse_request(**values)
+
+
+def _unit_seconds(console: ConsoleService, job_id: str, unit: str) -> float | None:
+    """Returns how long the unit of a job's op times is, where its name does not say so, and draws it. None: it counts
+    as what its name says, or else as a second.
+
+    It is rounded, so that the next iterations ask no other question."""
+    if unit in SECONDS:
+        return None
+    found = console.queries.unit_seconds(job_id)
+    if found is None:
+        components.quiet(f"No iteration of this job tells how long one {unit} is: it counts as 1 s.")
+        return None
+    rounded = float(f"{found:.2g}")
+    components.quiet(f"One {unit} of this job is {text.milliseconds(1000 * rounded, 2)}, by its newest iterations.")
+    return rounded
 
 
 def _history(console: ConsoleService, job_id: str) -> tuple[tuple[Row, ...], float]:

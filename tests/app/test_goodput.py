@@ -17,7 +17,16 @@ from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import Condition
-from openrecycle.app.jobs.throughput import Account, Baseline, Wait, Waited, iteration_view, read_baseline, segments
+from openrecycle.app.jobs.throughput import (
+    Account,
+    Baseline,
+    Wait,
+    Waited,
+    iteration_view,
+    read_baseline,
+    segments,
+    unit_seconds,
+)
 from openrecycle.app.observing.goodput import BATCH, Accounts, WaitingTimes, figures
 from openrecycle.db.store import Record, Store
 from tests.golden import golden
@@ -415,3 +424,10 @@ def test_an_iteration_that_is_committed_meanwhile_is_counted_with_its_pause(here
     assert job.state.committed == 6
     made_of = accounts.of(job)
     assert made_of.productive - before.productive == pytest.approx(made[5]["seconds"] - 60)
+
+
+def test_a_slot_is_as_long_as_iterations_say_but_for_the_first_of_a_generation() -> None:
+    took = [90.0, 2.0, 2.0, 60.0, 4.5, 4.5]
+    rows = [{"iteration": i, "generation": 1 + i // 3, "seconds": seconds} for i, seconds in enumerate(took)]
+    assert unit_seconds(rows, {1: 20.0, 2: 45.0}) == pytest.approx(0.1)
+    assert unit_seconds(rows[:1], {1: 20.0}) is None and unit_seconds(rows, {}) is None

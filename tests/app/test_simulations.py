@@ -112,6 +112,16 @@ def test_of_a_sweep_what_has_too_many_failures_is_left_out(monkeypatch: pytest.M
     assert swept["mtbf"] == [30.0 * factor for factor in SWEEP[2:]]
 
 
+def test_a_slot_is_as_long_as_is_said() -> None:
+    """With other lengths of a slot, iterations are longer, while failures and pauses stay as they are."""
+    asked = SimulationRequest(job=job_doc(Job.uniform(2, 2, 4)), hours=24.0, policies=("fault-free",), seed=1)
+    rates = []
+    for seconds in (None, 1.0, 0.25):
+        (row,) = (m["row"] for m in run(asked.model_copy(update={"unit_seconds": seconds})) if "row" in m)
+        rates.append(row["fault_free_samples_per_second"])
+    assert rates[0] == rates[1] and rates[2] == pytest.approx(4 * rates[1])
+
+
 def test_a_policy_that_the_job_can_not_have_leaves_the_others() -> None:
     """A job of 40 stages has too many layers to choose a partition of."""
     asked = SimulationRequest(job=job_doc(Job.uniform(2, 40, 2)), hours=1.0, policies=("repartition", "drop-replica"))

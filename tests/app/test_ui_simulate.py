@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.app.plans.simulations import DRAWN, HISTORY, parse_request
-from openrecycle.app.ui.simulate import ratio_words
+from openrecycle.app.ui.simulate import SHOWN, ratio_words
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.plans.plan import job_doc
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -100,6 +103,36 @@ def test_a_jobs_own_history_is_simulated_in_the_unit_of_its_length(here: Console
     chart = json.loads(test.get("plotly_chart")[0].proto.spec)
     assert chart["layout"]["xaxis"]["title"]["text"] == "seconds"
     assert max(chart["data"][0]["x"]) == pytest.approx(here.console.queries.past_failures(job.job_id)[1], abs=1)
+
+
+def test_a_jobs_slots_are_as_long_as_its_iterations_say(here: ConsoleHere) -> None:
+    slots = {"durations": {}, "paced": False, "demo": False}
+    untried = JobHere(here.console, "slots untried", **slots).register()
+    assert here.console.queries.unit_seconds(untried.job_id) is None
+    tried = JobHere(here.console, "in slots", **slots).register().commit(0, 9, 1).die("W1_2").heal("W1_2", 2)
+    plan = here.console.queries.view(tried.job_id).plan
+    assert plan is not None and plan.job.time_unit == "slot" and plan.failed
+    for over in (False, True):  # its plans are in the database then
+        if over:
+            tried.finish()
+            until(lambda: not len(here.console.jobs.find(tried.job_id).plans.catalog), "it has let go of its plans")
+        test = open_page()
+        test.selectbox(key="sim_job").set_value(tried.job_id).run()
+        assert not test.exception and not test.error
+        request = test.session_state[SHOWN]
+        healthy = next(p for p in here.store.job_plans(tried.job_id) if not p["failed"])
+        period = here.console.plans.cache.plan(healthy["fingerprint"]).metrics.period
+        assert request.unit_seconds == pytest.approx(1.0 / period, rel=0.05), "each iteration took a second"
+
+
+def test_a_job_with_a_slow_worker_is_simulated_with_workers_that_are_alike(here: ConsoleHere) -> None:
+    slow = replace(Job.uniform(3, 4, 6, time_unit="ms"), speeds=((Worker(1, 2), 0.5),))
+    job = JobHere(here.console, "with a slow one", durations={}, profile=job_doc(slow), paced=False, demo=False)
+    test = open_page()
+    test.selectbox(key="sim_job").set_value(job.job_id).run()
+    assert not test.exception and not test.error
+    request = test.session_state[SHOWN]
+    assert request.job == job_doc(replace(slow, speeds=())) and request.unit_seconds is None
 
 
 def test_a_history_without_a_failure_says_so_and_is_not_simulated(here: ConsoleHere) -> None:
