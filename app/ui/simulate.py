@@ -202,7 +202,8 @@ def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
     st.html(rows_html(_table(simulation), "Figures by policy"))
     st.caption(
         "Extra worker-hours: beyond those that the fault-free job takes for the same samples. Below 0 where the "
-        "workers that are left do more each."
+        "workers that are left do more each. When a stage loses its last worker, a real job goes back to a checkpoint; "
+        "here it does so only with the policies that always do."
     )
     if simulation.mtbf:
         components.heading("If failures were rarer or more frequent", "dotted line: as asked for")
