@@ -31,7 +31,7 @@ from openrecycle.db.store import Record, Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, count_ops
-from openrecycle.planner.jobs.words import capital
+from openrecycle.planner.jobs.words import capital, counts
 from openrecycle.planner.plans.plan import Plan, job_doc
 
 IN_FORCE = "in-force"
@@ -405,6 +405,8 @@ class PlanSources:
         if plan is None:
             return f" · {record['fingerprint'][:8]} · damaged"
         words = [plan.technique.value, f"{plan.metrics.period:,.6g} {plan.job.time_unit}"]
+        if plan.partition != plan.job.partition:
+            words.append(f"layers per stage {counts(plan.partition)}")
         if plan.job.speeds:
             words.append("for other speeds")
         if generations:

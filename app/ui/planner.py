@@ -621,6 +621,7 @@ THIS, REFERENCE = "this", "1f1b"
 # The rows of the comparison, out of all that there are (planner.export.compare).
 FIGURES = (
     "failed",
+    "partition",
     "period",
     "lower_bound",
     "gap",

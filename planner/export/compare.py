@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from openrecycle.planner.jobs.words import counts
 from openrecycle.planner.plans.plan import MEASURED, Plan
 from openrecycle.planner.plans.schedule import Schedule
 
@@ -51,6 +52,7 @@ class ComparisonRow:
 _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
     ("grid", "pipelines, stages, micro-batches", "text", lambda p: _grid(p)),
     ("failed", "workers out", "text", lambda p: _listed(p.failed)),
+    ("partition", "layers per stage", "text", lambda p: counts(p.partition) or None),
     ("technique", "technique", "text", lambda p: p.technique.value),
     ("memory", "memory limit", "text", lambda p: p.memory),
     ("time_unit", "time unit", "text", lambda p: p.job.time_unit),
@@ -139,7 +141,7 @@ def against_best(plans: Sequence[Plan]) -> tuple[float, ...]:
 
 def compare(plans: Sequence[Plan], only: Container[str] | None = None) -> tuple[ComparisonRow, ...]:
     """Return the numbers of all plans, then what moved against the first. only: just the rows with these keys. There is
-    no row for memory where no profile says what a worker holds.
+    no row for memory where no profile says what a worker holds, and none for layers where no job has any.
 
     Ops are matched by kind, micro-batch and stage; a B is matched with an I, since both begin the backward. Ops are
     counted only for plans with the grid of the first one, and other starts only for plans with its time unit as well.
@@ -152,10 +154,10 @@ def compare(plans: Sequence[Plan], only: Container[str] | None = None) -> tuple[
             rows.append(
                 ComparisonRow("slowdown_vs_best", "slowdown vs best fault-free", "fraction", against_best(plans))
             )
-    rows = [row for row in rows if row.kind != "bytes" or any(value is not None for value in row.values)]
+    rows = [row for row in rows if any(value is not None for value in row.values)]
     wanted = [(i, key, label) for i, (key, label) in enumerate(_MOVED) if only is None or key in only]
     moved = [_moved(plans[0], plan) for plan in plans] if wanted else []
-    rows += [ComparisonRow(key, label, "count", tuple(counts[i] for counts in moved)) for i, key, label in wanted]
+    rows += [ComparisonRow(key, label, "count", tuple(numbers[i] for numbers in moved)) for i, key, label in wanted]
     return tuple(rows)
 
 

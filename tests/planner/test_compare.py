@@ -46,6 +46,15 @@ def test_memory_has_a_row_where_a_profile_says_what_a_worker_holds() -> None:
     assert found.shown(0) == "-" and found.shown(1) == f"{most / 2**30:.4g} GiB"
 
 
+def test_layers_have_a_row_where_a_job_has_them() -> None:
+    """Plans for the same workers may differ in nothing else."""
+    job = Job.uniform(2, 2, 4, layers=5, partition=(2, 3))
+    home, moved = (make_plan(Problem(job.with_partition(cut)), solver="list") for cut in ((2, 3), (3, 2)))
+    assert "partition" not in rows(worked_example(), worked_example(Technique.ADAPTIVE))
+    found = rows(home, moved, worked_example())["partition"]
+    assert found.values == ("2, 3", "3, 2", None) and found.shown(2) == "-"
+
+
 def test_of_all_rows_those_that_are_asked_for_are_made() -> None:
     plans = [worked_example(Technique.ADAPTIVE), worked_example(Technique.ADAPTIVE, "W1_2")]
     whole = {row.key: row for row in compare(plans)}
