@@ -55,7 +55,8 @@ from openrecycle.agent.models.layers import (
     spans,
     tensors_of,
 )
-from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
+from openrecycle.agent.models.workload import NamedWorkload, Workload, WorkloadSource, probe_inputs, probe_targets
+from openrecycle.agent.monitoring.liveness import describe_exception
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.shards import assign
@@ -63,11 +64,11 @@ from openrecycle.agent.stages.stage import Stage, assemble
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.transfers import Lines, Script, Transfers
-from openrecycle.agent.workers.executor import Executor
+from openrecycle.agent.workers.executor import Executor, OpError
 from openrecycle.agent.workers.reduction import GradientReduction
 from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.validation_exchange import Steps
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, Worker
 from openrecycle.planner.plans.schedule import MicroBatch, Op
 from openrecycle.planner.profiles import Clock, Hardware, Measurements, Part, Reductions, Timing, shape_name
@@ -253,6 +254,23 @@ _QUICKEST = 4
 
 class MeasuringError(RuntimeError):
     """A process that measures ended early, took too long, or could not run its task."""
+
+
+@contextmanager
+def _sentence(what: str) -> Iterator[None]:
+    """Turns whatever a user's own code raises into a MeasuringError that begins with `what`."""
+    try:
+        yield
+    except (PlannerError, MeasuringError):
+        raise
+    except Exception as error:
+        raise MeasuringError(f"{what}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """Returns an exception in words; of an OpError what it stands for."""
+    raised = error.__cause__ if isinstance(error, OpError) else None
+    return describe_exception(raised or error)
 
 
 def hear(entry: WorkerProcess, kind: str, seconds: float, beside: Iterable[WorkerProcess] = ()) -> channel.Message:
@@ -579,7 +597,7 @@ def _process(run: StageRun, pipe: Connection) -> None:
         while True:
             bench.round()
     except Exception as error:
-        channel.send(pipe, "failed", text=f"stage can't be run: {type(error).__name__}: {error}")
+        channel.send(pipe, "failed", text=f"stage can't be run: {_said(error)}")
         os._exit(_FAILED)
 
 
@@ -588,7 +606,7 @@ class StageBenchmark:
     given. device: where the stage computes."""
 
     def __init__(self, run: StageRun, clock: Callable[[], float] | None = None, device: torch.device = CPU) -> None:
-        workload, me, job = run.workload.load(), run.cell, run.job
+        workload, me, job = _of_one_shape(run.workload.load()), run.cell, run.job
         cuts = StageCuts.of(workload, job.stages, autocast=run.optimization.autocast, device=device, layers=run.layers)
         between = cuts.stage_io
         stage, _ = assemble(workload, job, cuts, me.stage, 0, run.optimization, device)
@@ -634,6 +652,27 @@ class StageBenchmark:
         """Notes the time. The executor calls this before every op."""
         self._marks.append(self._clock())
         return False
+
+
+class _Largest:
+    """A workload whose every micro-batch is the largest one. The neighbours of a stage that is measured send data of
+    that shape, too."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload, self._data = workload, (probe_inputs(workload, 0), probe_targets(workload, 0))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workload, name)
+
+    def inputs(self, *_: int) -> Any:
+        return self._data[0]
+
+    def targets(self, *_: int) -> Any:
+        return self._data[1]
+
+
+def _of_one_shape(workload: Workload) -> Any:
+    return _Largest(workload) if getattr(workload, "varies", False) else workload
 
 
 def _recorded(device: torch.device) -> Any:
@@ -873,7 +912,8 @@ def measure_workload(
     computes_on: Platform | None = None,
 ) -> Measurements:
     """Measures any workload. Each layer is assembled and run as if it were a stage of a worker; of a workload that
-    comes in stages, each stage. Bytes are those of one micro-batch, whose input is the output of the part before.
+    comes in stages, each stage. Bytes are those of one micro-batch, whose input is the output of the part before. Where
+    inputs have several shapes, all figures are those of the largest micro-batch.
 
     The overhead of an op, beside its layers, would count once for each layer. So the stages of an even cut are
     measured, too, and a layer gets its share of the time of its stage.
@@ -892,9 +932,10 @@ def measure_workload(
         together = spans(whole.partition)
         cuts = StageCuts((1,) * whole.layers, whole.layer_io)
         alone = Job.uniform(pipelines, cuts.layers, micro_batches)
-    inputs = on_device(tensors_of(workload.inputs(0, 0, 0, 0), "data"), device)
+    with _sentence("data can't be read"):
+        inputs = on_device(tensors_of(probe_inputs(workload, 0), "data"), device)
+        targets = on_device(probe_targets(workload, 0), device)
     x: Tensors = inputs if len(inputs) > 1 else inputs[0]
-    targets = on_device(workload.targets(0, 0, 0, 0), device)
 
     def scaled_loss(output: Any) -> Tensor:
         return workload.loss(output, targets) / (pipelines * micro_batches)
@@ -904,11 +945,14 @@ def measure_workload(
         return made, stage_optimizer(workload, made.module, made.gradients, optimization)
 
     parts, sizes = [], []
+    if getattr(workload, "varies", False):
+        say("inputs have several shapes: all times and bytes are those of the largest micro-batch")
     say(f"measuring the bytes that {alone.stages} {what}s of {path} keep")
     for number in range(alone.stages):
         last = number == alone.stages - 1
         spec = PartSpec(f"{what} {number}", partial(trained, number), x, scaled_loss if last else None)
-        part, x = measure_part(spec, replace(effort, repeats=1, warm_up=0))
+        with _sentence(f"{what} {number} can't be run"):
+            part, x = measure_part(spec, replace(effort, repeats=1, warm_up=0))
         parts.append(part)
         if not last:
             sizes.append(size_of(x))

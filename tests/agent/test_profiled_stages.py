@@ -8,6 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from openrecycle.agent.config.devices import Mode
 from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models.layers import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.profiling import (
@@ -18,6 +19,8 @@ from openrecycle.agent.profiling import (
     StageRun,
     batches,
     measure_stages,
+    measure_step,
+    measure_workload,
     script_of,
 )
 from openrecycle.planner.jobs.job import Job, Worker
@@ -25,6 +28,30 @@ from tests.golden import golden
 
 TINY = {"width": 32, "heads": 2, "sequence": 16, "batch": 2}
 GPT = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY)
+
+
+class OfAnyLength(Gpt):
+    """Its micro-batches have other lengths, and the largest has 16 tokens a sample."""
+
+    varies = True
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> torch.Tensor:
+        return super().inputs(seed, iteration, pipeline, micro_batch)[:, : 2 + micro_batch]
+
+    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> torch.Tensor:
+        return super().targets(seed, iteration, pipeline, micro_batch)[:, : 2 + micro_batch]
+
+    def largest(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().inputs(seed, 0, 0, 0), super().targets(seed, 0, 0, 0)
+
+
+class WithoutDisk(Gpt):
+    """Its data can be read in the first iteration only."""
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> torch.Tensor:
+        if iteration:
+            raise OSError("the disk is gone")
+        return super().inputs(seed, iteration, pipeline, micro_batch)
 
 
 def told(stages: int, width: int, pipelines: int = 2) -> list[list[str]]:
@@ -103,6 +130,44 @@ def test_neighbours_have_what_a_stage_waits_for() -> None:
     transfers.begin(0, script_of(Worker(0, 1), job))
     transfers.send("F", (0, 0), {0: torch.zeros(5)})
     transfers.let_go()
+
+
+def test_of_inputs_of_several_shapes_the_largest_are_measured() -> None:
+    """The neighbours that a stage is measured with know no other shape."""
+    varied = NamedWorkload(f"{__name__}:OfAnyLength", TINY)
+    for stage in range(2):
+        run = StageRun(Worker(0, stage), Job(1, 2, 2), varied, Optimization(), ProfilingEffort(1, 0), 1)
+        assert StageBenchmark(run).round()["F"] > 0
+    assert measure_step(varied, Job(1, 2, 2), Optimization()) > 0
+
+
+@pytest.mark.processes
+def test_the_bytes_of_a_profile_are_those_of_the_largest_inputs() -> None:
+    held = []
+    for name in ("openrecycle.agent.examples.gpt:Gpt", f"{__name__}:OfAnyLength"):
+        effort = ProfilingEffort(1, 0, "cpu")
+        measured = measure_workload(name, TINY, (1, 1, 1), Optimization(), effort, lambda _: None)
+        held.append([(part.activation_bytes, part.weight_backward_bytes) for part in measured.parts])
+    assert held[0] == held[1]
+
+
+@pytest.mark.processes
+def test_what_a_stage_raises_is_said() -> None:
+    gone = NamedWorkload(f"{__name__}:WithoutDisk", TINY)
+    with pytest.raises(MeasuringError, match="the disk is gone"):
+        measure_stages(gone, Job(1, 1, 1), Optimization(), ProfilingEffort(2, 0), lambda _: None)
+
+
+class NoData(Gpt):
+    """Its data can't be read."""
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> torch.Tensor:
+        raise OSError("the disk is gone")
+
+
+def test_data_that_can_not_be_read_end_no_profile_with_a_traceback() -> None:
+    with pytest.raises(MeasuringError, match="the disk is gone"):
+        measure_workload(f"{__name__}:NoData", TINY, (1, 1, 1), Optimization(), ProfilingEffort(1, 0), lambda _: None)
 
 
 @pytest.mark.processes
