@@ -48,6 +48,8 @@ def main(room: str | None = None) -> NoReturn:
         room = _chosen()
     try:
         program = import_module(f"openrecycle.{room}.cli")
+    except KeyboardInterrupt:  # this takes seconds on a busy machine
+        _end("stopped", 130)
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name in ("", "openrecycle"):

@@ -481,7 +481,8 @@ class ConsoleClient:
         self.issued: str | None = None
         self.token = token
         if token:
-            self._session.headers["Authorization"] = f"Bearer {token}"
+            # A token from a file or a variable may end with a newline, which no header can have.
+            self._session.headers["Authorization"] = f"Bearer {token.strip()}"
         self._deposed = deposed
         if lead is not None:
             self._session.headers[LEAD] = lead

@@ -36,12 +36,14 @@ class Answering:
     def __init__(self, answer: tuple[int, object] | None) -> None:
         self.answer = answer
         self.asked: list[str] = []
+        self.authorization: list[str | None] = []
         self.ending = threading.Event()
         served = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 served.asked.append(self.path)
+                served.authorization.append(self.headers["Authorization"])
                 if served.answer is None:
                     served.ending.wait(60)
                     return
@@ -184,6 +186,13 @@ def test_a_refusal_is_an_answer(stack: ExitStack) -> None:
     first.answer = (401, {"title": "t", "status": 401, "code": "unauthorized", "detail": "Authorization: none"})
     with pytest.raises(ConsoleRefused, match=golden("give-it-by-token-file")):
         read(client)
+
+
+def test_a_token_may_end_with_a_newline(stack: ExitStack) -> None:
+    """As one that was read from a file does."""
+    console = answering(stack, GOOD)
+    assert read(ConsoleClient(console.url, token="a-token-of-this-console\n")) == 7
+    assert console.authorization == ["Bearer a-token-of-this-console"]
 
 
 def test_a_job_that_was_known_is_asked_for_again(stack: ExitStack) -> None:

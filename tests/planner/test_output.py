@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.cli import read_token
+from openrecycle.cli import main
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Problem
 from openrecycle.planner.output import check_out, write_out
@@ -165,3 +166,15 @@ def test_a_file_is_read_up_to_a_bound(tmp_path: Path) -> None:
     assert read_whole(path, most=5) == b"12345"
     with pytest.raises(OSError, match="more than 4 bytes"):
         read_whole(path, most=4)
+
+
+def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("openrecycle.cli.import_module", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main("planner")
+    assert ended.value.code == 130 and len(capsys.readouterr().err.splitlines()) == 1
