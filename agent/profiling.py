@@ -964,8 +964,8 @@ def measure_workload(
         of_stages = measured(job, optimization, effort, say)
         rounds = [
             layer
-            for span, stage in zip(together, of_stages, strict=True)
-            for layer in shared_out(stage, [rounds[k] for k in span])
+            for number, (span, stage) in enumerate(zip(together, of_stages, strict=True))
+            for layer in shared_out(stage, [rounds[k] for k in span], first=number == 0)
         ]
     parts = [_timed(part, found) for part, found in zip(parts, rounds, strict=True)]
     reduced = max(sum(parts[k].reduced_bytes for k in span) for span in together)
@@ -1006,14 +1006,20 @@ def _part_of(step: Timing, optimization: Optimization, pipelines: int) -> Timing
     return step.model_copy(update={name: round(getattr(step, name) * share, 3) for name in ("median", "p10", "p90")})
 
 
-def shared_out(stage: Rounds, layers: list[Rounds]) -> list[Rounds]:
-    """Divides the seconds of a stage among its layers, in proportion to what each takes alone."""
+def shared_out(stage: Rounds, layers: list[Rounds], *, first: bool = False) -> list[Rounds]:
+    """Divides the seconds of a stage among its layers, in proportion to what each takes alone.
+
+    first: is it the first stage? A backward that can't be split is done in I; but on the first stage, where nobody
+    waits for I, in W. So there the backward is divided as a whole, and into I and W as each layer has them alone.
+    """
+    alone = [{kind: statistics.median(layer[kind]) for kind in stage} for layer in layers]
     made: list[Rounds] = [{} for _ in layers]
     for kind, seconds in stage.items():
-        alone = [statistics.median(layer[kind]) for layer in layers]
-        whole = sum(alone)
+        kinds = ("I", "W") if first and kind in ("I", "W") else (kind,)
+        together = [sum(one) for one in zip(*(stage[k] for k in kinds), strict=True)]
+        whole = sum(each[k] for each in alone for k in kinds)
         for out, mine in zip(made, alone, strict=True):
-            out[kind] = [each * mine / whole if whole else each / len(layers) for each in seconds]
+            out[kind] = [s * mine[kind] / whole for s in together] if whole else [s / len(layers) for s in seconds]
     return made
 
 

@@ -103,6 +103,21 @@ def test_a_layers_time_is_its_part_of_its_stages() -> None:
     assert (one, other) == ({"F": [1.0, 2.0], "O": [0.5]}, {"F": [3.0, 6.0], "O": [0.5]})
 
 
+def test_the_first_layer_is_not_taken_for_the_cost_of_all_of_its_stage() -> None:
+    """With activation checkpointing, say, no backward is split: the first stage does all of it in W, the others in I.
+    An embedding, and two layers that take ten times as long."""
+    alone = [{"I": [0.0], "W": [1.0]}, {"I": [9.0], "W": [1.0]}, {"I": [10.0], "W": [0.0]}]
+    found = shared_out({"I": [0.5, 0.0], "W": [20.5, 42.0]}, alone, first=True)
+    assert found == [
+        {"I": [0.0, 0.0], "W": [1.0, 2.0]},
+        {"I": [9.0, 18.0], "W": [1.0, 2.0]},
+        {"I": [10.0, 20.0], "W": [0.0, 0.0]},
+    ]
+    assert shared_out({"I": [2.0], "W": [4.0]}, [{"I": [0.0], "W": [0.0]}] * 2, first=True) == (
+        [{"I": [1.0], "W": [2.0]}] * 2
+    )
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", [None, at_length("ordered")])
 def test_traffic_between_real_processes(transport: Transport | None) -> None:
