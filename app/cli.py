@@ -106,6 +106,8 @@ def _store(database_url: str, *, make: bool = False) -> Iterator[Database]:
             database.close()
     except (ConsoleError, HistoryError, DatabaseError) as error:
         fail(str(error))
+    except UnicodeEncodeError as error:
+        fail(f"got {error.object!r:.100}, expected text in UTF-8")
     except SQLAlchemyError as error:
         fail(f"the database can't take this now ({type(error).__name__}); try again")
     except OSError as error:

@@ -24,6 +24,7 @@ import json
 import os
 import re
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -427,6 +428,8 @@ class History:
         except OSError as error:
             raise HistoryError(f"file: {path} can't be read: {error.strerror}") from None
         try:
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):  # a device may have no end
+                raise HistoryError(f"file: {path} is no regular file, expected the history of a job")
             self._zip = _opened(self._file)
             self.manifest = self._manifest()
         except BaseException:

@@ -380,6 +380,9 @@ def test_files_that_are_no_history(origin: tuple[Database, str, Path], target: D
             import_history(target, path)
     with pytest.raises(HistoryError, match=golden("cant-be-read")):
         import_history(target, tmp_path / "nothing")
+    # Others of its kind have no end.
+    with pytest.raises(HistoryError, match=golden("is-no-regular-file")):
+        import_history(target, Path("/dev/null"))
     with pytest.raises(HistoryError, match="id: got 'a b'"):
         import_history(target, origin[2], new_id="a b")
     with zipfile.ZipFile(path, "w") as archive:

@@ -79,3 +79,10 @@ def test_a_database_that_can_not_be_used() -> None:
     assert status == 2
     assert "got a mysql database" in said
     assert "secret" not in said
+
+
+@pytest.mark.parametrize("arguments", [("create", "--role", "view", "--name", "\udcff"), ("revoke", "\udcff")])
+def test_text_that_is_not_utf_8_is_refused_in_a_sentence(url: str, arguments: tuple[str, ...]) -> None:
+    assert run(url, "create", "--role", "view")[0] == 0
+    status, out, said = run(url, *arguments)
+    assert (status, out) == (2, "") and "udcff" in said and len(said.splitlines()) == 1
