@@ -65,7 +65,10 @@ def spans(partition: Partition) -> tuple[Span, ...]:
 
 def kind_of(workload: Workload) -> str:
     """Returns the word by which the workload's owner knows its parts: `layer` or `stage`."""
-    return str(getattr(workload, "kind", "layer" if hasattr(workload, "build_layer") else "stage"))
+    kind = getattr(workload, "kind", None)
+    if isinstance(kind, str) and kind in ("layer", "stage"):  # a user's class may use that name for something else
+        return kind
+    return "layer" if hasattr(workload, "build_layer") else "stage"
 
 
 def first_names(layer: nn.Module) -> dict[str, str]:

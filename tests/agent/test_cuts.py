@@ -9,7 +9,7 @@ from openrecycle.agent.checkpoints import Identity, find, load_layers, write_sha
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.models.layers import StageCuts, partition_of, spans, wanted_of
+from openrecycle.agent.models.layers import StageCuts, kind_of, partition_of, spans, wanted_of
 from openrecycle.agent.models.state import StageState, Writer, joined, of_layers, pack
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
@@ -169,3 +169,11 @@ def test_a_step_is_undone_by_an_optimizer_that_has_layers_of_two_stages() -> Non
         for name, tensor in expected.tensors.items():
             assert torch.equal(found.tensors[name], tensor), name
     assert made.validation == optimizers[2].validation_before
+
+
+@pytest.mark.parametrize("own", ["gpt", torch.zeros(2), 3])
+def test_an_own_attribute_of_a_workload_does_not_say_how_it_is_cut(own: object) -> None:
+    class Own(Gpt):
+        kind = own
+
+    assert kind_of(Own()) == kind_of(Gpt()) == "layer"
