@@ -700,8 +700,6 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
         found = find(directory, str(resume))
         others = _by_state(directory)[1]
     except CheckpointError as error:
-        if resume not in _WHICH and not re.fullmatch(r"(iteration-)?\d+", str(resume)):
-            raise options.refuse("resume", f"{', '.join((*_WHICH, IF_ANY))} or an iteration's number") from None
         raise options.refuse("resume", f"a whole checkpoint ({error})") from None
     except OSError as error:
         raise options.refuse("directory", f"a folder that can be read ({in_a_line(error)})") from None

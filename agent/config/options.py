@@ -153,6 +153,12 @@ def check_url(url: str) -> str:
     return ",".join(part.rstrip("/") for part in parts)
 
 
+def check_resume(text: str) -> None:
+    """Raises InputError for what names no checkpoint."""
+    if not re.fullmatch(r"newest|newest-intact|if-any|(iteration-)?[0-9]+", text):
+        raise InputError("resume", text, "newest, newest-intact, if-any or an iteration's number")
+
+
 def parse_pace(text: str) -> dict[str, float]:
     """Returns milliseconds by op kind: {"F": 40.0, ...} for `F=40ms,I=40ms,W=40ms`; {} for `profile`. Raises InputError
     for the field `pace`.
@@ -369,6 +375,7 @@ class Checkpoints(OptionGroup):
         "Checkpoint to go on from: newest; newest-intact (skips damaged ones); if-any (the newest, or from the start "
         "where there is none); or an iteration's number.",
         flag="--resume",
+        parse=check_resume,
     )
 
     @property

@@ -166,15 +166,23 @@ def _checked(group: Any, own: Field[Any], value: Any) -> Any:
         if not _within(value, about) or not (float in kinds or isinstance(value, int)):
             raise InputError(path, value, _expected(about, whole=float not in kinds))
     elif not isinstance(value, str) or str not in kinds or (Path in kinds and "\0" in value):
-        raise InputError(
-            path, value, _expected(about, whole=float not in kinds) if str not in kinds else "a text without NULs"
-        )
+        raise InputError(path, value, _expected(about, whole=float not in kinds) if str not in kinds else _text(about))
     if about["parse"] is not None:
         try:
             about["parse"](str(value))
         except InputError as error:
             raise InputError(path, error.value, error.expected) from None
     return value
+
+
+def _text(about: Mapping[str, Any]) -> str:
+    """Says which text an option takes, as its `parse` says it of a wrong one."""
+    try:
+        if about["parse"] is not None:
+            about["parse"]("\0")
+    except InputError as error:
+        return f"a text: {error.expected}"
+    return "a text without NULs"
 
 
 def _within(value: float, about: Mapping[str, Any]) -> bool:

@@ -224,8 +224,8 @@ def micro_batch_memory(
     reports that in better words. parameter_bytes: of the whole model. as_workers: do workers, too, run whole
     micro-batches on a CPU?
 
-    Raises InputError for a loss that does not return a number, or that has no class for a label; and, if a real run is
-    as in workers, for a loss that raises there."""
+    Raises InputError for a loss or a metric that does not return a number, and for a loss that has no class for a
+    label; and, if a real run is as in workers, for a loss that raises there."""
     layers = sum(partition)
     try:
         read, wanted = tensors_of(probe_inputs(workload, seed), "data"), probe_targets(workload, seed)
@@ -281,6 +281,7 @@ def micro_batch_memory(
             if way is not _real:  # without data, labels had no values to check
                 error = _beyond(workload, form, wanted, autocast)
             if error is None:
+                _check_metrics(workload, form, wanted, autocast)
                 return memory
         if error is not None:
             got = f"{in_a_line(error)[:200]} (output {_forms(form)}; targets {_forms(compat.copied(wanted, _form))})"
@@ -311,6 +312,23 @@ def _beyond(workload: Workload, form: Any, targets: Any, autocast: Autocast | No
     except Exception:  # perhaps because of the zeros, and not the labels: the job itself will show
         pass
     return None
+
+
+def _check_metrics(workload: Workload, form: Any, targets: Any, autocast: Autocast | None) -> None:
+    """Raises InputError for a metric of the evaluation that returns more than one number, for zeros in the form of the
+    model's output. What one raises is no error here: targets of the evaluation may be others."""
+    leaves, tree = compat.tree_flatten(form)
+    data: EvaluationData | None = getattr(workload, "evaluation", None)
+    for name, metric in {} if data is None else data.metrics.items():
+        try:
+            made = compat.tree_unflatten(list(map(_any_numbers, leaves)), tree)
+            with kept_settings(), torch.no_grad(), precision(autocast):
+                found = metric(made, compat.copied(targets, torch.clone))
+        except Exception:
+            continue
+        if isinstance(found, Tensor) and found.numel() != 1:
+            got = f"{list(found.shape)} from {name}"
+            raise InputError("evaluate.metrics", got, "functions that return one number, the mean over the micro-batch")
 
 
 def _any_numbers(leaf: Any) -> Any:

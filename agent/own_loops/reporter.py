@@ -207,6 +207,9 @@ class Reporter:
         seconds = self._done[1]
         if loss is None or self._me.stage != self._last_stage:
             return
+        if hasattr(loss, "detach"):  # else torch warns of a tensor with a gradient
+            loss = loss.detach()
+        loss = float(loss)
         if not math.isfinite(loss):
             self._say_once(f"iteration {number} has loss {loss}; iterations without a finite loss are not reported")
             return
@@ -217,8 +220,8 @@ class Reporter:
         try:
             done = Iteration(
                 iteration=number,
-                loss=float(loss),
-                loss_hex=float(loss).hex(),
+                loss=loss,
+                loss_hex=loss.hex(),
                 seconds=seconds,
                 generation=generation,
                 living=living,

@@ -429,14 +429,15 @@ class Executor:
         `iteration`, with everything settled. Returns the mean `loss` and the mean of each metric, the same to the bit
         whichever workers ran them; on other stages than the last it returns nothing.
 
-        A micro-batch that raises makes the means NaN and is reported to `problem`; no worker ends for it. Raises
-        Interrupted or TransferError; `abandon` must follow then.
+        A micro-batch that raises makes the means NaN and is reported to `problem`, the first that raises the same; no
+        worker ends for it. Raises Interrupted or TransferError; `abandon` must follow then.
         """
         self.use(groups)
         measures = {"loss": self._workload.loss, **data.metrics}
         # Each micro-batch has a place of its own: adding zeros rounds nothing.
         table = torch.zeros(len(measures) + 1, data.micro_batches, dtype=torch.float64)
         per_pipeline, at_once = self._job.micro_batches, self._job.pipelines * self._job.micro_batches
+        told: set[str] = set()
         with self._stage.evaluating():
             for first in range(0, data.micro_batches, at_once):
                 count = min(at_once, data.micro_batches - first)
@@ -448,14 +449,17 @@ class Executor:
                     key = op.pipeline, op.micro_batch
                     index = first + key[0] * per_pipeline + key[1]
 
-                    def said(error: BaseException, index: int = index) -> None:
+                    def said(error: BaseException, what: str = "", index: int = index) -> None:
                         self._check_siblings(error)
                         if isinstance(error, (TransferError, torch.AcceleratorError, RankAloneError)):
                             raise error  # the second: the device's context is gone for good
-                        problem(f"evaluation, micro-batch {index}: {type(error).__name__}: {error}"[:1000])
+                        why = f"{what}{type(error).__name__}: {error}"[:1000]
+                        if why not in told:
+                            told.add(why)
+                            problem(f"evaluation, micro-batch {index}: {why}")
 
                     try:
-                        self._evaluate_forward(key, index, data, list(measures.values()), table[:, index], said)
+                        self._evaluate_forward(key, index, data, measures, table[:, index], said)
                     except BaseException as error:
                         said(error)
                         table[:, index] = math.nan
@@ -475,9 +479,9 @@ class Executor:
         key: MicroBatch,
         index: int,
         data: EvaluationData,
-        measures: Sequence[Metric],
+        measures: Mapping[str, Metric],
         into: Tensor,
-        problem: Callable[[BaseException], None],
+        problem: Callable[[BaseException, str], None],
     ) -> None:
         seed = seed_for("evaluation", self._seed, index)
 
@@ -509,11 +513,11 @@ class Executor:
         self._progress.at("F", key)
 
         def measure(y: Any) -> None:
-            for place, metric in enumerate(measures):
+            for place, (name, metric) in enumerate(measures.items()):
                 try:
                     into[place] = float(metric(y, targets))
                 except BaseException as error:
-                    problem(error)
+                    problem(error, f"{name}: ")
                     into[place] = math.nan
 
         into[-1] = weight

@@ -17,6 +17,7 @@ TEXTS: dict[str, Any] = {
     "planning.partition": "2,3",
     "platform.ranks_per_worker": 2,
     "platform.mesh": "1x2",
+    "checkpoints.resume": "newest",
     "faults.kill": ("W1_2@3:F0",),
     "faults.rejoin": ("W1_2@5",),
     "faults.slow": ("W1_2@4:2",),

@@ -178,6 +178,14 @@ def test_a_checkpoint_that_is_due_with_an_evaluation_has_the_step_as_it_was_put_
     assert resumed.parameters_sha256 == unbroken.parameters_sha256
 
 
+def each(output: Tensor, targets: Tensor) -> Tensor:
+    return output.argmax(1) == targets
+
+
+def always(output: Tensor, targets: Tensor) -> float:
+    raise ArithmeticError("none at all")
+
+
 def no_third(output: Tensor, targets: Tensor) -> float:
     if int(targets[0]) == 1:
         raise ArithmeticError("none of these")
@@ -187,12 +195,14 @@ def no_third(output: Tensor, targets: Tensor) -> float:
 @pytest.mark.processes
 def test_what_a_metric_raises_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "openrecycle")
-    evaluate = Evaluation(data=masked_jobs.Sentences(20, 2), every=4, metrics={"odd": no_third})
+    metrics = {"odd": no_third, "never": always}
+    evaluate = Evaluation(data=masked_jobs.Sentences(20, 2), every=4, metrics=metrics)
     result = masked_jobs.trainer(evaluate=evaluate).fit(iterations=4)
     (found,) = result.evaluations
     plain, _ = undisturbed()
     assert math.isnan(found.metrics["odd"]) and found.loss == plain.evaluations[1].loss
-    assert "ArithmeticError" in caplog.text
+    assert "odd: ArithmeticError" in caplog.text
+    assert caplog.text.count("never: ArithmeticError") == 2, "once from each worker of the last stage"
     assert result.losses == plain.losses[:4]
 
 
@@ -258,6 +268,7 @@ def test_data_to_evaluate_on_of_another_form_are_refused_before_anything_starts(
         ({"optimizer": uneven}, "optimizer"),
         ({"evaluate": Evaluation(data=masked_jobs.Sentences(1, 2))}, "evaluate.data"),
         ({"evaluate": Evaluation(data=third)}, "evaluate.micro_batches"),
+        ({"evaluate": Evaluation(data=masked_jobs.Sentences(4, 2), metrics={"each": each})}, "evaluate.metrics"),
         ({"evaluate": 3}, "evaluate"),
         ({"callbacks": [print]}, "callbacks"),
     ],

@@ -208,6 +208,19 @@ def test_what_is_wrong_is_named_as_each_side_writes_it(make: Any, path: str) -> 
     assert not any(f"`{known}`" in str(command_line.value) for known in FLAGS)
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Planning(partition=[2, 2]), "11,11,11,11"),  # type: ignore[arg-type]
+        (lambda: Checkpoints(directory="a", resume=True), "newest-intact"),
+        (lambda: Checkpoints(directory="a", resume="latest"), "newest-intact"),
+    ],
+)
+def test_what_is_no_text_is_told_which_text_is_taken(make: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        make()
+
+
 def test_paths_and_lists_become_plain_data(tmp_path: Path) -> None:
     options = TrainingOptions(job=JOB, weights=tmp_path, faults=Faults(kill=["W1_2@3:F0"]))
     assert options.weights == str(tmp_path) and options.faults.kill == ("W1_2@3:F0",)

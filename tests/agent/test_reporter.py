@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from openrecycle import InputError, Job, Reporter
 from openrecycle.agent.monitoring.heartbeat import WorkerReports
@@ -157,6 +158,18 @@ def test_it_says_when_nobody_is_at_the_address(caplog: pytest.LogCaptureFixture)
             until(lambda: caplog.records, "a warning")
     (warning,) = caplog.records
     assert golden("your-loop-goes-on") in warning.getMessage()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loss_may_be_the_tensor_that_the_backward_began_at() -> None:
+    torch.set_warn_always(True)
+    try:
+        with Reporter(
+            console="http://127.0.0.1:1", run="tensor", job=Job.uniform(1, 1, 2), worker="W0_0", iterations=9
+        ) as one:
+            one.iteration(0, loss=torch.ones((), requires_grad=True))  # type: ignore[arg-type]
+    finally:
+        torch.set_warn_always(False)
 
 
 @pytest.mark.processes
