@@ -138,12 +138,19 @@ class StageMemory:
 
 
 def state_memory(
-    shapes: NamedParameters, kept_each: float, apart: bool, optimization: Optimization, peers: int
+    shapes: NamedParameters,
+    kept_each: float,
+    apart: bool,
+    optimization: Optimization,
+    peers: int,
+    *,
+    hooked: bool = False,
 ) -> StageMemory:
     """Returns the memory of a worker of a stage with these parameters, without activations.
 
     kept_each: bytes that the optimizer keeps per element. apart: are parameters stepped one after the other? peers: the
-    number of workers of the stage, over which the optimizer's state may be sharded.
+    number of workers of the stage, over which the optimizer's state may be sharded. hooked: may step hooks change
+    parameters that are not trained?
     """
     trained = [p for _, p in shapes if p.requires_grad]
     elements, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
@@ -159,7 +166,7 @@ def state_memory(
     if optimization.clip_norm is not None and not optimization.synchronous:
         # Kept until their norm is known. Sums that only other workers need are used for that, where there are any.
         gradients += max(0, stepped - max(0, sums - max(stepped + kept, round(share * sums))))
-    undo = max(0, stepped + kept - sums)
+    undo = max(0, stepped + kept - sums) + (frozen if hooked else 0)
     return StageMemory(frozen + size, kept, sums, undo, gradients)
 
 
@@ -749,10 +756,11 @@ def _check_splits(workload: Workload, shapes: NamedParameters, ranks: int) -> No
 
 class _Kept(NamedTuple):
     """What an optimizer keeps. each: bytes per element of a parameter, at least. apart: are parameters stepped one
-    after the other?"""
+    after the other? hooked: does a step call hooks that may do anything?"""
 
     each: float
     apart: bool
+    hooked: bool = False
 
 
 def _may_move(workload: Workload, partition: Partition, options: TrainingOptions) -> bool:
@@ -878,13 +886,18 @@ def _try(
         return stage_optimizer(workload, module, SUM_OF[optimization.mode](module.parameters(), terms=1), optimization)
 
     for steps in _STEPS:
-        with contextlib.suppress(Exception):
+        try:
             _steps(stage(), range(2 * steps))
-            break
+        except StageIOError:
+            got = "one whose step makes parameters require a gradient"
+            expected = "one that leaves that as it is: what is trained stays the same in a job"
+            raise InputError("optimizer", got, expected) from None
+        except Exception:
+            continue
+        break
     else:
         return _Kept(0.0, True)  # perhaps it needs its real parameters; peers are still compared while they train
     mine, peer = stage(), stage()
-    _steps(mine, range(steps))
     name = type(mine.optimizer).__name__
     if mine.scheduler is not None:
         name += f" with {type(mine.scheduler).__name__}"
@@ -893,6 +906,7 @@ def _try(
         "worker that re-joins is given that, and nothing else"
     )
     try:
+        _steps(mine, range(steps))
         peer.load_state(unpack(*pack(mine.state())))
         _steps(mine, range(steps, 2 * steps))
         _steps(peer, range(steps, 2 * steps))
@@ -902,13 +916,13 @@ def _try(
         _steps(mine, range(2 * steps - 1, 2 * steps))
         if not _equal(mine, peer):
             raise InputError("optimizer", name, advice)
-    except StateError as error:
+    except (StateError, StageIOError) as error:
         raise InputError("optimizer", f"{name} ({error})", advice) from None
     elements, kept = 0, 0
     for parameter, state in mine.optimizer.state.items():
         elements += parameter.numel()
         kept += sum(t.nbytes for t in state.values() if isinstance(t, Tensor) and t.shape == parameter.shape)
-    return _Kept(kept / elements if elements else 0.0, mine.steps_apart)
+    return _Kept(kept / elements if elements else 0.0, mine.steps_apart, mine.has_own_hooks)
 
 
 def _steps(stage: StageOptimizer, numbers: range) -> None:
@@ -1052,7 +1066,7 @@ def _check_memory(
     def checkpoint(span: Iterable[int]) -> int:
         mine = [parameter for layer in span for parameter in shapes[layer]]
         return checkpoint_memory(
-            state_memory(mine, kept.each, kept.apart, optimization, 1), job.pipelines, copies=copies
+            state_memory(mine, kept.each, kept.apart, optimization, 1, hooked=kept.hooked), job.pipelines, copies=copies
         )
 
     def resumed(whole: StageMemory, span: Iterable[int]) -> int:
@@ -1064,7 +1078,10 @@ def _check_memory(
 
     def states(peers: int) -> list[StageMemory]:
         by_stage = [[named for layer in span for named in own[layer]] for span in spans(partition)]
-        return [state_memory(mine, kept.each, kept.apart, optimization, peers).times(ranks) for mine in by_stage]
+        return [
+            state_memory(mine, kept.each, kept.apart, optimization, peers, hooked=kept.hooked).times(ranks)
+            for mine in by_stage
+        ]
 
     plain, alone = states(job.pipelines), states(1)
     if has is not None:
@@ -1091,7 +1108,7 @@ def _check_memory(
         least.append(one.total)
 
     def layer(number: int, peers: int) -> StageMemory:
-        return state_memory(own[number], kept.each, kept.apart, optimization, peers).times(ranks)
+        return state_memory(own[number], kept.each, kept.apart, optimization, peers, hooked=kept.hooked).times(ranks)
 
     def of_layer(number: int, peers: int) -> int:
         state = layer(number, peers)

@@ -118,6 +118,7 @@ def make_launcher(
     from openrecycle.agent.checkpoints import IF_ANY, claim
     from openrecycle.agent.jobs.preflight import Machine
     from openrecycle.agent.launcher import launch
+    from openrecycle.agent.launcher.record import WARNING
     from openrecycle.agent.models.layers import layer_io_of
     from openrecycle.agent.models.parallelized import DividedBatches, parts_of_a_rank
     from openrecycle.agent.models.workload import probe_inputs, probe_targets
@@ -143,7 +144,7 @@ def make_launcher(
     layer_io, autocast, on_cpu = None, options.optimization.autocast, options.platform.device == "cpu"
     # With autocast the types of a stage's output depend on the device; this process leaves the GPU to the workers.
     if on_cpu or autocast is None:
-        layer_io = layer_io_of(seen, layers, options.seed, autocast)
+        layer_io = layer_io_of(seen, layers, options.seed, autocast, warn=lambda text: say(WARNING + text))
     if options.console.url is not None and options.pace and "O" not in options.pace and on_cpu:
         options = _with_step(options, source, say)
     # Before the checkpoints are looked at: while another node leads the job, they belong to that leader.

@@ -247,6 +247,8 @@ class ResilientTrainer:
                 raise InputError(argument, value, "something that can be called")
             if isinstance(value, type) and issubclass(value, torch.nn.Module):
                 raise InputError(argument, f"the class {value.__name__}", f"a module of it: {value.__name__}()")
+        if isinstance(loss, torch.nn.Module):
+            _check_loss(loss)
         if on_error not in get_args(OnError):
             raise InputError("on_error", on_error, "stop or log")
         if loading is not None and not isinstance(loading, Loading):
@@ -570,6 +572,18 @@ class _Functions(Callback):
             self.on_iteration = iteration  # type: ignore[method-assign, assignment]
         if recovery is not None:
             self.on_recovery = recovery  # type: ignore[method-assign, assignment]
+
+
+def _check_loss(loss: torch.nn.Module) -> None:
+    """Raises InputError for a loss with parameters that no optimizer would get."""
+    names = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
+    if names:
+        got = f"a {type(loss).__name__} with {names[0]}, a parameter that requires a gradient"
+        expected = (
+            "one without, since only parameters of layers are trained: have the last layer hold them, and return them "
+            "beside its output; or, if they are to stay as they are, loss.requires_grad_(False)"
+        )
+        raise InputError("loss", got, expected)
 
 
 def _log(line: dict[str, Any]) -> None:

@@ -450,24 +450,36 @@ def check_output(stage: int, boundary: StageOutput, output: Any, *, varies: bool
 
 
 def layer_io_of(
-    workload: Workload, layers: int, seed: int, autocast: Autocast | None = None, device: torch.device = CPU
+    workload: Workload,
+    layers: int,
+    seed: int,
+    autocast: Autocast | None = None,
+    device: torch.device = CPU,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> StageIO:
     """Returns what passes between each pair of neighbouring layers: as the workload declares it (see Workload), else
     inferred.
 
     device: where the layers will compute. This matters to autocast, which depends on the device. To infer for another
-    device than the CPU, the layers are run for real.
+    device than the CPU, the layers are run for real. warn: gets a sentence if parameters get no gradient.
 
     Raises InputError that names the layer that can't be run, or the wrong declaration.
     """
-    found = _layer_io(workload, layers, seed, autocast, device)
+    found = _layer_io(workload, layers, seed, autocast, device, warn)
     for spec in (spec for boundary in found for spec in boundary):
         if getattr(torch, spec.dtype).is_complex:
             raise InputError("stage_io", spec.dtype, "real tensors between layers (torch.view_as_real)")
     return found
 
 
-def _layer_io(workload: Workload, layers: int, seed: int, autocast: Autocast | None, device: torch.device) -> StageIO:
+def _layer_io(
+    workload: Workload,
+    layers: int,
+    seed: int,
+    autocast: Autocast | None,
+    device: torch.device,
+    warn: Callable[[str], None],
+) -> StageIO:
     declared = getattr(workload, "stage_io", None)
     if declared is not None:
         return _checked(declared, layers)
@@ -478,7 +490,10 @@ def _layer_io(workload: Workload, layers: int, seed: int, autocast: Autocast | N
     if layers == 1:
         return ()
     with own_numbers("probe", seed):
-        return _infer(workload, layers, seed, autocast, device)
+        found, untrained = _infer(workload, layers, seed, autocast, device)
+    if untrained:
+        warn(untrained)
+    return found
 
 
 def _checked(declared: Sequence[Sequence[TensorSpec]], layers: int) -> StageIO:
@@ -495,7 +510,9 @@ def _checked(declared: Sequence[Sequence[TensorSpec]], layers: int) -> StageIO:
     return stage_io
 
 
-def _infer(workload: Workload, layers: int, seed: int, autocast: Autocast | None, device: torch.device) -> StageIO:
+def _infer(
+    workload: Workload, layers: int, seed: int, autocast: Autocast | None, device: torch.device
+) -> tuple[StageIO, str]:
     probe = tensors_of(probe_inputs(workload, seed), "data")
     if device.type != "cpu":
         return _chain(workload, layers, seed, autocast, probe, lambda t: t.to(device, copy=True))
@@ -517,10 +534,14 @@ def _chain(
     autocast: Autocast | None,
     probe: tuple[Tensor, ...],
     take: Callable[[Tensor], Tensor],
-) -> StageIO:
-    """Runs the layers one after the other, keeping only one at a time, and returns what passes between them. take:
-    converts a tensor into one to run with. Raises InputError."""
+) -> tuple[StageIO, str]:
+    """Runs the layers one after the other, keeping only one at a time. Returns what passes between them; and a warning
+    if parameters of some get no gradient, since a later layer passes none back. take: converts a tensor into one to run
+    with. Raises InputError."""
     out: list[StageOutput] = []
+    # A parameter that is tied to one of a later layer may be trained by that.
+    tied = {name for group in tied_of(workload, layers) for name in group}
+    trained, untrained = list[str](), ""
     what, form = kind_of(workload), input_form(workload, layers)
     x = tuple(leaf(take(t)) for t in probe)
 
@@ -542,6 +563,13 @@ def _chain(
             raise InputError(
                 f"{what} {layer}", got, f"inputs that it can run on ({type(error).__name__}: {error})"
             ) from error
+        if trained and any(t.requires_grad for t in x) and not _passes_back(x, y):
+            untrained = (
+                f"no gradient passes back through {what} {layer}, so {trained[0]} gets none, as all that is to be "
+                f"trained in {what}s before it: is there a detach, no_grad or an operation without a gradient? If that "
+                "is meant, freeze these parameters"
+            )
+        trained += [n for k, p in module.named_parameters() if p.requires_grad and (n := f"{layer}.{k}") not in tied]
         if layer < layers - 1:  # the loss takes whatever the last layer returns
             try:
                 x = tensors_of(y, f"output of {what} {layer}")
@@ -553,7 +581,26 @@ def _chain(
                 raise InputError(f"output of {what} {layer}", _kinds(y), expected) from None
             out.append(tuple(map(TensorSpec.of, x)))
             x = tuple(leaf(t, t.requires_grad) for t in x)
-    return tuple(out)
+    return tuple(out), untrained
+
+
+def _passes_back(x: Sequence[Tensor], y: Any) -> bool:
+    """Says whether a layer's output depends on any of its inputs by operations with a gradient, or may do so. Looks
+    only at the graph, and runs nothing."""
+    parts = compat.tree_flatten(y)[0]
+    if not all(isinstance(part, Tensor | int | float | str | None) for part in parts):
+        return True  # the loss may take anything, such as an object with tensors
+    tensors = [t for t in parts if isinstance(t, Tensor) and t.requires_grad]
+    wanted = {id(t) for t in x}
+    to_see, seen = [t.grad_fn for t in tensors if t.grad_fn is not None], set[Any]()
+    while to_see:
+        node = to_see.pop()
+        if node not in seen:
+            seen.add(node)
+            if id(getattr(node, "variable", None)) in wanted:
+                return True
+            to_see += [after for after, _ in node.next_functions if after is not None]
+    return any(id(t) in wanted for t in tensors)
 
 
 def precision(autocast: Autocast | None, device: torch.device = CPU) -> Any:

@@ -40,7 +40,7 @@ from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.data import reseed
-from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_layer
+from openrecycle.agent.models.layers import LayerStack, Span, StageIOError, parameters_by_layer
 from openrecycle.agent.models.parallelized import split_over_ranks
 from openrecycle.agent.models.state import (
     AVERAGE,
@@ -339,6 +339,12 @@ class StageOptimizer:
         validation were clean, and `settle` must follow before the next step. slot: as `measure` has returned it.
         """
         assert self.settled, "the validation of the step before is not known"
+        trained = set(map(id, self._trained))
+        if thawed := next((n for n, p in self._named.items() if p.requires_grad and id(p) not in trained), None):
+            raise StageIOError(
+                f"{thawed} requires a gradient now, and did not when the job began: none was summed for it. What is "
+                "trained stays the same in a job: stop it, and resume from a checkpoint with other parameters frozen"
+            )
         loss, slot = self.gradients.loss, slot if slot is not None else self.measure()
         self.learning_rate = _finite(self.optimizer.param_groups[0].get("lr"))
         self._snapshot.begin()
@@ -418,11 +424,14 @@ class StageOptimizer:
         """Returns the buckets that are stepped one after the other; only one if stepping apart may change the
         result."""
         if not self._buckets:
-            apart, groups, stepped = self.steps_apart, self.optimizer.param_groups, self._stepped
+            # torch's Adafactor takes its eps from the type of the first of all that it steps: which this is depends on
+            # where the model is cut. So it gets one at a time.
+            alone = type(self.optimizer) is torch.optim.Adafactor and not self.has_own_hooks
+            apart, groups, stepped = self.steps_apart or alone, self.optimizer.param_groups, self._stepped
             at, size = 0, 0
             for end, parameter in enumerate(stepped, start=1):
                 size += parameter.numel() * parameter.element_size()
-                if end == len(stepped) or (apart and size >= BUCKET_BYTES):
+                if end == len(stepped) or alone or (apart and size >= BUCKET_BYTES):
                     mine = {id(p): p for p in stepped[at:end]}
                     parts = [self._among(group["params"], mine) for group in groups] if apart else None
                     self._buckets.append(_Bucket(slice(at, end), stepped[at:end], parts))
@@ -452,7 +461,7 @@ class StageOptimizer:
         shards = self.shards
         assert shards is not None
         if state:
-            self.optimizer.state[shards.parts[number]] = dict(state)
+            self._put_state(shards.parts[number], state)
         shards.held.add(number)
         shards.late.add(number)
         self._regroup()
@@ -486,6 +495,9 @@ class StageOptimizer:
         return StageState({"kept": encode(wanted, shards.names[number], tensors)}, tensors)
 
     def _update(self, bucket: _Bucket, coefficient: float, iteration: int) -> None:
+        for parameter in bucket.parameters:
+            if parameter.grad is not None:
+                parameter.grad = _laid_out_as(parameter, parameter.grad)
         gradients = [p.grad for p in bucket.parameters if p.grad is not None]
         if coefficient != 1.0 and gradients:  # torch takes no empty list
             compat.multiply(gradients, coefficient)
@@ -668,17 +680,25 @@ class StageOptimizer:
         return kept
 
     @property
-    def elementwise(self) -> bool:
-        """Whether parts of the parameters may be put in place while it steps: no element's step depends on another
-        element."""
+    def steps_apart(self) -> bool:
+        """Whether no element's step depends on another element. So some may be stepped before others, and parts of the
+        parameters may be put in place while it steps."""
         kind = type(self.optimizer)
-        return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+        return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE and not self.has_own_hooks
 
     @property
-    def steps_apart(self) -> bool:
-        """Whether some parameters may be stepped before others: not if a step hook may expect all to be stepped."""
-        hooks = compat.step_hooks(self.optimizer)
-        return self.elementwise and all(getattr(hook, "elementwise", False) for hook in hooks)
+    def has_own_hooks(self) -> bool:
+        """Whether a step calls hooks that may do anything: expect all to be stepped, or mix elements."""
+        return not all(getattr(hook, "elementwise", False) for hook in compat.step_hooks(self.optimizer))
+
+    @property
+    def beside(self) -> list[Tensor]:
+        """What own step hooks may change beside what is stepped: parameters that are not trained, such as a teacher's,
+        and buffers that no forward changes."""
+        if not self.has_own_hooks:
+            return []
+        saved = {id(t) for t in (*self._trained, *self.gradients.moving)}
+        return [t for t in (*self._named.values(), *self._buffers.values()) if id(t) not in saved]
 
     @property
     def _leaves_gradients(self) -> bool:
@@ -741,7 +761,7 @@ class StageOptimizer:
         for name in list(states):
             # If it is sharded, segments are copied, parameter by parameter.
             for parameter, kept in self._cut(parameters[name], states.pop(name)):
-                self.optimizer.state[parameter] = kept
+                self._put_state(parameter, kept)
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
             _put_options(group, options)
         if self.scheduler is not None:
@@ -765,6 +785,12 @@ class StageOptimizer:
         self._snapshot, self._kept, self._kept_memory = _Snapshot(self), None, []
         self.gradients.give_up()
 
+    def _put_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Sets the optimizer's state of a parameter, or of a segment, to what has come from a peer or a file."""
+        self.optimizer.state[parameter] = {
+            key: _laid_out_as(parameter, value) if isinstance(value, Tensor) else value for key, value in state.items()
+        }
+
     def _cut(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> list[tuple[nn.Parameter, Mapping[str, Any]]]:
         """Returns the state of a parameter, or of each of its segments."""
         shards = self.shards
@@ -783,6 +809,15 @@ class StageOptimizer:
         return [
             (shards.parts[k], {key: of(shards.segments[k], value) for key, value in state.items()}) for k in numbers
         ]
+
+
+def _laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Returns a tensor of the parameter's shape in the same order in memory, as autograd and optimizers make it: a
+    fused step takes the elements of a parameter, its gradient and its state as they lie there. Sums, messages and files
+    have them in the order of the indices."""
+    if parameter.is_contiguous() or tensor.shape != parameter.shape:
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _finite(value: Any) -> float | None:
@@ -810,6 +845,9 @@ def make_optimizer(factory: Callable[[Any], torch.optim.Optimizer], named: Named
         made = make([*named, ("0.none", nothing)])
     if isinstance(made, torch.optim.Optimizer):
         made.state.pop(nothing, None)  # Adagrad has a state from the beginning
+        for group in made.param_groups:
+            # A scheduler writes to a learning rate that is a tensor, and all optimizers of this factory may have it.
+            group |= {key: value.clone() for key, value in group.items() if isinstance(value, Tensor)}
     return made
 
 
@@ -902,6 +940,8 @@ class _Snapshot:
         self._saved: dict[nn.Parameter, _Saved] = {}
         self._adopted: dict[nn.Parameter, _Saved] = {}
         self._buffers: list[Tensor] = []
+        self._beside: list[tuple[Tensor, Tensor]] = []
+        """What hooks of the step may change, and its old values."""
         self.before = PostValidation(), Slot(), CLEAN
         self._before: dict[nn.Parameter, _Saved] = {}
         """What was saved for the step before: if tensors are the same, so are their places."""
@@ -922,6 +962,12 @@ class _Snapshot:
         else:
             for mine, theirs in _alike(self._buffers, moving):
                 compat.copy(mine, theirs)
+        beside = stage.beside
+        if [id(t) for t, _ in self._beside] != [id(t) for t in beside]:
+            self._beside = [(t, torch.empty_like(t)) for t in beside]
+        with torch.no_grad():
+            for now, old in self._beside:
+                old.copy_(now)
         self._groups = [
             copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in stage.optimizer.param_groups
         ]
@@ -1008,6 +1054,8 @@ class _Snapshot:
         for part in parts:
             buffers |= {id(b): kept for b, kept in zip(part._stage.gradients.moving, part._buffers, strict=True)}
         self._buffers = [buffers[id(b)] for b in stage.gradients.moving]
+        mine = {id(t) for t in stage.beside}
+        self._beside = [(t, old) for part in parts for t, old in part._beside if id(t) in mine]
         self._groups, self._scheduler = parts[0]._groups, parts[0]._scheduler
 
     def restore(self, *, buffers: bool) -> None:
@@ -1020,6 +1068,8 @@ class _Snapshot:
             for parameter, saved in everything.items():
                 parameter.copy_(saved.places[-1])
             for target, value in zip(stage.gradients.moving, self._buffers, strict=True) if buffers else ():
+                target.copy_(value)
+            for target, value in self._beside:
                 target.copy_(value)
             for parameter, saved in everything.items():
                 if saved.plain is None:

@@ -287,8 +287,8 @@ def choose_split(
         found = _choose(trial, wanted)
     if trial.remembers:
         note = (
-            "A second forward of the same micro-batch gives another output: does a layer keep something in a plain "
-            "attribute, or count on a buffer keeping what the last forward wrote? Then results depend on which "
+            "A second forward of the same micro-batch gives another output: does a layer or the loss keep something in "
+            "a plain attribute, or count on a buffer keeping what the last forward wrote? Then results depend on which "
             "micro-batches a worker has run."
         )
         found = replace(found, text=f"{found.text} {note}", warning=True)

@@ -467,7 +467,7 @@ class StateReceiver:
     def blocking(self) -> bool:
         """Whether all others must wait while pieces are missing, since the optimizer does not step each element by
         itself."""
-        return bool(self.missing) and not self._optimizer.elementwise
+        return bool(self.missing) and not self._optimizer.steps_apart
 
     def holds_everything(self) -> None:
         """Notes that this worker has all of its state: the initial one, or a checkpoint's."""

@@ -87,6 +87,10 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"optimizer": torch.optim.SparseAdam}, ["optimizer: got 'SparseAdam'", "dense"]),
         ({"optimizer": wrong_jobs.Ticking}, ["optimizer: got 'Ticking'", golden("a-worker-that-re-joins")]),
         ({"optimizer": wrong_jobs.Remembering}, ["optimizer: got 'Remembering (", "object"]),
+        (
+            {"stages": [nn.Linear(W, W).requires_grad_(False), nn.Linear(W, W)], "optimizer": wrong_jobs.thawing},
+            ["optimizer: got", golden("one-whose-step-makes-parameters")],
+        ),
         ({"optimizer": wrong_jobs.lbfgs}, ["optimizer: got 'LBFGS'", "no closure"]),
         ({"optimizer": wrong_jobs.no_optimizer}, ["optimizer: got 'NoneType'", "torch.optim.Optimizer"]),
         ({"optimizer": partial(torch.optim.SGD, rate=1)}, ["optimizer: got", "TypeError: ", "rate"]),
@@ -142,6 +146,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ),
         ({"loss": nn.MSELoss(reduction="none")}, [golden("loss-got-4-6-expected")]),
         ({"loss": wrong_jobs.detached}, ["loss: got", "no detach"]),
+        ({"loss": wrong_jobs.Weighing()}, ["loss: got", "Weighing", "weights", "requires_grad_(False)"]),
         ({"data": wrong_jobs.elsewhere}, ["data: got 'tensors on meta'", "the CPU"]),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
         ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each", "PadCollate"]),
@@ -260,6 +265,7 @@ def test_a_container_s_limit_is_the_memory_that_there_is(
         {"stages": [nn.Linear(W, W).requires_grad_(False), nn.Linear(W, W)], "optimizer": wrong_jobs.trained_ones},
         {"stages": [nn.Flatten(), nn.Linear(W, W)], "optimizer": wrong_jobs.by_width},
         {"loss": wrong_jobs.by_way_of_sparse},
+        {"loss": wrong_jobs.Weighing().requires_grad_(False)},
         *(
             {"stages": [nn.Flatten(), nn.Linear(W, W, bias=False)], "optimizer": kind}
             for kind in (torch.optim.Adagrad, torch.optim.Muon)
@@ -273,6 +279,7 @@ def test_a_container_s_limit_is_the_memory_that_there_is(
         *({"optimizer": kind} for kind in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor)),
         {"optimizer": wrong_jobs.threaded},
         {"scheduler": own_jobs.halving, "optimization": Optimization(clip_norm=1.0, mode="fast")},
+        {"scheduler": own_jobs.halving, "optimizer": partial(torch.optim.AdamW, lr=torch.tensor(0.1), fused=True)},
         {**LAYERS, "optimizer": wrong_jobs.rate_by_layer},
         {**LAYERS, "optimizer": wrong_jobs.with_names},
         {**LAYERS, "optimizer": wrong_jobs.with_own_names},

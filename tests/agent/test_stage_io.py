@@ -5,11 +5,15 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models.layers import StageIO, StageIOError, TensorSpec, check_output, layer_io_of
@@ -88,6 +92,57 @@ class Parts:
 
 def of(workload: Parts, stages: int, **options: str) -> StageIO:
     return layer_io_of(workload, stages, 0, **options)  # type: ignore[arg-type]
+
+
+class Does(nn.Module):
+    """A layer that does this to what comes."""
+
+    def __init__(self, does: Callable[[nn.Linear, Tensor, Tensor], Any], *, trained: bool = True) -> None:
+        super().__init__()
+        self.layer, self.does = nn.Linear(8, 8).requires_grad_(trained), does
+
+    def forward(self, x: Tensor, ids: Tensor) -> Any:
+        return self.does(self.layer, x, ids)
+
+
+LAYER = partial(Does, lambda layer, x, ids: (layer(x), ids))
+FROZEN = partial(LAYER, trained=False)
+DETACHED = partial(Does, lambda layer, x, ids: (layer(x.detach()), ids))
+NUMBERS = partial(Does, lambda layer, x, ids: x.argmax(1))
+ALIVE = partial(Does, lambda layer, x, ids: (checkpoint(layer, x, use_reentrant=True), ids))
+
+
+@pytest.mark.parametrize(
+    ("layers", "cut"),
+    [
+        ((LAYER, FROZEN, DETACHED, LAYER), 2),
+        ((LAYER, LAYER, NUMBERS), 2),
+        ((LAYER, partial(Does, lambda layer, x, ids: (x.detach(), ids)), LAYER), 1),
+        ((LAYER, LAYER, LAYER), None),
+        ((FROZEN, FROZEN, DETACHED, LAYER), None),
+        ((DETACHED, LAYER), None),
+        ((LAYER, ALIVE, FROZEN, LAYER), None),
+        ((LAYER, partial(Does, lambda layer, x, ids: (x, ids)), LAYER), None),
+        # What is detached is also passed on as it is.
+        ((LAYER, partial(Does, lambda layer, x, ids: (x + layer(x.detach()), ids)), LAYER), None),
+        ((LAYER, partial(Does, lambda layer, x, ids: {"loss": layer(x)})), None),
+        ((LAYER, partial(Does, lambda layer, x, ids: SimpleNamespace(logits=layer(x)))), None),
+    ],
+)
+def test_layers_that_get_no_gradient_are_told_of(layers: Sequence[Any], cut: int | None) -> None:
+    """Not those with nothing to train."""
+    told: list[str] = []
+    layer_io_of(Parts(*layers), len(layers), 0, warn=told.append)  # type: ignore[arg-type]
+    assert len(told) == (cut is not None)
+    assert all(f"stage {cut}" in text and "0.layer.weight" in text for text in told)
+
+
+def test_what_is_shared_with_a_later_layer_is_trained_by_that() -> None:
+    told: list[str] = []
+    workload: Any = Parts(LAYER, DETACHED)
+    workload.tied = lambda layers: [["0.layer.weight", "1.layer.weight"], ["0.layer.bias", "1.layer.bias"]]
+    layer_io_of(workload, 2, 0, warn=told.append)
+    assert not told
 
 
 def test_the_caller_s_random_numbers_go_on_from_where_they_were() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from openrecycle.agent.models.layers import StageIOError
 from openrecycle.agent.models.state import StageState, StateError, messages_for, pack, unpack
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
@@ -237,6 +238,114 @@ def test_a_newcomer_takes_over_everything(optimizer: str, scheduler: str | None)
         _train(newcomer, i)
     assert _equal(_everything(newcomer), _everything(donor))
     assert newcomer.parameters_sha256() == donor.parameters_sha256()
+
+
+def _scattered(optimizer: str) -> StageOptimizer:
+    """Parameters that do not lie in memory in the order of their indices."""
+    torch.manual_seed(0)
+    transposed = nn.Linear(6, 5)
+    transposed.weight = nn.Parameter(transposed.weight.detach().t().contiguous().t())
+    module = nn.Sequential(nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last), transposed)
+    sums = GradientSum(module.parameters(), terms=1)
+    return StageOptimizer(module, OPTIMIZERS[optimizer](module.parameters()), sums, clips=True)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW, fused", at_length("AdamW"), at_length("SGD, nesterov, foreach")])
+def test_parameters_may_lie_in_memory_in_any_order(optimizer: str) -> None:
+    """A fused step goes by what lies where, of a parameter, its gradient and its state; also on a newcomer, and in a
+    step that is taken again."""
+    stage, newcomer, plain = (_scattered(optimizer) for _ in range(3))
+    for i in range(5):
+        if i == 2:
+            newcomer.load_state(unpack(*pack(stage.state())))
+        for one in (stage, newcomer):
+            _sum(one, i)
+            one.step(None)
+            one.settle(ValidationResult(0.5))
+        generator = torch.Generator().manual_seed(i)
+        for parameter in plain.module.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.empty_like(parameter).copy_(drawn * 0.5)
+        plain.optimizer.step()
+        assert stage.parameters_sha256() == plain.parameters_sha256()
+    assert _equal(_everything(newcomer), _everything(stage))
+
+
+def test_a_step_does_not_show_what_else_is_in_the_stage() -> None:
+    """Whichever type the first parameter has, by which torch's Adafactor steps all others."""
+    found = []
+    for types in ([torch.bfloat16, torch.float32], [torch.float32, torch.bfloat16]):
+        module = nn.ParameterList(nn.Parameter(torch.ones(4, 4, dtype=dtype)) for dtype in types)
+        sums = GradientSum(module.parameters(), terms=1)
+        stage = StageOptimizer(module, torch.optim.Adafactor(module.parameters()), sums)
+        for parameter in stage.gradients.parameters:
+            stage.gradients.add(parameter, torch.arange(16, dtype=parameter.dtype).view(4, 4) / 1024)
+        stage.step()
+        found.append({parameter.dtype: parameter.detach() for parameter in module})
+    assert _equal(found[0][torch.float32], found[1][torch.float32])
+    assert _equal(found[0][torch.bfloat16], found[1][torch.bfloat16])
+
+
+class Taught(nn.Module):
+    """A teacher follows the student, and a buffer the teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("largest", torch.zeros(()))
+
+
+def taught(named_parameters: Any, largest: torch.Tensor) -> torch.optim.Optimizer:
+    weights = {name.partition(".")[2]: parameter for name, parameter in named_parameters}
+    made = torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9)
+
+    @torch.no_grad()
+    def follow(*_: Any) -> None:
+        weights["teacher.weight"].data.lerp_(weights["student.weight"], 0.5)
+        largest.add_(weights["teacher.weight"].abs().max())
+
+    made.register_step_post_hook(follow)
+    return made
+
+
+def _taught() -> StageOptimizer:
+    torch.manual_seed(0)
+    module = Taught()
+    made = taught([(f"0.{n}", p) for n, p in module.named_parameters()], module.get_buffer("largest"))
+    return StageOptimizer(module, made, GradientSum(module.parameters(), terms=1), clips=True)
+
+
+def test_what_a_step_hook_changes_is_undone_too() -> None:
+    """When a step is taken again, when it is skipped, and when it is rolled back; also by an optimizer that has taken
+    over the layers."""
+    late, early = _taught(), _taught()
+    for i, validation in enumerate([CLEAN, ValidationResult(0.25), SKIP, ValidationResult(0.5)]):
+        before = _everything(late)
+        _train(late, i, None)
+        late.settle(validation)
+        _train(early, i, validation)
+        assert _equal(_everything(late), _everything(early))
+        late.roll_back()
+        assert _equal(_everything(late), before)
+        _train(late, i, validation)
+    module, undone = late.module, _everything(late)
+    _train(late, 4)
+    parameters = [(f"0.{n.partition('.')[2]}", p) for n, p in module.named_parameters()]
+    sums = GradientSum(module.parameters(), terms=1)
+    heir = StageOptimizer(module, taught(parameters, next(module.buffers())), sums, clips=True)
+    heir.adopt([late])
+    heir.roll_back()
+    assert _equal(_everything(heir), undone)
+
+
+def test_what_is_trained_stays_the_same() -> None:
+    """Of a parameter that is thawed, no gradient was summed."""
+    stage = _taught()
+    _train(stage, 0)
+    stage.module.get_parameter("0.teacher.bias").requires_grad_(True)
+    _sum(stage, 1)
+    with pytest.raises(StageIOError, match=r"0\.teacher\.bias"):
+        stage.step()
 
 
 def test_a_rolled_back_stage_redoes_the_step_to_the_same_bits() -> None:

@@ -433,8 +433,26 @@ def test_what_comes_after_a_roll_back_is_put_into_the_tensors_that_it_has_left()
     assert receiver.complete and _equal(target, source)
 
 
-def test_all_wait_for_a_state_whose_optimizer_mixes_elements() -> None:
-    make = lambda p: _Whole(p, lr=0.1, momentum=0.9)  # noqa: E731
+def _whole(parameters: Any) -> torch.optim.Optimizer:
+    return _Whole(parameters, lr=0.1, momentum=0.9)
+
+
+def _normed(parameters: Any) -> torch.optim.Optimizer:
+    """By its hook, each step mixes the elements of a row."""
+    parameters = list(parameters)
+    made = torch.optim.AdamW(parameters, lr=0.1)
+
+    @torch.no_grad()
+    def norm(*_: Any) -> None:
+        for parameter in parameters:
+            parameter.div_(parameter.norm(dim=-1, keepdim=True))
+
+    made.register_step_post_hook(norm)
+    return made
+
+
+@pytest.mark.parametrize("make", [_whole, _normed])
+def test_all_wait_for_a_state_whose_optimizer_mixes_elements(make: Any) -> None:
     source, target = _stage(0, make), _stage(1, make)
     _step(source, 0)
     server, receiver, described = _describe(source, target)

@@ -14,6 +14,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 from torch.utils.data import Dataset
 
 from tests.agent.own_jobs import WIDTH
@@ -231,6 +232,18 @@ def detached(output: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.detach(), targets)
 
 
+class Weighing(nn.Module):
+    """A loss of two terms, whose weights are to be learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(2))
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        terms = torch.stack([functional.mse_loss(output, targets), functional.l1_loss(output, targets)])
+        return (terms * (-self.weights).exp() + self.weights).sum()
+
+
 def broken(output: Tensor, targets: Tensor) -> Tensor:
     raise ArithmeticError("no loss today")
 
@@ -263,6 +276,19 @@ def no_optimizer(parameters: Iterable[nn.Parameter]) -> Any:
 class NoScheduler:
     def __init__(self, optimizer: Any) -> None:
         raise ArithmeticError("no")
+
+
+def thawing(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Trains what was frozen after a while."""
+    held = list(parameters)
+    made = torch.optim.SGD(held, lr=0.1)
+
+    def thaw(*_: Any) -> None:
+        for parameter in held:
+            parameter.requires_grad_(True)
+
+    made.register_step_post_hook(thaw)
+    return made
 
 
 lbfgs = partial(torch.optim.LBFGS, lr=0.1)
