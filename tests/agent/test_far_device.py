@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.agent.launches import Launched
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -19,15 +18,19 @@ ITERATIONS = 3
 
 
 @pytest.fixture(scope="module")
-def outcome(request: pytest.FixtureRequest) -> dict[str, Any]:
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of the recipes that these tests ask for."""
     here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     asked = sorted({str(item.callspec.params["recipe"]) for item in here})
     compared = ["--compare"] if any(item.originalname.endswith("to_the_bits_of_the_cpu") for item in here) else []
-    command = [sys.executable, "-m", "tests.agent.far_device", *compared, *asked]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    folder = tmp_path_factory.mktemp("far")
+    errors, prints = folder / "errors", folder / "prints"
+    process = Launched(*compared, *asked, errors=errors, prints=prints, module="tests.agent.far_device")
+    try:
+        assert process.wait(240) == 0, errors.read_text()
+    finally:
+        process.end()
+    found: dict[str, Any] = json.loads(prints.read_text())
     return found
 
 

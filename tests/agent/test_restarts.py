@@ -26,7 +26,7 @@ from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent import own_jobs, streamed_jobs
 from tests.agent.consoles import until
 from tests.agent.local_jobs import TINY as MODEL
-from tests.agent.local_jobs import LocalJob, Message, fault_free_losses
+from tests.agent.local_jobs import LocalJob, Message, fault_free_losses, uncut
 from tests.agent.node_runs import free_port, kill_group, launch_node
 from tests.agent.node_runs import lines as node_lines
 from tests.agent.runs import GRID as NODES_GRID
@@ -58,7 +58,7 @@ def test_a_killed_worker_comes_back_by_itself_and_no_bit_changes() -> None:
     (restart,) = restarts(job.lines)
     assert (restart["worker"], restart["number"], restart["most"], restart["seconds"]) == ("W1_1", 1, 2, 0.2)
     assert "SIGKILL" in restart["reason"] and job.dead == ["W1_1"]
-    undisturbed = LocalJob(**GRID, iterations=len(job.losses)).run()
+    undisturbed = uncut(**GRID, iterations=len(job.losses))
     assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1] and "final" in job.lines[-1]
 
 
@@ -199,7 +199,7 @@ def test_a_job_that_lost_a_stage_waits_for_those_who_come_back(victims: tuple[st
         on_line=act,
     ).run()
     assert sorted(r["worker"] for r in restarts(job.lines)) == list(victims)
-    undisturbed = LocalJob(**grid, iterations=len(job.losses)).run()
+    undisturbed = uncut(**grid, iterations=len(job.losses))
     assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1] and "final" in job.lines[-1]
 
 
@@ -358,7 +358,7 @@ def test_a_job_that_loses_a_stage_when_it_is_to_end_comes_to_its_end(when: str, 
         on_line=waits,
     ).run()
     assert [(r["worker"], r["number"]) for r in restarts(job.lines)] == [("W0_1", 1)]
-    undisturbed = LocalJob(**grid, iterations=len(job.losses)).run()
+    undisturbed = uncut(**grid, iterations=len(job.losses))
     assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1] and "final" in job.lines[-1]
 
 
@@ -428,7 +428,7 @@ def test_a_node_is_lost_whose_launcher_stood_still_and_the_checkpoint_is_ahead_o
         for launcher in launchers:
             kill_group(launcher)
     known, lines = recorded(), node_lines(tmp_path)
-    undisturbed = LocalJob(**GRID | {"pipelines": 1}, iterations=40).run()
+    undisturbed = uncut(**GRID | {"pipelines": 1}, iterations=40)
     assert 1 < len(set(range(40)) - known.keys()) < 38
     assert all(known[number] == undisturbed.losses[number] for number in known)
     assert lines[-1] == undisturbed.lines[-1] and "final" in lines[-1]

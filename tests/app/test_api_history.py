@@ -61,6 +61,7 @@ def wait_for(server: ConsoleServer, job_id: str, wanted: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize("server", ["sqlite", at_length("postgresql")], indirect=True)
 def test_out_away_and_in_again(ended: Agents) -> None:
     server, job_id = ended.server, ended.job_id
     before = {

@@ -200,14 +200,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     assert states.pop(VICTIM) == "failed" and {states.pop(peer) for peer in PEERS} == {"re-routed"}
     assert set(states.values()) == {"running"}
 
-    # The schedule shows the new plan, with the failed row and the re-routed micro-batches.
-    page.get_by_role("link", name="Schedule").click()
-    chart = page.locator(".js-plotly-plot .annotation-text")
-    expect(chart.filter(has_text="failed")).to_contain_text("W0_1 and W2_1")
-    expect(page.locator(".js-plotly-plot .bars text", has_text="1·0").first).to_be_visible()
-
     # Bring it back the same way.
-    page.get_by_role("link", name="Live").click()
     page.get_by_role("button", name=VICTIM).click()
     page.get_by_role("dialog").get_by_role("button", name="Restart", exact=True).click()
     restart = page.get_by_role("dialog").get_by_role("button", name=f"Restart {VICTIM}")
@@ -262,6 +255,13 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
     expect(ways.first).to_be_hidden()
     events = [e["text"] for e in demo.get("/events?limit=500")["events"]]
     assert any(golden("operator-in-the-browser-chose") in text for text in events)
+
+    # The schedule shows the new plan, with the failed row and the re-routed micro-batches.
+    page.get_by_role("link", name="Schedule").click()
+    chart = page.locator(".js-plotly-plot .annotation-text")
+    expect(chart.filter(has_text="failed")).to_contain_text("W0_1 and W2_1")
+    expect(page.locator(".js-plotly-plot .bars text", has_text="1·0").first).to_be_visible()
+    page.get_by_role("link", name="Live").click()
 
     # As it was, for whoever comes next.
     base = f"{demo.root}/api/v1/jobs/{demo.job_id}"
