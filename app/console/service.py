@@ -765,6 +765,7 @@ class ConsoleService:
     def job_ended(self, job: LiveJob) -> None:
         """Ends the work for a job that is over or deleted, and its tokens."""
         self.plans.ahead.cancel(job)
+        self.plans.replanning.cancel(job)
         self._advising.cancel(job)
         self.security.tokens.end_job(job.job_id)
 
