@@ -333,14 +333,29 @@ def find(directory: Path, which: str = "newest") -> Checkpoint:
 
 
 def set_aside_later(directory: Path, iteration: int) -> list[str]:
-    """Renames checkpoints that are later than `iteration`, where a run resumes. Returns their new names."""
-    names = []
+    """Renames checkpoints that are later than `iteration`, where a run resumes. Returns their new names. If a living
+    worker removes the one of `iteration` meanwhile, in favour of a later one, that one keeps its name."""
+    aside = dict[str, Path]()
     for later in whole_checkpoints(directory):
         if later.iteration > iteration:
             name = f"superseded-{later.path.name}-{later.path.stat().st_mtime_ns}"
             later.path.rename(directory / name)
-            names.append(name)
-    return names
+            aside[name] = later.path
+    if not is_there(directory, iteration):
+        while aside:
+            name, path = aside.popitem()
+            (directory / name).rename(path)
+    return list(aside)
+
+
+def go_back(directory: Path) -> Checkpoint:
+    """Finds the newest checkpoint that is not damaged, and sets later ones aside. Living workers may still finish one.
+    Raises CheckpointError; and OSError."""
+    while True:
+        found = find(directory, "newest-intact")
+        set_aside_later(directory, found.iteration)
+        if is_there(directory, found.iteration):
+            return found
 
 
 def load_layers(directory: Path, span: Span, part: Part = whole_tensor) -> StageState:
@@ -481,16 +496,20 @@ def _give_up_older(directory: Path, iteration: int) -> None:
 
 def _tidy(directory: Path, iteration: int, keep: int) -> None:
     """Removes checkpoints beyond the `keep` newest, and older unfinished ones."""
-    old = list[Path]()
+    whole = list[Path]()
     with contextlib.suppress(OSError):  # a manifest can't be read now: they are removed next time
-        old = [c.path for c in whole_checkpoints(directory) if c.iteration <= iteration][keep:]
-    for path in old:
-        # Renamed first: a checkpoint that is partly removed must not be taken for a complete one.
-        hidden = directory / f".removed-{path.name}"
-        try:
-            path.rename(hidden)
-        except OSError:
-            continue
+        whole = [c.path for c in whole_checkpoints(directory) if c.iteration <= iteration]
+    # Renamed first: a checkpoint that is partly removed must not be taken for a complete one.
+    hidden = {path: directory / f".removed-{path.name}" for path in whole[keep:]}
+    for path, name in hidden.items():
+        with contextlib.suppress(OSError):
+            path.rename(name)
+    if not all(path.exists() for path in whole[:keep]):
+        # A launcher that goes back to one of these has set the newer ones aside meanwhile (`set_aside_later`, which
+        # looks in turn whether it was removed).
+        for path, name in hidden.items():
+            with contextlib.suppress(OSError):
+                name.rename(path)
     for path in directory.glob(".*-*"):
         kind, _, rest = path.name.partition("-")
         number = int(m[0]) if (m := re.search(r"\d{10,}", rest)) else iteration + 1

@@ -310,10 +310,15 @@ class Store:
 
     def put_plan(
         self, job_id: str, fingerprint: str, document: str | Packed, failed: Sequence[str], ahead: bool
-    ) -> None:
-        """Stores a plan of a job. A plan that is stored already, for this or another job, is not stored twice."""
+    ) -> bool:
+        """Stores a plan of a job. A plan that is stored already, for this or another job, is not stored twice. Returns
+        False, and stores nothing, if the job has been deleted or is being deleted."""
         with self.database.write() as session:
+            job = select(JobRow.id).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN))
+            if session.scalar(job.with_for_update(read=True, key_share=True)) is None:
+                return False
             self._put_plan(session, job_id, fingerprint, document, failed, ahead)
+            return True
 
     def link_plan(self, job_id: str, fingerprint: str, failed: Sequence[str]) -> bool:
         """Makes a stored plan one of the job's plans. Returns False if it is not stored."""

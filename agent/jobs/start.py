@@ -315,21 +315,14 @@ def _restore_point(
     without = "" if resumed else back_to(False, options.faults.max_restarts)
 
     def newest() -> str | None:
-        from openrecycle.agent.checkpoints import (
-            CheckpointError,
-            find,
-            put_back_replaced,
-            set_aside_later,
-            whole_checkpoints,
-        )
+        from openrecycle.agent.checkpoints import CheckpointError, go_back, put_back_replaced, whole_checkpoints
 
         nonlocal said
         try:
             put_back_replaced(folder)
             if without and not whole_checkpoints(folder):
                 return FROM_START
-            found = find(folder, "newest-intact")
-            set_aside_later(folder, found.iteration)
+            found = go_back(folder)
         except CheckpointError as error:
             say(f"warning: {error}")
             return None

@@ -78,25 +78,28 @@ class PauseRequest:
 
     after: the last iteration that all workers finish; None: the job is not paused. last: the number of iterations after
     which the job ends early; None: it does not. asked: the incarnations that have not said yet after which iteration
-    they stop.
+    they stop. number: of the newest pause; an answer to an earlier one says nothing of where a worker stops now.
     """
 
     after: int | None = None
     last: int | None = None
     asked: set[str] = field(default_factory=set)
+    number: int = 0
 
     def begin(self, entries: Iterable[WorkerProcess]) -> None:
         """Asks all workers to stop after the iteration that they are in."""
         if self.after is None and self.last is None:
             self.after = -1
+            self.number += 1
             for entry in entries:
                 self.asked.add(entry.incarnation)
-                entry.post("hold", after=None)
+                entry.post("hold", after=None, pause=self.number)
 
-    def heard(self, iteration: int, entries: Iterable[WorkerProcess], by: str = "") -> None:
-        """Takes the answer of the incarnation `by`, which stops after `iteration`. If that is later than what is known,
-        all workers are told to go on to it."""
-        self.asked.discard(by)
+    def heard(self, iteration: int, entries: Iterable[WorkerProcess], by: str = "", pause: int = 0) -> None:
+        """Takes the answer of the incarnation `by` to pause number `pause`: it stops after `iteration`. If that is
+        later than what is known, all workers are told to go on to it."""
+        if pause == self.number:
+            self.asked.discard(by)
         if self.after is not None and iteration > self.after:
             self.after = iteration
             for entry in entries:
@@ -524,7 +527,8 @@ class Launcher:
             case "stuck":
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":
-                self._hold.heard(message["iteration"], self._pool.running.values(), entry.incarnation)
+                stops_after, pause = message["iteration"], message["pause"]
+                self._hold.heard(stops_after, self._pool.running.values(), entry.incarnation, pause)
             case "hand_over":
                 self._listener({"hand_over": {"worker": str(cell), "text": message["text"]}})
             case "formed":

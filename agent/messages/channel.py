@@ -67,6 +67,7 @@ class _Said(BaseModel):
 
     at: Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)] = 0
     number: _Number = 0
+    pause: _Number = 0
     generation: _Number = 0
     iteration: _Number = 0
     at_iteration: _Number = 0
@@ -388,7 +389,7 @@ class WorkerChannel:
                 self._told_at = time.monotonic()
             self._news.notify_all()
         if held is not None:
-            self.say("held", iteration=held)
+            self.say("held", iteration=held, pause=message["pause"])
         if interrupts:
             self._announced(self.OVER if self._over else newest)
         if message["kind"] == "deployment":

@@ -49,7 +49,7 @@ from openrecycle.forking import keep_from_children
 _ONCE_ALL_HAVE: Mapping[str, tuple[str, ...]] = {
     "ready": (),
     "alive": (),
-    "held": (),
+    "held": ("pause",),
     "adopted": ("generation",),
     "formed": ("generation", "iteration"),
     "resumed": ("generation", "iteration"),

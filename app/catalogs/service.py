@@ -255,11 +255,12 @@ class Catalogs:
         if filling is not None and filling.running:
             raise ConsoleError(409, "filling", "the catalog is being filled; cancel that first")
         self.stored(fingerprint)
-        with storing():
-            self._store.delete_catalog(fingerprint)
-        with self._lock:
-            self._headers.pop(fingerprint, None)
-            self._fillings.pop(fingerprint, None)
+        with self._access:
+            with storing():
+                self._store.delete_catalog(fingerprint)
+            with self._lock:
+                self._headers.pop(fingerprint, None)
+                self._fillings.pop(fingerprint, None)
 
     # -- filling ----------------------------------------------------------------------------
 
@@ -376,23 +377,30 @@ class Catalogs:
             if known is not None:
                 return dict(known)
         with self._access:
-            headers = decoded(self.blobs(fingerprint))
-            with self._lock:
-                self._headers[fingerprint] = headers
-                return dict(headers)
+            return self._read_headers(fingerprint)
+
+    def _read_headers(self, fingerprint: str) -> Headers:
+        """Does the same with `_access` held."""
+        with self._lock:
+            known = self._headers.get(fingerprint)
+        headers = decoded(self.blobs(fingerprint)) if known is None else known
+        with self._lock:
+            self._headers[fingerprint] = headers
+            return dict(headers)
 
     def _save(self, info: CatalogInfo, blobs: Mapping[str, bytes]) -> None:
-        stored = self._headers_of(info.fingerprint)
-        headers = {
-            name: header
-            for name, header in decoded(blobs).items()
-            # A running job may have stored a better one meanwhile.
-            if (known := stored.get(name)) is None
-            or not info.question.fits(known.partition)
-            or header.merit >= known.merit
-        }
-        rows = [(name, header.failures, blobs[name]) for name, header in headers.items()]
+        new = decoded(blobs)
         with self._access:
+            stored = self._read_headers(info.fingerprint)
+            headers = {
+                name: header
+                for name, header in new.items()
+                # A running job may have stored a better one meanwhile.
+                if (known := stored.get(name)) is None
+                or not info.question.fits(known.partition)
+                or header.merit >= known.merit
+            }
+            rows = [(name, header.failures, blobs[name]) for name, header in headers.items()]
             with storing():
                 self._store.save_catalog(info.fingerprint, info.model_dump_json(), rows)
             with self._lock:

@@ -765,6 +765,7 @@ class ConsoleService:
     def job_ended(self, job: LiveJob) -> None:
         """Ends the work for a job that is over or deleted, and its tokens."""
         self.plans.ahead.cancel(job)
+        self.plans.replanning.cancel(job)
         self._advising.cancel(job)
         self.security.tokens.end_job(job.job_id)
 
@@ -799,6 +800,7 @@ class ConsoleService:
                 self._got_on = self._clock()
                 if job.job_id in resting and job.quiet:
                     continue
+                over = job.state.over  # all below look once more at a job that ends meanwhile
                 try:
                     self.tick(job)
                     if (missing := job.plan_missing()) is not None:  # (): the plan for all workers
@@ -808,7 +810,7 @@ class ConsoleService:
                     self.measuring.consider(job)
                     self.operators.consider(job)
                     self.accounts.consider(job)
-                    if job.state.over:
+                    if over:
                         job.plans.let_go()
                         resting.setdefault(job.job_id, time.monotonic())
                 except Exception as error:  # could come four times a second for every job, so it is logged seldom

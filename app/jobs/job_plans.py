@@ -206,8 +206,8 @@ class JobPlans:
             if plan.job.speeds != {str(worker): speed for worker, speed in self.job.speeds}:
                 return
             self.take_plan(plan)
-        self._store.put_plan(self._job_id, plan.fingerprint, storable(plan), plan.failed, True)
-        self._stored()
+        if self._store.put_plan(self._job_id, plan.fingerprint, storable(plan), plan.failed, True):
+            self._stored()
 
     def plan_now(self, failed: tuple[str, ...]) -> tuple[PlanReady | PlanRefused, Plan | None] | None:
         """Returns the plan, with its answer for the coordinator, if it is here or can be made in milliseconds.

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -664,6 +665,12 @@ class Replanning:
         self._solves.stop(running.solve.id)
         return "the best plan so far counts"
 
+    def cancel(self, job: LiveJob) -> None:
+        """Ends the search for a job that is over or deleted, since few may run at a time."""
+        if (running := self._running.get(job)) is not None:
+            with suppress(ConsoleError):  # it has ended, and is not kept
+                self._solves.stop(running.solve.id)
+
     def status(self, job_id: str, *, planning: bool = False) -> Replan | None:
         """Returns the newest request, or None if there is none. planning: only one that still runs. Raises
         ConsoleError."""
@@ -682,6 +689,8 @@ class Replanning:
         running = self._running.get(job)
         if running is None or not (running.solve.over or job.state.over):
             return
+        if job.state.over:
+            self.cancel(job)
         outcome, reason = self._decide(job, running)
         replan = running.replan
         if outcome != "adopted" and not job.state.over:

@@ -14,13 +14,14 @@ workers, so that the plan of a failure set is found without a search.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -296,6 +297,17 @@ class FolderBlobs:
     def put(self, name: str, blob: bytes) -> None:
         write_whole(self.path / f"{name}{SUFFIX}", blob)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with _writable(self.path):
+            handle = os.open(self.path, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
 
 class MappedBlobs:
     """Plans that are in memory, such as those read from a database."""
@@ -311,6 +323,9 @@ class MappedBlobs:
 
     def put(self, name: str, blob: bytes) -> None:
         self._blobs[name] = blob
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Fitting(NamedTuple):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, islice
@@ -288,6 +288,9 @@ class WritablePlanStore(PlanStore, Protocol):
 
     def put(self, name: str, blob: bytes) -> None: ...
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Keeps out other processes that may put plans here, while this one compares a plan with the stored one."""
+
 
 @dataclass(frozen=True)
 class Filled:
@@ -350,7 +353,7 @@ def fill(
         on_progress(done, len(wanted))
     for blobs in engine.run(_tasks(question, missing, effort), cancelled):
         for name, blob in blobs:
-            keeper.put(name, _better(question, keeper, name, blob))
+            _keep(question, keeper, name, blob)
             planned += 1
         if on_progress:
             on_progress(done + planned, len(wanted))
@@ -408,6 +411,14 @@ def _there(question: CatalogQuestion, folder: PlanStore, effort: Effort) -> set[
     """Return the plans that need not be made again: undamaged, and optimal or made with as much effort."""
     headers = headers_of(folder)
     return {name for name, h in headers.items() if question.fits(h.partition) and _enough(h, effort)}
+
+
+def _keep(question: CatalogQuestion, folder: WritablePlanStore, name: str, blob: bytes) -> bytes:
+    """Puts a plan, unless the stored one is as good. Returns what is stored now."""
+    with folder.alone():
+        better = _better(question, folder, name, blob)
+        folder.put(name, better)
+    return better
 
 
 def _better(question: CatalogQuestion, folder: PlanStore, name: str, blob: bytes) -> bytes:
@@ -492,5 +503,4 @@ def _inherit(question: CatalogQuestion, folder: WritablePlanStore) -> None:
                 bound = round(kept.metrics.lower_bound * job.ticks_per_unit)
                 if made.period < round(kept.metrics.period * job.ticks_per_unit):
                     stored, blob = made.stored(bound, kept.effort, question.over)
-                    folder.put(stored, blob)
-                    headers[stored] = decode_header(blob, source=stored)
+                    headers[stored] = decode_header(_keep(question, folder, stored, blob), source=stored)

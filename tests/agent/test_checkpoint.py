@@ -29,6 +29,7 @@ from openrecycle.agent.checkpoints import (
     Origin,
     claim,
     find,
+    go_back,
     kept_rate,
     learning_rates,
     load_layers,
@@ -117,6 +118,49 @@ def test_one_that_is_finished_while_an_older_one_is_read_is_the_newest(
 
     monkeypatch.setattr(checkpoint_files.Checkpoint, "verify", slow)
     assert find(tmp_path, "newest-intact").iteration == 3 and read == [1, 3]
+
+
+@pytest.mark.parametrize("keep", [1, 9])
+def test_a_job_that_goes_back_leaves_one_that_took_the_place_of_the_one_it_found(
+    keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A living worker finishes a newer one after the older one was read. With keep=1 the older one goes with it."""
+    _write(tmp_path, 1)
+    write_share(tmp_path, _whole(_stage(1, 3)), 0, 1, JOB, 1, keep)
+    looked = list[int]()
+
+    def overtaken(folder: Path, which: str = "newest") -> checkpoint_files.Checkpoint:
+        found = find(folder, which)
+        looked.append(found.iteration)
+        if len(looked) == 1:
+            assert write_share(tmp_path, _whole(_stage(2, 3, 1)), 1, 1, JOB, 1, keep)
+        return found
+
+    monkeypatch.setattr(checkpoint_files, "find", overtaken)
+    found = go_back(tmp_path)
+    assert found.path.is_dir() and whole_checkpoints(tmp_path) == [found]
+    assert looked == ([1, 3] if keep == 1 else [1])
+
+
+def test_a_worker_that_makes_room_leaves_the_one_that_a_job_goes_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer one, for which it makes room, is set aside at this moment."""
+    _write(tmp_path, 1)
+    listed = list[int]()
+
+    def overtaken(folder: Path) -> list[checkpoint_files.Checkpoint]:
+        found = whole_checkpoints(folder)
+        listed.append(len(found))
+        if len(listed) == 1:
+            assert len(set_aside_later(folder, 1)) == 1
+        return found
+
+    write_share(tmp_path, _whole(_stage(1, 3)), 0, 1, JOB, 1, 1)
+    monkeypatch.setattr(checkpoint_files, "whole_checkpoints", overtaken)
+    assert write_share(tmp_path, _whole(_stage(2, 3, 1)), 1, 1, JOB, 1, 1)
+    assert listed[0] == 2 and [c.iteration for c in whole_checkpoints(tmp_path)] == [1]
+    assert not list(tmp_path.glob(".removed-*"))
 
 
 def test_one_that_makes_room_while_it_is_looked_for_is_not_the_last(

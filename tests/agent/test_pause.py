@@ -56,10 +56,14 @@ class Told:
 
     def __init__(self, incarnation: str = "") -> None:
         self.incarnation = incarnation
-        self.messages: list[tuple[str, Any]] = []
+        self.told: list[tuple[str, dict[str, Any]]] = []
 
     def post(self, kind: str, **fields: Any) -> None:
-        self.messages.append((kind, fields.get("after")))
+        self.told.append((kind, fields))
+
+    @property
+    def messages(self) -> list[tuple[str, Any]]:
+        return [(kind, fields.get("after")) for kind, fields in self.told]
 
 
 def test_the_last_iteration_that_anybody_is_in_counts() -> None:
@@ -90,3 +94,17 @@ def test_who_leads_next_tells_that_the_job_goes_on() -> None:
     assert successor == hold
     successor.tell(entry)
     assert worker.messages[-1] == ("go", None)
+
+
+def test_an_answer_to_an_earlier_pause_is_none_to_this_one() -> None:
+    """A job that is paused, resumed and asked to end within moments must not end where a worker stood before."""
+    hold, worker = PauseRequest(), Told("i1")
+    entries: Any = [worker]
+    hold.begin(entries)
+    hold.end(entries)
+    hold.begin(entries)
+    earlier, newest = (fields["pause"] for kind, fields in worker.told if kind == "hold")
+    hold.heard(3, entries, "i1", earlier)
+    assert not hold.settled(entries) and hold.after == 3
+    hold.heard(4, entries, "i1", newest)
+    assert hold.settled(entries) and hold.after == 4

@@ -313,6 +313,16 @@ def test_what_one_rank_can_not_finish_the_worker_has_not_done() -> None:
     assert again is not None
 
 
+def test_a_rank_s_answer_to_one_pause_is_no_answer_to_the_next() -> None:
+    """Within moments a job is paused, resumed and paused, and one rank hears all of it before another. The worker stops
+    after the iteration that its furthest rank is in: else this rank would wait in the next one for the others."""
+    merged = MergedMessages(2)
+    held = [{"kind": "held", "pause": pause, "iteration": 4, "at": 1} for pause in (1, 2)]
+    assert merged.take(0, held[0]) is None and merged.take(0, held[1]) is None
+    assert merged.take(1, held[0]) == held[0]
+    assert merged.take(1, {**held[1], "iteration": 5}) == {**held[1], "iteration": 5}
+
+
 def test_ranks_of_which_only_some_have_put_their_step_right_are_not_compared() -> None:
     """Else a worker's parameters before a step is overturned, and after it in one rank, would be said to differ from
     its peer's: a job would end for it."""

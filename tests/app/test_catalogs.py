@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -229,6 +230,28 @@ def test_a_better_plan_replaces_a_worse_one_and_no_other(catalogs: Catalogs) -> 
         assert check(found[0]) == []
         assert found[1].startswith(golden("from-the-catalog-planned-ahead"))
     assert catalogs.find(request.question, [Worker(0, 1)]) is None
+
+
+def test_of_two_plans_that_come_at_once_the_better_is_kept(catalogs: Catalogs) -> None:
+    """As from a search that an operator asked for, and from the planning ahead."""
+    request = parse_request(pipelines=3, stages=4, micro_batches=6)
+    plan = make(request, "W1_2")
+    worse = plan.model_copy(update={"metrics": plan.metrics.model_copy(update={"period": plan.metrics.period + 1})})
+    for both in [(plan, worse), (worse, plan)] * 10:
+        begin = threading.Barrier(2)
+
+        def keep(one: Plan, begin: threading.Barrier = begin) -> None:
+            begin.wait()
+            catalogs.keep(request.question, one)
+
+        threads = [threading.Thread(target=keep, args=(one,)) for one in both]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        report = catalogs.report(request.question, 1)
+        assert [one.period for one in report.lines[1].plans] == [plan.metrics.period]
+        catalogs.delete(report.fingerprint)
 
 
 def test_plans_of_moved_layers_are_kept_in_no_catalog(catalogs: Catalogs, store: Store) -> None:

@@ -71,10 +71,10 @@ class Troubled(Store):
     asked_for_iterations = 0
     readable = True
 
-    def put_plan(self, *plan: Any) -> None:
+    def put_plan(self, *plan: Any) -> bool:
         if not self.plans_fit:
             raise self.trouble()
-        super().put_plan(*plan)
+        return super().put_plan(*plan)
 
     def iterations(self, *which: Any, **how: Any) -> list[Record]:
         if not self.readable:

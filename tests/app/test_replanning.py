@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan
 
+from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.service import Replan, compare_plans, use_plan
 from openrecycle.app.plans.sources import OfJob
@@ -101,6 +102,20 @@ def test_what_comes_too_late_says_so(console: ConsoleService) -> None:
     found = ended(console, job)
     assert found.outcome == "kept" and golden("by-now-it-trains-without") in found.reason
     assert console.queries.view(job.job_id).generation == 3
+
+
+def test_nobody_plans_on_for_a_job_that_is_over(console: ConsoleService) -> None:
+    """Only two searches run at a time, and this one could have taken an hour."""
+    slow = {"F": 40.0, "I": 52.0, "W": 28.0}
+    job = JobHere(console, "over", pipelines=6, stages=6, micro_batches=12, durations=slow, memory="7")
+    job.register().commit(0, 3, 1).die("W0_1")
+    job.resume(2)
+    console.plans.replanning.start(job.job_id, "cp-sat", 3600.0, "ada")
+    solve = console.plans.solves.all()[-1]
+    until(lambda: solve.points, "it has begun")
+    console.reports.finish(job.job_id, JobFinished(state="stopped", reason="asked to"))
+    until(lambda: solve.over, "the search ends")
+    assert solve.stopped and ended(console, job).outcome == "kept"
 
 
 def test_requests_that_make_no_sense_are_refused(console: ConsoleService) -> None:

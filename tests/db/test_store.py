@@ -60,6 +60,18 @@ def test_a_job_that_is_being_deleted_has_no_key(store: Store) -> None:
     assert make_job(store, "b", key="k")["id"] == "b"
 
 
+def test_a_plan_that_is_made_while_its_job_is_deleted_is_not_stored(store: Store) -> None:
+    """It is no fault, and leaves nothing behind."""
+    make_job(store)
+    rows, audit = JobRows(store.database), {"at": 1.0, "actor": "Ann", "action": "delete", "job_id": "job"}
+    hidden = rows.hide("job", audit | {"target": "job", "detail": ""})
+    assert hidden and not store.put_plan("job", "f", "{}", [], True)
+    while rows.delete_some(hidden):
+        pass
+    assert not store.put_plan("job", "f", "{}", [], True)
+    assert not store.has_plan("f")
+
+
 def test_a_job_starts_with_its_workers(store: Store) -> None:
     make_job(store)
     assert [row["id"] for row in store.jobs()] == ["job"]

@@ -125,6 +125,48 @@ def test_what_is_there_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.
     assert len(list(tmp_path.iterdir())) == 3
 
 
+class _Overtaken(FolderBlobs):
+    """When it is first asked for a plan, another command tries to put its own."""
+
+    def __init__(self, path: Path, other: threading.Thread) -> None:
+        super().__init__(path)
+        self._other = other
+
+    def get(self, name: str) -> bytes | None:
+        found = super().get(name)
+        if not self._other.ident:
+            self._other.start()
+            self._other.join(0.5)  # to its end, or until it waits for this one
+        return found
+
+
+class _Made:
+    """An engine that yields one plan."""
+
+    def __init__(self, name: str, blob: bytes) -> None:
+        self._blobs = [(name, blob)]
+
+    def run(self, tasks: Iterator[Task], cancelled: object) -> Iterator[list[tuple[str, bytes]]]:
+        yield self._blobs
+
+
+def test_of_the_plans_of_two_commands_at_once_the_better_is_kept(tmp_path: Path) -> None:
+    _, folder = create_folder(tmp_path, SMALL)
+    plan = make_plan(SMALL.problem(frozenset()), solver="list")
+    name, longer = plan_name([]), {"period": plan.metrics.period + 1}
+    worse = plan.model_copy(update={"metrics": plan.metrics.model_copy(update=longer)})
+    engines = [_Made(name, pack(one, LIST)) for one in (plan, worse)]
+    wanted = [Target(0, (((),) * SMALL.job.stages,))]
+
+    def better() -> None:
+        fill(SMALL, wanted, folder, engine=engines[0], effort=LIST)
+
+    other = threading.Thread(target=better)
+    fill(SMALL, wanted, _Overtaken(folder.path, other), engine=engines[1], effort=LIST)
+    other.join()
+    assert StoredCatalog(CatalogInfo.of(SMALL), folder).header(name).metrics.period == plan.metrics.period
+
+
 def test_more_effort_plans_again_what_is_not_proven(tmp_path: Path) -> None:
     job = Job.uniform(3, 4, 6, durations={"F": 1, "I": 1.1, "W": 0.9})
     question = CatalogQuestion(job, Technique.STAGGERED, MemoryLimit("uniform"))
