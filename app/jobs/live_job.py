@@ -481,6 +481,8 @@ def repair_times(rows: Iterable[Row]) -> list[float]:
 log = structlog.get_logger()
 
 TICK_SECONDS = 0.25
+# How long a job whose write failed waits until its next tick, at least.
+AGAIN_SECONDS = 1.0
 
 # How a job uses the plan that is shown. SOON: the workers still run an interim plan, which was too large to be sent to
 # the console, so the generation's own plan is shown.
@@ -585,6 +587,8 @@ class LiveJob:
         self._ticked = clock()
         self._published_generation = 0
         self._doubtful = False  # may the database hold another state than this object?
+        # How long it took to read the job back, and before when `tick` does not try that again (seconds by `clock`).
+        self._took, self._again_at = 0.0, -math.inf
         self._refused = ""
 
     def ask_for(self, failed: tuple[str, ...]) -> None:
@@ -814,7 +818,12 @@ class LiveJob:
 
         Time in which the console did not get to run is no worker's silence. So that time is measured against the same
         moment to which silences are counted.
+
+        Raises ConsoleError when the database fails, or has just failed: to read thousands of workers back takes a fifth
+        of a second, and with a full disk that would be done four times a second, in vain.
         """
+        if self._doubtful and self._clock() < self._again_at:
+            raise ConsoleError(503, "unavailable", self._refused or "the database has just failed; try again")
         self.take_heartbeats()
         if self.state.over:
             return
@@ -931,6 +940,7 @@ class LiveJob:
             except SQLAlchemyError as error:
                 # The database may have stored it all the same, and only its answer was lost.
                 self._doubtful = True
+                self._again_at = self._clock() + max(AGAIN_SECONDS, 4 * self._took)
                 refused = unavailable(error)
                 self._refused = refused.detail if refused.status == 503 else ""
                 raise refused from error
@@ -957,13 +967,14 @@ class LiveJob:
             self.apply(ConsoleRestarted())
 
     def _read_again(self) -> None:
+        began = self._clock()
         try:
             if (row := self._store.job(self.job_id)) is None:
                 raise unknown_job(self.job_id)
             self._read(row)
         except SQLAlchemyError as error:
             raise unavailable(error) from error
-        self._doubtful = False
+        self._doubtful, self._took = False, self._clock() - began
         if not self.state.over:
             self.apply(ConsoleRestarted("the database failed for a while; the job was read back from it"))
 

@@ -6,7 +6,9 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,9 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.api.plans import LARGE
 from openrecycle.app.console.service import ConsoleService
+from openrecycle.app.jobs.live_job import AGAIN_SECONDS
 from openrecycle.app.observing import history as histories
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Children
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database, DatabaseError
@@ -235,6 +239,34 @@ def test_a_database_that_fails_within_an_answer_is_said_in_words(here: ConsoleHe
     finally:
         event.remove(here.database.engine, "before_cursor_execute", fail)
     assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
+
+
+def test_a_job_whose_change_can_not_be_stored_is_not_read_back_at_every_tick(
+    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, read_at = JobHere(here.console, "unstored").register(), list[float]()
+    read = here.store.newest_generation
+
+    def reading(job_id: str) -> object:
+        if job_id == job.job_id:
+            read_at.append(time.monotonic())
+        return read(job_id)
+
+    monkeypatch.setattr(here.store, "newest_generation", reading)
+
+    def fail(connection: object, cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith(("INSERT", "UPDATE")):
+            raise OperationalError(statement, {}, RuntimeError("database or disk is full"))
+
+    event.listen(here.database.engine, "before_cursor_execute", fail)
+    try:
+        with pytest.raises(ConsoleError):
+            job.die("W1_2")
+        until(lambda: len(read_at) > 2, "it is tried again")
+    finally:
+        event.remove(here.database.engine, "before_cursor_execute", fail)
+    assert min(later - one for one, later in pairwise(read_at)) > 0.9 * AGAIN_SECONDS
+    until(lambda: not here.console.jobs.find(job.job_id).unstorable, "there is room again")
 
 
 def test_a_machine_that_has_no_process_left_is_said_in_words(
