@@ -292,6 +292,8 @@ def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job
         document = load(profile) if isinstance(profile, str | Path) else profile
     except PlanError as error:
         raise InputError("profile", str(profile), f"a profile, or the document of a job ({error})") from None
+    if not isinstance(document, Profile | JobDoc):
+        raise InputError("profile", document, "a profile, or the document of a job")
     with spelled({flag: path for path, flag in GRID.items()}):
         # If the profile has measured each layer of the model, layers may move from stage to stage.
         each = isinstance(document, Profile) and document.cut == "each"

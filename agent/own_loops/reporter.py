@@ -130,6 +130,15 @@ class Reporter:
         on_fenced: Callable[[], None] | None = None,
     ) -> None:
         with spelled({"name": "run"}):
+            given: tuple[tuple[str, object, type, str], ...] = (
+                ("console", console, str, "the address of a console"),
+                ("run", run, str, "a name"),
+                ("job", job, Job, "a Job"),
+                ("worker", worker, str, "the name of a worker, such as W0_1"),
+            )
+            for name, value, kind, expected in given:
+                if not isinstance(value, kind):
+                    raise InputError(name, value, expected)
             if not _RUN.fullmatch(run):
                 raise InputError("run", run, "1 to 80 letters, digits, spaces or . : @ / ( ) + _ -")
             wanted = Technique.of(technique, field="technique")
