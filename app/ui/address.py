@@ -62,7 +62,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "simulate": ("model", "trace", "policies", "covers", "simulation-mtbf-figures", "sim_*"),
     "help": ("section",),
 }
-# Seconds after which a browser surely knows the address that a choice on it led to.
+# Seconds after which a browser knows the address that a choice on it led to, unless the machine is very busy.
 HEARD_SECONDS = 1.0
 # In messages, at most this many possible values are named, and a value is cut at this length.
 MOST_NAMED, LONGEST = 8, 60
@@ -72,13 +72,13 @@ WIDTH = 260
 @dataclass
 class _Note:
     """A note on one name of the address. words: the message about its value. put: somebody has chosen `chosen` in place
-    of `before`, and the browser may not know that yet; at: when, in monotonic seconds."""
+    of `before`, and the browser may not know that until then (`until`, monotonic seconds)."""
 
     words: str = ""
     put: bool = False
     chosen: list[str] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
-    at: float = 0.0
+    until: float = 0.0
 
 
 def page(name: str) -> Page:
@@ -99,7 +99,7 @@ def enter(page: str) -> None:
         st.session_state[NOTES] = {}
     for name, note in _notes().items():
         given = st.query_params.get_all(name)
-        unheard = given == note.before and time.monotonic() < note.at + HEARD_SECONDS
+        unheard = given == note.before and time.monotonic() < note.until
         note.put = note.put and (given == note.chosen or unheard)
         if note.put:
             _write(name, note.chosen)
@@ -203,13 +203,15 @@ def say(name: str) -> None:
         field_error(note.words)
 
 
-def put(name: str, chosen: str | Sequence[str] | None) -> None:
+def put(name: str, chosen: str | Sequence[str] | None, heard_after: float | None = None) -> None:
     """For a callback: writes a choice into the address (None removes it), and drops its message.
 
     The choice counts even if the browser sends the old value once more: a timed refresh of a part of the page, or the
-    next click, may have been sent before the browser knew of the choice."""
+    next click, may have been sent before the browser knew of the choice. heard_after: seconds for which it counts then
+    (default: HEARD_SECONDS). Within them, the browser's Back does not bring the old value."""
     words = [] if chosen is None else [chosen] if isinstance(chosen, str) else list(chosen)
-    _notes()[name] = _Note("", True, words, st.query_params.get_all(name), time.monotonic())
+    until = time.monotonic() + (HEARD_SECONDS if heard_after is None else heard_after)
+    _notes()[name] = _Note("", True, words, st.query_params.get_all(name), until)
     _write(name, words)
 
 

@@ -360,6 +360,9 @@ IN_ADDRESS = "worker"
 # Names in the address of the dialog's controls.
 TABS, SPAN = "worker-tabs", "worker-span"
 REFRESH = 2.0
+# On a busy machine a refresh of the page that was sent before the dialog was closed can wait for seconds. The dialog
+# stood open again then, with what was to be confirmed done.
+CLOSED_SECONDS = 10.0
 # How far the charts reach back: words, seconds.
 SPANS = {"10 min": 600.0, "1 hour": 3600.0, "1 day": 86_400.0}
 DRAINABLE = HOLDING - {RoleState.SUSPECT}
@@ -402,7 +405,7 @@ def show_opened(console: ConsoleService, job_id: str) -> None:
 
 def _close() -> None:
     _arm(None)
-    address.put(IN_ADDRESS, None)
+    address.put(IN_ADDRESS, None, CLOSED_SECONDS)
 
 
 def _detail(console: ConsoleService, job_id: str, name: str) -> None:

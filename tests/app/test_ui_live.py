@@ -24,7 +24,7 @@ from openrecycle.app.jobs.throughput import Baseline
 from openrecycle.app.plans.service import use_plan
 from openrecycle.app.plans.sources import OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import live, worker_dialog
+from openrecycle.app.ui import address, live, worker_dialog
 from openrecycle.app.ui.live import SharedReads
 from openrecycle.app.ui.worker_dialog import facts_html
 from openrecycle.db.access import audit_row
@@ -132,7 +132,8 @@ def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: ConsoleSe
     assert golden("it-has-reported-nothing-in") in page and "May take" not in page
 
 
-def test_a_worker_is_drained_after_confirmation(console: ConsoleService) -> None:
+def test_a_worker_is_drained_after_confirmation(console: ConsoleService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "HEARD_SECONDS", 0.0)  # after a while
     job = JobHere(console, "drain", demo=False).register().commit(0, 9, 1).beat(10, 1)
     test = open_live(job.job_id)
     test.button(key="worker-W2_1").click().run()
@@ -145,6 +146,10 @@ def test_a_worker_is_drained_after_confirmation(console: ConsoleService) -> None
     said = [e.text for e in console.queries.view(job.job_id).events if e.worker == "W2_1"]
     assert any(golden("operator-in-the-browser") in text for text in said), said
     assert "worker" not in test.query_params, "the dialog is closed"
+    test.query_params["worker"] = "W2_1"  # as a refresh has it that was sent before, and waited on a busy machine
+    test.run()
+    assert "worker" not in test.query_params, "and does not open again"
+    assert not [b for b in test.button if (b.key or "").startswith("ask-")]
 
 
 def test_of_one_that_has_left_is_said_what_was_last() -> None:
