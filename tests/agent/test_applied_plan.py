@@ -14,7 +14,7 @@ from tests.agent.runs import SQUARE, TINY
 
 pytestmark = pytest.mark.processes
 
-ITERATIONS = 14
+ITERATIONS = 32  # the console has to take up two plans before they are done, on a busy machine too
 
 
 def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
@@ -28,6 +28,7 @@ def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
             job = f"/jobs/{server.job_id()}"
             until(lambda: server.read(job)["committed"] >= 2, "training")
             before = server.read(f"{job}/plans/{server.read(job)['plan_fingerprint']}")
+            assert server.post("/plans", {"name": "before", "plan": before}).status_code == 201
             # Made in the background, for the job's own grid and op times, with B in one piece.
             asked = {"kind": "plan", "job": before["job"], "technique": "adaptive", "memory": "1f1b", "solver": "list"}
             solve = server.post("/solves", asked).json()["id"]
@@ -40,7 +41,6 @@ def test_all_take_it_up_at_a_boundary_and_the_bits_stay(tmp_path: Path) -> None:
             until(lambda: server.read(job)["committed"] >= after + 2, "training under it")
             assert server.read(job)["generation"] == 2 and server.read(job)["living"] == 4
             # And back to the one before, once all have committed an iteration under this one.
-            assert server.post("/plans", {"name": "before", "plan": before}).status_code == 201
             use = {"fingerprint": before["fingerprint"]}
             until(lambda: server.session.put(f"{server.base}{job}/plan", json=use, timeout=30).ok, "the way back")
             assert process.wait(120) == 0
