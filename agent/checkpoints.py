@@ -338,9 +338,10 @@ def set_aside_later(directory: Path, iteration: int) -> list[str]:
     aside = dict[str, Path]()
     for later in whole_checkpoints(directory):
         if later.iteration > iteration:
-            name = f"superseded-{later.path.name}-{later.path.stat().st_mtime_ns}"
-            later.path.rename(directory / name)
-            aside[name] = later.path
+            with contextlib.suppress(FileNotFoundError):  # a living worker has just removed it
+                name = f"superseded-{later.path.name}-{later.path.stat().st_mtime_ns}"
+                later.path.rename(directory / name)
+                aside[name] = later.path
     if not is_there(directory, iteration):
         while aside:
             name, path = aside.popitem()
@@ -354,7 +355,9 @@ def go_back(directory: Path) -> Checkpoint:
     while True:
         found = find(directory, "newest-intact")
         set_aside_later(directory, found.iteration)
-        if is_there(directory, found.iteration):
+        # The worker may have put the older one back, as later ones were gone, at the moment in which these were put
+        # back here, as the older one was: then all of them are there.
+        if [c.iteration for c in whole_checkpoints(directory)[:1]] == [found.iteration]:
             return found
 
 

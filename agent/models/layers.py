@@ -563,13 +563,15 @@ def _chain(
             raise InputError(
                 f"{what} {layer}", got, f"inputs that it can run on ({type(error).__name__}: {error})"
             ) from error
-        if trained and any(t.requires_grad for t in x) and not _passes_back(x, y):
+        own = [n for k, p in module.named_parameters() if p.requires_grad and (n := f"{layer}.{k}") not in tied]
+        stops = bool(trained) and any(t.requires_grad for t in x) and not _passes_back(x, y)
+        trained += own
+        if stops or (own and _with_gradient(y) == []):  # the second: not even what this layer trains gets one
             untrained = (
                 f"no gradient passes back through {what} {layer}, so {trained[0]} gets none, as all that is to be "
-                f"trained in {what}s before it: is there a detach, no_grad or an operation without a gradient? If that "
-                "is meant, freeze these parameters"
+                "trained before that: is there a detach, no_grad or an operation without a gradient? If that is meant, "
+                "freeze these parameters"
             )
-        trained += [n for k, p in module.named_parameters() if p.requires_grad and (n := f"{layer}.{k}") not in tied]
         if layer < layers - 1:  # the loss takes whatever the last layer returns
             try:
                 x = tensors_of(y, f"output of {what} {layer}")
@@ -587,10 +589,9 @@ def _chain(
 def _passes_back(x: Sequence[Tensor], y: Any) -> bool:
     """Says whether a layer's output depends on any of its inputs by operations with a gradient, or may do so. Looks
     only at the graph, and runs nothing."""
-    parts = compat.tree_flatten(y)[0]
-    if not all(isinstance(part, Tensor | int | float | str | None) for part in parts):
-        return True  # the loss may take anything, such as an object with tensors
-    tensors = [t for t in parts if isinstance(t, Tensor) and t.requires_grad]
+    tensors = _with_gradient(y)
+    if tensors is None:
+        return True
     wanted = {id(t) for t in x}
     to_see, seen = [t.grad_fn for t in tensors if t.grad_fn is not None], set[Any]()
     while to_see:
@@ -601,6 +602,15 @@ def _passes_back(x: Sequence[Tensor], y: Any) -> bool:
                 return True
             to_see += [after for after, _ in node.next_functions if after is not None]
     return any(id(t) in wanted for t in tensors)
+
+
+def _with_gradient(y: Any) -> list[Tensor] | None:
+    """Returns the tensors of a layer's output that have a gradient. None: it is not known, since the loss may take
+    anything, such as an object with tensors."""
+    parts = compat.tree_flatten(y)[0]
+    if not all(isinstance(part, Tensor | int | float | str | None) for part in parts):
+        return None
+    return [t for t in parts if isinstance(t, Tensor) and t.requires_grad]
 
 
 def precision(autocast: Autocast | None, device: torch.device = CPU) -> Any:

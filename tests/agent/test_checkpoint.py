@@ -163,6 +163,46 @@ def test_a_worker_that_makes_room_leaves_the_one_that_a_job_goes_back_to(
     assert not list(tmp_path.glob(".removed-*"))
 
 
+def test_a_job_that_goes_back_leaves_none_that_is_later_where_a_worker_puts_the_older_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker makes room, sees that the newer one is gone and puts the older one back, while the launcher sees that
+    the older one is gone and puts the newer one back: then both are there."""
+    _write(tmp_path, 1)
+    looked, gone, is_there = list[int](), [False], checkpoint_files.is_there
+
+    def overtaken(folder: Path, which: str = "newest") -> checkpoint_files.Checkpoint:
+        found = find(folder, which)
+        looked.append(found.iteration)
+        if len(looked) == 1:
+            _write(tmp_path, 3)
+        return found
+
+    monkeypatch.setattr(checkpoint_files, "find", overtaken)
+    monkeypatch.setattr(checkpoint_files, "is_there", lambda *asked: gone.pop() if gone else is_there(*asked))
+    found = go_back(tmp_path)
+    assert looked == [1, 3] and not gone
+    assert found == whole_checkpoints(tmp_path)[0]
+
+
+def test_later_ones_of_which_a_worker_removes_one_are_not_all_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making room for the newest, the worker also removes the one that the job goes back to."""
+    for iteration in (1, 2, 3):
+        _write(tmp_path, iteration)
+
+    def listed(folder: Path) -> list[checkpoint_files.Checkpoint]:
+        found = whole_checkpoints(folder)
+        for checkpoint in found[1:]:
+            shutil.rmtree(checkpoint.path)
+        return found
+
+    monkeypatch.setattr(checkpoint_files, "whole_checkpoints", listed)
+    assert not set_aside_later(tmp_path, 1)
+    assert [c.iteration for c in whole_checkpoints(tmp_path)] == [3]
+
+
 def test_one_that_makes_room_while_it_is_looked_for_is_not_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ ALIVE = partial(Does, lambda layer, x, ids: (checkpoint(layer, x, use_reentrant=
         ((LAYER, FROZEN, DETACHED, LAYER), 2),
         ((LAYER, LAYER, NUMBERS), 2),
         ((LAYER, partial(Does, lambda layer, x, ids: (x.detach(), ids)), LAYER), 1),
+        ((partial(Does, lambda layer, x, ids: (layer(x).detach(), ids)), LAYER), 0),
         ((LAYER, LAYER, LAYER), None),
         ((FROZEN, FROZEN, DETACHED, LAYER), None),
         ((DETACHED, LAYER), None),
