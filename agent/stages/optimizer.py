@@ -425,13 +425,16 @@ class StageOptimizer:
         result."""
         if not self._buckets:
             # torch's Adafactor takes its eps from the type of the first of all that it steps: which this is depends on
-            # where the model is cut. So it gets one at a time.
-            alone = type(self.optimizer) is torch.optim.Adafactor and not self.has_own_hooks
-            apart, groups, stepped = self.steps_apart or alone, self.optimizer.param_groups, self._stepped
+            # where the model is cut. So it gets parameters of one type at a time.
+            by_type = type(self.optimizer) is torch.optim.Adafactor and not self.has_own_hooks
+            each, groups, stepped = self.steps_apart, self.optimizer.param_groups, self._stepped
+            apart = each or by_type
             at, size = 0, 0
             for end, parameter in enumerate(stepped, start=1):
                 size += parameter.numel() * parameter.element_size()
-                if end == len(stepped) or alone or (apart and size >= BUCKET_BYTES):
+                last = end == len(stepped)
+                other = by_type and not last and stepped[end].dtype != parameter.dtype
+                if last or other or (each and size >= BUCKET_BYTES):
                     mine = {id(p): p for p in stepped[at:end]}
                     parts = [self._among(group["params"], mine) for group in groups] if apart else None
                     self._buckets.append(_Bucket(slice(at, end), stepped[at:end], parts))

@@ -271,10 +271,17 @@ def test_parameters_may_lie_in_memory_in_any_order(optimizer: str) -> None:
     assert _equal(_everything(newcomer), _everything(stage))
 
 
-def test_a_step_does_not_show_what_else_is_in_the_stage() -> None:
-    """Whichever type the first parameter has, by which torch's Adafactor steps all others."""
-    found = []
-    for types in ([torch.bfloat16, torch.float32], [torch.float32, torch.bfloat16]):
+def test_a_step_does_not_show_what_else_is_in_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever type the first parameter has, by which torch's Adafactor steps all others. Those of one type are
+    stepped together: each step takes time of its own."""
+    found, steps, plain = [], list[int](), torch.optim.Adafactor.step
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        steps.append(len(optimizer.param_groups[0]["params"]))
+        plain(optimizer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.optim.Adafactor, "step", step)
+    for types in ([torch.bfloat16] * 2 + [torch.float32] * 3, [torch.float32] * 3 + [torch.bfloat16] * 2):
         module = nn.ParameterList(nn.Parameter(torch.ones(4, 4, dtype=dtype)) for dtype in types)
         sums = GradientSum(module.parameters(), terms=1)
         stage = StageOptimizer(module, torch.optim.Adafactor(module.parameters()), sums)
@@ -284,6 +291,7 @@ def test_a_step_does_not_show_what_else_is_in_the_stage() -> None:
         found.append({parameter.dtype: parameter.detach() for parameter in module})
     assert _equal(found[0][torch.float32], found[1][torch.float32])
     assert _equal(found[0][torch.bfloat16], found[1][torch.bfloat16])
+    assert steps == [2, 3, 3, 2]
 
 
 class Taught(nn.Module):
