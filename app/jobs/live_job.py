@@ -481,7 +481,7 @@ def repair_times(rows: Iterable[Row]) -> list[float]:
 log = structlog.get_logger()
 
 TICK_SECONDS = 0.25
-# How long a job whose write failed waits until its next tick, at least.
+# How long a job that was read back in vain waits until its next tick, at least.
 AGAIN_SECONDS = 1.0
 
 # How a job uses the plan that is shown. SOON: the workers still run an interim plan, which was too large to be sent to
@@ -587,8 +587,8 @@ class LiveJob:
         self._ticked = clock()
         self._published_generation = 0
         self._doubtful = False  # may the database hold another state than this object?
-        # How long it took to read the job back, and before when `tick` does not try that again (seconds by `clock`).
-        self._took, self._again_at = 0.0, -math.inf
+        # When, by `clock`, the job may be read back again, and until when ticks wait for that after one was in vain.
+        self._read_again_at, self._again_at = -math.inf, -math.inf
         self._refused = ""
 
     def ask_for(self, failed: tuple[str, ...]) -> None:
@@ -820,10 +820,18 @@ class LiveJob:
         moment to which silences are counted.
 
         Raises ConsoleError when the database fails, or has just failed: to read thousands of workers back takes a fifth
-        of a second, and with a full disk that would be done four times a second, in vain.
+        of a second, and with a full disk that would be done four times a second, in vain. Only ticks count for this:
+        others may fail at each moment, with changes of their own that can't be stored.
         """
         if self._doubtful and self._clock() < self._again_at:
             raise ConsoleError(503, "unavailable", self._refused or "the database has just failed; try again")
+        try:
+            self._tick()
+        except ConsoleError:
+            self._again_at = self._read_again_at
+            raise
+
+    def _tick(self) -> None:
         self.take_heartbeats()
         if self.state.over:
             return
@@ -940,7 +948,6 @@ class LiveJob:
             except SQLAlchemyError as error:
                 # The database may have stored it all the same, and only its answer was lost.
                 self._doubtful = True
-                self._again_at = self._clock() + max(AGAIN_SECONDS, 4 * self._took)
                 refused = unavailable(error)
                 self._refused = refused.detail if refused.status == 503 else ""
                 raise refused from error
@@ -974,7 +981,9 @@ class LiveJob:
             self._read(row)
         except SQLAlchemyError as error:
             raise unavailable(error) from error
-        self._doubtful, self._took = False, self._clock() - began
+        # All were heard just now, so the time since the last tick is no more a pause that anything is to be spared.
+        self._doubtful, self._ticked = False, self._clock()
+        self._read_again_at = self._ticked + max(AGAIN_SECONDS, 4 * (self._ticked - began))
         if not self.state.over:
             self.apply(ConsoleRestarted("the database failed for a while; the job was read back from it"))
 

@@ -14,20 +14,22 @@ from typing import Any
 import pytest
 import requests
 import uvicorn
+from sqlalchemy.exc import OperationalError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from ui_console import JobHere, until
 
-from openrecycle.agent.coordination.membership import TransferBroken
+from openrecycle.agent.coordination.membership import Mode, ModeSet, Note, TransferBroken
 from openrecycle.agent.messages.protocol import JobSpec, WorkerState
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.jobs.states import sentence
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import EventLoopWatch
 from openrecycle.app.server import create_routes
-from openrecycle.db.store import Store
+from openrecycle.db.store import JobUpdate, Store
 from tests.agent.coordinator_run import FAILURE_TIMEOUTS
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import World
@@ -88,6 +90,42 @@ def test_a_pause_that_could_not_be_stored_is_not_forgotten(world: World) -> None
     world.now += TICK_SECONDS
     assert world.attempt(world.job.tick)
     assert _states(world) == {WorkerState.RUNNING}
+
+
+def test_a_database_that_takes_nothing_is_no_pause_of_the_console(world: World) -> None:
+    """The job is read back then, and all its silences and deadlines begin anew. Put off by that time once more, a
+    choice would be waited for as much longer."""
+    world.job.apply(ModeSet(Mode.MANUAL, 60.0, "ada"))
+    world.die(world.living[-1])
+    world.database.fault = "rolled back"
+    world.tick(600, world.living)
+    world.database.heal()
+    world.tick(3, world.living)
+    pending = world.job.state.pending
+    assert pending is not None and pending.until is not None and world.now < pending.until <= world.now + 60
+    texts = [row["text"] for row in world.store.events(world.job_id, after=0, limit=500)]
+    assert not any(text.startswith(golden("the-console-stood-still")) for text in texts)
+
+
+def test_somebody_whose_own_change_can_not_be_stored_keeps_no_job_from_its_ticks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again and again, and what else is said of the job can be stored."""
+    apply = world.store.apply
+
+    def refusing(job_id: str, change: JobUpdate) -> bool:
+        if change.audit:
+            raise OperationalError("insert", {}, Exception("database or disk is full"))
+        return apply(job_id, change)
+
+    monkeypatch.setattr(world.store, "apply", refusing)
+    for _ in range(20):
+        world.now += TICK_SECONDS
+        world.beat(*world.living)
+        with pytest.raises(ConsoleError):
+            world.job.record(Note("info", "operator", "asked"), audit={"at": world.now})
+        world.job.tick()
+        assert not world.job.measurements.fresh
 
 
 def test_workers_that_are_not_listened_to_are_not_said_to_be_silent(world: World) -> None:
