@@ -9,7 +9,7 @@ what operators and the advisor ask for. agent.coordination.blame decides whose l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +70,7 @@ from openrecycle.planner.jobs import words
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
 SILENT_LINES = 8
-"""Up to this many workers that fall silent at once get a line each."""
+"""Up to this many workers that fall silent, or are heard again, at once get a line each."""
 
 
 def step(state: State, event: Event, now: float, failure_timeouts: FailureTimeouts) -> Transition:
@@ -294,7 +294,7 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
     if event.beats:
         state = _awake(state, notes, now, failure_timeouts)
     passing, counted = state is before_all, True
-    members = dict(state.members)
+    members, again = dict(state.members), list[str]()
     for said, (incarnation, heard, draining) in event.beats.items():
         member = holder(state, said, incarnation)
         if member is None or member.incarnation != incarnation or member.state is FAILED:
@@ -304,19 +304,28 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
         if before is not None and before > heard:
             heard = before
         if member.state is SUSPECT and now - heard <= failure_timeouts.suspect:
-            notes.append(Note("info", "worker", f"{name} is heard again", name))
+            again.append(name)
             member, passing = replace(member, state=RUNNING), False
         if member.state is FINISHED and not state.over and now - heard <= failure_timeouts.suspect:
             member, passing, counted = _unfinished(state, member), False, False
         if draining != member.draining:
             passing = False
         members[name] = member.heard_at(heard, draining)
+    notes += _heard_again(again)
     after = state.with_heard(members) if counted else replace(state, members=members)
     if not counted and after.halted and not lost_stages(after):
         # The job may have halted because workers that are still there were taken for finished. It goes on once every
         # stage has a worker.
         return reconsider(after, "workers that had nothing left to do are heard again", notes, now)
     return Transition(after, tuple(notes), "heartbeats", passing)
+
+
+def _heard_again(names: Sequence[str]) -> Iterator[Note]:
+    """Says who is heard again: of very many, as for their silence, one line."""
+    if len(names) <= SILENT_LINES:
+        yield from (Note("info", "worker", f"{name} is heard again", name) for name in names)
+        return
+    yield Note("info", "worker", f"{len(names):,} workers are heard again: {words.names(names)}")
 
 
 def _unfinished(state: State, member: Member) -> Member:

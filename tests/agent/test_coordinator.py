@@ -567,6 +567,10 @@ def test_many_that_fall_silent_at_once_do_not_flood_the_feed(silent: int, lines:
     notes = [note for note in run.notes if note.kind == "worker" and note.severity == "warning"]
     assert len(notes) == lines
     assert Counter(m.state for m in run.state.members.values()) == {WorkerState.SUSPECT: silent, WorkerState.RUNNING: 1}
+    before = len(run.notes)
+    run.beat()
+    assert len(run.notes) - before == lines
+    assert {m.state for m in run.state.members.values()} == {WorkerState.RUNNING}
 
 
 def test_the_failure_timeouts_of_these_tests_are_the_default_ones() -> None:

@@ -139,17 +139,24 @@ def arrivals(notes: Path, since: float) -> list[list[float]]:
     return list(by_process.values())
 
 
+def suspected(text: str) -> int:
+    """Returns how many workers a line of the feed says to be silent. Of many at once one line tells."""
+    if " workers have not been heard for " in text:
+        return int(text.split()[0].replace(",", ""))
+    return int(" has not been heard for " in text)
+
+
 def hang(job: Job, name: str) -> float:
     """Stops a worker until it is suspected: for how long it had not been heard then, in seconds."""
     worker = next(w for w in job.get("/workers")["workers"] if w["name"] == name)
     known = job.events()[-1]["seq"]
     os.kill(worker["pid"], signal.SIGSTOP)
     try:
-        suspected = _event(job, known, f"{name} has not been heard for")
+        silent = _event(job, known, f"{name} has not been heard for")
     finally:
         os.kill(worker["pid"], signal.SIGCONT)
-    _event(job, suspected["seq"], f"{name} is heard again")
-    return float(suspected["text"].partition("has not been heard for ")[2].split()[0])
+    _event(job, silent["seq"], f"{name} is heard again")
+    return float(silent["text"].partition("has not been heard for ")[2].split()[0])
 
 
 def _event(job: Job, after: int, text: str) -> dict[str, Any]:
@@ -180,9 +187,10 @@ def main() -> None:
             processes = arrivals(notes, since)
             committed = running.get()["committed"] - committed
             print(f"{describe()}; {options.burners} of it burn time; {committed} iterations committed")
-            suspects = [text for text in told if "has not been heard for" in text]
+            suspects = [text for text in told if suspected(text)]
             deaths = [text for text in told if " failed: " in text]
-            print(f"in {options.minutes:g} min without a fault: {len(suspects)} suspects, {len(deaths)} deaths")
+            count = sum(map(suspected, suspects))
+            print(f"in {options.minutes:g} min without a fault: {count} suspects, {len(deaths)} deaths")
             for text in (*suspects, *deaths):
                 print(f"  {text}")
             hangs = [hang(running, f"W{n % 3}_{n % 4}") for n in range(options.hangs)]
