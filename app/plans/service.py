@@ -648,13 +648,18 @@ class Replanning:
         except ValueError:
             raise ConsoleError(422, "invalid", f"seconds: got {seconds!r}, expected above 0, at most 3600") from None
         with job.lock:
+            self._ready(job)  # it may have ended meanwhile, and then nobody would look at the search any more
             if self.status(job_id, planning=True):
                 raise ConsoleError(409, "no_choice", "the job is being planned again already; stop that first")
-            solve = self._solves.start(asked)
+            running = _Running(Replan(actor, solver, seconds, failed, time.time()), planned, self._solves.start(asked))
             text = f"{actor} asked for a new plan{_without(failed)} ({solver}, at most {seconds:g} s)"
             audit = audit_row(actor, "replan", solver, detail=f"{seconds:g}")
-            job.record(Note("warning", "operator", text), audit=audit)
-            self._running[job] = _Running(Replan(actor, solver, seconds, failed, time.time()), planned, solve)
+            try:
+                job.record(Note("warning", "operator", text), audit=audit)
+            except ConsoleError:
+                self._give_up(running)
+                raise
+            self._running[job] = running
         return text
 
     def stop(self, job_id: str) -> str:
@@ -668,8 +673,7 @@ class Replanning:
     def cancel(self, job: LiveJob) -> None:
         """Ends the search for a job that is over or deleted, since few may run at a time."""
         if (running := self._running.get(job)) is not None:
-            with suppress(ConsoleError):  # it has ended, and is not kept
-                self._solves.stop(running.solve.id)
+            self._give_up(running)
 
     def status(self, job_id: str, *, planning: bool = False) -> Replan | None:
         """Returns the newest request, or None if there is none. planning: only one that still runs. Raises
@@ -701,6 +705,12 @@ class Replanning:
         del self._running[job]
 
     # -- details ----------------------------------------------------------------------------
+
+    def _give_up(self, running: _Running) -> None:
+        """Ends a search, unless it is also another's: equal jobs, and a person who asks the same, share one."""
+        if not running.solve.shared:
+            with suppress(ConsoleError):  # it has ended, and is not kept
+                self._solves.stop(running.solve.id)
 
     def _ready(self, job: LiveJob) -> tuple[str, ...]:
         """Returns the workers that the job trains without. Raises ConsoleError if it can't take another plan now."""

@@ -461,7 +461,7 @@ class Point(NamedTuple):
 @dataclass
 class Solve:
     """One request and its results so far. error: a sentence, if its state is `failed`. stopped: somebody has stopped
-    it.
+    it. shared: it was asked for more than once, so that several may want its result.
 
     asked: POSIX seconds; begun: monotonic seconds; seconds: how long it ran, once it is over. child: the process's
     answer, while it runs.
@@ -475,6 +475,7 @@ class Solve:
     migrations: Migrations | None = None
     error: str = ""
     stopped: bool = False
+    shared: bool = False
     asked: float = field(default_factory=time.time)
     begun: float | None = None
     seconds: float | None = None
@@ -543,6 +544,7 @@ class Solves:
         with self._lock:
             known = self._solves.get(request.id)
             if known is not None and not (known.state == "failed" or (known.over and known.stopped)):
+                known.shared = True
                 return known
             if sum(s.state == "waiting" for s in self._solves.values()) >= self._most_waiting:
                 raise ConsoleError(

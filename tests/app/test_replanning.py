@@ -13,6 +13,7 @@ from ui_factory import plan
 from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.service import Replan, compare_plans, use_plan
+from openrecycle.app.plans.solving import PlanAsked, Solve
 from openrecycle.app.plans.sources import OfJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.server import create_routes
@@ -104,18 +105,55 @@ def test_what_comes_too_late_says_so(console: ConsoleService) -> None:
     assert console.queries.view(job.job_id).generation == 3
 
 
-def test_nobody_plans_on_for_a_job_that_is_over(console: ConsoleService) -> None:
-    """Only two searches run at a time, and this one could have taken an hour."""
+def searched_for_long(console: ConsoleService, name: str, seconds: float) -> tuple[JobHere, Solve]:
     slow = {"F": 40.0, "I": 52.0, "W": 28.0}
-    job = JobHere(console, "over", pipelines=6, stages=6, micro_batches=12, durations=slow, memory="7")
+    job = JobHere(console, name, pipelines=6, stages=6, micro_batches=12, durations=slow, memory="7")
     job.register().commit(0, 3, 1).die("W0_1")
     job.resume(2)
-    console.plans.replanning.start(job.job_id, "cp-sat", 3600.0, "ada")
-    solve = console.plans.solves.all()[-1]
+    console.plans.replanning.start(job.job_id, "cp-sat", seconds, "ada")
+    return job, console.plans.solves.all()[-1]
+
+
+def test_nobody_plans_on_for_a_job_that_is_over(console: ConsoleService) -> None:
+    """Only two searches run at a time, and this one could have taken an hour."""
+    job, solve = searched_for_long(console, "over", 3600.0)
     until(lambda: solve.points, "it has begun")
     console.reports.finish(job.job_id, JobFinished(state="stopped", reason="asked to"))
     until(lambda: solve.over, "the search ends")
     assert solve.stopped and ended(console, job).outcome == "kept"
+
+
+def test_a_search_for_two_jobs_goes_on_when_one_is_over(console: ConsoleService) -> None:
+    """Equal jobs share one."""
+    (job, solve), (other, same) = (searched_for_long(console, name, 3599.0) for name in ("twin", "its twin"))
+    assert same is solve
+    job.finish()
+    assert ended(console, job).outcome == "kept" and not solve.stopped
+    found = console.plans.replanning.status(other.job_id)
+    assert found is not None and found.outcome == "planning"
+    console.plans.replanning.stop(other.job_id)
+    ended(console, other)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_search_that_is_not_noted_is_not_made(
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    """Nobody would end it, for up to an hour."""
+    job = JobHere(console, "not noted").register().commit(0, 3, 1)
+    live, known = console.jobs.find(job.job_id), console.plans.solves.all()
+    if over:  # while the question is checked
+        monkeypatch.setattr(PlanAsked, "check", lambda asked: job.finish())
+    else:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise ConsoleError(503, "disk_full", "the disk is full")
+
+        monkeypatch.setattr(live, "record", refuse)
+    with pytest.raises(ConsoleError):
+        console.plans.replanning.start(job.job_id, "cp-sat", 3598.0 + over, "ada")
+    assert all(solve.stopped for solve in console.plans.solves.all() if solve not in known)
+    assert console.plans.replanning.status(job.job_id) is None
 
 
 def test_requests_that_make_no_sense_are_refused(console: ConsoleService) -> None:
