@@ -789,14 +789,21 @@ def detail_of(drawing: Drawing, first_row: int, rows: int, start: float, most: i
 
 
 def detail_of_box(drawing: Drawing, x: tuple[float, float], y: tuple[float, float]) -> Detail:
-    """Returns the detail that a box over the overview selects: x in the job's unit, y in row numbers."""
+    """Returns the detail that a box over the overview selects: x in the job's unit, y in row numbers. Rows are left out
+    only if their ops are too many."""
     schedule, workers = drawing.schedule, drawing.rows.workers
     scale = drawing.job.ticks_per_unit
     first = max(0, min(len(workers) - 1, round(min(y))))
     last = max(first, min(len(workers) - 1, round(max(y))))
     start, end = max(0.0, min(x) * scale), min(float(schedule.end), max(x) * scale)
-    detail = detail_of(drawing, first, last - first + 1, start, MAX_DETAIL)
+
+    def within(rows: Sequence[Worker]) -> int:
+        return sum(op.end > start and op.start < end for w in rows for op in schedule.ops.get(w, ()))
+
+    chosen = workers[first : last + 1]
+    if (count := within(chosen)) <= MAX_DETAIL:
+        return Detail(chosen, (start, end), count, False)
+    detail = detail_of(drawing, first, len(chosen), start, MAX_DETAIL)
     if detail.window[1] <= end:
         return detail
-    count = sum(op.end > start and op.start < end for w in detail.workers for op in schedule.ops.get(w, ()))
-    return Detail(detail.workers, (start, end), count, len(detail.workers) <= last - first)
+    return Detail(detail.workers, (start, end), within(detail.workers), True)

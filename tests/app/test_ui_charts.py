@@ -254,6 +254,17 @@ def test_a_detail_has_the_ops_that_it_says_also_where_more_run_at_once_than_it_m
     assert not box.cut and len(box.workers) == 256 and box.window == (start, start + 0.25)
 
 
+@pytest.mark.parametrize(("most", "rows"), [(300, 256), (100, 25)])
+def test_a_box_has_all_of_its_rows_unless_their_ops_are_too_many(
+    monkeypatch: pytest.MonkeyPatch, most: int, rows: int
+) -> None:
+    monkeypatch.setattr("openrecycle.app.charts.gantt.MAX_DETAIL", most)
+    schedule = schedule_of((), grid=(16, 16, 64), unit="slot")
+    box = charts.detail_of_box(Drawing.of(schedule), (40.0, 40.25), (0, 255))
+    assert (len(box.workers), box.window, box.cut) == (rows, (40.0, 40.25), rows < 256)
+    assert 0 < len(Drawing.of(schedule, box.workers, window=box.window).ops) == box.ops <= most
+
+
 def test_large_schedule_is_drawn_small_enough() -> None:
     schedule = schedule_of(("W1_2", "W5_7"), grid=(16, 16, 64))
     whole = Drawing.of(schedule)
