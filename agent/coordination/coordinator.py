@@ -9,9 +9,9 @@ what operators and the advisor ask for. agent.coordination.blame decides whose l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from openrecycle.agent.coordination import generations
 from openrecycle.agent.coordination.blame import Complaint, judge
@@ -69,7 +69,7 @@ from openrecycle.planner.jobs import words
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
-SILENT_LINES = 8
+LINES_AT_ONCE = 8
 """Up to this many workers that fall silent, or are heard again, at once get a line each."""
 
 
@@ -311,7 +311,7 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
         if draining != member.draining:
             passing = False
         members[name] = member.heard_at(heard, draining)
-    notes += _heard_again(again)
+    notes += _each_or_many("info", {name: f"{name} is heard again" for name in again}, "are heard again")
     after = state.with_heard(members) if counted else replace(state, members=members)
     if not counted and after.halted and not lost_stages(after):
         # The job may have halted because workers that are still there were taken for finished. It goes on once every
@@ -320,12 +320,13 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
     return Transition(after, tuple(notes), "heartbeats", passing)
 
 
-def _heard_again(names: Sequence[str]) -> Iterator[Note]:
-    """Says who is heard again: of very many, as for their silence, one line."""
-    if len(names) <= SILENT_LINES:
-        yield from (Note("info", "worker", f"{name} is heard again", name) for name in names)
-        return
-    yield Note("info", "worker", f"{len(names):,} workers are heard again: {words.names(names)}")
+def _each_or_many(severity: Literal["info", "warning"], lines: Mapping[str, str], many: str) -> Iterator[Note]:
+    """Says of each worker what `lines` has; of very many at once, as when a switch fails, what `many` says, in one
+    line: two thousand would bury what led to it."""
+    if len(lines) <= LINES_AT_ONCE:
+        yield from (Note(severity, "worker", text, name) for name, text in lines.items())
+    else:
+        yield Note(severity, "worker", f"{len(lines):,} workers {many}: {words.names([*lines])}")
 
 
 def _unfinished(state: State, member: Member) -> Member:
@@ -380,7 +381,10 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
             silent[name] = age
     if any(members[name] is not state.members[name] for name in members):
         state = replace(state, members=members)
-    notes += _silence(silent, failure_timeouts.dead)
+    limit = f"(dead at {failure_timeouts.dead:g} s)"
+    lines = {name: f"{name} has not been heard for {age:.1f} s {limit}" for name, age in silent.items()}
+    shortest = min(silent.values(), default=0.0)
+    notes += _each_or_many("warning", lines, f"have not been heard for {shortest:.1f} s or longer {limit}")
     if dead:
         return lose(state, dead, notes, now)
     if state.pending and state.pending.until is not None and now >= state.pending.until:
@@ -398,18 +402,6 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     if broken and not state.pending and not state.unheard and now - broken.since >= failure_timeouts.transfer_grace:
         return _blame(state, broken, notes, now)
     return Transition(state, tuple(notes), "time went by")
-
-
-def _silence(silent: Mapping[str, float], dead: float) -> Iterator[Note]:
-    """Says for how long workers have not been heard. silent: seconds, by worker. Of very many, as when a switch fails,
-    one line tells: two thousand would bury what led to it."""
-    if len(silent) <= SILENT_LINES:
-        for name, age in silent.items():
-            yield Note("warning", "worker", f"{name} has not been heard for {age:.1f} s (dead at {dead:g} s)", name)
-        return
-    age, who = min(silent.values()), words.names([*silent])
-    text = f"{len(silent):,} workers have not been heard for {age:.1f} s or longer (dead at {dead:g} s): {who}"
-    yield Note("warning", "worker", text)
 
 
 def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> Transition:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from openrecycle.agent.coordination.coordinator import SILENT_LINES
+from openrecycle.agent.coordination.coordinator import LINES_AT_ONCE
 from openrecycle.agent.coordination.membership import (
     ConsoleRestarted,
     Exited,
@@ -559,7 +559,7 @@ def test_a_silence_is_noticed_by_the_next_tick(phase: float, rung: float, state:
     assert rung < run.now - heard <= rung + TICK_SECONDS <= 1.1 * rung
 
 
-@pytest.mark.parametrize(("silent", "lines"), [(SILENT_LINES, SILENT_LINES), (SILENT_LINES + 1, 1)])
+@pytest.mark.parametrize(("silent", "lines"), [(LINES_AT_ONCE, LINES_AT_ONCE), (LINES_AT_ONCE + 1, 1)])
 def test_many_that_fall_silent_at_once_do_not_flood_the_feed(silent: int, lines: int) -> None:
     run = Run(silent + 1, 1).start()
     run.beat()
