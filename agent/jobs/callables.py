@@ -21,10 +21,13 @@ from openrecycle.agent.models.data import (
     Read,
     ReadAhead,
     StreamBatches,
+    cuts_from,
     first_length,
     own_numbers,
+    read_cuts,
 )
 from openrecycle.agent.models.layers import StageIO, Tied, tensors_of
+from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Metric, first_readable, weight_of
 from openrecycle.agent.stages.optimizer import NamedParameters, make_optimizer
 from openrecycle.planner.jobs.errors import InputError, in_a_line
@@ -96,7 +99,38 @@ class CallableWorkload:
     @property
     def grid(self) -> tuple[int, int] | None:
         """(pipelines, micro-batches) of the grid that the data are cut for; None: for none."""
-        return Read(self.make_batch, self.seed).grid
+        cut = Read(self.make_batch, self.seed).cut
+        return None if cut is None else cut.grid
+
+    def data_position(self, iteration: int) -> StageState | None:
+        """Returns where the data go on at an iteration, for checkpoints and peers: how iterations were cut until now,
+        and the position of a stream, if it is known. None where a user's function cuts them."""
+        cut, position = Read(self.make_batch, self.seed).cut, None
+        if cut is None:
+            return None
+        if isinstance(cut, StreamBatches):
+            position = cut.position(iteration)
+        document = {"cuts": list(map(list, cut.cuts))}
+        if position is None:
+            return StageState(document, {})
+        return StageState(document | {"data": position.document}, position.tensors)
+
+    def take_data_position(self, iteration: int, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Takes over what `data_position` of a peer, or of the job that wrote a checkpoint, has returned. Raises
+        KeyError, TypeError or ValueError where it is wrong."""
+        cut = Read(self.make_batch, self.seed).cut
+        if cut is None:
+            return
+        if "cuts" in document:  # older versions wrote none
+            cuts = cuts_from(read_cuts(document["cuts"]), cut.cuts[-1], iteration)
+            if cuts != cut.cuts:
+                cut.cut_as(cuts)
+                self._batch = None
+                if self._ahead is not None:  # it reads what was there before
+                    self._ahead.end()
+                    self._ahead = None
+        if isinstance(cut, StreamBatches) and document.get("data") is not None:
+            cut.go_on(document["data"], tensors)
 
     @property
     def parallelize(self) -> Parallelize:

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.multiprocessing  # how tensors go through a pipe
@@ -211,6 +211,33 @@ def pad_to(batch: Tensor, length: int, value: float) -> Tensor:
     return torch.cat([batch, batch.new_full((batch.shape[0], more, *batch.shape[2:]), value)], 1)
 
 
+class BatchCut(NamedTuple):
+    """How data are cut into iterations from iteration `first` on: micro-batches per iteration, and samples per
+    micro-batch (0: not known here). It goes into checkpoints: a job may be resumed with another grid or batch size, and
+    its data then go on after the last sample that was read."""
+
+    first: int
+    micro_batches: int
+    samples: int
+
+
+def read_cuts(document: Any) -> tuple[BatchCut, ...]:
+    """Reads cuts, oldest first, from a checkpoint. Raises ValueError or TypeError."""
+    cuts = tuple(BatchCut(*map(whole_number, cut)) for cut in document)
+    if [cut.first for cut in cuts] != sorted({0, *(cut.first for cut in cuts)}):
+        raise ValueError(f"cuts that begin with the iterations {[cut.first for cut in cuts]}")
+    return cuts
+
+
+def cuts_from(before: Sequence[BatchCut], mine: BatchCut, iteration: int) -> tuple[BatchCut, ...]:
+    """Returns the cuts of a job that was cut as `before` says up to an iteration, and is cut as `mine` from it on.
+    before: nothing where it is not known; then all iterations count as cut as `mine`."""
+    kept = tuple(cut for cut in before if cut.first < iteration)
+    if not kept:
+        return (mine._replace(first=0),)
+    return kept if kept[-1][1:] == mine[1:] else (*kept, mine._replace(first=iteration))
+
+
 class MicroBatchSampler:
     """Cuts a permutation of the data set, one for each epoch, into iterations, pipelines and micro-batches.
 
@@ -237,11 +264,21 @@ class MicroBatchSampler:
         self._micro_batches, self._seed, self._shuffle = job.micro_batches, seed, shuffle
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
+        self.cut_as((BatchCut(0, job.pipelines * job.micro_batches, batch_size),))
+
+    def cut_as(self, cuts: tuple[BatchCut, ...]) -> None:
+        """cuts: of the job until now; the last one is this sampler's own."""
+        self.cuts, self._begin = cuts, (0, 0)
+        for cut, following in itertools.pairwise(cuts):
+            self._begin = self._after(self._begin, following.first - cut.first, cut.micro_batches * cut.samples)
 
     def __call__(self, iteration: int, pipeline: int, micro_batch: int) -> list[int]:
-        epoch, place = divmod(iteration, self.iterations_per_epoch)
-        slot = pipeline * self._micro_batches + micro_batch
-        first = place * self._per_iteration + slot * self._batch_size
+        # Earlier iterations are asked for only to see what the data look like.
+        begun = self.cuts[-1].first if iteration >= self.cuts[-1].first else 0
+        epoch, first = self._after(self._begin if begun else (0, 0), iteration - begun, self._per_iteration)
+        if first + self._per_iteration > self._samples:
+            epoch, first = epoch + 1, 0
+        first += (pipeline * self._micro_batches + micro_batch) * self._batch_size
         if not self._shuffle:
             return list(range(first, first + self._batch_size))
         if epoch != self._epoch:
@@ -249,6 +286,15 @@ class MicroBatchSampler:
             self._epoch, self._order = epoch, torch.randperm(self._samples, generator=generator)
         order: list[int] = self._order[first : first + self._batch_size].tolist()
         return order
+
+    def _after(self, place: tuple[int, int], iterations: int, size: int) -> tuple[int, int]:
+        """Returns (epoch, samples of it that were read) so many iterations of `size` samples after such a place."""
+        epoch, read = place
+        left = max(0, self._samples - read) // size
+        if iterations <= left:
+            return epoch, read + iterations * size
+        more, last = divmod(iterations - left - 1, max(1, self._samples // size))
+        return epoch + 1 + more, (last + 1) * size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -645,8 +691,10 @@ class StreamBatches:
     seed: int
     kept: int = 1
     stateful: bool = True
+    cuts: tuple[BatchCut, ...] = ()
 
     def __post_init__(self) -> None:
+        self.cut_as(self.cuts or (BatchCut(0, self.per_iteration, self.batch_size or 0),))
         self._reading: _Reading | None = None
         self._there: dict[int, Any] = {}
         self._first: Any = None
@@ -674,7 +722,9 @@ class StreamBatches:
 
     def __call__(self, iteration: int, pipeline: int, micro_batch: int) -> Any:
         """Raises what the stream raises, with a note that has the number of the item."""
-        item = iteration * self.per_iteration + pipeline * self.micro_batches + micro_batch
+        # Earlier iterations are asked for only to see what the data look like.
+        began = iteration * self.per_iteration if iteration < self.cuts[-1].first else self._item(iteration)
+        item = began + pipeline * self.micro_batches + micro_batch
         if item not in self._there and not (item == 0 and self._first is not None):
             self._read_to(item)
         out = self._there[item] if item else self._first
@@ -695,26 +745,35 @@ class StreamBatches:
         nearest = max((n for n in self._positions if n <= item), default=0)
         if reading is None or reading.item > item or nearest > reading.item:
             reading = self._reading = _Reading(self.source, self.seed, self._positions.get(nearest))
-        iteration = item // self.per_iteration
-        first = (iteration - self.kept) * self.per_iteration
+        iteration = self.cuts[-1].first + (item - self._item(self.cuts[-1].first)) // self.per_iteration
+        first, boundary = self._item(iteration - self.kept), self._item(iteration)
         while reading.item <= item:
             number, out = reading.item, reading.next()
             if number == 0:
                 self._first = out
             if number >= first:
                 self._there[number] = out
-                if self.stateful and reading.item % self.per_iteration == 0:
+                if self.stateful and (reading.item - boundary) % self.per_iteration == 0:
                     self._add([position] if (position := reading.position()) is not None else [], news=True)
         self._there = {n: out for n, out in self._there.items() if n >= first}
         self.prune(iteration)
 
     # -- where it is ---------------------------------------------------------------------------
 
+    def cut_as(self, cuts: tuple[BatchCut, ...]) -> None:
+        """cuts: of the job until now; the last one is this stream's own."""
+        self.cuts = cuts
+        self._begin = sum((after.first - cut.first) * cut.micro_batches for cut, after in itertools.pairwise(cuts))
+
+    def _item(self, iteration: int) -> int:
+        """Returns the number of an iteration's first item."""
+        return self._begin + (iteration - self.cuts[-1].first) * self.per_iteration
+
     def position(self, iteration: int) -> StageState | None:
         """Returns a position from which an iteration can be read: where it begins, or shortly before. None: it can only
         be read from the stream's beginning. May be called in any thread."""
         positions = self._positions
-        item = max((n for n in positions if n <= iteration * self.per_iteration), default=None)
+        item = max((n for n in positions if n <= self._item(iteration)), default=None)
         return None if item is None else positions[item]
 
     def go_on(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -744,7 +803,7 @@ class StreamBatches:
 
     def prune(self, iteration: int) -> None:
         """Drops the positions that a worker at this iteration no longer needs."""
-        first = (iteration - _POSITIONS) * self.per_iteration
+        first = self._item(iteration - _POSITIONS)
         self._positions = {n: position for n, position in self._positions.items() if n >= first}
         self._news = self._news[-2 * _POSITIONS :]
 
@@ -862,10 +921,10 @@ class Read:
         return self.make_batch if isinstance(self.make_batch, StreamBatches) else None
 
     @property
-    def grid(self) -> tuple[int, int] | None:
-        """(pipelines, micro-batches) of the job that a data set or stream was cut for; None for a function."""
+    def cut(self) -> MicroBatchSampler | StreamBatches | None:
+        """What cuts a data set or stream into iterations; None: a user's function does."""
         cut = getattr(self.make_batch, "sampler", self.make_batch)
-        return cut.grid if isinstance(cut, MicroBatchSampler | StreamBatches) else None
+        return cut if isinstance(cut, MicroBatchSampler | StreamBatches) else None
 
 
 _MOST_ASKED = 64
@@ -950,18 +1009,24 @@ class ReadAhead:
             stream.merge(pickle.loads(news))
             stream.prune(place[0])
 
-    def _gone(self, error: Exception) -> None:
+    def end(self) -> int | None:
+        """Ends the process: from now on, the worker reads by itself. Returns its exit code."""
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.join(1.0)
-            self._pipe.close()
+        self._asked, self._expected = [], []
+        if process is None:
+            return None
+        process.kill()
+        process.join(1.0)
+        self._pipe.close()
+        return process.exitcode
+
+    def _gone(self, error: Exception) -> None:
+        if self._process is not None:
             log.warning(
                 "data: the process that reads ahead is gone (exit code %s, %s); the worker reads by itself",
-                process.exitcode,
+                self.end(),
                 type(error).__name__,
             )
-        self._asked, self._expected = [], []
 
 
 def _started(read: Read) -> tuple[multiprocessing.process.BaseProcess, Connection]:

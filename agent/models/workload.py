@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # a launcher refuses bad input before it imports torch, which
     import torch
     from torch import Tensor
 
+    from openrecycle.agent.models.state import StageState
+
 T = TypeVar("T")
 Metric = Callable[[Any, Any], Any]
 """(output of the last layer, targets) to a number, the mean over a micro-batch."""
@@ -73,6 +75,7 @@ class Workload(Protocol):
     varies: true where inputs have several shapes. Then largest(seed) gives the (inputs, targets) of a micro-batch that
         no other exceeds in any dimension.
     grid: (pipelines, micro-batches) of the grid that the data are cut for, if they are cut for one.
+    data_position, take_data_position: see PositionedData.
     """
 
     @property
@@ -90,6 +93,18 @@ class Workload(Protocol):
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """Returns an optimizer. parameters: those of a stage, an iterable; if the argument is called
         `named_parameters`, a list of (name, parameter) pairs."""
+
+
+class PositionedData(Protocol):
+    """A workload whose data have a position, which goes with a stage's state to peers and into checkpoints."""
+
+    def data_position(self, iteration: int) -> StageState | None:
+        """Returns where the data go on at an iteration; its document has the keys `cuts` and `data`. None: they are a
+        function of the iteration."""
+
+    def take_data_position(self, iteration: int, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Takes over the position that is in a stage's state of this iteration, if there is one. Raises KeyError,
+        TypeError or ValueError where it is wrong."""
 
 
 def nominal_weight(workload: Workload, micro_batches: int) -> float | None:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,15 +57,12 @@ from openrecycle.agent.models.state import (
     share_of_state,
     whole_number,
 )
-from openrecycle.agent.models.workload import Workload
+from openrecycle.agent.models.workload import PositionedData, Workload
 from openrecycle.agent.stages.gradients import FastSum, GradientSum
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, LossScale, PostValidation, Slot, ValidationResult
 from openrecycle.agent.stages.shards import Segment, segments_of
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.schedule import MicroBatch
-
-if TYPE_CHECKING:
-    from openrecycle.agent.models.data import StreamBatches
 
 # -- the stage's own step, what undoes it, and the stage's state --------------------------------
 
@@ -240,8 +237,7 @@ class StageOptimizer:
         self._by_layer = [
             [p for p in layer if p.requires_grad and id(p) not in copies] for layer in parameters_by_layer(module)
         ]
-        self.stream: StreamBatches | None = None
-        """The data that this worker reads, if they must be read in order."""
+        self.data: PositionedData | None = None
         self._buckets: list[_Bucket] = []
         self._snapshot = _Snapshot(self)
         self._kept: list[tuple[nn.Parameter, Tensor | None]] | None = None
@@ -631,9 +627,9 @@ class StageOptimizer:
             if self.scheduler is None
             else [type(self.scheduler).__name__, encode(self.scheduler.state_dict(), "scheduler", tensors)],
         }
-        position = None if self.stream is None else self.stream.position(self.committed)
+        position = None if self.data is None else self.data.data_position(self.committed)
         if position is not None:
-            document["data"] = position.document
+            document |= position.document
             tensors |= position.tensors
         return StageState(document, tensors)
 
@@ -748,8 +744,8 @@ class StageOptimizer:
                 whole_number(doc["committed"]),
                 PostValidation.from_json(doc["post_validation"]),
             )
-            if self.stream is not None and doc.get("data") is not None:
-                self.stream.go_on(doc["data"], state.tensors)
+            if self.data is not None:
+                self.data.take_data_position(committed, doc, state.tensors)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise StateError(f"unreadable state: {type(error).__name__} {error}") from None
         to_come = {name for name in values if state.tensors[doc["model"][name]["tensor"]].is_meta}
@@ -885,7 +881,8 @@ def stage_optimizer(
         pipelines=pipelines if optimization.sharding == "zero1" else None,
         seed=seed,
     )
-    made.stream = getattr(workload, "stream", None)
+    data: Any = workload if hasattr(workload, "data_position") else None
+    made.data = data
     return made
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.models.data import DatasetBatches, MicroBatchSampler, alike
+from openrecycle.agent.models.data import BatchCut, DatasetBatches, MicroBatchSampler, alike, cuts_from, read_cuts
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from tests.agent.own_jobs import Endless, Squares
@@ -73,6 +73,61 @@ def test_grids_of_one_size_see_the_same_iterations() -> None:
         one = [i for p in range(4) for m in range(3) for i in first(iteration, p, m)]
         other = [i for p in range(2) for m in range(6) for i in second(iteration, p, m)]
         assert one == other
+
+
+sizes = st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
+
+
+@given(st.lists(sizes, min_size=1, max_size=4), st.integers(0, 30), st.booleans())
+def test_with_another_batch_the_data_go_on_after_what_was_read(
+    parts: list[tuple[int, int, int, int]], more: int, shuffle: bool
+) -> None:
+    """parts: (iterations, pipelines, micro-batches, batch size), each resumed from the one before."""
+    samples = more + max(pipelines * micro_batches * batch for _, pipelines, micro_batches, batch in parts)
+    cuts, first, epochs = tuple[BatchCut, ...](), 0, [list[int]()]
+    for count, pipelines, micro_batches, batch in parts:
+        job, per_iteration = Job.uniform(pipelines, 1, micro_batches), pipelines * micro_batches * batch
+        sampler = MicroBatchSampler(samples, batch, job, shuffle=shuffle)
+        sampler.cut_as(cuts_from(read_cuts(cuts) if cuts else (), sampler.cuts[-1], first))
+        cuts = sampler.cuts
+        for iteration in range(first, first + count):
+            if len(epochs[-1]) + per_iteration > samples:
+                epochs.append([])
+            for p in range(pipelines):
+                for m in range(micro_batches):
+                    epochs[-1] += sampler(iteration, p, m)
+        first += count
+    order = [
+        MicroBatchSampler(samples, samples, Job.uniform(1, 1, 1), shuffle=shuffle)(e, 0, 0) for e in range(len(epochs))
+    ]
+    assert epochs == [whole[: len(seen)] for whole, seen in zip(order, epochs, strict=True)]
+
+
+A, B, C = BatchCut(0, 6, 2), BatchCut(5, 8, 2), BatchCut(9, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "iteration", "expected"),
+    [
+        ((), 7, (C._replace(first=0),)),  # a checkpoint that does not say it
+        ((A,), 9, (A,)),
+        ((A, B), 9, (A, B, C)),
+        ((A, B), 5, (A,)),  # an iteration that was not trained
+        ((A, B), 4, (A,)),  # back to a checkpoint from before
+        ((A, B), 0, (A,)),
+        ((B._replace(first=0),), 9, (B._replace(first=0), C)),
+    ],
+)
+def test_cuts_of_a_resumed_job(before: tuple[BatchCut, ...], iteration: int, expected: tuple[BatchCut, ...]) -> None:
+    assert cuts_from(before, C, iteration) == expected
+
+
+@pytest.mark.parametrize(
+    "document", [[], [[1, 6, 2]], [[0, 6, 2], [0, 6, 2]], [[0, 6]], [[0, -6, 2]], [[0, 6, "2"]], 3]
+)
+def test_cuts_that_are_none(document: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        read_cuts(document)
 
 
 def test_too_few_samples_for_one_iteration() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -12,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from openrecycle import Checkpoints, Evaluation, Faults, InputError, Loading, Planning
 from openrecycle.agent.config.options import OnBadSample
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.launcher.launch import JobFailed
-from openrecycle.agent.models.data import StreamBatches, StreamEndedError, stream_of
+from openrecycle.agent.models.data import MicroBatchSampler, StreamBatches, StreamEndedError, stream_of
 from openrecycle.agent.monitoring.liveness import describe_exception
 from openrecycle.planner.jobs.job import Job
 from tests.agent import own_jobs, streamed_jobs
@@ -27,12 +28,13 @@ from tests.conftest import at_length
 from tests.golden import golden
 
 ITERATIONS, RESUMED_AT = 14, 9
+WIDE, RESHAPED_AT = Job.uniform(3, 2, 3), 3
 STAYS = Planning(relayout="never")
 Make = Callable[..., Any]
 
 
-def batches(data: Any, size: int | None = None, **options: Any) -> StreamBatches:
-    stream = stream_of(data, size, Loading(**options), streamed_jobs.JOB, seed=3)
+def batches(data: Any, size: int | None = None, seed: int = 3, **options: Any) -> StreamBatches:
+    stream = stream_of(data, size, Loading(**options), streamed_jobs.JOB, seed)
     assert stream is not None
     return stream
 
@@ -200,6 +202,50 @@ def test_a_job_resumes_to_the_same_bits_and_reads_on_from_where_it_was(
         assert longest > most, "without a state all has to be read again"
     else:
         assert longest <= most
+
+
+class Listed:
+    """A data function that goes through a list, an iteration of JOB after the other up to RESHAPED_AT, and then of
+    WIDE."""
+
+    def __init__(self, there: list[Any]) -> None:
+        self.there = there
+
+    def __call__(self, iteration: int, pipeline: int, micro_batch: int) -> Any:
+        return self.there[iteration * 6 + max(0, iteration - RESHAPED_AT) * 3 + pipeline * 3 + micro_batch]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "prefetch"), [("map-style", 3), at_length("map-style", 0), at_length("stream", 0), at_length("stream", 3)]
+)
+def test_resumed_with_another_batch_no_sample_is_left_out_or_comes_twice(
+    kind: str, prefetch: int, tmp_path: Path
+) -> None:
+    """Also through the death and return of a worker that reads: it learns from its peer what was read before."""
+    data: dict[str, Any] = {"data": streamed_jobs.stateful()}
+    if kind == "stream":
+        stream = batches(streamed_jobs.stateful(), seed=0)  # the trainer's
+        there = [stream(*place) for place in places(range(12))]
+    else:
+        dataset = TensorDataset(*map(torch.stack, zip(*map(streamed_jobs.sample, range(50)), strict=True)))
+        data = {"data": dataset, "batch_size": streamed_jobs.BATCH}
+        orders = [MicroBatchSampler(50, 50, Job.uniform(1, 1, 1))(epoch, 0, 0) for epoch in range(3)]
+        # After 36 samples of an epoch of 50 comes the next, where an iteration has 18.
+        seen = torch.tensor([order[:36] for order in orders]).reshape(-1, streamed_jobs.BATCH)
+        there = [dataset[indices] for indices in seen]
+    saved = tmp_path / "saved"
+    first = data | {"planning": STAYS, "loading": Loading(prefetch=prefetch)}
+    streamed_jobs.trainer(**first, checkpoints=Checkpoints(directory=saved)).fit(iterations=RESHAPED_AT)
+    shutil.copytree(saved, tmp_path / "copy")
+    second = first | {"job": WIDE, "checkpoints": Checkpoints(directory=saved, resume="newest")}
+    faults = Faults(kill=["W1_0@4:F1", "W2_1@4:R"], rejoin=["W1_0@5", "W2_1@5"])
+    result = streamed_jobs.trainer(**second, faults=faults).fit(iterations=7)
+    listed = {"data": Listed(there), "job": WIDE, "planning": STAYS}
+    again = Checkpoints(directory=tmp_path / "copy", resume="newest")
+    expected = streamed_jobs.trainer(**listed, checkpoints=again).fit(iterations=7)
+    assert (result.losses, result.parameters_sha256) == (expected.losses, expected.parameters_sha256)
+    assert len(result.recoveries) == 2
 
 
 @pytest.mark.chaos
