@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -91,5 +92,11 @@ def _list(program: str, commands: Mapping[str, str], status: int) -> NoReturn:
 
 
 def _end(text: str, status: int) -> NoReturn:
-    print(text, file=sys.stderr if status else sys.stdout)
+    try:
+        print(text, file=sys.stderr if status else sys.stdout, flush=True)
+    except OSError as error:  # as in planner.output, whose import would take longer than the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not status and not isinstance(error, BrokenPipeError):  # the reader of a pipe (head, a pager) may leave
+            print(f"error: standard output can't be written: {error.strerror}", file=sys.stderr)
+            status = 2
     raise SystemExit(status)

@@ -120,6 +120,18 @@ def test_a_full_standard_output_is_one_sentence(arguments: tuple[str, ...]) -> N
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("command", [["--help"], at_length(["history", "--help"])])
+def test_the_list_of_commands_where_nobody_reads_it_or_nothing_can_be_written(command: list[str]) -> None:
+    program = [sys.executable, "-m", "openrecycle", *command]
+    gone, out = os.pipe()
+    os.close(gone)
+    with Path("/dev/full").open("wb") as full, os.fdopen(out, "wb") as pipe:
+        for stdout, status in ((pipe, 0), (full, 2)):
+            done = subprocess.run(program, stdout=stdout, stderr=subprocess.PIPE, timeout=120, check=False)
+            assert done.returncode == status and done.stderr.count(b"\n") == (status != 0)
+
+
+@pytest.mark.processes
 def test_a_device_in_the_place_of_a_file_stays_a_device() -> None:
     done = planner("plan", *SIZES, "--out", "/dev/full")
     assert done.returncode == 2 and done.stderr.startswith(b"error: --out: got '/dev/full', expected a regular file")
