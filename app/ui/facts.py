@@ -284,7 +284,7 @@ def _peak(plan: Plan, schedule: Schedule) -> Card:
     if not schedule.counts_bytes:
         return Card("Peak activations", f"{held:,}", f"memory limit: {plan.memory}", of="held")
     worker, peak = max(schedule.peak_bytes.items(), key=lambda item: item[1])
-    capacity = schedule.problem.job.capacity_bytes
+    held, capacity = schedule.peak_activations[worker], schedule.problem.job.capacity_bytes
     note = f"on {worker}; {text.count(held, 'activation')} held at most"
     return Card("Peak memory", text.size(peak), note, of=f"of {text.size(capacity[worker.stage])}" if capacity else "")
 

@@ -42,6 +42,15 @@ def test_the_card_names_the_fullest_worker_and_its_capacity() -> None:
     assert facts.plan_cards(planned(), planned().schedule())[-1].of == ""
 
 
+def test_the_card_counts_the_activations_of_the_worker_that_it_names() -> None:
+    job = Job.uniform(1, 2, 4)
+    full, last = (replace(job.profiles[0], activation_bytes=n) for n in (1, 100))
+    plan = make_plan(Problem(replace(job, profiles=(full, last)), technique=Technique.FAULT_FREE), solver="list")
+    peaks, card = plan.metrics.peak_activations, facts.plan_cards(plan, plan.schedule())[-1]
+    assert peaks == {"W0_0": 2, "W0_1": 1}
+    assert card.note == golden("on-w0-0-2-activations").replace("W0_0; 2 activations", "W0_1; 1 activation")
+
+
 def test_without_bytes_activations_are_counted() -> None:
     plan = make_plan(Problem(Job.uniform(2, 2, 4)), solver="list")
     assert facts.plan_cards(plan, plan.schedule())[-1].label == "Peak activations"
