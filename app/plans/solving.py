@@ -34,7 +34,7 @@ from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.layers.migration import COPY_BANDWIDTH, LEAST_BANDWIDTH, CopyCost, best_migrations
-from openrecycle.planner.layers.partition import Layout, lay_out
+from openrecycle.planner.layers.partition import Layout, best_relayout, lay_out
 from openrecycle.planner.plans.packed import from_bytes, to_bytes
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, WorkerName
 from openrecycle.planner.solvers.base import SolverProgress
@@ -209,30 +209,30 @@ MAX_SECONDS = 3_600.0
 
 
 class _Settings(BaseModel):
-    """failed, technique, memory: as in planner.jobs.job.Problem."""
+    """failed, technique, memory: as in planner.jobs.job.Problem. over: what may be chosen beside the order of the ops
+    (planner.jobs.job.Over); partition: layers per stage, where it is given."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     failed: Annotated[tuple[WorkerName, ...], Field(fail_fast=True)] = ()
     technique: Technique = Technique.STAGGERED
     memory: Annotated[str, Field(max_length=20)] = "uniform"
-
-
-class PlanSettings(_Settings):
-    """All of a request for a plan but its job. solver: auto, list, cp-sat or milp. time_limit: seconds. over: what may
-    be chosen beside the order of the ops (planner.jobs.job.Over); partition: layers per stage, where it is given."""
-
-    kind: Literal["plan"] = "plan"
-    solver: str = "auto"
-    time_limit: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
     over: Over = "schedules"
     partition: Annotated[tuple[Annotated[int, INTEGER], ...], Field(max_length=MAX_LAYERS)] = ()
 
 
+class PlanSettings(_Settings):
+    """All of a request for a plan but its job. solver: auto, list, cp-sat or milp. time_limit: seconds."""
+
+    kind: Literal["plan"] = "plan"
+    solver: str = "auto"
+    time_limit: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
+
+
 class MigrationsSettings(_Settings):
-    """All of a request for migrations but its job. state_bytes: of weights and optimizer of every stage; 0: what the
-    profile says. bandwidth: bytes per second of a copy. heals_in: seconds until the failed workers are back; None:
-    they don't come back."""
+    """All of a request for migrations but its job. over: if it is not `schedules`, the layers are cut anew, with and
+    without migrations. state_bytes: of weights and optimizer of every stage; 0: what the profile says. bandwidth: bytes
+    per second of a copy. heals_in: seconds until the failed workers are back; None: they don't come back."""
 
     kind: Literal["migrations"] = "migrations"
     state_bytes: Annotated[int, Field(ge=0, le=1 << 60), INTEGER] = 0
@@ -251,14 +251,18 @@ class _Asked(_Settings):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
     def checked_job(self) -> Job:
-        """Raises InputError, before memory is taken, for a job that is none or too large for here."""
+        """Returns the job with its partition. Raises InputError, before memory is taken, for a job that is none or too
+        large for here."""
         if self.job.pipelines > 0 and self.job.stages > 0 and self.job.ops > MAX_SOLVED_OPS:
             raise InputError(
                 "pipelines x stages x micro_batches x 3 ops",
                 self.job.ops,
                 f"at most {MAX_SOLVED_OPS:,} ops here; `openrecycle plan` takes more",
             )
-        return self.job.job()
+        if self.over != "schedules" and not self.job.layers:
+            raise InputError("over", self.over, "schedules, since this job comes without layers")
+        job = self.job.job()
+        return job.with_partition(self.partition) if self.partition else job
 
     def dead(self) -> frozenset[Worker]:
         return parse_workers(self.failed)
@@ -273,14 +277,10 @@ class PlanAsked(_Asked, PlanSettings):
         """Raises InputError, and InfeasibleError when no schedule can exist."""
         if self.solver not in SOLVERS:
             raise InputError("solver", self.solver, "one of " + ", ".join(SOLVERS))
-        job = self.checked_job()
-        job = job.with_partition(self.partition) if self.partition else job
-        return Problem(job, self.dead(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
+        return Problem(self.checked_job(), self.dead(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
     def check(self) -> None:
         """Raises what `problem` or `layout` would raise, as far as that can be found out at once."""
-        if self.over != "schedules" and not self.job.layers:
-            raise InputError("over", self.over, "schedules, since this job comes without layers")
         if self.over != "layouts":
             self.problem()
             return
@@ -295,7 +295,6 @@ class PlanAsked(_Asked, PlanSettings):
         if self.over == "schedules":
             return None
         job = self.checked_job()
-        job = job.with_partition(self.partition) if self.partition else job
         return lay_out(
             job,
             self.dead(),
@@ -311,9 +310,9 @@ class MigrationsAsked(_Asked, MigrationsSettings):
     def timeout(self) -> float:
         return 60.0
 
-    def cost(self) -> CopyCost:
-        """Returns what copying a stage's state costs. Raises InputError for an invalid job."""
-        own = tuple(profile.fixed_bytes for profile in self.checked_job().profiles)
+    def cost(self, job: Job) -> CopyCost:
+        """Returns what copying a stage's state costs. job: with its partition."""
+        own = tuple(profile.fixed_bytes for profile in job.profiles)
         return CopyCost((self.state_bytes,) * self.job.stages if self.state_bytes else own, self.bandwidth)
 
 
@@ -407,15 +406,15 @@ def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
 
 
 def _migrations(request: MigrationsAsked) -> Migrations:
-    job = request.checked_job()
-    found = best_migrations(
-        job,
-        request.dead(),
-        technique=request.technique,
-        memory=MemoryLimit.parse(request.memory, field="memory"),
-        cost=request.cost(),
-        heals_in=request.heals_in,
-    )
+    job, dead, heals_in = request.checked_job(), request.dead(), request.heals_in
+    memory = MemoryLimit.parse(request.memory, field="memory")
+    if request.over == "schedules":
+        cost = request.cost(job)
+        found = best_migrations(job, dead, technique=request.technique, memory=memory, cost=cost, heals_in=heals_in)
+    else:
+        found = best_relayout(
+            job, dead, technique=request.technique, memory=memory, cost=request.cost, heals_in=heals_in
+        )
     return Migrations(
         migrations=[
             MigrationAnswer(worker=str(m.worker), takes=str(m.takes), source=str(m.source) if m.source else None)

@@ -239,8 +239,7 @@ class WhatIf:
             memory=self.memory,
             solver=self.solver,
             time_limit=self.seconds,
-            over="partitions" if self.partition == AUTO else "schedules",
-            partition=() if self.partition == AUTO else parse_partition(self.partition),
+            **self._layers(),
         )
 
     def migrations_asked(self) -> MigrationsAsked:
@@ -253,7 +252,14 @@ class WhatIf:
             state_bytes=round(self.state_gb * 1e9),
             bandwidth=self.copy_gbs * 1e9,
             heals_in=self.heals_in or None,
+            **self._layers(),
         )
+
+    def _layers(self) -> dict[str, Any]:
+        """Returns what both requests say about the layers."""
+        if self.partition == AUTO:
+            return {"over": "partitions"}
+        return {"partition": parse_partition(self.partition)}
 
     @property
     def named(self) -> SavedProfile | None:

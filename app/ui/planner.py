@@ -51,7 +51,7 @@ from openrecycle.app.ui.planner_controls import (
 from openrecycle.app.ui.tables import beside_html, differences, workers_table
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.jobs.job import AUTO, Job, Worker
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.drawing import FAILED, Drawing
 from openrecycle.planner.plans.plan import Plan
@@ -552,6 +552,8 @@ def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> N
     st.markdown(text.whole_sentence(found.reason))
     if question.heals_in and job.time_unit not in SECONDS:
         st.caption(f"One {job.time_unit} counts as 1 s.")
+    if question.partition == AUTO:
+        st.caption("Each period is with the layers per stage that are best for it.")
     if not found.migrations:
         return
     unit = job.time_unit

@@ -339,7 +339,9 @@ class MigrationPlan:
 
 
 @dataclass(frozen=True)
-class _Option:
+class MigrationOption:
+    """One way to go on: the fields are those of MigrationPlan. moved: bytes copied."""
+
     migrations: tuple[Migration, ...]
     counts: Counts
     failed: frozenset[Worker]
@@ -388,11 +390,26 @@ def best_migrations(
         migrations, after = migrations_to(job, dead, candidate.counts)
         made = _planned(job, after, technique, memory, candidate.counts)
         if made is not None:
-            options.append(_Option(migrations, made.counts, after, made.period, candidate.pause, candidate.moved))
+            options.append(
+                MigrationOption(migrations, made.counts, after, made.period, candidate.pause, candidate.moved)
+            )
     if not options:
         # The models found a distribution, so something else, such as the memory limit, prevents a schedule.
         Problem(job, dead, technique, memory)
         raise InfeasibleError("no distribution of the failures has a schedule", "raise the memory limit")
+    return chosen(job, present, stay, options, heals_in, tick)
+
+
+def chosen(
+    job: Job,
+    present: Counts,
+    stay: MigrationOption | None,
+    options: Sequence[MigrationOption],
+    heals_in: float | None,
+    tick: float,
+) -> MigrationPlan:
+    """Return the option with which most iterations are done until the job heals. stay: the one without migrations, if
+    it is possible. tick: seconds of one."""
     best = max(options, key=lambda o: (_iterations(o.period * tick, o.pause, heals_in), -o.pause, -o.moved, o is stay))
     gained = None
     if stay is not None and heals_in is not None:
@@ -417,12 +434,12 @@ def _iterations(period: float, pause: float, heals_in: float | None) -> float:
 
 def _planned(
     job: Job, failed: frozenset[Worker], technique: Technique, memory: MemoryLimit, counts: Counts
-) -> _Option | None:
+) -> MigrationOption | None:
     try:
         solution = ListScheduler().solve(Problem(job, failed, technique, memory))
     except InfeasibleError:
         return None
-    return _Option((), counts, failed, solution.schedule.period, 0.0, 0)
+    return MigrationOption((), counts, failed, solution.schedule.period, 0.0, 0)
 
 
 def migrations_to(job: Job, dead: frozenset[Worker], counts: Counts) -> tuple[tuple[Migration, ...], frozenset[Worker]]:
@@ -460,9 +477,9 @@ def migrations_to(job: Job, dead: frozenset[Worker], counts: Counts) -> tuple[tu
 def _reason(
     job: Job,
     present: Sequence[int],
-    stay: _Option | None,
-    best: _Option,
-    options: Sequence[_Option],
+    stay: MigrationOption | None,
+    best: MigrationOption,
+    options: Sequence[MigrationOption],
     heals_in: float | None,
     tick: float,
     gained: float | None,

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -33,7 +35,15 @@ from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import layers_moved
-from openrecycle.planner.layers.migration import Migration, migrations_to
+from openrecycle.planner.layers.migration import (
+    SECONDS,
+    CopyCost,
+    Migration,
+    MigrationOption,
+    MigrationPlan,
+    chosen,
+    migrations_to,
+)
 from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.bounds import Bound, period_bound
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, Table, rules
@@ -157,6 +167,43 @@ def _laid_out(
     if not options:
         bounds.refuse(counts)
     return min(options, key=lambda o: (o.period, len(o.migrations), o.moved))
+
+
+def best_relayout(
+    job: Job,
+    failed: Iterable[Worker],
+    *,
+    technique: Technique,
+    memory: MemoryLimit,
+    cost: Callable[[Job], CopyCost],
+    heals_in: float | None = None,
+) -> MigrationPlan:
+    """As planner.layers.migration.best_migrations, with the best partition of the layers for each distribution of the
+    failures. cost: that of copies, for a job with its partition. Raises InputError and InfeasibleError.
+    """
+    dead = frozenset(failed)
+    best = lay_out(job, dead, technique=technique, memory=memory, over="layouts")
+    present = failures_per_stage(dead, job)
+    stay = None
+    with suppress(InfeasibleError):  # a stage may have no living worker, or not enough memory
+        stay = _option(lay_out(job, dead, technique=technique, memory=memory), present, cost)
+    options = [stay] if stay else []
+    if best.migrations:
+        options.append(_option(best, present, cost))
+    return chosen(job, present, stay, options, heals_in, SECONDS.get(job.time_unit, 1.0) / job.ticks_per_unit)
+
+
+def _option(layout: Layout, present: Counts, cost: Callable[[Job], CopyCost]) -> MigrationOption:
+    job, copies = layout.problem.job, Counter(m.takes.stage for m in layout.migrations)
+    price = cost(job)
+    return MigrationOption(
+        layout.migrations,
+        failures_per_stage(layout.problem.failed, job),
+        layout.problem.failed,
+        layout.period,
+        max((price.pause(s, n, job.pipelines - present[s]) for s, n in copies.items()), default=0.0),
+        sum(n * price.state_bytes[s] for s, n in copies.items()),
+    )
 
 
 def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:

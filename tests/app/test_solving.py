@@ -8,6 +8,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job, LayerProfile
 from openrecycle.planner.plans.plan import job_doc
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -168,6 +170,30 @@ def test_migrations_that_help_are_found(make: Callable[..., Solves]) -> None:
     all_dead = MigrationsAsked(job=SMALL, failed=("W0_2", "W1_2", "W2_2"), memory="none")
     made = json.loads(answer(all_dead, print, lambda: True))["migrations"]
     assert made["period_now"] is None and made["migrations"][0]["source"] is None
+
+
+def test_migrations_are_of_the_layers_that_the_plan_has() -> None:
+    layered = job_doc(Job.uniform(3, 4, 6, layers=44))
+    asked = partial(MigrationsAsked, job=layered, failed=("W0_2", "W1_2"), memory="none")
+    plan = PlanAsked(job=layered, failed=("W0_2", "W1_2"), memory="none", solver="list")
+
+    def period(layers: dict[str, object], failed: list[str]) -> float:
+        asked = plan.model_copy(update={**layers, "failed": tuple(failed)})
+        layout = asked.layout()
+        return make_plan(layout.problem if layout else asked.problem(), solver="list", layout=layout).metrics.period
+
+    choices: list[dict[str, object]] = [{"partition": (12, 12, 8, 12)}, {"over": "partitions"}]
+    for layers in choices:
+        found = json.loads(answer(asked(**layers), print, lambda: True))["migrations"]
+        assert found["period_now"] == period(layers, ["W0_2", "W1_2"]), "it is compared with the plan without them"
+        assert found["period"] == period(layers, found["failed"]) < found["period_now"]
+    # A pause longer than what is left until the repair is not worth it, whatever becomes of the layers.
+    dear = asked(over="partitions", state_bytes=10**9, bandwidth=1e9, heals_in=0.5)
+    assert json.loads(answer(dear, print, lambda: True))["migrations"]["migrations"] == []
+    # A stage without a living worker has no plan, and a migration gives it one.
+    dead = asked(over="partitions").model_copy(update={"failed": ("W0_2", "W1_2", "W2_2")})
+    found = json.loads(answer(dead, print, lambda: True))["migrations"]
+    assert found["period_now"] is None and found["migrations"][0]["source"] is None
 
 
 def test_copies_cost_what_the_profile_or_the_request_says() -> None:

@@ -25,7 +25,7 @@ from openrecycle.app.plans.whatif import (
 )
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
-from openrecycle.planner.jobs.job import Job, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.job import AUTO, Job, StageProfile, Technique, Worker
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.profiles import load_profile, shipped
 from tests.conftest import examples
@@ -205,6 +205,14 @@ def test_the_request_for_migrations_has_the_costs() -> None:
     asked = WhatIf(failed=("W0_2",), state_gb=2.5, copy_gbs=5, heals_in=60).migrations_asked()
     assert (asked.state_bytes, asked.bandwidth, asked.heals_in) == (2_500_000_000, 5e9, 60)
     assert WhatIf(failed=("W0_2",)).migrations_asked().heals_in is None
+
+
+@pytest.mark.parametrize("partition", [AUTO, "12,12,8,12"])
+def test_migrations_are_asked_for_with_the_layers_of_the_plan(partition: str) -> None:
+    question = WhatIf.of(Job.uniform(3, 4, 6, layers=44), ("W0_2", "W1_2"), Technique.STAGGERED, "none")
+    question = replace(question, partition=partition)
+    asked, plan = question.migrations_asked(), question.asked()
+    assert (asked.over, asked.partition) == (plan.over, plan.partition) != ("schedules", ())
 
 
 # -- profiles that go by name -------------------------------------------------------------------
