@@ -18,6 +18,7 @@ import contextlib
 import functools
 import re
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -875,6 +876,25 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     return _Groups([{name: value for name, value in group.items() if name != "params"} for group in groups], of)
 
 
+def check_schedule(workload: Workload, options: TrainingOptions, needed: JobMemory) -> None:
+    """Raises InputError for a scheduler that can't take as many steps as the job has iterations, as OneCycleLR can't
+    beyond its total_steps: the last step would end the job, and with it what was trained. Tried is that last step
+    alone."""
+    scheduler = getattr(workload, "scheduler", None)
+    if scheduler is None:
+        return
+    with own_numbers("schedule", options.seed), kept_settings(), warnings.catch_warnings(action="ignore"):
+        made = scheduler(make_optimizer(workload.optimizer, list(needed.first_stage)))
+        if not isinstance(getattr(made, "last_epoch", None), int):
+            return  # one of the user's own, which counts in another way
+        made.last_epoch = options.iterations - 1
+        try:
+            made.step()
+        except Exception as error:
+            got = f"{type(made).__name__}, whose last step of {options.iterations} raises {in_a_line(error)[:200]}"
+            raise InputError("scheduler", got, "one that has a step for each iteration of the job") from error
+
+
 def _try(
     workload: Workload, small: list[tuple[tuple[int, ...], torch.dtype, bool]], optimization: Optimization
 ) -> _Kept:
@@ -955,7 +975,8 @@ class JobMemory:
     neither gives nor writes anything. text: all of it in a sentence. warning: may workers need more than there is, if
     they need all of it at the same time?
 
-    partition: at the start. layers, held, resumed: as in LayerRoom. parameter_bytes: of the whole model."""
+    partition: at the start. layers, held, resumed: as in LayerRoom. parameter_bytes: of the whole model. first_stage:
+    its parameters by name, without memory."""
 
     stages: tuple[StageMemory, ...]
     least: tuple[int, ...]
@@ -966,6 +987,7 @@ class JobMemory:
     held: tuple[int, ...] = ()
     resumed: tuple[int, ...] = ()
     parameter_bytes: int = 0
+    first_stage: Sequence[tuple[str, nn.Parameter]] = ()
 
     @property
     def told(self) -> tuple[int, ...]:
@@ -1120,6 +1142,7 @@ def _check_memory(
     by_layer = tuple((of_layer(k, _MANY), of_layer(k, 1)) for k in range(len(own)))
     read = tuple(resumed(layer(k, 1), [k]) for k in range(len(own))) if copies else ()
     made = JobMemory(tuple(each), tuple(least), "", False, partition, by_layer, in_flight, read, size)
+    made = replace(made, first_stage=tuple(named for layer in spans(partition)[0] for named in shapes[layer]))
     told = [_said(made, held, micro_batches is not None, states, options)]
     told.append(f"all {len(workers)} that are here {_size(made.of(workers))}")
     if has is not None:

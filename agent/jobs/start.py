@@ -78,13 +78,14 @@ def _looked_at(
 ) -> tuple[TrainingOptions, Workload, Partition, JobMemory]:
     """Checks the workload against the options. Returns the options with the workload's layers in the job, the workload,
     the number of layers of each stage at the start, and the memory that workers need."""
-    from openrecycle.agent.jobs.preflight import check_workload, partition_at_start
+    from openrecycle.agent.jobs.preflight import check_schedule, check_workload, partition_at_start
     from openrecycle.agent.models.layers import kind_of, layer_count
 
     workload = source.load()
     if needed is None:
         needed = check_workload(workload, options, here)
         say(needed.text)
+    check_schedule(workload, options, needed)
     layers = layer_count(workload, options.job.stages)
     job = options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)
     options = replace(options, job=job)

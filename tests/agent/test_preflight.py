@@ -390,6 +390,27 @@ def test_what_is_tried_leaves_the_caller_s_random_numbers_alone() -> None:
     assert found[0] == found[1]
 
 
+def _table(step: int) -> float:
+    return (1.0, 0.5, 0.25, 0.125, 0.0625)[step]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=4),
+        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_table),
+    ],
+)
+def test_a_schedule_that_ends_before_the_job_is_refused(scheduler: Any) -> None:
+    """By `fit`, which first knows the number of iterations. In training it would end all workers, with the weights."""
+    trainer = own_jobs.trainer(scheduler=scheduler)
+    with pytest.raises(InputError) as caught:
+        trainer.fit(iterations=5)
+    assert caught.value.field == "scheduler"
+    assert len(trainer.fit(iterations=4).losses) == 4
+
+
 def Plateau() -> Any:
     from tests.agent.nan_model import NanModel
 
