@@ -434,7 +434,7 @@ class _Dropped(GradientSum):
     def add_change(self, buffer: Tensor, change: Tensor) -> None:
         pass
 
-    def add_loss(self, loss: Tensor) -> None:
+    def add_loss(self, loss: Tensor, weight: Tensor | None = None) -> None:
         pass
 
     def settle(self, key: tuple[int, int]) -> None:

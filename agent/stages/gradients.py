@@ -57,8 +57,8 @@ MOST_CHANGE = MOST_GRADIENT / _CHANGE_SCALE
 # A loss may be large though no gradient is. A loss that does not fit on the grid is summed in a place of its own, on a
 # coarser grid.
 _LARGE_LOSS_SCALE = 2.0**-40
-_WEIGHT, _LARGE_LOSS, _LOSS, _REJECTED = -4, -3, -2, -1
-TRAILING = 4
+_WITHOUT_LOSS, _WEIGHT, _LARGE_LOSS, _LOSS, _REJECTED = -5, -4, -3, -2, -1
+TRAILING = 5
 """How many elements of a sum follow those of the tensors and their counts."""
 # Weights, such as counts of tokens, are summed on a grid of 2**-20. If they are small numbers, the grid is about 2**-20
 # of the usual weight.
@@ -78,11 +78,11 @@ class GradientSum:
     order.
 
     buffer: what the peers of a stage all-reduce: one element per parameter element, one per element of a moving buffer
-    (see agent.stages.backward), one count per tensor of the terms added to it, the micro-batches' weights, the loss,
-    and the count of rejected terms. terms: the most terms that are added to a tensor per iteration, over all workers of
-    the stage. settled: the micro-batches whose whole contribution is in this worker's sum. device: where the sum is
-    when nothing is trained. nominal: the sum of weights for which terms are scaled; they are corrected when the actual
-    sum is known; None: nothing is weighted. bucket_bytes: see `buckets`.
+    (see agent.stages.backward), one count per tensor of the terms added to it, the weights of the micro-batches without
+    a loss, the weights of all, the loss, and the count of rejected terms. terms: the most terms that are added to a
+    tensor per iteration, over all workers of the stage. settled: the micro-batches whose whole contribution is in this
+    worker's sum. device: where the sum is when nothing is trained. nominal: the sum of weights for which terms are
+    scaled; they are corrected when the actual sum is known; None: nothing is weighted. bucket_bytes: see `buckets`.
 
     Between a step and the next term, nobody needs the sums of parameters: their memory is lent (`lend`).
     """
@@ -120,6 +120,7 @@ class GradientSum:
         self._limit = 2.0**62 / max(1, terms)
         usual = 1.0 if nominal is None else min(1.0, max(nominal / max(1, terms), 2.0**-900))
         self._weight_scale = _WEIGHT_SCALE * 2.0 ** -math.floor(math.log2(usual))
+        self._one = torch.ones(1, dtype=torch.float64, device=device)
         self._chunk = _CHUNK if device.type == "cpu" else _CHUNK_THERE
         if device.type == "cuda" and self._buffer.dtype == torch.int64:
             fused_add(self._buffer.device)  # loads the kernel, which waits for the GPU: so before anything is received
@@ -243,14 +244,25 @@ class GradientSum:
         """Adds what one micro-batch's forward added to a moving buffer (same shape, fp64)."""
         self.add(buffer, change * (_CHANGE_SCALE * self.loss_scale))
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Adds one micro-batch's (already scaled) loss, a scalar."""
+    def add_loss(self, loss: Tensor, weight: Tensor | None = None) -> None:
+        """Adds one micro-batch's (already scaled) loss, a scalar. weight: as for `add_weight`, where micro-batches are
+        weighted."""
         self._take_back()
         self._read = None
         term = loss.detach().reshape(-1)
         large = term.abs() >= self._limit / _SCALE
         self._add(self._buffer[_LOSS:_REJECTED], torch.where(large, 0.0, term))
         self._add(self._buffer[_LARGE_LOSS:_LOSS], torch.where(large, term, 0.0), _LARGE_LOSS_SCALE)
+        self._note_loss(term.abs() < self._limit / _SCALE / _LARGE_LOSS_SCALE, weight)
+
+    def _note_loss(self, fits: Tensor, weight: Tensor | None) -> None:
+        """Counts a micro-batch as one with a loss, or as one whose loss does not fit and was rejected."""
+        if weight is None:
+            self.add_weight(self._one)
+        if fits.device.type == "cpu" and fits:
+            return  # of another device this is not asked, since the host would wait for it
+        lost = torch.where(fits, 0.0, self._one if weight is None else weight.detach().to(torch.float64).reshape(-1))
+        self._add(self._buffer[_WITHOUT_LOSS:_WEIGHT], lost, self._weight_scale)
 
     def add_weight(self, weight: Tensor) -> None:
         """Adds one micro-batch's weight, a finite scalar of at least 0."""
@@ -276,8 +288,14 @@ class GradientSum:
 
     @property
     def loss(self) -> float:
+        """The mean over the micro-batches that have one: without those whose loss was NaN, infinite or too large. NaN
+        where none has one."""
         large = self._number(self._behind[_LARGE_LOSS]) / _LARGE_LOSS_SCALE
-        return (self._number(self._behind[_LOSS]) + large) * self.coefficient
+        loss = (self._number(self._behind[_LOSS]) + large) * self.coefficient
+        without, weight = self._behind[_WITHOUT_LOSS], self._behind[_WEIGHT]
+        if not without:
+            return loss
+        return loss * (weight / (weight - without)) if weight > without else math.nan
 
     @property
     def coefficient(self) -> float:
@@ -499,12 +517,14 @@ class FastSum(GradientSum):
         sums = [self._sums[id(p)].sum() for p in parameters]
         return math.isfinite(torch.stack([*sums, self.beside_parameters.sum()]).sum().item())
 
-    def add_loss(self, loss: Tensor) -> None:
+    def add_loss(self, loss: Tensor, weight: Tensor | None = None) -> None:
         self._take_back()
+        self._read = None
         term = loss.detach().reshape(-1)
         fits = torch.isfinite(term)
         self._add(self._buffer[_LOSS:_REJECTED], torch.where(fits, term, 0.0))
         self._buffer[_REJECTED:].add_(~fits)
+        self._note_loss(fits, weight)
 
     def add(self, tensor: Tensor, term: Tensor) -> None:
         self._take_back()

@@ -225,7 +225,7 @@ class Stage:
             for buffer, change in state.moves:
                 sums.add_change(buffer, change)
         if state.loss is not None:
-            self.gradients.add_loss(state.loss)
+            self.gradients.add_loss(state.loss, state.weight)
         if state.weight is not None:
             self.gradients.add_weight(state.weight)
         self.gradients.settle(key)
@@ -487,7 +487,7 @@ class _Record(GradientSum):
     def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
         self.add(tensor, (left @ right).to(tensor.dtype))
 
-    def add_loss(self, loss: Tensor) -> None:
+    def add_loss(self, loss: Tensor, weight: Tensor | None = None) -> None:
         self._terms.append((None, loss))
 
     def take(self) -> list[tuple[Tensor | None, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import nan
 
 import pytest
 import torch
@@ -102,7 +103,21 @@ def test_a_loss_that_is_no_number_is_in_no_sum(bad: float) -> None:
     total = GradientSum([], terms=2)
     total.add_loss(torch.tensor(1.5))
     total.add_loss(torch.tensor(bad))
-    assert (total.loss, total.rejected) == (1.5, 1)
+    assert (total.loss, total.rejected) == (3.0, 1)
+
+
+@pytest.mark.parametrize("mode", SUM_OF)
+@pytest.mark.parametrize("weights", [(), (1.0, 3.0, 4.0)])
+def test_the_loss_is_the_mean_over_micro_batches_that_have_one(mode: Mode, weights: tuple[float, ...]) -> None:
+    nominal = 3.0 if weights else None
+    for losses, mean in (((2.0, nan, 5.0), (2.0 + 4 * 5.0) / 5 if weights else 3.5), ((nan,) * 3, nan)):
+        total = SUM_OF[mode]([], terms=3, nominal=nominal)
+        for place, loss in enumerate(losses):
+            weight = torch.tensor([weights[place]], dtype=torch.float64) if weights else None
+            total.add_loss(torch.tensor(loss * (1.0 if weight is None else weight.item()) / 3), weight)
+            if weight is not None:
+                total.add_weight(weight)
+        assert total.loss == pytest.approx(mean, nan_ok=True)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e9])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from openrecycle import Callback
 from openrecycle.agent.config.devices import Mode
 from openrecycle.agent.config.options import Checkpoints, Faults, Optimization
 from openrecycle.agent.jobs.results import TrainingResult
-from openrecycle.agent.messages.protocol import Iteration
+from openrecycle.agent.launcher.record import iteration_of
+from openrecycle.agent.messages.protocol import Iteration, IterationReport
 from tests.agent import own_jobs, wrong_jobs
 from tests.agent.local_jobs import LocalJob, fault_free_losses, uncut
 from tests.conftest import at_length
@@ -209,3 +212,25 @@ def test_a_micro_batch_that_is_not_a_number_is_named(mode: Mode, tmp_path: Path)
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [line.get("skipped") for line in lines if "loss" in line] == [None, [5], None]
     assert all(loss > 0 for loss in result.losses)
+
+
+def _nothing_in_the_second(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = own_jobs.data(iteration, pipeline, micro_batch)
+    return inputs, targets * (float("nan") if iteration == 1 or (iteration, pipeline, micro_batch) == (2, 0, 0) else 1)
+
+
+def test_an_iteration_without_any_loss_has_none(tmp_path: Path) -> None:
+    """It was said to have a loss of 0, the best of all; and one that lacks some losses, one that was too small."""
+    seen: list[tuple[int, float]] = []
+    record = tmp_path / "run.jsonl"
+    given: dict[str, Any] = {"on_iteration": lambda number, loss: seen.append((number, loss)), "record": record}
+    result = own_jobs.trainer(data=_nothing_in_the_second, **given).fit(iterations=4)
+    assert [math.isnan(loss) for loss in result.losses] == [False, True, False, False]
+    assert [number for number, _ in seen] == [0, 1, 2, 3] and math.isnan(seen[1][1])
+    lines = [line for line in map(json.loads, record.read_text().splitlines()) if "loss" in line]
+    assert math.isnan(float.fromhex(lines[1]["loss"])) and len(lines[1]["skipped"]) == 6
+    assert result.losses[2] > 0.9 * min(result.losses[0], result.losses[3])
+    told = iteration_of(lines[0])
+    IterationReport(iterations=(told,))
+    with pytest.raises(ValueError, match="loss"):
+        IterationReport(iterations=(told, iteration_of(lines[1])))
