@@ -227,9 +227,12 @@ def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
 
 
 def lost_stages(state: State) -> list[int]:
-    """Returns the stages without a present worker that has the stage's weights."""
+    """Returns the stages without a present worker that has the stage's weights. If all processes of an own loop have
+    been started again, as torchrun does when one dies, they go on from a checkpoint of their own."""
     stages = {m.stage for m in state.members.values()}
     held = {m.stage for m in state.members.values() if m.state in (RUNNING, SUSPECT)}
+    if not held and state.own_loop:
+        held = {m.stage for m in _present(state)}
     return sorted(stages - held)
 
 
@@ -242,9 +245,12 @@ def _halt_text(state: State, lost: list[int]) -> str:
     gone = [m.name for m in state.members.values() if m.stage == lost[0] and m.state not in PRESENT]
     what = f"stage {lost[0]} has no living worker left ({names(gone)}), and its weights went with them"
     if len(gone) < sum(m.stage == lost[0] for m in state.members.values()):
-        what = f"all workers that kept some part of the optimizer's state of stage {lost[0]} are gone"
+        part = "the state" if state.own_loop else "some part of the optimizer's state"
+        what = f"all workers that kept {part} of stage {lost[0]} are gone"
     if state.back_to:
         return f"halted: {what}. Once enough workers are back, all go on from {state.back_to}."
+    if state.own_loop:
+        return f"halted: {what}. Start all workers again: an own loop can go on from a checkpoint of its own."
     return (
         f"halted: {what}. "
         "A worker that re-joins takes weights from a peer, so it can't help. Start the job again, and with "

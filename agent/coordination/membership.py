@@ -352,7 +352,8 @@ class State:
     committed: iterations committed so far, of `iterations`. halted: why the job can't go on. unheard: the only reason
     for the halt is the silence of all workers, so it ends with the first heartbeat. Only `halt` and `go_on` change
     these two. over: set once the launcher has said that the job ended. back_to: what all workers go back to when a
-    stage's weights are lost (see the function `back_to`).
+    stage's weights are lost (see the function `back_to`). own_loop: the job keeps its own training loop, which may have
+    checkpoints that nobody else knows of.
     choice_timeout: seconds that an operator has for a choice in manual mode. offer: the newest one.
     frozen_by: the operator who has frozen the plan; "": nobody. links: what is remembered of links that broke.
     held: layers per stage as the workers have them; (): the model's stages can't be cut. moved: the generation and the
@@ -371,6 +372,7 @@ class State:
     over: JobState | None = None
     over_reason: str = ""
     back_to: str = ""
+    own_loop: bool = False
     mode: Mode = Mode.AUTOMATIC
     choice_timeout: float = CHOICE_TIMEOUT
     offer: Offer | None = None
@@ -388,12 +390,13 @@ class State:
         iterations: int,
         *,
         back_to: str = "",
+        own_loop: bool = False,
         partition: tuple[int, ...] = (),
     ) -> State:
         """Returns the state before any worker has registered. partition: layers per stage at the start."""
         cells = [(f"W{p}_{s}", s) for p in range(pipelines) for s in range(stages)]
         members = {name: Member(name, stage) for name, stage in cells}
-        return cls(members, iterations, back_to=back_to, held=partition)
+        return cls(members, iterations, back_to=back_to, own_loop=own_loop, held=partition)
 
     @property
     def generation(self) -> int:

@@ -356,7 +356,12 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
         key = row["incarnation"]
         acknowledged[key] = max(acknowledged.get(key, ""), row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
     returns = back_to(spec.checkpoints, spec.max_restarts)
-    state = State.new(spec.pipelines, spec.stages, spec.iterations, back_to=returns, partition=partition)
+    state = State.new(
+        *(spec.pipelines, spec.stages, spec.iterations),
+        back_to=returns,
+        own_loop=spec.own_loop,
+        partition=partition,
+    )
     if moved := store.newest_move(job_id) if partition else None:
         state = replace(state, held=tuple(moved["partition"]), moved=(moved["generation"], moved["moved_at"]))
     members = dict(state.members)
@@ -571,6 +576,7 @@ class LiveJob:
             spec.stages,
             spec.iterations,
             back_to=back_to(spec.checkpoints, spec.max_restarts),
+            own_loop=spec.own_loop,
             partition=self.plans.nominal.partition,
         )
         self.processes: dict[str, ProcessState] = {}  # by incarnation, in the order in which they came

@@ -340,6 +340,19 @@ def test_a_stage_without_a_living_worker_halts_the_job() -> None:
     assert len(run.opened) == 2
 
 
+def test_an_own_loop_goes_on_once_all_its_processes_are_started_again() -> None:
+    """They may have a checkpoint that nobody else knows of."""
+    run = Run(own_loop=True).start()
+    run.back("W0_1")
+    run.back("W1_1")
+    assert run.state.job_state is JobState.HALTED, "what stage 0 has goes on with nothing that stage 1 has"
+    run.back("W1_0")
+    run.back("W0_0")
+    assert run.opened[-1].living == tuple(run.names) and run.opened[-1].joining == tuple(run.names)
+    run.resume()
+    assert run.state.job_state is JobState.RUNNING
+
+
 def test_parts_of_a_sharded_optimizer_that_are_gone_halt_the_job() -> None:
     """Whoever had them may have come back without them by then."""
     run = Run(pipelines=3).start()

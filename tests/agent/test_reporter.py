@@ -19,9 +19,11 @@ import pytest
 import torch
 
 from openrecycle import InputError, Job, Reporter
+from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.monitoring.heartbeat import WorkerReports
 from openrecycle.agent.own_loops import reporter as reporter_module
 from openrecycle.agent.own_loops.reporter import MAX_ITERATIONS
+from openrecycle.planner.plans.plan import Plan
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.own_loop import JOB
 from tests.golden import golden
@@ -249,6 +251,36 @@ def test_a_loop_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
             assert said() == "adopted", "that it has its state it says after an iteration"
             reporter.iteration(0, loss=1 / 0)
         assert server.read(f"/jobs/{job_id}")["state"] not in ("finished", "stopped")
+
+
+@pytest.mark.processes
+def test_a_loop_all_of_whose_processes_are_started_again_gets_plans(tmp_path: Path) -> None:
+    """torchrun starts all of them again when one dies, and they go on from a checkpoint that the console does not know
+    of. It is restarted meanwhile."""
+    plans: list[tuple[str, tuple[str, ...]]] = []
+
+    def reporter(worker: str, name: str) -> Reporter:
+        def on_plan(deployment: Deployment, _plan: Plan) -> None:
+            plans.append((name, deployment.living))
+
+        return lonely(server, worker=worker, job=Job.uniform(2, 1, 2), on_plan=on_plan)
+
+    everybody = ("W0_0", "W1_0")
+    with console(tmp_path) as server:
+        before = [reporter(worker, "before") for worker in everybody]
+        job_id = server.job_id()
+        until(lambda: plans.count(("before", everybody)) == 2, "the first plan")
+        after = [reporter("W0_0", "W0_0 again")]
+        until(lambda: ("W0_0 again", everybody) in plans, "the plan with the first one")
+        server.crash()
+        server.start(server.port)
+        after.append(reporter("W1_0", "W1_0 again"))
+        until(lambda: ("W1_0 again", everybody) in plans, "the plan with both")
+        for one in after:
+            one.iteration(0, loss=0.5)
+        until(lambda: server.read(f"/jobs/{job_id}")["state"] == "running", "both to have their state")
+        for one in (*after, *before):
+            one.close()
 
 
 @pytest.mark.parametrize(
