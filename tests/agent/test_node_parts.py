@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,9 +297,18 @@ def test_two_messages_at_once_are_both_there_to_take(wire: Wire) -> None:
     assert node.receive() == {"number": 2} and not node.waiting
 
 
-def test_what_has_come_is_taken_without_waiting(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other side may be slow within a message, but not for ever."""
-    monkeypatch.setattr(frames_module, "_FRAME_SECONDS", 0.3)
+class Hours:
+    """A clock on which an hour passes each time that it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 3600
+        return self.now
+
+
+def test_what_has_come_is_taken_without_waiting(wire: Wire) -> None:
     lead, node = both(wire, "secret", "secret")
     assert lead.take() is None
     text = b'{"kind": "slow"}'
@@ -314,11 +324,33 @@ def test_what_has_come_is_taken_without_waiting(wire: Wire, monkeypatch: pytest.
         assert until(lead.take, "it to come", 5) == {"kind": kind}
     assert not lead.waiting
     node.write(struct.pack(">I", len(text)))
-    with pytest.raises(TimeoutError):
-        until(lead.take, "the rest to be given up", 20)
     node.close()
     with pytest.raises((OSError, NotTrusted)):
         until(lead.take, "the end", 20)
+
+
+@pytest.mark.parametrize("take", [True, False])
+def test_a_side_that_stands_still_within_a_message_is_waited_for(
+    take: bool, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as long as between two messages: its launcher is suspended, or this one was."""
+    lead, node = both(wire, "secret", "secret")
+    monkeypatch.setattr(frames_module, "time", Hours())
+    text = b'{"kind": "slow"}'
+    parts = struct.pack(">I", len(text)), text[:5], text[5:]
+    if take:
+        for part in parts[:-1]:
+            node.write(part)
+            assert wait([lead], 5) and lead.take() is None and lead.take() is None
+        node.write(parts[-1])
+        assert wait([lead], 5) and lead.take() == {"kind": "slow"}
+    else:
+        with ThreadPoolExecutor(1) as other:
+            message = other.submit(lead.receive)
+            for part in parts:
+                node.write(part)
+                until(lambda: not wait([lead], 0), "the other thread to take it", 5)
+            assert message.result(5) == {"kind": "slow"}
 
 
 def test_a_certificate_holds_for_a_clock_that_has_never_been_set(wire: Wire) -> None:
