@@ -343,12 +343,13 @@ def serve_node(
 ) -> Succession | None:
     """Until the job is over, or this node is to lead; ends the program with exit status 1 when no lead can be had.
 
-    workload: what the lead will most likely ask for; its modules are imported meanwhile. stopped: gets the numbers of
+    workload: what the lead will ask for; its modules are imported meanwhile. stopped: gets the numbers of
     signals that came. lead: where it listens, if not where `role` says.
     """
     start_worker_server(preload(workload))
     from openrecycle.agent.nodes.role import find_lead
     from openrecycle.agent.nodes.server import LeadLost, NodeServer
+    from openrecycle.agent.workers.spec import same_on_all
 
     front = (role.host, role.port)
     if role.store is not None and not role.leads:
@@ -357,7 +358,8 @@ def serve_node(
         except RuntimeError:
             raise InputError("--lead", None, f"HOST:PORT, since torchrun's store at {role.host} names none") from None
     say = partial(typer.echo, err=True)
-    server = NodeServer(role.rank, role.nodes, front, token, address, say, lead)
+    same = same_on_all(workload)
+    server = NodeServer(role.rank, role.nodes, front, token, address, say, lead, same=same)
 
     def stop(number: int, _frame: object) -> None:
         stopped.append(number)

@@ -51,7 +51,7 @@ from openrecycle.agent.nodes.succession import (
     tell,
 )
 from openrecycle.agent.workers import worker
-from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, encode_run, encode_spec
+from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, encode_run, encode_spec, same_on_all
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.jobs.words import count, names, printable
@@ -359,11 +359,19 @@ class NodeHub:
     """
 
     def __init__(
-        self, host: str, port: int, nodes: int, token: str, say: Say, lead_status: LeadStatus | None = None
+        self,
+        host: str,
+        port: int,
+        nodes: int,
+        token: str,
+        say: Say,
+        lead_status: LeadStatus | None = None,
+        same: Mapping[str, str] = MACHINE,
     ) -> None:
-        """lead_status: of this launcher; None: it leads from the start. Raises OSError if it can't listen there, and
-        InputError as `prepare`."""
+        """lead_status: of this launcher; None: it leads from the start. same: what must be the same on all nodes (see
+        agent.workers.spec.same_on_all). Raises OSError if it can't listen there, and InputError as `prepare`."""
         prepare(token)
+        self._same = same
         self._nodes, self._token, self._say = nodes, token, say
         self.lead_status = lead_status or LeadStatus(0, lead=0, term=1, run=uuid.uuid4().hex)
         self.links: dict[int, NodeLink] = {}
@@ -633,7 +641,7 @@ class NodeHub:
         address = hello.get("address")
         if not isinstance(address, str) or not 0 < len(address) < 256:
             return f"node {rank} has not said under which address it is reached"
-        for name, ours in MACHINE.items():
+        for name, ours in self._same.items():
             if hello.get(name) != ours:
                 return f"node {rank} has {name} {hello.get(name)}, the leader {ours}: they would not get the same bits"
         return ""
@@ -696,7 +704,7 @@ def open_pool(
     by_name(workload)
     wait_for_name(role.host, role.port, say)
     try:
-        hub = NodeHub(role.host, role.port, role.nodes, token or "", say)
+        hub = NodeHub(role.host, role.port, role.nodes, token or "", say, same=same_on_all(workload))
     except OSError as error:
         raise InputError(
             "--lead", f"{role.host}:{role.port}", f"an address of this host and a free port ({error.strerror})"

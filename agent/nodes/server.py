@@ -59,7 +59,8 @@ class NodeServer:
     nodes: how many the job has. front: where node 0 listens, and all nodes first look for the leader. token: shared by
     all nodes. address: at which this node's workers can be reached; None: the one from which this host reaches the
     leader. lead: where the leader listens, if not at `front`. make_pool: makes the pool of this node's workers, for
-    their workload. clock: in seconds, by which the leader's silence is measured.
+    their workload. clock: in seconds, by which the leader's silence is measured. same: what must be the same on all
+    nodes (see agent.workers.spec.same_on_all).
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class NodeServer:
         lead: tuple[str, int] | None = None,
         make_pool: Callable[[WorkloadSource], ProcessPool] = make_pool,
         clock: Clock = time.monotonic,
+        same: Mapping[str, str] = MACHINE,
     ) -> None:
-        self._make_pool, self._clock = make_pool, clock
+        self._make_pool, self._clock, self._same = make_pool, clock, same
         self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
         self._address, self._process = address, uuid.uuid4().hex
         self._stop = 0
@@ -217,7 +219,7 @@ class NodeServer:
         about |= {"rank": self._rank, "nodes": self._nodes, "address": self._address, "port": self._hub.port}
         about |= {"process": self._process, "host": socket.gethostname()}
         about |= {"memory": memory_limit(), "memory_shared_by": memory_shared_by()}
-        frames.send({"kind": "hello", **about, **MACHINE})
+        frames.send({"kind": "hello", **about, **self._same})
         answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":
             if answer.get("again"):
@@ -238,7 +240,7 @@ class NodeServer:
         """Starts to listen for other launchers. Raises LeadLost, and OSError for a problem that may pass, such as a
         port that is taken or a name that is not known yet."""
         try:
-            return NodeHub(host, port, self._nodes, self._token, self._say, self._lead_status)
+            return NodeHub(host, port, self._nodes, self._token, self._say, self._lead_status, self._same)
         except OSError as error:
             option = "--lead" if self._rank == 0 else "--node-address"
             text = f"{option}: got {host}, expected an address of this host ({error.strerror})"

@@ -3,10 +3,13 @@ unpickled."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib.util
 import json
 import platform
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -134,6 +137,61 @@ MACHINE = {
     "python": platform.python_version(),
     "instruction set": torch.backends.cpu.get_cpu_capability(),
 }
+
+
+def same_on_all(workload: WorkloadSource) -> dict[str, str]:
+    """Returns what must be the same on all nodes of a job: MACHINE, and the code of the workload. Nodes with other data
+    or other activations would train on together, each as its own script says."""
+    return MACHINE | {"workload": ", ".join(f"{module} {code_of(module)}".strip() for module in workload.modules)}
+
+
+def code_of(module: str) -> str:
+    """Returns a hash of a module's code, of the packages that it is in, and of all that it imports from the folder
+    where it lies; of an installed one, without what it imports. It imports nothing itself. "": there is no such code,
+    or it is this program's own."""
+    top = module.partition(".")[0]
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return ""
+    if found is None or found.origin is None or top == __name__.partition(".")[0]:
+        return ""
+    package = found.submodule_search_locations is not None
+    folder = Path(found.origin).parents[1 if package else 0]
+    installed = folder.name in ("site-packages", "dist-packages")
+    files, left = dict[str, bytes](), [module]
+    while left:
+        name = left.pop()
+        if name in files or name in sys.stdlib_module_names:
+            continue
+        path = folder.joinpath(*name.split("."))
+        file = next((it for it in (path / "__init__.py", path.with_name(f"{path.name}.py")) if it.is_file()), None)
+        files[name] = b"" if file is None else file.read_bytes()
+        left += [name.rpartition(".")[0]] if "." in name else []
+        if file is not None and not installed:
+            left += _imports(files[name], name if file.name == "__init__.py" else name.rpartition(".")[0])
+    digest = hashlib.sha256()
+    for name, code in sorted(files.items()):
+        if code:
+            digest.update(f"{name} {len(code)}\n".encode() + code)
+    return digest.hexdigest()[:12]
+
+
+def _imports(code: bytes, package: str) -> Iterator[str]:
+    """Yields the names of modules that this code of a module in `package` may import."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            if base := ".".join([*above, *([node.module] if node.module else [])]):
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
 
 _RUN, _WORKER = TypeAdapter(RunSpec), TypeAdapter(WorkerSpec)
 _OF_A_NODE = {"slot", "rank", "meeting"}

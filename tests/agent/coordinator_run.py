@@ -47,9 +47,7 @@ class Run:
         partition: tuple[int, ...] = (),
     ) -> None:
         returns = back_to(checkpoints, 0)
-        self.state = State.new(
-            pipelines, stages, iterations, back_to=returns, own_loop=own_loop, partition=partition
-        )
+        self.state = State.new(pipelines, stages, iterations, back_to=returns, own_loop=own_loop, partition=partition)
         self.now = 100.0
         self.plans = plans
         self.log: list[tuple[Event, float]] = []

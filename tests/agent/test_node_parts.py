@@ -52,7 +52,17 @@ from openrecycle.agent.nodes.pool import (
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_alone, check_token, first_host, role_of
 from openrecycle.agent.nodes.server import Succession
 from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack, tell
-from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, decode_spec, encode_spec, source_of
+from openrecycle.agent.workers.spec import (
+    MACHINE,
+    RunSpec,
+    WorkerSpec,
+    by_name,
+    code_of,
+    decode_spec,
+    encode_spec,
+    same_on_all,
+    source_of,
+)
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
@@ -507,15 +517,17 @@ def test_a_workload_without_a_name_stays_on_one_node() -> None:
         ({"openrecycle": "another"}, "openrecycle another"),
         ({"torch": "1.0"}, "torch 1.0"),
         ({"instruction set": "none"}, "instruction set"),
+        ({"workload": "my_job 2"}, "workload my_job 2"),
     ],
 )
 def test_the_lead_says_why_a_node_is_turned_away(hello: dict[str, Any], reason: str) -> None:
     said: list[str] = []
-    hub = NodeHub("127.0.0.1", 0, 3, "", said.append)
+    same = MACHINE | {"workload": "my_job 1"}
+    hub = NodeHub("127.0.0.1", 0, 3, "", said.append, same=same)
     try:
         with socket.create_connection((hub.host, hub.port)) as connection:
             frames = greet(connection, "", "node")
-            frames.send({"rank": 1, "address": "127.0.0.1"} | MACHINE | hello)
+            frames.send({"rank": 1, "address": "127.0.0.1"} | same | hello)
             answer = frames.receive()
         assert answer["kind"] == "refused" and reason in answer["reason"]
         with pytest.raises(InputError, match="missing: node 1, 2"):
@@ -534,6 +546,35 @@ def test_a_version_of_the_program_is_known_by_its_code(tmp_path: Path) -> None:
         seen.add(source_of(tmp_path))
         assert source_of(tmp_path) in seen
     assert len(seen) == 4
+
+
+def test_a_script_is_known_by_its_code_and_that_of_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = {
+        "a_job.py": "import json, torch\nfrom a_model import layers\nimport a_package.deep",
+        "a_model.py": "def layers():\n    from a_late_one import x",
+        "a_late_one.py": "x = 1",
+        "a_package/__init__.py": "",
+        "a_package/deep.py": "from . import beside\nfrom .beside import *",
+        "a_package/beside.py": "y = 1",
+        "a_stranger.py": "z = 1",
+        "a_package/stranger.py": "z = 1",
+    }
+    (tmp_path / "a_package").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    before = code_of("a_job")
+    assert before and code_of("a_job") == before
+    for name in files:
+        (tmp_path / name).write_text(f"{files[name]}\n# changed")
+        assert (code_of("a_job") == before) == ("stranger" in name), name
+        (tmp_path / name).write_text(files[name])
+    assert code_of("a_package.deep") not in ("", before)
+    (tmp_path / "a_model.py").write_text("no python (")
+    assert code_of("a_job") not in ("", before)
+    assert code_of("not_there") == code_of("openrecycle.agent.examples.gpt") == ""
 
 
 def test_what_an_editor_leaves_beside_the_code_makes_no_other_version(tmp_path: Path) -> None:
@@ -602,10 +643,11 @@ def test_a_node_that_has_too_little_memory_is_known_before_the_start(shared_by: 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         front = listener.getsockname()
     job, asked, ended = Job.uniform(2, 1, 1), list[tuple[Any, ...]](), list[dict[str, Any]]()
+    workload = NamedWorkload("tests.agent.nan_model:NanModel")
 
     def node() -> None:
         until(lambda: _listens(front), "the lead to listen", 20)
-        frames = fake_node(front, memory=1000, memory_shared_by=shared_by)
+        frames = fake_node(front, memory=1000, memory_shared_by=shared_by, **same_on_all(workload))
         while not ended:
             if (message := frames.receive())["kind"] == "over":
                 ended.append(message)
@@ -618,7 +660,7 @@ def test_a_node_that_has_too_little_memory_is_known_before_the_start(shared_by: 
     thread.start()
     role = NodeRole(2, 0, *front)
     with pytest.raises(InputError, match="1"):
-        open_pool(role, job, NamedWorkload("tests.agent.nan_model:NanModel"), None, lambda _: None, fits)
+        open_pool(role, job, workload, None, lambda _: None, fits)
     thread.join(20)
     assert asked == [(workers, 1000)] and ended
 
@@ -632,7 +674,7 @@ def test_nodes_are_told_that_a_job_does_not_start_once_all_have_come(tmp_path: P
     source = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 32, "heads": 2, "sequence": 16, "batch": 2})
 
     def node() -> None:
-        frames = fake_node(front)
+        frames = fake_node(front, **same_on_all(source))
         ended.append(frames.receive())
         frames.close()
 

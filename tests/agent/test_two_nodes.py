@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes.frames import Frames, greet
-from openrecycle.agent.workers.spec import MACHINE
+from openrecycle.agent.workers.spec import same_on_all
 from tests.agent.consoles import until
 from tests.agent.node_runs import free_port, kill_group, launch_node, lines, members, start, two_nodes
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, forked
@@ -124,6 +125,21 @@ def test_under_torchrun(reference: Run, tmp_path: Path) -> None:
     assert run.losses == reference.losses and run.final == reference.final
 
 
+def test_a_node_with_another_script_is_turned_away(tmp_path: Path) -> None:
+    """It would train on other data, say, and nobody would see that."""
+    place = (*GRID, "--iterations", "1", "--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
+    lead = launch_node(tmp_path / "lead.log", *place, *TINY, "--node-rank", "0")
+    other = ("--workload", "tests.agent.nan_model:NanModel")
+    node = launch_node(tmp_path / "node.log", *place, *other, "--node-rank", "1")
+    try:
+        assert node.wait(60) == 1
+        assert "tests.agent.nan_model" in (tmp_path / "node.log").read_text()
+        assert lead.poll() is None, "it waits for the right one"
+    finally:
+        kill_group(lead)
+        kill_group(node)
+
+
 @pytest.mark.chaos
 def test_a_node_with_another_token_is_turned_away(tmp_path: Path) -> None:
     place = (*GRID, *TINY, "--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
@@ -175,7 +191,7 @@ def test_what_a_node_says_does_not_end_the_lead(odd: dict[str, Any], tmp_path: P
 
     try:
         node = until(met, "the lead to listen")
-        node.send({"rank": 1, "address": "127.0.0.1"} | MACHINE)
+        node.send({"rank": 1, "address": "127.0.0.1"} | same_on_all(NamedWorkload("agent.examples.gpt:Gpt")))
         said: dict[str, Any] = {}
         while said.get("kind") != "start":
             said = node.receive(time.monotonic() + 60)
