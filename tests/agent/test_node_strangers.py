@@ -134,36 +134,6 @@ def test_a_byte_now_and_then_does_not_stretch_the_handshake(monkeypatch: pytest.
         hub.close("test")
 
 
-def test_a_message_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "_FRAME_SECONDS", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        theirs = socket.create_connection(listener.getsockname())
-        ours, _ = listener.accept()
-    stop = threading.Event()
-    met: list[Frames] = []
-    greeting = threading.Thread(target=lambda: met.append(greet(theirs, TOKEN, "node")))
-    greeting.start()
-    lead = greet(ours, TOKEN, "lead")
-    greeting.join()
-
-    def drip() -> None:
-        with contextlib.suppress(OSError):
-            theirs.send(bytes.fromhex("1703030fff"))  # a record of TLS of 4,095 bytes
-            while not stop.wait(0.1):
-                theirs.send(b"x")
-
-    thread = threading.Thread(target=drip)
-    thread.start()
-    try:
-        with pytest.raises(OSError, match="too little"):
-            lead.receive()
-    finally:
-        stop.set()
-        thread.join()
-        lead.close()
-        met[0].close()
-
-
 def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub) -> None:
     first, answer = join(hub, 1)
     assert answer == WELCOME
