@@ -15,7 +15,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from openrecycle.agent.messages.protocol import LONGEST_MS, Iteration, NamedWorker, Recovery, Restart
+from openrecycle.agent.messages.protocol import (
+    LONGEST_MS,
+    CommittedIteration,
+    Iteration,
+    NamedWorker,
+    Recovery,
+    Restart,
+)
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import count, counts
 
@@ -416,7 +423,7 @@ class RunRecord:
                 _, generation, living = self._before
             if loss:
                 iterations.append(
-                    Iteration(
+                    CommittedIteration(
                         iteration=i,
                         loss=float.fromhex(loss),
                         loss_hex=loss,
@@ -620,7 +627,7 @@ def iteration_line(iteration: Iteration) -> dict[str, Any]:
 
 def iteration_of(line: dict[str, Any]) -> Iteration:
     """Returns the iteration from which `iteration_line` has made the line."""
-    return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
+    return CommittedIteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
 
 
 def _evaluation(iteration: int, values: dict[str, str]) -> str:

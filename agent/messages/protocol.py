@@ -520,13 +520,12 @@ class FailureReport(Message):
 
 
 class Iteration(Message):
-    """One committed iteration; they are counted from 0. loss: NaN where no micro-batch has one; a console is not told
-    of such an iteration. loss_hex: the loss as a hexadecimal float, exact. skipped: micro-batches that were left out,
-    numbered over the pipelines. learning_rate: that of the optimizer's first group in this step; None: not known.
-    data_seconds: the longest that a worker waited for its micro-batches to be read."""
+    """One committed iteration; they are counted from 0. loss_hex: the loss as a hexadecimal float, exact. skipped:
+    micro-batches that were left out, numbered over the pipelines. learning_rate: that of the optimizer's first group in
+    this step; None: not known. data_seconds: the longest that a worker waited for its micro-batches to be read."""
 
     iteration: Count
-    loss: Annotated[float, Field(strict=True)]
+    loss: Number
     loss_hex: LossHex
     seconds: Seconds
     generation: Count
@@ -536,19 +535,18 @@ class Iteration(Message):
     data_seconds: Annotated[Seconds, Field(exclude_if=lambda value: not value)] = 0.0
 
 
-def _with_loss(iteration: Iteration) -> Iteration:
-    if not math.isfinite(iteration.loss):
-        raise ValueError(f"got a loss of {iteration.loss}, expected a finite number")
-    return iteration
+class CommittedIteration(Iteration):
+    """An iteration as the launcher has it. loss: NaN where no micro-batch has one; a console is not told of such an
+    iteration."""
+
+    loss: Annotated[float, Field(strict=True)]
 
 
 class IterationReport(Message):
     """POST /jobs/{job_id}/iterations. From the launcher, in batches; repeated ones are ignored. age: seconds since the
     newest was committed, since the console may have been away."""
 
-    iterations: Annotated[
-        tuple[Annotated[Iteration, AfterValidator(_with_loss)], ...], Field(max_length=1000, fail_fast=True)
-    ]
+    iterations: Annotated[tuple[Iteration, ...], Field(max_length=1000, fail_fast=True)]
     age: Seconds = 0.0
 
 
