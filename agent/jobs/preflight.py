@@ -883,16 +883,51 @@ def check_schedule(workload: Workload, options: TrainingOptions, needed: JobMemo
     scheduler = getattr(workload, "scheduler", None)
     if scheduler is None:
         return
+
+    def made() -> Any:
+        return scheduler(make_optimizer(workload.optimizer, list(needed.first_stage)))
+
     with own_numbers("schedule", options.seed), kept_settings(), warnings.catch_warnings(action="ignore"):
-        made = scheduler(make_optimizer(workload.optimizer, list(needed.first_stage)))
-        if not isinstance(getattr(made, "last_epoch", None), int):
-            return  # one of the user's own, which counts in another way
-        made.last_epoch = options.iterations - 1
+        error = _last_step(made(), options.iterations)
+        if error is None or not _can_jump(made, options.iterations):
+            return
+        got = f"{type(made()).__name__}, whose last step of {options.iterations} raises {in_a_line(error)[:200]}"
+        raise InputError("scheduler", got, "one that has a step for each iteration of the job") from error
+
+
+def _last_step(scheduler: Any, steps: int) -> Exception | None:
+    """Returns what the last of so many steps raises. The others are not made. None also for a scheduler of the user's
+    own that counts in another way."""
+    if not isinstance(getattr(scheduler, "last_epoch", None), int):
+        return None
+    try:
+        scheduler.last_epoch = steps - 1
+    except AttributeError:  # a property, which shows what another object counts
+        return None
+    try:
+        scheduler.step()
+    except Exception as error:
+        return error
+    return None
+
+
+def _can_jump(made: Callable[[], Any], steps: int) -> bool:
+    """Says whether a scheduler's last step fails also where the steps before it are made, as far as a few steps show
+    that: one of the user's own may keep what it had in each step, and miss it. Where the first step fails, nothing is
+    shown: it may need an optimizer that has stepped."""
+    few = min(steps, _FEW_STEPS)
+    if _last_step(made(), few) is None:
+        return True
+    scheduler = made()
+    for number in range(few):
         try:
-            made.step()
-        except Exception as error:
-            got = f"{type(made).__name__}, whose last step of {options.iterations} raises {in_a_line(error)[:200]}"
-            raise InputError("scheduler", got, "one that has a step for each iteration of the job") from error
+            scheduler.step()
+        except Exception:
+            return number > 0
+    return False
+
+
+_FEW_STEPS = 3
 
 
 def _try(

@@ -411,6 +411,48 @@ def test_a_schedule_that_ends_before_the_job_is_refused(scheduler: Any) -> None:
     assert len(trainer.fit(iterations=4).losses) == 4
 
 
+class _WithHistory(torch.optim.lr_scheduler.LRScheduler):
+    """Keeps what it had in each step, and needs it in the next one."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.had: list[float] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        self.had.append(0.9 * self.had[self.last_epoch - 1] if self.last_epoch else 1.0)
+        return [rate * self.had[-1] for rate in self.base_lrs]
+
+
+class _Watching(torch.optim.lr_scheduler.LRScheduler):
+    """Looks at what the optimizer keeps."""
+
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch:
+            next(iter(self.optimizer.state.values()))
+        return list(self.base_lrs)
+
+
+class _Wrapping:
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self._of = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+        self.state_dict, self.load_state_dict = self._of.state_dict, self._of.load_state_dict
+
+    def step(self) -> None:
+        self._of.step()
+
+    @property
+    def last_epoch(self) -> int:
+        return self._of.last_epoch
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("scheduler", [_WithHistory, at_length(_Watching), at_length(_Wrapping)])
+def test_a_schedule_of_the_user_s_own_whose_last_step_can_t_be_tried_alone_is_taken(scheduler: Any) -> None:
+    trainer = own_jobs.trainer(scheduler=scheduler)
+    assert len(trainer.fit(iterations=5).losses) == 5
+
+
 def Plateau() -> Any:
     from tests.agent.nan_model import NanModel
 
