@@ -10,6 +10,7 @@ import json
 import platform
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -147,8 +148,8 @@ def same_on_all(workload: WorkloadSource) -> dict[str, str]:
 
 def code_of(module: str) -> str:
     """Returns a hash of a module's code, of the packages that it is in, and of all that it imports from the folder
-    where it lies; of an installed one, without what it imports. It imports nothing itself. "": there is no such code,
-    or it is this program's own."""
+    where it lies, without what pip has put there; of an installed one, without what it imports. It imports nothing
+    itself. "": there is no such code, or it is this program's own."""
     top = module.partition(".")[0]
     try:
         found = importlib.util.find_spec(top)
@@ -158,15 +159,16 @@ def code_of(module: str) -> str:
         return ""
     package = found.submodule_search_locations is not None
     folder = Path(found.origin).parents[1 if package else 0]
-    installed = folder.name in ("site-packages", "dist-packages")
+    others = _installed_in(folder)  # `pip install --target` may have put torch beside a script
+    installed = folder.name in ("site-packages", "dist-packages") or top in others
     files, left = dict[str, bytes](), [module]
     while left:
         name = left.pop()
-        if name in files or name in sys.stdlib_module_names:
+        begin = name.partition(".")[0]
+        if name in files or name in sys.stdlib_module_names or (begin in others and begin != top):
             continue
         path = folder.joinpath(*name.split("."))
-        file = next((it for it in (path / "__init__.py", path.with_name(f"{path.name}.py")) if it.is_file()), None)
-        files[name] = b"" if file is None else file.read_bytes()
+        file, files[name] = _read_first(path / "__init__.py", path.parent / f"{path.name}.py")
         left += [name.rpartition(".")[0]] if "." in name else []
         if file is not None and not installed:
             left += _imports(files[name], name if file.name == "__init__.py" else name.rpartition(".")[0])
@@ -177,11 +179,30 @@ def code_of(module: str) -> str:
     return digest.hexdigest()[:12]
 
 
+def _installed_in(folder: Path) -> set[str]:
+    """Returns the names of the modules that pip has put into this folder."""
+    found = set[str]()
+    for record in folder.glob("*.dist-info/RECORD"):
+        with suppress(OSError):
+            lines = record.read_text(errors="replace").splitlines()
+            found |= {line.partition(",")[0].partition("/")[0].removesuffix(".py") for line in lines}
+    return found
+
+
+def _read_first(*files: Path) -> tuple[Path | None, bytes]:
+    """Returns the first of these files that is there, and what is in it. One that must not be read is none, as a folder
+    of another user that has the name of an installed package."""
+    for file in files:
+        with suppress(OSError):
+            return file, file.read_bytes()
+    return None, b""
+
+
 def _imports(code: bytes, package: str) -> Iterator[str]:
     """Yields the names of modules that this code of a module in `package` may import."""
     try:
         tree = ast.parse(code)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: it is nested too deeply
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

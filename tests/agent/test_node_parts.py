@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import multiprocessing
@@ -575,6 +576,44 @@ def test_a_script_is_known_by_its_code_and_that_of_its_neighbours(
     (tmp_path / "a_model.py").write_text("no python (")
     assert code_of("a_job") not in ("", before)
     assert code_of("not_there") == code_of("openrecycle.agent.examples.gpt") == ""
+
+
+def test_what_is_beside_a_script_but_not_the_user_s_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install --target` puts packages there: to read all of torch took a minute."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "a_job_there.py").write_text("import a_library, another_one, a_model_there")
+    for name in ("a_library", "a_library-1.0.dist-info"):
+        (tmp_path / name).mkdir()
+    library, model = tmp_path / "a_library" / "__init__.py", tmp_path / "a_model_there.py"
+    record = "a_library/__init__.py,sha256=x,9\nanother_one.py,,\na_library-1.0.dist-info/RECORD,,\n"
+    (tmp_path / "a_library-1.0.dist-info" / "RECORD").write_text(record)
+    before = code_of("a_job_there")
+    library.write_text("x = 1")
+    (tmp_path / "another_one.py").write_text("x = 1")
+    assert code_of("a_job_there") == before
+    assert code_of("a_library") not in ("", before)
+    model.write_text("x = 1")
+    assert code_of("a_job_there") != before
+
+
+def test_a_neighbour_that_can_t_be_read_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have the name of an installed package, which is imported in its place; or nobody imports it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "a_job_with_such.py").write_text("import torch, too_deep")
+    (tmp_path / "too_deep.py").write_text("x = " + "+".join(["1"] * 20_000))
+    refused = []
+
+    def read_bytes(file: Path) -> bytes:
+        if file.parent.name == "torch":
+            refused.append(file)
+            raise PermissionError(errno.EACCES, "Permission denied")
+        with file.open("rb") as there:
+            return there.read()
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert code_of("a_job_with_such") and refused
 
 
 def test_what_an_editor_leaves_beside_the_code_makes_no_other_version(tmp_path: Path) -> None:
