@@ -270,7 +270,8 @@ class MicroBatchSampler:
         """cuts: of the job until now; the last one is this sampler's own."""
         self.cuts, self._begin = cuts, (0, 0)
         for cut, following in itertools.pairwise(cuts):
-            self._begin = self._after(self._begin, following.first - cut.first, cut.micro_batches * cut.samples)
+            samples = cut.samples or self._batch_size  # it is not known of a stream that this data set replaces
+            self._begin = self._after(self._begin, following.first - cut.first, cut.micro_batches * samples)
 
     def __call__(self, iteration: int, pipeline: int, micro_batch: int) -> list[int]:
         # Earlier iterations are asked for only to see what the data look like.

@@ -122,6 +122,12 @@ def test_cuts_of_a_resumed_job(before: tuple[BatchCut, ...], iteration: int, exp
     assert cuts_from(before, C, iteration) == expected
 
 
+def test_a_data_set_may_replace_a_stream_whose_samples_are_not_known() -> None:
+    sampler = MicroBatchSampler(50, 2, Job.uniform(2, 1, 3), shuffle=False)
+    sampler.cut_as(cuts_from((A._replace(samples=0),), sampler.cuts[-1], 9))
+    assert sampler(9, 0, 0) == [12, 13], "four iterations of 12 are an epoch"
+
+
 @pytest.mark.parametrize(
     "document", [[], [[1, 6, 2]], [[0, 6, 2], [0, 6, 2]], [[0, 6]], [[0, -6, 2]], [[0, 6, "2"]], 3]
 )
