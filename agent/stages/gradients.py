@@ -41,6 +41,10 @@ MOST_GRADIENT = 2.0 ** (62 - GRID_BITS)
 # How many elements are handled at a time: on the CPU enough to amortise the calls, and few enough to stay in a core's
 # cache; on other devices few enough to need little memory beside the sums.
 _CHUNK, _CHUNK_THERE = CPU_CHUNK, 1 << 24
+# A product of few tokens is made and added so many elements at a time, while they are in a core's cache. With 16 tokens
+# and layers of 4096 x 4096, that takes 0.83 of the time (in fast mode 0.37 of it), with 64 tokens 0.97; with more, the
+# product itself takes longer in parts.
+_FEW_TOKENS, _PRODUCT = 64, 4 * CPU_CHUNK
 # The kernel takes its scale in fp32.
 _MOST_FUSED = 2.0**100
 BUCKET_BYTES = 25 << 20
@@ -236,9 +240,16 @@ class GradientSum:
         if left.dim() != 2 or right.dim() != 2:
             self.add(tensor, (left @ right).to(tensor.dtype))
             return
-        rows, columns, dtype = left.shape[0], right.shape[1], left.dtype
-        product = self._gradient_memory(dtype, rows * columns).view(rows, columns)
-        self.add(tensor, torch.mm(left.detach(), right.detach(), out=product).to(tensor.dtype))
+        (rows, tokens), columns = left.shape, right.shape[1]
+        few = self.device.type == "cpu" and tokens <= _FEW_TOKENS and rows * columns > _PRODUCT
+        at_once = max(1, _PRODUCT // columns) if few else rows
+        memory = self._gradient_memory(left.dtype, min(at_once, rows) * columns)
+        left, right, factor = left.detach(), right.detach(), 1 / self.loss_scale
+        self._take_back()
+        for into, some in zip(_chunks(self._sums[id(tensor)], at_once * columns), left.split(at_once), strict=True):
+            product = torch.mm(some, right, out=memory[: into.numel()].view(-1, columns))
+            self._add(into, product.to(tensor.dtype).view(-1), factor)
+        self._uncounted[id(tensor)] += 1
 
     def add_change(self, buffer: Tensor, change: Tensor) -> None:
         """Adds what one micro-batch's forward added to a moving buffer (same shape, fp64)."""
@@ -283,7 +294,7 @@ class GradientSum:
 
     @property
     def rejected(self) -> int:
-        """How many terms were NaN, infinite or too large. If it is not 0, the sums mean nothing."""
+        """How many terms, or parts of them, were NaN, infinite or too large. If it is not 0, the sums mean nothing."""
         return self.rejected_terms
 
     @property
