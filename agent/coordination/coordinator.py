@@ -9,13 +9,13 @@ what operators and the advisor ask for. agent.coordination.blame decides whose l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from openrecycle.agent.coordination import generations
 from openrecycle.agent.coordination.blame import Complaint, judge
-from openrecycle.agent.coordination.generations import lose, lost_stages, re_join, reconsider
+from openrecycle.agent.coordination.generations import each_or_many, lose, lost_stages, re_join, reconsider
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
     LEFT,
@@ -69,8 +69,6 @@ from openrecycle.planner.jobs import words
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
-LINES_AT_ONCE = 8
-"""Up to this many workers that fall silent, or are heard again, at once get a line each."""
 
 
 def step(state: State, event: Event, now: float, failure_timeouts: FailureTimeouts) -> Transition:
@@ -311,22 +309,14 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
         if draining != member.draining:
             passing = False
         members[name] = member.heard_at(heard, draining)
-    notes += _each_or_many("info", {name: f"{name} is heard again" for name in again}, "are heard again")
+    lines = {name: f"{name} is heard again" for name in again}
+    notes += each_or_many("info", "worker", lines, f"are heard again: {words.names(again)}")
     after = state.with_heard(members) if counted else replace(state, members=members)
     if not counted and after.halted and not lost_stages(after):
         # The job may have halted because workers that are still there were taken for finished. It goes on once every
         # stage has a worker.
         return reconsider(after, "workers that had nothing left to do are heard again", notes, now)
     return Transition(after, tuple(notes), "heartbeats", passing)
-
-
-def _each_or_many(severity: Literal["info", "warning"], lines: Mapping[str, str], many: str) -> Iterator[Note]:
-    """Says of each worker what `lines` has; of very many at once, as when a switch fails, what `many` says, in one
-    line: two thousand would bury what led to it."""
-    if len(lines) <= LINES_AT_ONCE:
-        yield from (Note(severity, "worker", text, name) for name, text in lines.items())
-    else:
-        yield Note(severity, "worker", f"{len(lines):,} workers {many}: {words.names([*lines])}")
 
 
 def _unfinished(state: State, member: Member) -> Member:
@@ -384,7 +374,8 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     limit = f"(dead at {failure_timeouts.dead:g} s)"
     lines = {name: f"{name} has not been heard for {age:.1f} s {limit}" for name, age in silent.items()}
     shortest = min(silent.values(), default=0.0)
-    notes += _each_or_many("warning", lines, f"have not been heard for {shortest:.1f} s or longer {limit}")
+    many = f"have not been heard for {shortest:.1f} s or longer {limit}: {words.names([*silent])}"
+    notes += each_or_many("warning", "worker", lines, many)
     if dead:
         return lose(state, dead, notes, now)
     if state.pending and state.pending.until is not None and now >= state.pending.until:

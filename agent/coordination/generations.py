@@ -18,8 +18,9 @@ takes in the workers that have come back by then.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from openrecycle.agent.coordination.membership import (
     PRESENT,
@@ -58,6 +59,8 @@ from openrecycle.planner.jobs.words import REROUTE, STAND_BY, counts, encodable,
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
+LINES_AT_ONCE = 8
+"""Up to this many workers that fall silent, are heard again or fail at once get a line each."""
 
 
 # -- which generation opens next, when, and who takes which place in it -------------------------
@@ -68,11 +71,27 @@ def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float
     members = dict(state.members)
     for name, cause in causes.items():
         members[name] = replace(members[name], state=FAILED, acknowledged="", detail=cause)
-        notes.append(Note("error", "failure", f"{name} failed: {cause}", name))
     reason = "; ".join(f"{name}: {cause}" for name, cause in list(causes.items())[:3])
     if len(causes) > 3:
-        reason += f"; and {len(causes) - 3} more"
+        reason += f"; and {len(causes) - 3:,} more"
+    lines = {name: f"{name} failed: {cause}" for name, cause in causes.items()}
+    many = f"failed: {names([*causes])}: {next(iter(causes.values()), '')}"  # many are lost at once for one cause alone
+    notes += each_or_many("error", "failure", lines, many)
     return reconsider(replace(state, members=members), reason, notes, now, anew=anew)
+
+
+def each_or_many(
+    severity: Literal["info", "warning", "error"],
+    kind: Literal["worker", "failure"],
+    lines: Mapping[str, str],
+    many: str,
+) -> Iterator[Note]:
+    """Says of each worker what `lines` has; of very many at once, as when a switch fails, what `many` says, in one
+    line: two thousand would bury what led to it."""
+    if len(lines) <= LINES_AT_ONCE:
+        yield from (Note(severity, kind, text, name) for name, text in lines.items())
+    else:
+        yield Note(severity, kind, f"{len(lines):,} workers {many}")
 
 
 def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, anew: bool = False) -> Transition:

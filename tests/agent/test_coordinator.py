@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from openrecycle.agent.coordination.coordinator import LINES_AT_ONCE
+from openrecycle.agent.coordination.generations import LINES_AT_ONCE
 from openrecycle.agent.coordination.membership import (
     ConsoleRestarted,
     Exited,
@@ -584,6 +584,18 @@ def test_many_that_fall_silent_at_once_do_not_flood_the_feed(silent: int, lines:
     run.beat()
     assert len(run.notes) - before == lines
     assert {m.state for m in run.state.members.values()} == {WorkerState.RUNNING}
+
+
+@pytest.mark.parametrize(("lost", "lines"), [(LINES_AT_ONCE, LINES_AT_ONCE), (LINES_AT_ONCE + 1, 1)])
+def test_many_that_are_lost_at_once_do_not_flood_the_feed(lost: int, lines: int) -> None:
+    run = Run(lost + 1, 1).start()
+    run.beat()
+    run.wait(FAILURE_TIMEOUTS.dead + 1, "W0_0")
+    notes = [note for note in run.notes if note.kind == "failure"]
+    assert len(notes) == lines
+    assert all(note.worker for note in notes) == (lines > 1)
+    assert {name for name in run.names if name in notes[0].text} >= {"W1_0"}
+    assert Counter(m.state for m in run.state.members.values()) == {WorkerState.FAILED: lost, WorkerState.RUNNING: 1}
 
 
 def test_the_failure_timeouts_of_these_tests_are_the_default_ones() -> None:
