@@ -53,7 +53,7 @@ from openrecycle.planner.layers.migration import (
     best_migrations,
     check_copy_cost,
 )
-from openrecycle.planner.layers.partition import Layout, best_at_home, lay_out
+from openrecycle.planner.layers.partition import Layout, best_at_home, best_relayout, lay_out
 from openrecycle.planner.output import check_out, console, is_stdout, run, write_out
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.plans.plan import PLAN_BYTES, JobDoc, Plan, PlanError, read_whole
@@ -189,6 +189,8 @@ def migrations_command(
     technique: Annotated[str, typer.Option(help="adaptive, decoupled or staggered.")] = "staggered",
     memory: Memory = "uniform",
     durations: Durations = None,
+    layers: Layers = None,
+    partition: PartitionOption = None,
     profile: Profile = None,
     state_bytes: Annotated[
         str, typer.Option(help="Bytes of weights and optimizer state to copy; one number, or one per stage: 1e9,2e9.")
@@ -199,16 +201,25 @@ def migrations_command(
     as_json: AsJson = False,
 ) -> None:
     """Say which workers should change their stage, and why."""
-    job = job_of_options(pipelines, stages, micro_batches, durations, profile)
-    result = best_migrations(
-        job,
-        failed_workers(fail, job),
-        technique=Technique.of(technique),
-        memory=MemoryLimit.parse(memory),
-        cost=check_copy_cost(job, _byte_counts(state_bytes), bandwidth),
-        heals_in=heals_in,
-        unit_seconds=unit_seconds,
-    )
+    if layers is not None and partition is None:
+        partition = AUTO
+    job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition, moved=True)
+    dead, of, limit = failed_workers(fail, job), Technique.of(technique), MemoryLimit.parse(memory)
+    cost = check_copy_cost(job, _byte_counts(state_bytes), bandwidth)
+    if partition == AUTO:
+        result = best_relayout(
+            best_at_home(job, of, limit),
+            dead,
+            technique=of,
+            memory=limit,
+            cost=lambda _: cost,
+            heals_in=heals_in,
+            unit_seconds=unit_seconds,
+        )
+    else:
+        result = best_migrations(
+            job, dead, technique=of, memory=limit, cost=cost, heals_in=heals_in, unit_seconds=unit_seconds
+        )
     if as_json:
         document = {
             "failures_per_stage": {"now": result.present, "after": result.counts},
@@ -221,6 +232,7 @@ def migrations_command(
             "period": job.units(result.period),
             "pause_seconds": result.pause,
             "iterations_gained": result.iterations_gained,
+            "partition": result.partition,
             "reason": result.reason,
         }
         sys.stdout.write(json.dumps(document) + "\n")
@@ -230,6 +242,8 @@ def migrations_command(
         print(f"  {migration}")
     now, afterwards = ("/".join(map(str, counts)) for counts in (result.present, result.counts))
     print(f"failures per stage: {now} now, {afterwards} afterwards")
+    if result.partition:
+        print(f"layers per stage afterwards: {','.join(map(str, result.partition))}")
     if heals_in is not None and unit_seconds is None and job.time_unit not in SECONDS:
         print(f"one {job.time_unit} is taken to last 1 s; --unit-seconds says otherwise")
 

@@ -33,7 +33,13 @@ from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.layers.migration import COPY_BANDWIDTH, LEAST_BANDWIDTH, CopyCost, best_migrations
+from openrecycle.planner.layers.migration import (
+    COPY_BANDWIDTH,
+    LEAST_BANDWIDTH,
+    MOST_HEALS_IN,
+    CopyCost,
+    best_migrations,
+)
 from openrecycle.planner.layers.partition import Layout, best_relayout, lay_out
 from openrecycle.planner.plans.packed import from_bytes, to_bytes
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, WorkerName
@@ -237,7 +243,7 @@ class MigrationsSettings(_Settings):
     kind: Literal["migrations"] = "migrations"
     state_bytes: Annotated[int, Field(ge=0, le=1 << 60), INTEGER] = 0
     bandwidth: Annotated[float, Field(strict=True, ge=LEAST_BANDWIDTH, allow_inf_nan=False)] = COPY_BANDWIDTH
-    heals_in: Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)] | None = None
+    heals_in: Annotated[float, Field(strict=True, ge=0, le=MOST_HEALS_IN, allow_inf_nan=False)] | None = None
 
 
 class _Asked(_Settings):
@@ -329,7 +335,8 @@ class MigrationAnswer(BaseModel):
 
 class Migrations(BaseModel):
     """What planner.layers.migration says: failed, the empty places afterwards; periods in the job's time unit;
-    present, counts: failures per stage now and afterwards; pause: seconds; gained: iterations."""
+    present, counts: failures per stage now and afterwards; pause: seconds; gained: iterations; partition: layers per
+    stage afterwards, where `over` leaves them open."""
 
     migrations: list[MigrationAnswer]
     failed: list[WorkerName]
@@ -339,6 +346,7 @@ class Migrations(BaseModel):
     period: float
     pause: float
     gained: float | None
+    partition: list[int]
     reason: str
 
 
@@ -427,6 +435,7 @@ def _migrations(request: MigrationsAsked) -> Migrations:
         period=job.units(found.period),
         pause=found.pause,
         gained=found.iterations_gained,
+        partition=list(found.partition),
         reason=found.reason,
     )
 

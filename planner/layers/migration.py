@@ -295,12 +295,23 @@ PLANNED = 3
 SECONDS = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 # Far beyond these, times in seconds become 0 or infinite.
 LEAST_UNIT, MOST_UNIT = 1e-30, 1e9
+# Thirty years: far beyond, differences of iterations are no numbers.
+MOST_HEALS_IN = 1e9
 
 
 def check_unit(seconds: float) -> None:
     """Raises InputError for what is no length of a unit of time."""
     if not LEAST_UNIT <= seconds <= MOST_UNIT:
         raise InputError("--unit-seconds", seconds, f"a number of seconds from {LEAST_UNIT:g} to {MOST_UNIT:g}")
+
+
+def check_times(job: Job, heals_in: float | None, unit_seconds: float | None) -> float:
+    """Return the seconds of the job's tick. heals_in, unit_seconds: as for `best_migrations`. Raises InputError."""
+    if heals_in is not None and not 0 <= heals_in <= MOST_HEALS_IN:
+        raise InputError("--heals-in", heals_in, f"a number of seconds from 0 to {MOST_HEALS_IN:g}")
+    seconds = SECONDS.get(job.time_unit, 1.0) if unit_seconds is None else unit_seconds
+    check_unit(seconds)
+    return seconds / job.ticks_per_unit
 
 
 @dataclass(frozen=True)
@@ -324,7 +335,7 @@ class MigrationPlan:
     present, counts: failures per stage now and afterwards. failed: the places that are dead or vacated afterwards.
     period_now (None: no schedule exists), period: ticks, of the list scheduler's plans. pause: seconds of training lost
     to the copies. iterations_gained: until the job heals, compared with leaving the failures where they are; None
-    without that time or without a present period.
+    without that time or without a present period. partition: layers per stage afterwards, where these are chosen too.
     """
 
     present: Counts
@@ -336,6 +347,7 @@ class MigrationPlan:
     pause: float
     iterations_gained: float | None
     reason: str
+    partition: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -348,6 +360,7 @@ class MigrationOption:
     period: int
     pause: float
     moved: int
+    partition: tuple[int, ...] = ()
 
 
 def best_migrations(
@@ -367,11 +380,7 @@ def best_migrations(
     is no unit of time. Of equals, staying is chosen.
     Raises InputError, and InfeasibleError when fewer workers live than there are stages.
     """
-    if heals_in is not None and not 0 <= heals_in < float("inf"):
-        raise InputError("--heals-in", heals_in, "a number of seconds of at least 0")
-    seconds = SECONDS.get(job.time_unit, 1.0) if unit_seconds is None else unit_seconds
-    check_unit(seconds)
-    tick = seconds / job.ticks_per_unit
+    tick = check_times(job, heals_in, unit_seconds)
     cost = cost or CopyCost((0,) * job.stages, 1.0)
     dead = frozenset(job.check_worker(w, field="--fail") for w in failed)
     if dead and not technique.reroutes:
@@ -383,7 +392,7 @@ def best_migrations(
     for model in reversed(models(job, technique, memory)):
         ranked = sorted(
             (c for c in candidates(model, present, cost) if c.counts != present),
-            key=lambda c: (-_iterations(c.period * tick, c.pause, heals_in), c.pause, c.moved),
+            key=lambda c: (-iterations(c.period * tick, c.pause, heals_in), c.pause, c.moved),
         )
         worth.update((c.counts, c) for c in ranked[:PLANNED])
     for candidate in worth.values():
@@ -410,10 +419,10 @@ def chosen(
 ) -> MigrationPlan:
     """Return the option with which most iterations are done until the job heals. stay: the one without migrations, if
     it is possible. tick: seconds of one."""
-    best = max(options, key=lambda o: (_iterations(o.period * tick, o.pause, heals_in), -o.pause, -o.moved, o is stay))
+    best = max(options, key=lambda o: (iterations(o.period * tick, o.pause, heals_in), -o.pause, -o.moved, o is stay))
     gained = None
     if stay is not None and heals_in is not None:
-        gained = _iterations(best.period * tick, best.pause, heals_in) - _iterations(stay.period * tick, 0, heals_in)
+        gained = iterations(best.period * tick, best.pause, heals_in) - iterations(stay.period * tick, 0, heals_in)
     return MigrationPlan(
         present,
         best.counts,
@@ -424,10 +433,11 @@ def chosen(
         best.pause,
         gained,
         _reason(job, present, stay, best, options, heals_in, tick, gained),
+        best.partition,
     )
 
 
-def _iterations(period: float, pause: float, heals_in: float | None) -> float:
+def iterations(period: float, pause: float, heals_in: float | None) -> float:
     """Iterations done until the job heals; without that time the rate, since then no pause counts."""
     return 1 / period if heals_in is None else max(0.0, heals_in - pause) / period
 
@@ -513,7 +523,7 @@ def _reason(
         f"{saved:.3g} s per iteration"
     )
     assert heals_in is not None  # without a horizon the shorter period would have been chosen
-    done = _iterations(best.period * tick, 0, heals_in)
+    done = iterations(best.period * tick, 0, heals_in)
     return text + f", and the job heals in {heals_in:g} s, after {done:.3g} iterations"
 
 

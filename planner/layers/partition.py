@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,12 +35,13 @@ from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import layers_moved
 from openrecycle.planner.layers.migration import (
-    SECONDS,
     CopyCost,
     Migration,
     MigrationOption,
     MigrationPlan,
+    check_times,
     chosen,
+    iterations,
     migrations_to,
 )
 from openrecycle.planner.layers.room import LayerRoom
@@ -61,8 +61,10 @@ EFFORT, TRIED, FEWEST, MOST_RULES = 500_000, 24, 3, 64
 FINAL, LARGE = 4, 2_000
 # The neighbours of a partition are not tried if its period is so many times that of the shortest.
 WORSE = 1.05
-# How many neighbours of a partition are compared by their proven bounds.
+# How many neighbours of a partition, or of a distribution of failures, are compared by their proven bounds.
 NEIGHBOURS = 64
+# How many distributions of the failures are planned to find the best migrations.
+DISTRIBUTIONS = 8
 # From so many stages, the slowest ones, a layer is moved to any other stage; from the rest only to the next ones.
 SOURCES = 8
 # The most cells of the arrays (see LayerBounds) that a job may have: a cell takes 100 bytes and 2 microseconds, and
@@ -177,32 +179,70 @@ def best_relayout(
     memory: MemoryLimit,
     cost: Callable[[Job], CopyCost],
     heals_in: float | None = None,
+    unit_seconds: float | None = None,
 ) -> MigrationPlan:
     """As planner.layers.migration.best_migrations, with the best partition of the layers for each distribution of the
     failures. cost: that of copies, for a job with its partition. Raises InputError and InfeasibleError.
+
+    It plans the distribution that is best by the bounds, then others as long as their bounds, with their pauses,
+    promise more iterations.
     """
+    tick = check_times(job, heals_in, unit_seconds)
     dead = frozenset(failed)
     best = lay_out(job, dead, technique=technique, memory=memory, over="layouts")
     present = failures_per_stage(dead, job)
     stay = None
     with suppress(InfeasibleError):  # a stage may have no living worker, or not enough memory
         stay = _option(lay_out(job, dead, technique=technique, memory=memory), present, cost)
-    options = [stay] if stay else []
-    if best.migrations:
-        options.append(_option(best, present, cost))
-    return chosen(job, present, stay, options, heals_in, SECONDS.get(job.time_unit, 1.0) / job.ticks_per_unit)
+    options = {o.counts: o for o in (stay, _option(best, present, cost) if best.migrations else None) if o}
+    bounds, price = layer_bounds(job, technique, memory), cost(job)
+
+    def worth(option: MigrationOption) -> tuple[float, float]:
+        return iterations(option.period * tick, option.pause, heals_in), -option.pause
+
+    while len(options) < DISTRIBUTIONS:
+        # The shortest plan may come with a long pause, or only with failures elsewhere than the bounds say.
+        leader = max(options.values(), key=worth)
+        promising = []
+        for counts in {*_one_failure_moved(job, present), *_one_failure_moved(job, leader.counts)} - options.keys():
+            bound = bounds.least(tuple(job.pipelines - n for n in counts))
+            pause = max(price.pause(s, n, job.pipelines - present[s]) for s, n in _copies(present, counts))
+            if bound is not None:
+                promising.append((iterations(bound.ticks * tick, pause, heals_in), -pause, counts))
+        if not promising or (first := max(promising))[:2] <= worth(leader):
+            break
+        migrations, after = migrations_to(job, dead, first[2])
+        alive = tuple(job.pipelines - n for n in first[2])
+        layout = replace(_made(bounds, after, alive, job, job.partition, EFFORT // 4), migrations=migrations)
+        options[first[2]] = _option(layout, present, cost)
+    return chosen(job, present, stay, list(options.values()), heals_in, tick)
+
+
+def _one_failure_moved(job: Job, counts: Counts) -> Iterator[Counts]:
+    """Yield distributions in which one failure has another stage, some NEIGHBOURS at most."""
+    fullest = heapq.nlargest(max(1, NEIGHBOURS // job.stages), range(job.stages), key=counts.__getitem__)
+    for origin in fullest:
+        for to in range(job.stages):
+            if counts[origin] and to != origin and counts[to] < job.pipelines - 1:
+                yield tuple(n - (s == origin) + (s == to) for s, n in enumerate(counts))
+
+
+def _copies(present: Counts, counts: Counts) -> list[tuple[int, int]]:
+    """Return (stage, number of workers that come to it)."""
+    return [(s, max(0, before - after)) for s, (before, after) in enumerate(zip(present, counts, strict=True))]
 
 
 def _option(layout: Layout, present: Counts, cost: Callable[[Job], CopyCost]) -> MigrationOption:
-    job, copies = layout.problem.job, Counter(m.takes.stage for m in layout.migrations)
-    price = cost(job)
+    job, after = layout.problem.job, failures_per_stage(layout.problem.failed, layout.problem.job)
+    price, copies = cost(job), _copies(present, after)
     return MigrationOption(
         layout.migrations,
-        failures_per_stage(layout.problem.failed, job),
+        after,
         layout.problem.failed,
         layout.period,
-        max((price.pause(s, n, job.pipelines - present[s]) for s, n in copies.items()), default=0.0),
-        sum(n * price.state_bytes[s] for s, n in copies.items()),
+        max(price.pause(s, n, job.pipelines - present[s]) for s, n in copies),
+        sum(n * price.state_bytes[s] for s, n in copies),
+        layout.partition,
     )
 
 

@@ -23,6 +23,7 @@ FOUND = Migrations(
     period=27,
     pause=0,
     gained=None,
+    partition=[],
     reason="1 migration shortens the period",
 )
 

@@ -396,3 +396,12 @@ def test_a_catalog_has_a_partition_per_plan(tmp_path: Path) -> None:
         made[relayout] = json.loads(result.stdout)
     assert made["auto"]["folder"] != made["never"]["folder"]
     assert made["auto"]["plans"] == made["never"]["plans"] == 3
+
+
+def test_migrations_with_the_layers_cut_anew() -> None:
+    asked = ["migrations", *GRID, "--fail", "W0_1,W1_1", "--layers", "16", "--json"]
+    free = json.loads(invoke(*asked).output)
+    fixed = json.loads(invoke(*asked, "--partition", "4,4,4,4").output)
+    assert sum(free["partition"]) == 16 and not fixed["partition"]
+    assert free["period"] < fixed["period"]
+    assert invoke("migrations", *GRID, "--partition", "auto").exit_code != 0, "there are no layers"

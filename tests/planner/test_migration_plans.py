@@ -225,6 +225,8 @@ def test_bad_input() -> None:
         best_migrations(GRID, [Worker(3, 0)])
     with pytest.raises(InputError, match=r"--heals-in: got -1"):
         best_migrations(GRID, [], heals_in=-1)
+    with pytest.raises(InputError):
+        best_migrations(GRID, [], heals_in=1e290)
     for unit in (0, 5e-324, 1e308):  # 5e-324 / 10 is 0
         with pytest.raises(InputError, match="--unit-seconds"):
             best_migrations(replace(GRID, transfers=(0.5,) * 3), [], unit_seconds=unit)

@@ -26,7 +26,8 @@ from openrecycle.planner.jobs.job import (
     joined,
 )
 from openrecycle.planner.jobs.words import gigabytes, layers_moved
-from openrecycle.planner.layers.partition import lay_out, layer_bounds, staffed, with_stages
+from openrecycle.planner.layers.migration import CopyCost
+from openrecycle.planner.layers.partition import best_relayout, lay_out, layer_bounds, staffed, with_stages
 from openrecycle.planner.layers.room import LayerRoom
 from openrecycle.planner.plans.bounds import Bound, period_bound
 from openrecycle.planner.plans.packed import pack, unpack
@@ -512,3 +513,31 @@ def test_the_present_partition_is_tried_however_few_are() -> None:
 )
 def test_sizes_are_told_in_the_unit_that_shows_them(size: int, text: str) -> None:
     assert gigabytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("job", "dead", "copies", "heals_in", "counts", "pause"),
+    [
+        (Job.uniform(3, 2, 4, layers=8), [(0, 1), (1, 1), (2, 1)], (20, 1), 1000.0, (1, 2), 1.0),
+        (Job.uniform(3, 4, 4, layers=8), [(0, 0), (1, 0), (0, 1)], (1, 5, 1, 5), 20.0, (1, 1, 1, 0), 1.0),
+    ],
+)
+def test_more_than_the_shortest_plan_by_the_bounds_is_weighed(
+    job: Job,
+    dead: list[tuple[int, int]],
+    copies: tuple[int, ...],
+    heals_in: float,
+    counts: tuple[int, ...],
+    pause: float,
+) -> None:
+    """A plan as short comes with fewer copies, or a shorter one with failures elsewhere than the bounds say."""
+    found = best_relayout(
+        job,
+        [Worker(*place) for place in dead],
+        technique=Technique.STAGGERED,
+        memory=MemoryLimit("uniform"),
+        cost=lambda _: CopyCost(copies, 1.0),
+        heals_in=heals_in,
+    )
+    assert (found.counts, found.pause) == (counts, pause)
+    assert sum(found.partition) == len(job.layers)
