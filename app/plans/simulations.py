@@ -321,7 +321,7 @@ def run(
     samples = request.samples or float(job.pipelines * job.micro_batches)
     planned = plan(job, samples, request.unit_seconds)
     costs = RecoveryCosts(dollars=request.dollars)
-    trace = _trace(request, planned.workers)
+    trace = _trace(request, planned.job)
     policies, refused = [], {}
     for name in dict.fromkeys(request.policies):
         try:
@@ -362,14 +362,13 @@ def curve(outcome: SimulationOutcome) -> list[tuple[float, float]]:
     return [*points, (outcome.hours, points[-1][1])] if points else []
 
 
-def _trace(request: SimulationRequest, workers: int) -> Trace:
+def _trace(request: SimulationRequest, job: Job) -> Trace:
+    workers = job.pipelines * job.stages
     if request.trace == DRAWN:
         return _drawn(request, workers, request.mtbf)
     if request.trace == HISTORY:
-        # Workers that never failed are in no row. Their names do not matter, only the number of names.
-        failed = sorted({row[1] for row in request.history})
-        names = [*failed, *(f"other{i}" for i in range(workers - len(failed)))]
-        return from_history(request.history, names, end=max(request.history_seconds, 1.0), name="its own history")
+        # Workers that never failed are in no row.
+        return from_history(request.history, map(str, job.workers()), end=max(request.history_seconds, 1.0), name="its own history")
     known = public_traces()
     if request.trace not in known:
         raise InputError("trace", request.trace, "drawn or one of " + ", ".join(known))

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import DROP, REROUTE, number_of
 from openrecycle.planner.plans.plan import read_whole
 from openrecycle.planner.simulation.engine import (
@@ -581,7 +582,8 @@ class DropReplica(GridPolicy):
     """As torchft and elastic data parallel: a pipeline with a dead worker stands still. The others go on with their
     own micro-batches, so an iteration trains on fewer samples. No other policy here changes the samples of an update.
 
-    Here workers have fixed places, since the number of whole pipelines depends on which workers were lost.
+    Here workers have fixed places, since the number of whole pipelines depends on which workers were lost: the place
+    that a worker is named for, as in a job's own history, or the first one that is free.
     """
 
     name = "drop-replica"
@@ -589,7 +591,8 @@ class DropReplica(GridPolicy):
     def __init__(self, planned: PlannedJob, costs: RecoveryCosts) -> None:
         super().__init__(planned, costs)
         self.place: dict[str, int] = {}
-        self.free = list(range(self.workers))  # a heap of places, pipeline by pipeline
+        self.free = set(range(self.workers))  # places, pipeline by pipeline
+        self.order = list(self.free)  # a heap that has all free places, and others
         self.dead = [planned.job.stages] * planned.job.pipelines  # empty places of each pipeline
         self.running = 0
 
@@ -630,14 +633,26 @@ class DropReplica(GridPolicy):
     def _staff(self) -> None:
         """Does nothing: workers take places when they come."""
 
+    def _named(self, name: str) -> int:
+        """Returns the place that a worker of the job's grid is named for; -1 for another name."""
+        try:
+            worker = self.planned.job.check_worker(Worker.parse(name), field="worker")
+        except InputError:
+            return -1
+        return worker.pipeline * self.planned.job.stages + worker.stage
+
     def _take(self, name: str) -> None:
-        place = heapq.heappop(self.free)
+        place = self._named(name)
+        while place not in self.free:
+            place = heapq.heappop(self.order)
+        self.free.remove(place)
         self.place[name] = place
         self.dead[place // self.planned.job.stages] -= 1
 
     def _leave(self, name: str) -> None:
         place = self.place.pop(name)
-        heapq.heappush(self.free, place)
+        self.free.add(place)
+        heapq.heappush(self.order, place)
         self.dead[place // self.planned.job.stages] += 1
 
 

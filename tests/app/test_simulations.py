@@ -206,6 +206,22 @@ def test_a_jobs_own_history_is_simulated(tmp_path_factory: pytest.TempPathFactor
     here.close()
 
 
+@pytest.mark.parametrize(
+    ("lost", "pipelines"), [(("W0_1", "W0_2"), 2), (("W0_1", "W2_2"), 1), (("W0_0", "W1_0", "W2_0"), 0)]
+)
+def test_dropping_replicas_knows_which_pipelines_a_jobs_failures_were_in(lost: tuple[str, ...], pipelines: int) -> None:
+    request = parse_request(
+        job=job_doc(Job.uniform(3, 4, 6)),
+        trace=HISTORY,
+        history=tuple((10.0, worker, "lost") for worker in lost),
+        history_seconds=3600.0,
+        policies=("drop-replica",),
+    )
+    _, played = run(request)
+    whole, *_, left = [rate for _, rate in played["curve"]]
+    assert left == pytest.approx(whole * pipelines / 3)
+
+
 def test_short_pauses_count_by_their_share_of_time() -> None:
     steady = [(0.0, 10.0), (50.0, 5.0), (100.0, 5.0)]
     assert thinned(steady, 10) == steady
