@@ -421,7 +421,8 @@ class CatalogAsked(CatalogRequest):
 
 
 class FillingInfo(BaseModel):
-    """done of total: plans that are there. planned: made by this filling. why: it failed."""
+    """done of total: plans that are there. planned: made by this filling. why: it failed, or has failed so many times
+    (failures) and is begun again by itself."""
 
     fingerprint: str
     state: Literal["running", "done", "cancelled", "failed"]
@@ -432,6 +433,7 @@ class FillingInfo(BaseModel):
     solver: str
     seconds: float
     why: str
+    failures: int
 
 
 class CatalogLine(BaseModel):
@@ -610,6 +612,7 @@ def _filling(made: Filling) -> FillingInfo:
         solver=made.request.solver,
         seconds=made.elapsed,
         why=made.why,
+        failures=made.failures,
     )
 
 

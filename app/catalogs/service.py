@@ -12,7 +12,7 @@ import threading
 import time
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -60,6 +60,8 @@ MAX_KEPT = 16
 KEPT_OPS = 20_000
 # How many plans are stored at once.
 BATCH = 64
+# A filling whose process died, or whose plans could not be stored, is begun again after these seconds.
+AGAIN_AFTER = (5.0, 30.0, 120.0)
 
 Headers = Mapping[str, Header]
 
@@ -68,8 +70,10 @@ Headers = Mapping[str, Header]
 class Filling:
     """The filling of one catalog, as far as its process has reported. done, total: plans that are there, and wanted.
 
-    state: running, done, cancelled or failed; why: the reason of a failure. began: POSIX seconds. asked: the process's
-    answer; None once it has been read to its end, which may be some time after the filling was cancelled.
+    state: running, done, cancelled or failed; why: the reason of the last failure, after which it may be begun again:
+    failures counts these, and again_at is when (monotonic seconds; None: it is at work). began: POSIX seconds. asked:
+    the process's answer; None once it has been read to its end, which may be some time after the filling was cancelled.
+    given_up: it is not to be begun again.
     """
 
     request: CatalogRequest
@@ -83,6 +87,9 @@ class Filling:
     planned: int = 0
     state: str = "running"
     why: str = ""
+    failures: int = 0
+    again_at: float | None = None
+    given_up: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     @property
     def running(self) -> bool:
@@ -125,8 +132,11 @@ class Catalogs:
     """The catalogs of a console. Thread-safe. on_plans: called with (question, names) in a filling's thread when plans
     came in."""
 
-    def __init__(self, store: Store, *, processes: int | None = None) -> None:
+    def __init__(
+        self, store: Store, *, processes: int | None = None, again_after: Sequence[float] = AGAIN_AFTER
+    ) -> None:
         self._store = store
+        self._again_after = again_after
         self._processes = processes or share_of_cores()
         self._lock = threading.Lock()
         self._access = threading.Lock()  # orders reading and writing, so that no header in memory is an old one
@@ -140,6 +150,8 @@ class Catalogs:
         """Ends every filling; the plans that they have made are kept."""
         with self._lock:
             threads = list(self._threads)
+            for filling in self._fillings.values():
+                filling.given_up.set()
         self._children.close()
         for thread in threads:
             thread.join(10)
@@ -322,11 +334,39 @@ class Catalogs:
                 )
             if filling.running and filling.asked is not None:
                 filling.state = "cancelled"
+                filling.given_up.set()
                 filling.asked.end()
 
     def _collect(self, info: CatalogInfo, filling: Filling, asked: PendingAnswer) -> None:
-        """Stores the plans that the process sends, until it reports that it is done, or has died; runs in a thread."""
-        outcome, why = "", ""
+        """Stores the plans until all are made, and begins again after a failure that may pass; runs in a thread."""
+        outcome, why, passing = self._taken(info, filling, asked)
+        for pause in self._again_after:
+            if not passing or filling.given_up.is_set():
+                break
+            log.warning("the filling of a catalog is begun again", catalog=info.fingerprint, seconds=pause, reason=why)
+            filling.why, filling.failures, filling.again_at = why, filling.failures + 1, time.monotonic() + pause
+            if filling.given_up.wait(pause):
+                break
+            filling.again_at = None
+            try:
+                stored = self.blobs(info.fingerprint)
+                with self._lock, starting():
+                    if filling.given_up.is_set():
+                        break
+                    filling.asked = self._children.begin(filling.request, dict(stored), self._processes)
+            except ConsoleError as error:
+                why = str(error)
+                continue
+            outcome, why, passing = self._taken(info, filling, filling.asked)
+        with self._lock:
+            filling.asked = filling.again_at = None
+            if filling.running:  # not cancelled meanwhile
+                filling.state, filling.why = outcome, why
+
+    def _taken(self, info: CatalogInfo, filling: Filling, asked: PendingAnswer) -> tuple[str, str, bool]:
+        """Stores the plans that the process sends, until it reports that it is done, or has died. Returns the outcome,
+        why it failed, and whether it may succeed when it is begun again."""
+        outcome, why, passing = "", "", True
         messages = asked.messages()
         try:
             while not outcome:
@@ -335,7 +375,7 @@ class Catalogs:
                     try:
                         message = read_message(next(messages))
                     except (ChildEnded, StopIteration):  # plans that came before are kept
-                        outcome, why = "failed", "the planning process ended too soon; fill again to go on from here"
+                        outcome, why, passing = "failed", "the planning process ended too soon", True
                         break
                     if isinstance(message, tuple):
                         batch[message[0]] = message[1]
@@ -344,6 +384,7 @@ class Catalogs:
                         filling.total = message.get("total", filling.total)
                         filling.planned = message.get("planned", filling.planned)
                         why = message.get("error", "")
+                        passing = False
                         outcome = "failed" if why else "done" if "finished" in message else ""
                     filling.seconds = time.monotonic() - filling.began_at
                     if not asked.waiting():
@@ -352,16 +393,13 @@ class Catalogs:
                     self._save(info, batch)
                     self.on_plans(info.question, sorted(batch))
         except ConsoleError as error:
-            outcome, why = "failed", str(error)
+            outcome, why, passing = "failed", str(error), True
         except Exception:
             log.exception("a catalog could not be filled", catalog=info.fingerprint)
-            outcome, why = "failed", "the plans could not be stored; the console's log says more"
+            outcome, why, passing = "failed", "the plans could not be stored; the console's log says more", True
         finally:
             messages.close()
-            with self._lock:
-                filling.asked = None
-                if filling.running:  # not cancelled meanwhile
-                    filling.state, filling.why = outcome, why
+        return outcome, why, passing
 
     # -- details ----------------------------------------------------------------------------
 

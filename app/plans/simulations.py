@@ -368,7 +368,9 @@ def _trace(request: SimulationRequest, job: Job) -> Trace:
         return _drawn(request, workers, request.mtbf)
     if request.trace == HISTORY:
         # Workers that never failed are in no row.
-        return from_history(request.history, map(str, job.workers()), end=max(request.history_seconds, 1.0), name="its own history")
+        return from_history(
+            request.history, map(str, job.workers()), end=max(request.history_seconds, 1.0), name="its own history"
+        )
     known = public_traces()
     if request.trace not in known:
         raise InputError("trace", request.trace, "drawn or one of " + ", ".join(known))

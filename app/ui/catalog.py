@@ -3,6 +3,7 @@ that makes those. The question is a job's, the user's own, or a stored catalog's
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -367,13 +368,16 @@ def filling_words(filling: Filling) -> str:
     """Says what a filling does, or how it ended."""
     took = text.milliseconds(1000 * filling.elapsed)
     if filling.running:
+        if filling.again_at is not None:
+            wait = text.seconds(max(1, math.ceil(filling.again_at - time.monotonic())))
+            return f"Failed {text.count(filling.failures, 'time')}, is begun again in {wait}: {filling.why}"
         if not filling.total:
             return "Working out what to plan …"
         return f"{filling.done:,} of {filling.total:,} plans are there, after {took}"
     if filling.state == "cancelled":
         return f"Cancelled after {took}. What was made is kept; Fill goes on from there."
     if filling.state == "failed":
-        return filling.why
+        return f"{text.whole_sentence(filling.why)} What was made is kept; Fill goes on from there."
     if not filling.planned:
         return "Nothing was missing."
     return f"{text.count(filling.planned, 'plan')} made in {took}."

@@ -44,7 +44,7 @@ LONG = {"pipelines": 4, "stages": 4, "micro_batches": 6, "tolerance": 3, "solver
 
 @pytest.fixture
 def catalogs(store: Store) -> Iterator[Catalogs]:
-    made = Catalogs(store, processes=1)
+    made = Catalogs(store, processes=1, again_after=())
     yield made
     made.close()
 
@@ -161,6 +161,42 @@ def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs
     assert golden("ended-too-soon") in ended(filling).why
     assert filling.state == "failed"
     assert store.catalog_blobs(filling.fingerprint).names()
+
+
+@pytest.mark.processes
+def test_a_filling_whose_process_died_is_begun_again_a_bounded_number_of_times(store: Store) -> None:
+    catalogs = Catalogs(store, processes=1, again_after=(0.0, 3600.0))
+    filling = catalogs.fill(parse_request(**LONG))
+    for failures in (1, 2):
+        asked = filling.asked
+        assert asked is not None
+        asked.process.kill()
+        until(lambda n=failures: filling.failures == n, "it has failed")  # type: ignore[misc]
+        assert filling.running and filling.why
+        if failures == 1:
+            until(lambda old=asked: filling.asked is not old, "it is begun again")  # type: ignore[misc]
+    assert filling.again_at is not None
+    assert str(filling.failures) in catalog.filling_words(filling)
+    catalogs.cancel(filling.fingerprint)
+    until(catalogs.idle, "it waits no more")
+    assert filling.state == "cancelled"
+    catalogs.close()
+
+
+@pytest.mark.processes
+def test_a_filling_that_can_not_succeed_is_not_begun_again(store: Store) -> None:
+    catalogs = Catalogs(store, processes=1, again_after=(3600.0,))
+    request = parse_request(**SMALL)
+    asked = Children(says_it_failed, name="fails").begin()
+    filling = Filling(request, CatalogInfo.of(request.question).fingerprint, asked)
+    catalogs._collect(CatalogInfo.of(request.question), filling, asked)
+    assert (filling.state, filling.failures) == ("failed", 0)
+    catalogs.close()
+
+
+def says_it_failed(channel: Channel) -> None:
+    """The child."""
+    channel.say(b'{"error": "no"}')
 
 
 @pytest.mark.processes
