@@ -491,10 +491,12 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starle
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] = _no_lifespan
     pages: ASGIApp | None = None
     if not settings.api_only:
+        from streamlit.file_util import get_static_dir
+
         streamlit = _streamlit(settings)
         quiet = BUSY_SECONDS if _trains(host.console) else CALM_SECONDS
         preload = Preload(warm_up, {"simulate": lambda: _prepare_simulations(host.console)}, quiet=quiet)
-        static = _static()
+        static = Path(get_static_dir())
         files = StaticFiles(streamlit, static)
         lifespan, pages = streamlit.lifespan(), PageBase(files, static, preload.page_asked_for)
         preload.start()
@@ -709,12 +711,6 @@ def _prepare_simulations(console: ConsoleService | None) -> None:
 
 def _trains(console: ConsoleService | None) -> bool:
     return console is not None and any(not job.state.over for job in console.jobs.live())
-
-
-def _static() -> Path:
-    from streamlit.file_util import get_static_dir
-
-    return Path(get_static_dir())
 
 
 def _sign_in(settings: Settings) -> Login | None:

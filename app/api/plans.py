@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Response
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AliasPath, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from openrecycle.agent.messages.protocol import Memory
 from openrecycle.app.api.models import (
@@ -27,7 +27,7 @@ from openrecycle.app.api.models import (
     solve_info,
 )
 from openrecycle.app.catalogs.contents import MAX_TOLERANCE, CatalogReport, CatalogRequest, CatalogSummary
-from openrecycle.app.catalogs.service import Filling, exported, info_of
+from openrecycle.app.catalogs.service import exported, info_of
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.files import (
     BUNDLE,
@@ -420,18 +420,25 @@ class CatalogAsked(CatalogRequest):
     profile_name: ProfileName | None = None
 
 
+def _of(*path: str) -> Any:
+    """The field is this attribute of the object that is answered with."""
+    return Field(validation_alias=AliasPath(*path))
+
+
 class FillingInfo(BaseModel):
     """done of total: plans that are there. planned: made by this filling. why: it failed, or has failed so many times
     (failures) and is begun again by itself."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     fingerprint: str
     state: Literal["running", "done", "cancelled", "failed"]
     done: int
     total: int
     planned: int
-    tolerance: int
-    solver: str
-    seconds: float
+    tolerance: Annotated[int, _of("request", "tolerance")]
+    solver: Annotated[str, _of("request", "solver")]
+    seconds: Annotated[float, _of("elapsed")]
     why: str
     failures: int
 
@@ -439,17 +446,19 @@ class FillingInfo(BaseModel):
 class CatalogLine(BaseModel):
     """current: made by this version of the planner. created_at: POSIX seconds."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     fingerprint: str
-    pipelines: int
-    stages: int
-    micro_batches: int
-    technique: str
-    memory: str
+    pipelines: Annotated[int, _of("info", "job", "pipelines")]
+    stages: Annotated[int, _of("info", "job", "stages")]
+    micro_batches: Annotated[int, _of("info", "job", "micro_batches")]
+    technique: Annotated[str, _of("info", "technique")]
+    memory: Annotated[str, _of("info", "memory")]
     plans: int
     failures: int
     bytes: int
     created_at: float
-    planner_version: str
+    planner_version: Annotated[str, _of("info", "planner_version")]
     current: bool
 
 
@@ -519,14 +528,14 @@ def catalogs_router(console: ConsoleService) -> APIRouter:
         found = await in_thread(catalogs.list)
         found.sort(key=_place)
         rows, following = page("catalogs", found, _place, after, limit)
-        return CatalogLines(catalogs=[_line(row) for row in rows], next=following)
+        return CatalogLines(catalogs=list(map(CatalogLine.model_validate, rows)), next=following)
 
     @api.post("/catalogs", status_code=202)
     async def fill(asked: CatalogAsked, x_actor: Actor = "API") -> FillingInfo:
         """Plans what is missing, in the background. The same request again is the same filling while it runs."""
         made = await in_thread(catalogs.fill, await in_thread(_request, console, asked))
         await in_thread(console.security.audit.record, x_actor, "fill catalog", made.fingerprint)
-        return _filling(made)
+        return FillingInfo.model_validate(made)
 
     @api.get("/catalogs/{fingerprint}", response_model=CatalogDetail)
     async def catalog(fingerprint: Fingerprint, tolerance: Tolerance | None = None) -> Response:
@@ -545,7 +554,7 @@ def catalogs_router(console: ConsoleService) -> APIRouter:
         found = catalogs.filling(fingerprint)
         if found is None:
             raise ConsoleError(404, "not_filling", f"catalog: got {fingerprint!r}, expected one that has been filled")
-        return _filling(found)
+        return FillingInfo.model_validate(found)
 
     @api.delete("/catalogs/{fingerprint}/filling", status_code=202)
     async def cancel(fingerprint: Fingerprint, x_actor: Actor = "API") -> FillingInfo:
@@ -599,39 +608,6 @@ def _request(console: ConsoleService, asked: CatalogAsked) -> CatalogRequest:
 
 def _place(catalog: CatalogSummary) -> tuple[float, str]:
     return -catalog.created_at, catalog.fingerprint
-
-
-def _filling(made: Filling) -> FillingInfo:
-    return FillingInfo(
-        fingerprint=made.fingerprint,
-        state=made.state,  # type: ignore[arg-type]
-        done=made.done,
-        total=made.total,
-        planned=made.planned,
-        tolerance=made.request.tolerance,
-        solver=made.request.solver,
-        seconds=made.elapsed,
-        why=made.why,
-        failures=made.failures,
-    )
-
-
-def _line(found: CatalogSummary) -> CatalogLine:
-    info = found.info
-    return CatalogLine(
-        fingerprint=found.fingerprint,
-        pipelines=info.job.pipelines,
-        stages=info.job.stages,
-        micro_batches=info.job.micro_batches,
-        technique=info.technique.value,
-        memory=info.memory,
-        plans=found.plans,
-        failures=found.failures,
-        bytes=found.bytes,
-        created_at=found.created_at,
-        planner_version=info.planner_version,
-        current=found.current,
-    )
 
 
 def _catalog_detail(found: CatalogReport) -> CatalogDetail:

@@ -114,7 +114,9 @@ def gantt(
     """
     sheet = Sheet(drawing, colours)
     ops = drawing.ops
-    start, end = drawing.window or (0, _axis_end(drawing))
+    # Room behind the end for the next iteration's first ops, which staggering pulls forward.
+    whole = max(drawing.schedule.end, drawing.fault_free_end, drawing.schedule.period) * 1.12
+    start, end = drawing.window or (0, whole)
     shapes = len(ops) > MAX_NODES
     figure = go.Figure(_track(sheet, start, end))
     if next_iteration:
@@ -153,11 +155,6 @@ def gantt(
     if held:
         _add_held(figure, sheet, start, end, with_figures=with_figures)
     return figure
-
-
-def _axis_end(drawing: Drawing) -> float:
-    # Room behind the end for the next iteration's first ops, which staggering pulls forward.
-    return max(drawing.schedule.end, drawing.fault_free_end, drawing.schedule.period) * 1.12
 
 
 def _pixels(rows: Rows) -> int:

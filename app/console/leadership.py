@@ -257,7 +257,8 @@ class Leadership:
         except (SQLAlchemyError, DatabaseError) as error:
             self._drop()
             self._act(decide(self._me, term, Seen(False), self.times), None, asked)
-            self._seldom.warn("the database could not be asked about the lead", reason=_first_line(error))
+            reason = str(getattr(error, "orig", error)).strip().partition("\n")[0]
+            self._seldom.warn("the database could not be asked about the lead", reason=reason)
 
     def _see(self, term: int | None) -> Seen:
         if self._session is None:
@@ -331,10 +332,6 @@ class Leadership:
         self._drop()
         self._led = False
         self._stand(None, None, reason)
-
-
-def _first_line(error: Exception) -> str:
-    return str(getattr(error, "orig", error)).strip().partition("\n")[0]
 
 
 # -- the console comes up where this process leads ----------------------------------------------

@@ -387,10 +387,6 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
     )
 
 
-def waits_row(waits: Sequence[Wait]) -> Record:
-    return {"waits": json.dumps(waits)}
-
-
 def state_rows(old: WorkerStates, new: WorkerStates, at: float) -> list[Record]:
     """Returns a row for each role whose state (a RoleState) changed. at: POSIX seconds."""
     rows: list[Record] = []
@@ -915,7 +911,7 @@ class LiveJob:
         later = later_columns(old, new)
         events, repeats = self.feed.split((d for d in decisions if isinstance(d, Note)), now)
         change = JobUpdate(
-            job=job_columns(old, new) | (waits_row(choices) if choices != self.choices else {}),
+            job=job_columns(old, new) | ({"waits": json.dumps(choices)} if choices != self.choices else {}),
             workers=list(rows.values()),
             plan=(plan.fingerprint, storable(plan), plan.failed, False) if (opened or later) and plan else None,
             generation=generation_row(opened) if opened else None,

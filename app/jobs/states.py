@@ -372,7 +372,8 @@ class WorkerStates:
         name, process = member.name, self.known.get(member.incarnation or "")
         state, moved_to, detail = self._held(member), "", member.detail
         if state is RoleState.EMPTY and member.state is WorkerState.FAILED:
-            process = self._last_of(name)
+            holders = self._holders.get(name)
+            process = holders[-1][1] if holders else None
             now = self.state.present_at.get(process.incarnation) if process else None
             if process is not None and now is not None and now.state is not WorkerState.FAILED:
                 state, moved_to = RoleState.MOVED, now.name
@@ -427,10 +428,6 @@ class WorkerStates:
         for holders in found.values():
             holders.sort(key=lambda held: held[0])
         return found
-
-    def _last_of(self, role: str) -> ProcessState | None:
-        holders = self._holders.get(role)
-        return holders[-1][1] if holders else None
 
     def _lost_for(self, role: WorkerRole) -> ProcessState | None:
         """Returns the lost process for which a role is empty; None: no process has held it."""

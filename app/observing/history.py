@@ -296,7 +296,6 @@ def _deflated_json(document: BaseModel) -> bytes:
 MANIFEST = "manifest.json"
 # The audit log is exported for reading, but never imported: it belongs to the console that wrote it.
 EXPORTED = ("job", *MODELS, "audit")
-IMPORTED = ("job", *MODELS)
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Size = Annotated[int, Field(ge=0, le=2**50, strict=True)]
@@ -682,10 +681,6 @@ def _first(error: ValidationError) -> str:
     return f"{place or 'the line'}: {first['msg']}"
 
 
-def importable() -> list[TableFormat]:
-    return [format_of(name) for name in IMPORTED if name != "job"]
-
-
 BATCH = 500
 REST = 0.005
 """Seconds between two transactions: SQLite has one writer, and others wait."""
@@ -795,7 +790,7 @@ def _clear(rows: JobRows, job_id: str, rest: Callable[[float], None]) -> None:
 def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float], None]) -> None:
     known: set[str] = set()  # plans that rows of this job refer to already
     processes, past = list[Record](), GenerationsOfBefore(())
-    for form in importable():
+    for form in map(format_of, MODELS):
         if form.name == "generation":
             past = GenerationsOfBefore(processes)
         for batch in _batches(history, form):

@@ -19,7 +19,7 @@ import structlog
 from cachetools import LRUCache
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.messages.protocol import Heartbeat, MeasuredOps
+from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.as_run import IterationAsRun, MeasuredIteration, as_plan, as_schedule, assemble
 from openrecycle.app.runtime.errors import ConsoleError, storing
@@ -277,7 +277,8 @@ class Measuring:
                 return
             beats = [contact.beat for contact in list(job.measurements.contacts.values())]
             ahead = 2.5 * self._heartbeat * (1 + found.missed)
-            iteration = _foremost(state.committed, beats) + math.ceil(ahead / seconds) + 2
+            foremost = max([state.committed, *(beat.iteration for beat in beats)])
+            iteration = foremost + math.ceil(ahead / seconds) + 2
             if iteration >= job.spec.iterations:
                 return
             until = now + 2 * (ahead + 4 * seconds) + 4 * self._heartbeat + 2.0
@@ -354,7 +355,3 @@ def _keep(kept: list[int], iteration: int, most: int) -> None:
 
 def _most_kept(job: LiveJob) -> int:
     return max(1, min(MOST_KEPT, MOST_KEPT_OPS // job.plans.ops))
-
-
-def _foremost(committed: int, beats: list[Heartbeat]) -> int:
-    return max([committed, *(beat.iteration for beat in beats)])

@@ -291,7 +291,10 @@ class JobMetrics(Collector):
         out.plans_wanted.add_metric([key], job.plans.ahead.wanted)
         self._add_iterations(out, job, waits_for_operator=roles.waits_for_operator)
         self._add_recoveries(out, job)
-        self._add_plan(out, job)
+        plan = self._plan(state.current.plan_fingerprint) if state.current else None
+        if plan is not None:
+            out.plan_gap.add_metric([key], plan.metrics.gap)
+            out.plan_slowdown.add_metric([key], plan.metrics.slowdown_vs_1f1b)
 
     def _add_iterations(self, out: _Families, job: LiveJob, *, waits_for_operator: bool) -> None:
         key, spec = job.job_id, job.spec
@@ -335,13 +338,6 @@ class JobMetrics(Collector):
                 seconds.add(max(0.0, row[column] / 1000 - people))
             family.add_metric([key], seconds.buckets(), seconds.total)
         out.recoveries.add_metric([key], len(rows))
-
-    def _add_plan(self, out: _Families, job: LiveJob) -> None:
-        current = job.state.current
-        plan = self._plan(current.plan_fingerprint) if current else None
-        if plan is not None:
-            out.plan_gap.add_metric([job.job_id], plan.metrics.gap)
-            out.plan_slowdown.add_metric([job.job_id], plan.metrics.slowdown_vs_1f1b)
 
 
 class _Families:

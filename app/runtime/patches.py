@@ -271,7 +271,8 @@ def building(ops: int) -> Iterator[None]:
         yield
         return
     with _lock:
-        _whole_if_due()
+        if not (_kept or _building) and time.monotonic() - _last_whole >= WHOLE_SECONDS:
+            _look(whole=True)
         _building += 1
         gc.disable()
     try:
@@ -282,11 +283,6 @@ def building(ops: int) -> Iterator[None]:
             _building -= 1
             if not (_building or _kept):
                 gc.enable()
-
-
-def _whole_if_due() -> None:
-    if not (_kept or _building) and time.monotonic() - _last_whole >= WHOLE_SECONDS:
-        _look(whole=True)
 
 
 # -- Streamlit: its page --------------------------------------------------------------------------

@@ -365,7 +365,8 @@ def _steps(console: ConsoleService, chosen: str | None, going: bool) -> None:
     solves = [console.plans.solves.find(step.question.asked()) for step in STEPS]
     if going and all(s is None or s.over for s in solves):
         st.rerun()
-    example_steps([(s.name, s.about, made, s.name == chosen) for s, made in zip(STEPS, solves, strict=True)])
+    steps = (_step(s.name, s.about, made, s.name == chosen) for s, made in zip(STEPS, solves, strict=True))
+    st.html(f'<div class="or-steps">{"".join(steps)}</div>')
 
 
 def _choose_step(name: str | None) -> None:
@@ -373,12 +374,8 @@ def _choose_step(name: str | None) -> None:
     change(chosen.question if chosen else now(), example=True)
 
 
-def example_steps(items: list[tuple[str, str, Solve | None, bool]]) -> None:
-    """Draws the steps of the paper's example. items: (name, about, its solve, whether it is the one shown below)."""
-    st.html('<div class="or-steps">' + "".join(_step(*item) for item in items) + "</div>")
-
-
 def _step(name: str, about: str, solve: Solve | None, chosen: bool) -> str:
+    """Returns a step of the paper's example. chosen: it is the one shown below."""
     value, note = "–", "not planned yet"
     good = ""
     if solve is not None and solve.plan is not None:

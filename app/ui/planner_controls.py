@@ -451,7 +451,7 @@ def _by_hand(question: WhatIf, *, buttons: bool) -> None:
         st.button(
             "All alive",
             key="planner-revive",
-            on_click=_revive,
+            on_click=lambda: change(now().with_failed(set())),
             disabled=not question.failed,
             help=f"Brings back {text.count(len(question.failed), 'worker')}." if question.failed else None,
         )
@@ -473,10 +473,6 @@ def _random() -> None:
     change(at_random(now(), int(st.session_state["planner-random-count"]), noise))
 
 
-def _revive() -> None:
-    change(now().with_failed(set()))
-
-
 # -- the profile of the question ----------------------------------------------------------------
 
 NAME = "planner-profile-name"
@@ -491,11 +487,6 @@ def remember_name(question: WhatIf) -> None:
     """Notes the profile's name, since an edited profile is mostly saved under the same name."""
     if question.named is not None:
         st.session_state[_NAMED] = question.named.name
-
-
-def remember_measured(word: str, read: Profile) -> None:
-    """Notes a measured profile that was read, which is good for more grids than the question's."""
-    st.session_state[_MEASURED] = (word, read)
 
 
 def keep(console: ConsoleService, question: WhatIf, known: Sequence[ProfileInfo]) -> None:
@@ -770,4 +761,5 @@ def _upload(console: ConsoleService, file: UploadedFile) -> None:
         read = read_upload(document)
         change(uploaded(read, now()))
         if isinstance(read, Profile):
-            remember_measured(now().profile, read)
+            # A measured profile is good for more grids than the question's.
+            st.session_state[_MEASURED] = (now().profile, read)

@@ -56,11 +56,6 @@ class ScheduleView:
     time: TimeRange
 
 
-def choose_workers(schedule: Schedule) -> list[Worker]:
-    """Draws the choice of rows where the caller is; returns the workers."""
-    return choose_rows([schedule])(schedule)
-
-
 def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Worker]]:
     """Draws one choice of rows for several schedules. If one has no such pipeline or stage, all its workers are
     shown."""
@@ -324,7 +319,7 @@ def page() -> None:
     plan = source.plan
     schedule = schedule_of(plan)
     with filters:
-        workers = choose_workers(schedule)
+        workers = choose_rows([schedule])(schedule)
     with st.container(horizontal=True, vertical_alignment="bottom", key="drawn"):
         wish = choose_view(plan, schedule)
     components.cards(facts.plan_cards(plan, schedule))
