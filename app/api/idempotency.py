@@ -27,7 +27,8 @@ from openrecycle.db.access import Earlier, IdempotentRequests
 HEADER = "Idempotency-Key"
 MOST_CHARACTERS = 255
 # Seconds after which a request that was never answered may be done again. Every request takes less, except the upload
-# of a plan while others are read.
+# of a plan while others are read. If its console ended between the effect and the answer, which are transactions of
+# their own, it is done twice.
 STALE = 120.0
 STALE_UPLOAD = TIMEOUT * (MOST_WAITING + 1)
 # No request with an effect has a larger answer.
