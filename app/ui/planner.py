@@ -550,7 +550,8 @@ def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> N
     if question.heals_in and job.time_unit not in SECONDS:
         st.caption(f"One {job.time_unit} counts as 1 s.")
     if question.partition == AUTO:
-        st.caption("Each period is with the layers per stage that are best for it.")
+        layers = f": {text.counts(found.partition)} afterwards" * bool(found.partition)
+        st.caption(f"Each period is with the layers per stage that are best for it{layers}.")
     if not found.migrations:
         return
     unit = job.time_unit
