@@ -242,13 +242,14 @@ class GradientSum:
             return
         (rows, tokens), columns = left.shape, right.shape[1]
         few = self.device.type == "cpu" and tokens <= _FEW_TOKENS and rows * columns > _PRODUCT
-        at_once = max(1, _PRODUCT // columns) if few else rows
-        memory = self._gradient_memory(left.dtype, min(at_once, rows) * columns)
+        at_once = max(1, _PRODUCT // columns if few else rows)
+        memory, sums = self._gradient_memory(left.dtype, min(at_once, rows) * columns), self._sums[id(tensor)]
         left, right, factor = left.detach(), right.detach(), 1 / self.loss_scale
         self._take_back()
-        for into, some in zip(_chunks(self._sums[id(tensor)], at_once * columns), left.split(at_once), strict=True):
-            product = torch.mm(some, right, out=memory[: into.numel()].view(-1, columns))
-            self._add(into, product.to(tensor.dtype).view(-1), factor)
+        for start in range(0, rows, at_once):
+            some = left[start : start + at_once]
+            product = torch.mm(some, right, out=memory[: len(some) * columns].view(len(some), columns))
+            self._add(sums[start * columns :][: product.numel()], product.to(tensor.dtype).view(-1), factor)
         self._uncounted[id(tensor)] += 1
 
     def add_change(self, buffer: Tensor, change: Tensor) -> None:

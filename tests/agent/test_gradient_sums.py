@@ -94,7 +94,7 @@ def test_the_compiled_loop_knows_the_limit_to_the_last_bit(dtype: torch.dtype, t
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lower", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "columns"), [(6, 10), (601, 1024), (3, 600_000)])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 10), (601, 1024), (3, 600_000), (0, 5), (5, 0)])
 def test_a_product_counts_as_the_gradient_that_it_is(
     kind: type[GradientSum], lower: torch.dtype, rows: int, columns: int
 ) -> None:
