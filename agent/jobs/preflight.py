@@ -878,8 +878,8 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
 
 def check_schedule(workload: Workload, options: TrainingOptions, needed: JobMemory) -> None:
     """Raises InputError for a scheduler that can't take as many steps as the job has iterations, as OneCycleLR can't
-    beyond its total_steps: the last step would end the job, and with it what was trained. Tried is that last step
-    alone."""
+    beyond its total_steps: the step that it lacks would end the job, and with it what was trained. Tried is the last
+    step alone, of each part of a SequentialLR or ChainedScheduler its own."""
     scheduler = getattr(workload, "scheduler", None)
     if scheduler is None:
         return
@@ -887,12 +887,19 @@ def check_schedule(workload: Workload, options: TrainingOptions, needed: JobMemo
     def made() -> Any:
         return scheduler(make_optimizer(workload.optimizer, list(needed.first_stage)))
 
+    def parts() -> list[tuple[Any, int]]:
+        return compat.parts_of_scheduler(made(), options.iterations)
+
     with own_numbers("schedule", options.seed), kept_settings(), warnings.catch_warnings(action="ignore"):
-        error = _last_step(made(), options.iterations)
-        if error is None or not _can_jump(made, options.iterations):
-            return
-        got = f"{type(made()).__name__}, whose last step of {options.iterations} raises {in_a_line(error)[:200]}"
-        raise InputError("scheduler", got, "one that has a step for each iteration of the job") from error
+        for number in range(len(parts())):
+            part, steps = parts()[number]
+            error = _last_step(part, steps)
+            if error is None or not _can_jump(lambda number=number: parts()[number][0], steps):  # type: ignore[misc]
+                continue
+            whole, name = type(made()).__name__, type(part).__name__
+            which = name if name == whole else f"{whole} with {name}"
+            got = f"{which}, whose last step of {steps} raises {in_a_line(error)[:200]}"
+            raise InputError("scheduler", got, "one that has a step for each iteration of the job") from error
 
 
 def _last_step(scheduler: Any, steps: int) -> Exception | None:
@@ -919,11 +926,12 @@ def _can_jump(made: Callable[[], Any], steps: int) -> bool:
     if _last_step(made(), few) is None:
         return True
     scheduler = made()
-    for number in range(few):
+    begin = scheduler.last_epoch  # -1 in a part whose turn comes later
+    for number in range(begin, few):
         try:
             scheduler.step()
         except Exception:
-            return number > 0
+            return number > begin
     return False
 
 

@@ -284,6 +284,22 @@ def multiply(tensors: Sequence[Tensor], factor: float) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def parts_of_scheduler(scheduler: Any, steps: int) -> list[tuple[Any, int]]:
+    """Returns the schedulers that a SequentialLR or a ChainedScheduler is made of, down to those without parts, and
+    which of its own steps each has reached after so many of the whole; a scheduler without parts is its own."""
+    schedulers = torch.optim.lr_scheduler
+    if isinstance(scheduler, schedulers.ChainedScheduler):
+        shares = [steps] * len(scheduler._schedulers)
+    elif isinstance(scheduler, schedulers.SequentialLR):
+        begins = [0, *scheduler._milestones]
+        ends = [*(end - 1 for end in scheduler._milestones), steps]
+        shares = [min(steps, end) - begin for begin, end in zip(begins, ends, strict=True)]
+    else:
+        return [(scheduler, steps)]
+    parts = zip(scheduler._schedulers, shares, strict=True)
+    return [found for part, share in parts if share > 0 for found in parts_of_scheduler(part, share)]
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Returns the hooks that are called before and after each step."""
     hooks: Any = optimizer

@@ -394,12 +394,28 @@ def _table(step: int) -> float:
     return (1.0, 0.5, 0.25, 0.125, 0.0625)[step]
 
 
+def _joined(optimizer: Any, kind: str, total_steps: int = 4, lr: float = 1.0) -> Any:
+    """A OneCycleLR inside other schedulers."""
+    schedulers = torch.optim.lr_scheduler
+    one = schedulers.OneCycleLR(optimizer, max_lr=lr, total_steps=total_steps)
+    constant = schedulers.ConstantLR(optimizer)
+    if kind == "chained":
+        return schedulers.ChainedScheduler([constant, one])
+    order, milestone = ([one, constant], 6) if kind == "first" else ([constant, one], 2)
+    joined = schedulers.SequentialLR(optimizer, order, milestones=[milestone])
+    return schedulers.ChainedScheduler([joined]) if kind == "nested" else joined
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "scheduler",
     [
         partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=4),
         partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_table),
+        partial(_joined, kind="first"),
+        at_length(partial(_joined, kind="chained")),
+        partial(_joined, kind="last", total_steps=2),
+        at_length(partial(_joined, kind="nested", total_steps=2)),
     ],
 )
 def test_a_schedule_that_ends_before_the_job_is_refused(scheduler: Any) -> None:
