@@ -1,5 +1,6 @@
-"""Until the first release: adds columns that the models have got since a table was created, and fills some of them from
-the sentences in older rows. This file is to be deleted with the first migration after that release.
+"""Until the first release: adds columns that the models have got since a table was created, fills some of them from the
+sentences in older rows, and lets columns be empty that may be by now. This file is to be deleted with the first
+migration after that release.
 """
 
 from __future__ import annotations
@@ -56,20 +57,26 @@ _DRAINED = '"drained"'
 
 
 def compared(connection: Connection) -> tuple[list[Column[Any]], bool]:
-    """Return the columns of the models that are missing or not filled yet, in tables that exist; and whether there is a
-    column that only a newer program knows."""
+    """Return the columns of the models that are missing, not filled yet, or not yet allowed to be empty, in tables that
+    exist; and whether there is a column that only a newer program knows."""
     tables, missing, unknown = inspect(connection), list[Column[Any]](), False
     there = set(tables.get_table_names())
     for ours in Base.metadata.sorted_tables:
         if ours.name in there:
-            known = {one["name"].removesuffix(_UNFILLED): one["name"] for one in tables.get_columns(ours.name)}
-            missing += [one for one in ours.columns if known.get(one.name) != one.name]
+            found = tables.get_columns(ours.name)
+            known = {one["name"].removesuffix(_UNFILLED): one["name"] for one in found}
+            never_empty = {one["name"] for one in found if not one["nullable"]}
+            missing += [
+                *(one for one in ours.columns if known.get(one.name) != one.name),
+                *(one for one in ours.columns if one.nullable and one.name in never_empty),
+            ]
             unknown |= not known.keys() <= set(ours.columns.keys())
     return missing, unknown
 
 
 def add(connection: Connection, missing: Iterable[Column[Any]]) -> None:
-    """Add columns. Fails on PostgreSQL if something holds a table for longer than LOCK_SECONDS."""
+    """Add columns, or let them be empty. Fails on PostgreSQL if something holds a table for longer than
+    LOCK_SECONDS."""
     from alembic.migration import MigrationContext
     from alembic.operations import Operations
 
@@ -77,7 +84,10 @@ def add(connection: Connection, missing: Iterable[Column[Any]]) -> None:
     _wait_at_most(connection)
     for new in missing:
         known = {one["name"] for one in tables.get_columns(new.table.name)}
-        if new.name + _UNFILLED not in known:
+        if new.name in known:
+            with operations.batch_alter_table(new.table.name, copy_from=new.table) as table_:
+                table_.alter_column(new.name, nullable=True)
+        elif new.name + _UNFILLED not in known:
             operations.add_column(new.table.name, new)
             if str(new) in _TOLD:
                 _rename(connection, new, new.name, new.name + _UNFILLED)

@@ -257,14 +257,14 @@ class EventRow(Base):
 
 
 class IterationRow(Base):
-    """One committed iteration; the first report of it counts. loss_hex: the exact loss. skipped: JSON list of the
-    micro-batches (numbered over all pipelines) that are left out of its sums."""
+    """One committed iteration; the first report of it counts. loss: None where there is none. loss_hex: the exact
+    loss. skipped: JSON list of the micro-batches (numbered over all pipelines) that are left out of its sums."""
 
     __tablename__ = "iteration"
 
     job_id: Mapped[str] = _job_key()
     iteration: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
-    loss: Mapped[float] = mapped_column(Double)
+    loss: Mapped[float | None] = mapped_column(Double)
     loss_hex: Mapped[str] = mapped_column(String(40))
     seconds: Mapped[float] = mapped_column(Double)
     generation: Mapped[int] = mapped_column(BigInteger)

@@ -180,7 +180,7 @@ class LocalCoordination(Coordination):
     def committed(self, iterations: Iterable[Iteration]) -> None:
         iterations = list(iterations)
         if iterations:
-            self._iteration_seconds = iterations[-1].seconds
+            self._iteration_seconds = iterations[-1].seconds or self._iteration_seconds
         self._take(IterationsCommitted(max((i.iteration + 1 for i in iterations), default=0)))
 
     def report(self, message: Relayout | Recovery | ValidationReport) -> None:

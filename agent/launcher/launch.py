@@ -864,9 +864,8 @@ class Launcher:
     def _certain(self, recorded: RecordedProgress) -> None:
         """Reports what the record has found to be certain by now."""
         if recorded.unknown:
-            missing = (
-                f"{count(len(recorded.unknown), 'iteration')} missing here ({names([*map(str, recorded.unknown)])})"
-            )
+            numbers = names([str(iteration.iteration) for iteration in recorded.unknown])
+            missing = f"{count(len(recorded.unknown), 'iteration')} missing here ({numbers})"
             self._listener({"warning": f"{missing}: who computed the losses was lost before they could be told"})
         for iteration in recorded.iterations:
             self._listener(iteration_line(iteration))
@@ -879,8 +878,9 @@ class Launcher:
         for recovery in recorded.recoveries:
             self._listener({"failure": recovery.model_dump()})
             self._coordination.report(recovery)
-        self._coordination.committed(recorded.iterations)
-        if recorded.iterations:
+        done = sorted((*recorded.iterations, *recorded.unknown), key=lambda iteration: iteration.iteration)
+        self._coordination.committed(done)
+        if done:
             self._fence_the_blamed()
             committed = self._record.committed
             self._rejoins = [r for r in self._rejoins if r.iteration >= committed or not self._start_again(r.worker)]

@@ -8,6 +8,7 @@ it (see agent.workers.recovery), so it is recorded exactly once. The lines of th
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,14 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from openrecycle.agent.messages.protocol import (
-    LONGEST_MS,
-    CommittedIteration,
-    Iteration,
-    NamedWorker,
-    Recovery,
-    Restart,
-)
+from openrecycle.agent.messages.protocol import LONGEST_MS, Iteration, NamedWorker, Recovery, Restart
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import count, counts
 
@@ -89,7 +83,7 @@ class RecordedProgress:
     committed iterations whose loss no living worker knows; they are in no record."""
 
     iterations: tuple[Iteration, ...] = ()
-    unknown: tuple[int, ...] = ()
+    unknown: tuple[Iteration, ...] = ()
     evaluations: tuple[EvaluationResult, ...] = ()
     gradient_norms: tuple[tuple[int, str], ...] = ()
     recoveries: tuple[Recovery, ...] = ()
@@ -412,7 +406,7 @@ class RunRecord:
         if not self._living:
             return RecordedProgress()
         certain = min(self._of(w).committed for w in self._living)
-        iterations, unknown = list[Iteration](), list[int]()
+        iterations, unknown = list[Iteration](), list[Iteration]()
         while self.committed < certain:
             i = self.committed
             at = max(self._of(w).committed_at.get(i, self._last_at) for w in self._living)
@@ -421,25 +415,24 @@ class RunRecord:
             generation, living = self._generation, len(self._living)
             if self._before is not None and i <= self._before[0]:
                 _, generation, living = self._before
+            done = Iteration(
+                iteration=i,
+                loss=_loss(loss or "nan"),
+                loss_hex=loss or "nan",
+                seconds=max(0.0, (at - self._last_at) / 1e9),
+                generation=generation,
+                living=living,
+                skipped=self.skipped.get(i, ()),
+                learning_rate=rate,
+                data_seconds=waited,
+            )
             if loss:
-                iterations.append(
-                    CommittedIteration(
-                        iteration=i,
-                        loss=float.fromhex(loss),
-                        loss_hex=loss,
-                        seconds=max(0.0, (at - self._last_at) / 1e9),
-                        generation=generation,
-                        living=living,
-                        skipped=self.skipped.get(i, ()),
-                        learning_rate=rate,
-                        data_seconds=waited,
-                    )
-                )
+                iterations.append(done)
                 self._recorded.append((i, loss))
             else:
                 # All have it from a checkpoint, or from a peer; and its last stage, which is gone, could not say it any
                 # more, as when the launcher of its node stood still.
-                unknown.append(i)
+                unknown.append(done)
             self._last_at = at
             self.committed += 1
             for progress in self._workers.values():
@@ -627,7 +620,13 @@ def iteration_line(iteration: Iteration) -> dict[str, Any]:
 
 def iteration_of(line: dict[str, Any]) -> Iteration:
     """Returns the iteration from which `iteration_line` has made the line."""
-    return CommittedIteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
+    return Iteration(loss_hex=line["loss"], **(line | {"loss": _loss(line["loss"])}))
+
+
+def _loss(hexadecimal: str) -> float:
+    """Returns a loss that is a number or NaN: a mean that does not fit into a float is none."""
+    loss = float.fromhex(hexadecimal)
+    return math.nan if math.isinf(loss) else loss
 
 
 def _evaluation(iteration: int, values: dict[str, str]) -> str:

@@ -69,6 +69,20 @@ def _hexadecimal(text: str) -> str:
     return text
 
 
+def _or_nan(loss: object) -> object:
+    return math.nan if loss is None else loss
+
+
+def _not_infinite(loss: float) -> float:
+    if math.isinf(loss):
+        raise ValueError(f"got {loss}, expected a finite number, or null")
+    return loss
+
+
+def _or_null(loss: float) -> float | None:
+    return None if math.isnan(loss) else loss
+
+
 # The characters of names are written out, since regular expressions differ in what they take for a letter. Beyond ASCII
 # this has all visible characters: no spaces, marks of direction, surrogates or characters of private use.
 _BEYOND_ASCII = (
@@ -93,6 +107,14 @@ Milliseconds = Annotated[float, Field(strict=True, ge=0, le=LONGEST_MS, allow_in
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Microseconds = Annotated[int, Field(ge=0, le=10**12), INTEGER]
 _HEXADECIMAL = r"^-?(0x[0-9a-f]{1,20}(\.[0-9a-f]{0,20})?(p[+-]?[0-9]{1,5})?|inf|nan)$"
+Loss = Annotated[
+    float,
+    Field(strict=True),
+    BeforeValidator(_or_nan, json_schema_input_type=float | None),
+    AfterValidator(_not_infinite),
+    PlainSerializer(_or_null, return_type=float | None),
+]
+"""A loss; NaN, which is null on the wire, where there is none."""
 LossHex = Annotated[str, StringConstraints(max_length=40, pattern=_HEXADECIMAL), AfterValidator(_hexadecimal)]
 OpKind = Literal["F", "I", "W", "B", "O"]
 
@@ -520,12 +542,13 @@ class FailureReport(Message):
 
 
 class Iteration(Message):
-    """One committed iteration; they are counted from 0. loss_hex: the loss as a hexadecimal float, exact. skipped:
-    micro-batches that were left out, numbered over the pipelines. learning_rate: that of the optimizer's first group in
-    this step; None: not known. data_seconds: the longest that a worker waited for its micro-batches to be read."""
+    """One committed iteration; they are counted from 0. loss: NaN where no micro-batch has one, or nobody knows it any
+    more. loss_hex: the loss as a hexadecimal float, exact. skipped: micro-batches that were left out, numbered over the
+    pipelines. learning_rate: that of the optimizer's first group in this step; None: not known. data_seconds: the
+    longest that a worker waited for its micro-batches to be read."""
 
     iteration: Count
-    loss: Number
+    loss: Loss
     loss_hex: LossHex
     seconds: Seconds
     generation: Count
@@ -533,13 +556,6 @@ class Iteration(Message):
     skipped: Annotated[tuple[Count, ...], Field(max_length=65536, exclude_if=lambda value: not value)] = ()
     learning_rate: Annotated[Number | None, Field(exclude_if=lambda value: value is None)] = None
     data_seconds: Annotated[Seconds, Field(exclude_if=lambda value: not value)] = 0.0
-
-
-class CommittedIteration(Iteration):
-    """An iteration as the launcher has it. loss: NaN where no micro-batch has one; a console is not told of such an
-    iteration."""
-
-    loss: Annotated[float, Field(strict=True)]
 
 
 class IterationReport(Message):

@@ -9,7 +9,6 @@ report. Beyond the bound, reports of validations are dropped first, and then the
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import socket
 import threading
@@ -202,15 +201,11 @@ def _saved(report: QueuedReport) -> tuple[str, dict[str, Any]]:
     return report.path, report.message.model_dump(mode="json")
 
 
-def _with_loss(iterations: Iterable[Iteration]) -> tuple[Iteration, ...]:
-    return tuple(iteration for iteration in iterations if math.isfinite(iteration.loss))
-
-
 def _restored(
     saved: Sequence[tuple[str, Mapping[str, Any]]], recorded: Callable[[int, int], Iterable[Iteration]]
 ) -> Iterable[Message]:
     spans = [(about["first"], about["last"]) for path, about in saved if _REPORTS[path] is IterationReport]
-    known = {i.iteration: i for i in _with_loss(recorded(spans[0][0], spans[-1][1]))} if spans else {}
+    known = {i.iteration: i for i in recorded(spans[0][0], spans[-1][1])} if spans else {}
     for path, about in saved:
         if _REPORTS[path] is IterationReport:
             numbers = range(about["first"], about["last"] + 1)
@@ -583,7 +578,7 @@ class ConsoleCoordination(Coordination):
         batch = tuple(iterations)
         if batch and batch[-1].generation == self._generation:
             self._absence.trains()
-        if batch := _with_loss(batch):
+        if batch:
             self._report(IterationReport(iterations=batch))
 
     def report(self, message: Relayout | Recovery | ValidationReport) -> None:

@@ -219,9 +219,6 @@ class Reporter:
         if hasattr(loss, "detach"):  # else torch warns of a tensor with a gradient
             loss = loss.detach()
         loss = float(loss)
-        if not math.isfinite(loss):
-            self._say_once(f"iteration {number} has loss {loss}; iterations without a finite loss are not reported")
-            return
         deployment = self._deployment
         generation, living = 0, self._job.pipelines * self._job.stages
         if deployment is not None:
@@ -229,7 +226,7 @@ class Reporter:
         try:
             done = Iteration(
                 iteration=number,
-                loss=loss,
+                loss=loss if math.isfinite(loss) else math.nan,
                 loss_hex=loss.hex(),
                 seconds=seconds,
                 generation=generation,

@@ -241,11 +241,12 @@ class EventInfo(BaseModel):
 
 
 class IterationInfo(BaseModel):
-    """loss_hex: the exact loss, as a hexadecimal float. skipped: micro-batches, numbered over the pipelines, that were
-    left out of the iteration's sums because they gave NaN or infinity, or no worker could run their data."""
+    """loss: null where no micro-batch has one. loss_hex: the exact loss, as a hexadecimal float. skipped:
+    micro-batches, numbered over the pipelines, that were left out of the iteration's sums because they gave NaN or
+    infinity, or no worker could run their data."""
 
     iteration: int
-    loss: float
+    loss: float | None
     loss_hex: str
     seconds: float
     generation: int

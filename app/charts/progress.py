@@ -292,7 +292,7 @@ def throughput(rows: Columns, colours: Palette, shown: tuple[float, float] | Non
 
 
 def losses(rows: Columns, colours: Palette, shown: tuple[float, float] | None = None) -> LiveChart:
-    """Draws the loss by iteration. shown: as in `throughput`."""
+    """Draws the loss by iteration, with a gap where an iteration has none. shown: as in `throughput`."""
     layers = [*_curve("loss", colours.muted, shown, zero=False), *_marks(colours, labels=False)]
     return LiveChart(_panel("Loss", layers, axis_title="iteration"), rows, colours)
 
@@ -319,7 +319,7 @@ def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], faul
         "iteration": number,
         "samples_per_second": rate,
         "milliseconds": np.array([1000 * i.seconds for i in iterations], dtype=np.float32),
-        "loss": np.array([i.loss for i in iterations], dtype=np.float32),
+        "loss": np.array([math.nan if i.loss is None else i.loss for i in iterations], dtype=np.float32),
         "generation": np.array([i.generation for i in iterations], dtype=np.float64),
         "living": np.array([i.living for i in iterations], dtype=np.int32),
         "mark": [text for text, _ in words],

@@ -363,7 +363,8 @@ LOOK_BACK = 200
 def skipped_note(report: Iteration, micro_batches: int) -> membership.Note:
     """Returns the line of the feed for micro-batches that an iteration skipped. micro_batches: of a pipeline."""
     numbers = micro_batch_names(report.skipped, micro_batches)
-    text = f"iteration {report.iteration}: {numbers} left out; the loss is the mean of the others"
+    of_others = "it has no loss" if math.isnan(report.loss) else "the loss is the mean of the others"
+    text = f"iteration {report.iteration}: {numbers} left out; {of_others}"
     return membership.Note("warning", "step", text)
 
 

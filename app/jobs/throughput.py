@@ -392,12 +392,12 @@ RECENT = 5
 
 @dataclass(frozen=True)
 class IterationView:
-    """One iteration. seconds: its wall time without `waited`, the seconds in it for which the job waited for a person.
-    skipped: micro-batches, numbered over the pipelines, that were left out of its sums; they don't count in
-    samples_per_second."""
+    """One iteration. loss: None where no micro-batch has one. seconds: its wall time without `waited`, the seconds in
+    it for which the job waited for a person. skipped: micro-batches, numbered over the pipelines, that were left out of
+    its sums; they don't count in samples_per_second."""
 
     iteration: int
-    loss: float
+    loss: float | None
     seconds: float
     samples_per_second: float
     generation: int

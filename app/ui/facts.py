@@ -84,7 +84,8 @@ def _iteration(view: JobView) -> Card:
     if view.state in OVER:
         note = "all done" if view.state is JobState.FINISHED else "stopped"
     else:
-        note = f"loss {view.iterations[-1].loss:.4f}" if view.iterations else "no loss yet"
+        loss = view.iterations[-1].loss if view.iterations else None
+        note = f"loss {loss:.4f}" if loss is not None else "without a loss" if done else "no loss yet"
     return Card("Iterations done", f"{done:,}", note, of=f"of {total:,}")
 
 

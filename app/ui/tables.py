@@ -222,7 +222,7 @@ def iterations_table(iterations: Sequence[IterationView], marks: Sequence[Mark],
         "iteration": [i.iteration for i in newest],
         "samples/s": [round(i.samples_per_second, 2) for i in newest],
         "took (ms)": [round(1000 * i.seconds, 1) for i in newest],
-        "loss": [round(i.loss, 4) for i in newest],
+        "loss": [None if i.loss is None else round(i.loss, 4) for i in newest],
         "living workers": [i.living for i in newest],
         "generation": [i.generation for i in newest],
         "what changed": [

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from openrecycle import Callback
 from openrecycle.agent.config.devices import Mode
-from openrecycle.agent.config.options import Checkpoints, Faults, Optimization
+from openrecycle.agent.config.options import Checkpoints, Console, Faults, Optimization
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.messages.protocol import Iteration
 from tests.agent import own_jobs, wrong_jobs
+from tests.agent.consoles import console
 from tests.agent.local_jobs import LocalJob, fault_free_losses, uncut
 from tests.conftest import at_length
 from tests.golden import golden
@@ -213,19 +214,28 @@ def test_a_micro_batch_that_is_not_a_number_is_named(mode: Mode, tmp_path: Path)
     assert all(loss > 0 for loss in result.losses)
 
 
-def _nothing_in_the_second(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+def _nothing_in_some(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """Nothing in iterations 1 and 4, and not all in 2."""
     inputs, targets = own_jobs.data(iteration, pipeline, micro_batch)
-    return inputs, targets * (float("nan") if iteration == 1 or (iteration, pipeline, micro_batch) == (2, 0, 0) else 1)
+    nothing = iteration in (1, 4) or (iteration, pipeline, micro_batch) == (2, 0, 0)
+    return inputs, targets * (math.nan if nothing else 1)
 
 
 def test_an_iteration_without_any_loss_has_none(tmp_path: Path) -> None:
-    """It was said to have a loss of 0, the best of all; and one that lacks some losses, one that was too small."""
+    """It was said to have a loss of 0, the best of all; and one that lacks some losses, one that was too small. Of the
+    last one a console was not told, and showed a job that had ended early."""
     seen: list[tuple[int, float]] = []
     record = tmp_path / "run.jsonl"
     given: dict[str, Any] = {"on_iteration": lambda number, loss: seen.append((number, loss)), "record": record}
-    result = own_jobs.trainer(data=_nothing_in_the_second, **given).fit(iterations=4)
-    assert [math.isnan(loss) for loss in result.losses] == [False, True, False, False]
-    assert [number for number, _ in seen] == [0, 1, 2, 3] and math.isnan(seen[1][1])
+    with console(tmp_path) as server:
+        given["console"] = Console(url=server.root)
+        result = own_jobs.trainer(data=_nothing_in_some, **given).fit(iterations=5)
+        job_id = server.job_id()
+        assert server.read(f"/jobs/{job_id}")["committed"] == 5
+        told = server.read(f"/jobs/{job_id}/iterations")["iterations"]
+    assert [row["loss"] for row in told] == [None if math.isnan(loss) else loss for loss in result.losses]
+    assert [math.isnan(loss) for loss in result.losses] == [False, True, False, False, True]
+    assert [number for number, _ in seen] == [0, 1, 2, 3, 4] and math.isnan(seen[1][1])
     lines = [line for line in map(json.loads, record.read_text().splitlines()) if "loss" in line]
     assert math.isnan(float.fromhex(lines[1]["loss"])) and len(lines[1]["skipped"]) == 6
     assert result.losses[2] > 0.9 * min(result.losses[0], result.losses[3])

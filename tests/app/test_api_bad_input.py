@@ -100,9 +100,9 @@ def test_a_body_that_is_no_message(server: ConsoleServer, agents: Agents, data: 
 
 @ONE_DATABASE
 def test_a_loss_that_is_no_number(agents: Agents) -> None:
-    row = '{"iteration": 1, "loss": NaN, "loss_hex": "nan", "seconds": 1, "generation": 1, "living": 2}'
+    row = '{"iteration": 1, "loss": Infinity, "loss_hex": "inf", "seconds": 1, "generation": 1, "living": 2}'
     answer = raw(agents.server, agents.path("/iterations"), f'{{"iterations": [{row}]}}'.encode())
-    assert_problem(answer, 422, "invalid", "iterations.0.loss: got nan")
+    assert_problem(answer, 422, "invalid", "iterations.0.loss: got inf")
 
 
 @ONE_DATABASE

@@ -128,6 +128,11 @@ def test_reports_are_kept(agents: Agents) -> None:
     assert [(i["iteration"], i["loss"]) for i in found] == [(2, 2.5), (3, 2.5)]
     assert agents.job()["committed"] == 4
 
+    lost = {"iteration": 4, **row, "loss": None, "loss_hex": "nan", "skipped": [*range(12)]}
+    assert agents.server.post(agents.path("/iterations"), {"iterations": [lost]}).status_code == 204
+    (found,) = agents.server.get(agents.path("/iterations"), params={"after": 3}).json()["iterations"]
+    assert (found["loss"], found["loss_hex"], agents.job()["committed"]) == (None, "nan", 5), "it counts all the same"
+
     recovery = {
         "worker": "W1_2",
         "generation": 2,

@@ -3,6 +3,8 @@ has been asked for, an iteration with parts left out, and a job that has ended."
 
 from __future__ import annotations
 
+from math import nan
+
 import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
@@ -188,6 +190,11 @@ def test_what_an_iteration_left_out_is_stored_and_said_once(here: ConsoleHere) -
     table = tables.iterations_table(view.iterations, [], job.spec.micro_batches)
     assert table["what changed"][0] == "micro-batches 0.3, 2.1 left out"
     assert console.queries.iterations(job.job_id, 3, 10)[0]["skipped"] == [3, 13]
+    lost = Iteration(iteration=5, skipped=tuple(range(18)), **row | {"loss": nan, "loss_hex": "nan"})  # type: ignore[arg-type]
+    console.reports.committed(job.job_id, [lost])
+    view = console.queries.view(job.job_id)
+    assert view.iterations[-1].loss is None and console.jobs.find(job.job_id).state.committed == 6
+    assert [e.text for e in view.events if "left out" in e.text] == [golden("iteration-5-has-no-loss"), *said]
 
 
 def test_a_job_that_has_ended_has_nothing_in_force_and_is_not_followed(

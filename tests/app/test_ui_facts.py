@@ -450,6 +450,15 @@ def test_iterations_are_in_a_table_with_what_changed() -> None:
     assert changed.pop(18) == "✕ W1_2: resumed after 283 ms" and not any(changed.values())
 
 
+def test_an_iteration_without_a_loss_is_shown_as_one() -> None:
+    running = factory.running()
+    *others, last = running.iterations
+    view = replace(running, iterations=(*others, replace(last, loss=None)))
+    shown, before = card(view, "Iterations"), card(running, "Iterations")
+    assert shown.value == before.value and not re.search("[0-9]", shown.note) and re.search("[0-9]", before.note)
+    assert tables.iterations_table(view.iterations, (), 6)["loss"][:2] == [None, round(others[-1].loss or 0.0, 4)]
+
+
 def test_op_times_are_said_by_stage_where_stages_differ() -> None:
     assert facts.op_time_words(factory.spec()) == "F 40 ms, I 40 ms, W 40 ms"
     assert facts.op_time_words(factory.spec(durations={})) == ""

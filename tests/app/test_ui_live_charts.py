@@ -182,6 +182,13 @@ def test_failures_are_marked_where_the_generation_changes() -> None:
     assert np.nanmax(rows["reference"]) == pytest.approx(36.7)
 
 
+def test_an_iteration_without_a_loss_is_a_gap_in_the_curve_of_losses() -> None:
+    *others, last = factory.iteration_views(6)
+    rows = progress_rows((*others, replace(last, loss=None)), [], None)
+    assert np.isnan(rows["loss"]).tolist() == [False] * 5 + [True]
+    assert np.isfinite(rows["samples_per_second"]).all()
+
+
 def test_a_rejoin_and_a_reform_are_told_from_a_failure() -> None:
     base = factory.iteration_views(6)
     steps = [(1, 12), (1, 12), (2, 11), (3, 12), (4, 12), (4, 12)]

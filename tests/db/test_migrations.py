@@ -11,11 +11,13 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
+from alembic.operations import Operations
 from sqlalchemy import Connection, inspect, text
+from sqlalchemy.exc import IntegrityError
 
 from openrecycle.db import later_columns, session
 from openrecycle.db.later_columns import FIRST, compared
-from openrecycle.db.models import Base
+from openrecycle.db.models import Base, IterationRow
 from openrecycle.db.session import Database, DatabaseError, LeaderSession, alembic_config
 from openrecycle.db.store import Store
 from tests.conftest import new_database
@@ -68,6 +70,27 @@ def test_a_column_that_came_later_has_its_default_in_rows_of_before(database: Da
         connection.execute(text("alter table generation drop column let_go"))
     database.upgrade()
     assert [(row["living"], row["let_go"]) for row in store.generations("j")] == [(["W0_0"], [])]
+    with database.engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+
+
+def test_a_column_that_may_be_empty_by_now_may_be_in_a_table_of_before(database: Database) -> None:
+    store = Store(database)
+    store.create_job("j", name="j", spec="{}", state="running", created_at=0.0, workers=[])
+    row = {"loss": 0.5, "loss_hex": (0.5).hex(), "seconds": 1.0, "generation": 1, "living": 4, "committed_at": 3.0}
+    store.add_iterations("j", [{"iteration": 0, **row}])
+    with database.engine.begin() as connection:
+        before = Operations(MigrationContext.configure(connection))
+        with before.batch_alter_table("iteration", copy_from=IterationRow.__table__) as table:
+            table.alter_column("loss", nullable=False)
+    lost = {"iteration": 1, **row, "loss": None, "loss_hex": "nan"}
+    with pytest.raises(IntegrityError):
+        store.add_iterations("j", [lost])
+    with database.engine.begin() as connection:
+        connection.execute(text("alter table iteration drop column skipped"))
+    database.upgrade()
+    store.add_iterations("j", [lost])
+    assert [found["loss"] for found in store.iterations("j")] == [0.5, None]
     with database.engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 
