@@ -219,6 +219,10 @@ class _LossRaised(Exception):
         self.output = output
 
 
+class _SparseGradient(Exception):
+    """This parameter has got a sparse gradient, as of torch.nn.functional.embedding(..., sparse=True)."""
+
+
 def micro_batch_memory(
     workload: Workload,
     partition: Partition,
@@ -232,8 +236,8 @@ def micro_batch_memory(
     reports that in better words. parameter_bytes: of the whole model. as_workers: do workers, too, run whole
     micro-batches on a CPU?
 
-    Raises InputError for a loss or a metric that does not return a number, and for a loss that has no class for a
-    label; and, if a real run is as in workers, for a loss that raises there."""
+    Raises InputError for a loss or a metric that does not return a number, for a loss that has no class for a label,
+    and for a parameter whose gradient is sparse; and, if a real run is as in workers, for a loss that raises there."""
     layers = sum(partition)
     try:
         read, wanted = tensors_of(probe_inputs(workload, seed), "data"), probe_targets(workload, seed)
@@ -282,6 +286,10 @@ def micro_batch_memory(
             if not as_workers or way is not _real:
                 continue
             error = _raised(workload, raised.output, wanted, autocast)
+        except _SparseGradient as sparse:
+            layer, _, name = str(sparse).partition(".")
+            got, kind = f"sparse gradients of {name} of {kind_of(workload)} {layer}", f"{kind_of(workload)}s"
+            raise InputError(kind, got, "dense ones (sparse=False): gradients are summed as dense tensors") from None
         except Exception:
             continue
         else:
@@ -394,7 +402,7 @@ def _one(
     """Runs a micro-batch through a stage. Returns the memory that it takes, and the stage's output."""
     deferred = Deferred(module)
     split: Strategy = deferred if deferred.layers.parameters else Fused(module)
-    stage = Stage(module, _Dropped(), split=split, autocast=autocast)
+    stage = Stage(module, _Dropped(module), split=split, autocast=autocast)
     live = compat.LiveBytes()
     with live:
         # Copies, which nothing else refers to, just as inputs arrive in a worker.
@@ -422,11 +430,13 @@ def _one(
 class _Dropped(GradientSum):
     """A sum that takes every term and keeps none."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: LayerStack) -> None:
         super().__init__((), terms=1)
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def add(self, tensor: Tensor, term: Tensor) -> None:
-        pass
+        if term.layout is not torch.strided:
+            raise _SparseGradient(self._names.get(id(tensor), ""))
 
     def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
         pass

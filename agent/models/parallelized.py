@@ -42,6 +42,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.models import compat
@@ -554,6 +555,7 @@ def parts_of_a_rank(
     with compat.imagined_ranks(*shape) as mesh:
         for layer in range(layers):
             built = without_memory(functools.partial(build_layer, workload, layer, layers, seed))
+            _check_computed(built, f"{kind_of(workload)}s", layer)
             built = copied(built, lambda t: torch.empty_like(t, device="meta"))
             shared = [pair for pair in first_names(built).items() if pair[0] != pair[1]]
             try:
@@ -618,6 +620,21 @@ def _way(module: nn.Module, layer: int, mesh: Any) -> Way:
             got = f"fully_shard(..., {other}) in layer {layer}"
             raise InputError(FIELD, got, "fully_shard without it; `optimization.autocast` sets the types to compute in")
     return "data"
+
+
+def _check_computed(module: nn.Module, field: str, layer: int) -> None:
+    """Raises InputError for a module that computes what it reads as its parameter in each forward: torch can neither
+    copy it nor split what it computes."""
+    for name, part in module.named_modules():
+        computed = [key for key, value in vars(part).items() if isinstance(value, Tensor) and value.grad_fn is not None]
+        if computed or (part._forward_pre_hooks and prune.is_pruned(part)):
+            got = f"{type(part).__name__}, {name or 'which is the whole'} of {field[:-1]} {layer}, which computes "
+            got += ", ".join(computed or ["a parameter"])
+            expected = (
+                "with several ranks, parameters that modules read as they are: end pruning with "
+                "torch.nn.utils.prune.remove, and weight_norm or spectral_norm likewise"
+            )
+            raise InputError(field, got, expected)
 
 
 def _check_shared(module: nn.Module, shared: Iterable[tuple[str, str]], layer: int) -> None:

@@ -79,6 +79,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
             ["turns of stage 0, which is float4_e2m1fn_x2", "keep uint8"],
         ),
         ({"stages": wrong_jobs.frozen}, [golden("stages-got-4-parameters-none")]),
+        ({"stages": [wrong_jobs.Table(), nn.Linear(W, W)]}, ["stages: got", "rows of stage 0"]),
         ({"stages": wrong_jobs.sparse}, ["stages: got 'Embedding(sparse=True), 0 of stage 0', expected sparse=False"]),
         (
             {"stages": wrong_jobs.limited},

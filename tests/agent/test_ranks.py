@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import prune
 
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.faults import Kill
@@ -259,6 +262,29 @@ def test_heads_that_ranks_can_not_share_are_refused() -> None:
     with pytest.raises(InputError) as refused:
         parts_of_a_rank(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 2, (3,), 0)
     assert refused.value.field == "parallelize"
+
+
+class _Pruned(tensor_parallel.Gpt):
+    """gradients: False: without them, as code that makes a model for inference does."""
+
+    def __init__(self, gradients: bool) -> None:
+        super().__init__(width=32, heads=2, sequence=16)
+        self._gradients = gradients
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        module = super().build_layer(layer, layers, seed)
+        linear = next(part for part in module.modules() if isinstance(part, nn.Linear))
+        with torch.set_grad_enabled(self._gradients):
+            prune.random_unstructured(linear, "weight", 0.5)  # type: ignore[no-untyped-call]
+        return module
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_layer_that_computes_its_weights_from_others_is_refused(gradients: bool) -> None:
+    """A pruned one gave an error of torch's about copies."""
+    with pytest.raises(InputError) as refused:
+        parts_of_a_rank(_Pruned(gradients), 2, (2,), 0)
+    assert refused.value.field == "layers"
 
 
 def test_a_kill_names_a_rank() -> None:
