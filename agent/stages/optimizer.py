@@ -548,6 +548,12 @@ class StageOptimizer:
         names = [name for name, buffer in self._buffers.items() if id(buffer) in moving]
         return names if span is None else [name for name in names if layer_of(name) in span]
 
+    @property
+    def averaging(self) -> bool:
+        """Whether the optimizer keeps moving averages, from its first step on."""
+        methods = (getattr(hook, "__func__", None) for hook in compat.step_hooks(self.optimizer))
+        return any(method is ExponentialMovingAverage._average for method in methods)
+
     def averages(self) -> dict[str, Tensor]:
         """Returns the moving averages of parameters that have one, by name."""
         state = self.optimizer.state

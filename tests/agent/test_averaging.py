@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -92,6 +93,19 @@ def test_it_is_the_average_over_the_steps_and_there_while_it_trains(tmp_path: Pa
     for name, value in found.items():
         assert torch.allclose(value, average[name], atol=1e-6)
         assert not torch.equal(value, last[1][name])
+
+
+def _never(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, targets) * math.nan
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sharding", ["none", at_length("zero1")])
+def test_of_a_job_that_never_made_a_step_it_is_the_model_as_it_was(sharding: Literal["none", "zero1"]) -> None:
+    result = run(2, loss=_never, optimization=Optimization(sharding=sharding))
+    plain = {f"{k}.{n}": t for k in range(masked_jobs.LAYERS) for n, t in result.state_dict(k).items()}
+    assert all(map(math.isnan, result.losses)) and averages(result).keys() == plain.keys()
+    assert all(torch.equal(average, plain[name]) for name, average in averages(result).items())
 
 
 @pytest.mark.processes
