@@ -51,7 +51,16 @@ from openrecycle.agent.nodes.succession import (
     tell,
 )
 from openrecycle.agent.workers import worker
-from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, encode_run, encode_spec, same_on_all
+from openrecycle.agent.workers.spec import (
+    MACHINE,
+    WORKLOAD,
+    RunSpec,
+    WorkerSpec,
+    by_name,
+    encode_run,
+    encode_spec,
+    same_on_all,
+)
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.jobs.words import count, names, printable
@@ -350,6 +359,13 @@ def _ranks(spare: Any) -> tuple[int, ...]:
     return tuple(sorted(set(spare))) if known else ()
 
 
+_SAME_CODE = (
+    "Give the node the code with which the job began, and start it again; or end the job, and resume it with the new "
+    "code on all nodes"
+)
+_SAME_SOFTWARE = "Install the same on it, or run the node on an equal machine"
+
+
 class NodeHub:
     """Listens for other launchers as long as the job lasts. The leader listens for the job's nodes, since a lost one
     may come back. Other nodes listen for those that ask how they stand (see succession), until they lead themselves.
@@ -643,7 +659,10 @@ class NodeHub:
             return f"node {rank} has not said under which address it is reached"
         for name, ours in self._same.items():
             if hello.get(name) != ours:
-                return f"node {rank} has {name} {hello.get(name)}, the leader {ours}: they would not get the same bits"
+                differs = (
+                    f"node {rank} has {name} {hello.get(name)}, the leader {ours}: they would not get the same bits"
+                )
+                return f"{differs}. {_SAME_CODE if name == WORKLOAD else _SAME_SOFTWARE}"
         return ""
 
     def _forget(self, link: NodeLink) -> None:

@@ -138,12 +138,14 @@ MACHINE = {
     "python": platform.python_version(),
     "instruction set": torch.backends.cpu.get_cpu_capability(),
 }
+WORKLOAD = "workload"
+"""The name of what `same_on_all` adds to it."""
 
 
 def same_on_all(workload: WorkloadSource) -> dict[str, str]:
     """Returns what must be the same on all nodes of a job: MACHINE, and the code of the workload. Nodes with other data
     or other activations would train on together, each as its own script says."""
-    return MACHINE | {"workload": ", ".join(f"{module} {code_of(module)}".strip() for module in workload.modules)}
+    return MACHINE | {WORKLOAD: ", ".join(f"{module} {code_of(module)}".strip() for module in workload.modules)}
 
 
 def code_of(module: str) -> str:

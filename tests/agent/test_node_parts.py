@@ -519,6 +519,7 @@ def test_a_workload_without_a_name_stays_on_one_node() -> None:
         ({"torch": "1.0"}, "torch 1.0"),
         ({"instruction set": "none"}, "instruction set"),
         ({"workload": "my_job 2"}, "workload my_job 2"),
+        ({"workload": "my_job 2"}, golden("give-the-node-the-code")),
     ],
 )
 def test_the_lead_says_why_a_node_is_turned_away(hello: dict[str, Any], reason: str) -> None:
