@@ -238,12 +238,12 @@ def _console_restarted(
 ) -> Transition:
     if state.over:
         return Transition(state)
-    members = {n: m if m.last_heard is None else replace(m, last_heard=now) for n, m in state.members.items()}
     # The pending moves are in the state already, and the launcher has not been told of them. A broken connection is
     # reported only once.
-    pending = state.pending if state.pending and state.pending.moves else None
-    broken = replace(state.broken, since=now) if state.broken else None
-    state = replace(state, members=members, pending=pending, broken=broken)
+    state = replace(state, pending=state.pending if state.pending and state.pending.moves else None)
+    if not event.listened:
+        members = {n: m if m.last_heard is None else replace(m, last_heard=now) for n, m in state.members.items()}
+        state = replace(state, members=members, broken=replace(state.broken, since=now) if state.broken else None)
     return reconsider(state, event.reason, [Note("info", "console", event.reason)], now)
 
 

@@ -712,9 +712,11 @@ class Finished:
 
 @dataclass(frozen=True)
 class ConsoleRestarted:
-    """The console has read the state back from the database, and has heard nobody meanwhile. reason: why, in words."""
+    """The console has read the state back from the database. reason: why, in words. listened: it has heard workers all
+    the time, so that their silence counts; else it has heard nobody meanwhile."""
 
     reason: str = "the console was restarted and took the job up again"
+    listened: bool = False
 
 
 @dataclass(frozen=True)

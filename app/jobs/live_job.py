@@ -254,7 +254,7 @@ def read_member(row: Record, stage: int, acknowledged: dict[str, str]) -> Member
         retired=tuple(json.loads(row["retired"])),
         generation=row["member_generation"],
         acknowledged="" if state is WorkerState.FAILED else said,  # type: ignore[arg-type]
-        last_heard=0.0 if incarnation else None,  # ConsoleRestarted sets it to now
+        last_heard=0.0 if incarnation else None,  # the database does not know it
         draining=row["draining"],
         detail=row["detail"],
         leaving=row["leaving"],
@@ -976,18 +976,38 @@ class LiveJob:
             self.apply(ConsoleRestarted())
 
     def _read_again(self) -> None:
-        began = self._clock()
+        began, known = self._clock(), self.state
         try:
             if (row := self._store.job(self.job_id)) is None:
                 raise unknown_job(self.job_id)
             self._read(row)
         except SQLAlchemyError as error:
             raise unavailable(error) from error
-        # All were heard just now, so the time since the last tick is no more a pause that anything is to be spared.
-        self._doubtful, self._ticked = False, self._clock()
+        # Silence counts on: otherwise no worker would be lost by it while any change fails every few seconds. But time
+        # in which nobody could be judged is not held against a worker, and so is no more a pause to be spared.
+        now = self._clock()
+        self.state = self._silent_as(known, now, self.stood_still(now))
+        self._doubtful, self._ticked = False, now
         self._read_again_at = self._ticked + max(AGAIN_SECONDS, 4 * (self._ticked - began))
         if not self.state.over:
-            self.apply(ConsoleRestarted("the database failed for a while; the job was read back from it"))
+            text = "the database failed for a while; the job was read back from it"
+            self.apply(ConsoleRestarted(text, listened=True))
+
+    def _silent_as(self, known: State, now: float, spared: float) -> State:
+        """Returns the state that was read, in which each process is as silent as in the one that was known, or was
+        heard at its newest heartbeat; one that is new was heard just now. spared: seconds that count for nobody."""
+
+        def heard(member: Member, before: Member) -> Member:
+            if member.last_heard is None or before.last_heard is None or member.incarnation != before.incarnation:
+                return member
+            contact = self.measurements.contacts.get(member.name)
+            own = contact is not None and contact.beat.incarnation == member.incarnation
+            newest = max(before.last_heard, contact.heard) if contact is not None and own else before.last_heard
+            return replace(member, last_heard=min(now, newest + spared))
+
+        state = self.state.with_heard({n: heard(m, known.members[n]) for n, m in self.state.members.items()})
+        since = now if known.broken is None else min(now, known.broken.since + spared)
+        return replace(state, broken=state.broken and replace(state.broken, since=since))
 
     def _read(self, job_row: Record) -> None:
         store, job_id = self._store, self.job_id
@@ -999,7 +1019,7 @@ class LiveJob:
         self.lead.read(job_row["lead_term"], job_row["lead_node"])
         self.version += 1
         self.plans.cut(state.current.partition if state.current else ())
-        # All were heard just now, as after ConsoleRestarted: that event may not be stored for a long time.
+        # All count as heard just now, as after ConsoleRestarted: that event may not be stored for a long time.
         self.state = state.with_heard(
             {n: m if m.last_heard is None else replace(m, last_heard=self._clock()) for n, m in state.members.items()}
         )

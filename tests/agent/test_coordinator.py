@@ -513,6 +513,17 @@ def test_after_a_restart_of_the_console_nobody_is_late() -> None:
     assert run.state.job_state is JobState.RUNNING
 
 
+def test_a_console_that_only_reads_a_job_back_goes_on_counting_silence() -> None:
+    """However often it does."""
+    run = Run().start()
+    run.beat()
+    silent, *others = run.names
+    for _ in range(round(FAILURE_TIMEOUTS.dead) + 2):
+        run.wait(1, *others)
+        run.send(ConsoleRestarted(listened=True))
+    assert run.opened[-1].failed == (silent,)
+
+
 def test_a_restarted_console_opens_the_generation_that_it_had_not_come_to() -> None:
     run = Run().start()
     run.plans = False

@@ -93,8 +93,8 @@ def test_a_pause_that_could_not_be_stored_is_not_forgotten(world: World) -> None
 
 
 def test_a_database_that_takes_nothing_is_no_pause_of_the_console(world: World) -> None:
-    """The job is read back then, and all its silences and deadlines begin anew. Put off by that time once more, a
-    choice would be waited for as much longer."""
+    """The job is read back then, and all its deadlines begin anew. Put off by that time once more, a choice would be
+    waited for as much longer."""
     world.job.apply(ModeSet(Mode.MANUAL, 60.0, "ada"))
     world.die(world.living[-1])
     world.database.fault = "rolled back"
@@ -107,11 +107,23 @@ def test_a_database_that_takes_nothing_is_no_pause_of_the_console(world: World) 
     assert not any(text.startswith(golden("the-console-stood-still")) for text in texts)
 
 
+def test_nobody_is_lost_to_a_pause_after_which_the_first_change_can_not_be_stored(world: World) -> None:
+    """The next one reads the job back before any tick has looked for how long the console stood still."""
+    world.now += STOOD_STILL
+    world.database.fault = "rolled back"
+    assert not world.attempt(lambda: world.job.record(Note("info", "operator", "asked")))
+    world.database.heal()
+    world.job.record(Note("info", "operator", "asked"))
+    world.job.tick()
+    assert _states(world) == {WorkerState.RUNNING}
+
+
 def test_somebody_whose_own_change_can_not_be_stored_keeps_no_job_from_its_ticks(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is tried again and again, and what else is said of the job can be stored."""
-    apply = world.store.apply
+    """It is tried again and again, and what else is said of the job can be stored: a worker that is silent meanwhile is
+    lost like any other."""
+    apply, (silent, *others) = world.store.apply, world.living
 
     def refusing(job_id: str, change: JobUpdate) -> bool:
         if change.audit:
@@ -119,13 +131,16 @@ def test_somebody_whose_own_change_can_not_be_stored_keeps_no_job_from_its_ticks
         return apply(job_id, change)
 
     monkeypatch.setattr(world.store, "apply", refusing)
-    for _ in range(20):
+    for _ in range(round((FAILURE_TIMEOUTS.dead + 2) / TICK_SECONDS)):
         world.now += TICK_SECONDS
-        world.beat(*world.living)
+        world.beat(*others)
         with pytest.raises(ConsoleError):
             world.job.record(Note("info", "operator", "asked"), audit={"at": world.now})
         world.job.tick()
         assert not world.job.measurements.fresh
+    members = world.job.state.members
+    assert members[silent.name].state is WorkerState.FAILED
+    assert {members[process.name].state for process in others} == {WorkerState.RUNNING}
 
 
 def test_workers_that_are_not_listened_to_are_not_said_to_be_silent(world: World) -> None:
