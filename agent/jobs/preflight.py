@@ -936,7 +936,7 @@ def _can_jump(made: Callable[[], Any], steps: int) -> bool:
     if _last_step(made(), few) is None:
         return True
     scheduler = made()
-    begin = scheduler.last_epoch  # -1 in a part whose turn comes later
+    begin: int = scheduler.last_epoch  # -1 in a part whose turn comes later
     for number in range(begin, few):
         try:
             scheduler.step()
