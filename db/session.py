@@ -256,7 +256,7 @@ class Database:
                 free.close()
             return free is None
         with self._session() as connection:
-            return not connection.scalar(text("select pg_try_advisory_lock(:key)"), {"key": _LOCK})
+            return not connection.scalar(text("select pg_try_advisory_xact_lock(:key)"), {"key": _LOCK})
 
     @contextmanager
     def _session(self) -> Iterator[Connection]:
