@@ -236,11 +236,15 @@ class Store:
     def last_event(self, job_id: str) -> int:
         return self.database.scalar(select(func.max(EventRow.seq)).where(EventRow.job_id == job_id)) or 0
 
-    def events(self, job_id: str, *, after: int = 0, limit: int = 200, newest: bool = False) -> list[Record]:
-        """Returns events with seq > after: the first `limit`, oldest first; or the newest, newest first. last_at is set
-        for events that happened once, too."""
+    def events(
+        self, job_id: str, *, after: int = 0, limit: int = 200, newest: bool = False, severe: bool = False
+    ) -> list[Record]:
+        """Returns events with seq > after: the first `limit`, oldest first; or the newest, newest first. severe: only
+        warnings and errors. last_at is set for events that happened once, too."""
         order = EventRow.seq.desc() if newest else EventRow.seq
-        where = (EventRow.job_id == job_id, EventRow.seq > after)
+        where = [EventRow.job_id == job_id, EventRow.seq > after]
+        if severe:
+            where.append(EventRow.severity != "info")
         rows = self.database.rows(select(EventRow.__table__).where(*where).order_by(order).limit(limit))
         return [{**row, "last_at": row["last_at"] or row["at"]} for row in rows]
 

@@ -369,6 +369,9 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
 
 
 EVENTS = 20
+# Warnings and errors among so many of the newest events are shown as well, however many lines came after them: two
+# thousand workers that return say so in four thousand.
+SEVERE_AMONG = 20_000
 # Workers in all generations that are read at once: each has its acknowledgements, and a job may have thousands.
 GENERATION_ROWS = 32_768
 _EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
@@ -503,8 +506,9 @@ class Queries:
         return made
 
     def view(self, job_id: str, iterations: int = 600, events: int = 200, *, workers: bool = True) -> JobView:
-        """Returns the view of a job. iterations, events: how many of each at most. workers: whether to include the
-        views of the workers, which may be thousands."""
+        """Returns the view of a job. iterations: how many at most. events: how many of the newest at most, and how many
+        warnings and errors before them. workers: whether to include the views of the workers, which may be
+        thousands."""
         job = self._find(job_id)
         with storing():
             figures, waited = self._figures(job), self._waited(job)
@@ -564,6 +568,10 @@ class Queries:
 
     def _read(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _History:
         feed = self._store.events(job.job_id, limit=events, newest=True)
+        if feed and len(feed) == events:
+            oldest, since = feed[-1]["seq"], feed[0]["seq"] - SEVERE_AMONG
+            severe = self._store.events(job.job_id, after=since, limit=events, newest=True, severe=True)
+            feed += [row for row in severe if row["seq"] < oldest]
         seen_by = self._store.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
         rows = self._store.iterations(job.job_id, limit=iterations, newest=True)
         # A job that opens many generations and commits little shows the newest ones only. Without an iteration none is

@@ -124,6 +124,17 @@ def test_the_feed_of_a_job_has_few_rows(here: ConsoleHere, job: JobHere) -> None
     assert console.queries.events(job.job_id, 0, 1)[0]["count"] == 1
 
 
+def test_what_went_wrong_is_shown_however_much_was_said_after_it(here: ConsoleHere) -> None:
+    job = JobHere(here.console, "buried").register()
+    live = here.console.jobs.find(job.job_id)
+    live.record(Note("error", "failure", "gone", "W0_0"))
+    for number in range(12):
+        live.record(Note("info", "operator", str(number)))
+    shown = here.console.queries.view(job.job_id, events=5).events
+    assert [event.text for event in shown if event.severity == "info"] == ["11", "10", "9", "8", "7"]
+    assert [event.text for event in shown[5:]] == ["gone"]
+
+
 def test_the_page_says_how_often_and_when_last() -> None:
     line = EventView(1, 1_000_000.0, "warning", "console", None, "it stood still", "", 1_234, 1_000_600.0)
     shown = feed_html([line, replace(line, count=1)], None, 1_000_000.0)
