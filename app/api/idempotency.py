@@ -2,8 +2,9 @@
 
 Keys and answers are in the database, so that this also works across a restart of the console, which is when requests
 are sent again. Some paths keep no keys here: POST /jobs keeps its key with the job, as long as that exists; heartbeats
-may come twice; an imported history never replaces another job; and the answer of POST /tokens is a secret, which is
-stored nowhere.
+may come twice; an imported history never replaces another job; a plan or a filling of a catalog that is being made is
+in the memory of one process, so the answer of that process would name what a later one does not have (equal requests
+share one anyway); and the answer of POST /tokens is a secret, which is stored nowhere.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ STALE = 120.0
 STALE_UPLOAD = TIMEOUT * (MOST_WAITING + 1)
 # No request with an effect has a larger answer.
 MOST_BYTES = 1 << 20
+_WITHOUT_KEYS = "/jobs", "/tokens", "/solves", "/catalogs"
 
 
 def keeps_keys(path: str) -> bool:
     """Says whether POST requests to a path have their keys kept here. path: of a request or as in the OpenAPI document,
     below /api/v1."""
-    return path not in ("/jobs", "/tokens") and not path.endswith(("/heartbeats", "/history/import"))
+    return path not in _WITHOUT_KEYS and not path.endswith(("/heartbeats", "/history/import"))
 
 
 class Idempotency:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import requests
@@ -10,7 +11,7 @@ from console_server import Agents, ConsoleServer
 from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
-from ui_console import ConsoleHere, JobHere
+from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import API
 from openrecycle.app.api.idempotency import Idempotency, keeps_keys
@@ -117,6 +118,23 @@ def test_a_restart_forgets_no_key(tmp_path_factory: pytest.TempPathFactory) -> N
     two.close()
 
 
+def test_work_that_ended_with_its_console_begins_anew_when_it_is_asked_for_again(tmp_path: Path) -> None:
+    """A plan and a filling of a catalog are in the memory of the process that makes them."""
+    grid = {"profile_name": "gpt-3-medium", "pipelines": 2, "stages": 2, "micro_batches": 2}
+    bodies = {"/solves": {"kind": "plan", "solver": "list", **grid}, "/catalogs": {"tolerance": 1, **grid}}
+    for _ in range(2):
+        here = ConsoleHere(tmp_path)
+        client = TestClient(Starlette(routes=create_routes(here.console)), base_url="http://localhost")
+        made = {path: client.post(API + path, json=body, headers=KEY).json() for path, body in bodies.items()}
+        assert client.get(f"{API}/solves/{made['/solves']['id']}").status_code == 200
+        assert client.get(f"{API}/catalogs/{made['/catalogs']['fingerprint']}/filling").status_code == 200
+        # Asked for again here, it is the same.
+        again = client.post(f"{API}/solves", json=bodies["/solves"], headers=KEY).json()
+        assert again["id"] == made["/solves"]["id"] and len(client.get(f"{API}/solves").json()["solves"]) == 1
+        until(here.console.catalogs.idle, "the filling to end")
+        here.close()
+
+
 def test_what_was_never_answered_can_be_done_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
     database = sqlite_in(tmp_path_factory.mktemp("keys"))
     keys = IdempotentRequests(database)
@@ -131,7 +149,7 @@ def test_what_was_never_answered_can_be_done_anew(tmp_path_factory: pytest.TempP
 
 
 def test_which_requests_keep_keys() -> None:
-    assert keeps_keys("/jobs/x/workers/W0_0/kill") and keeps_keys("/plans") and keeps_keys("/solves")
+    assert keeps_keys("/jobs/x/workers/W0_0/kill") and keeps_keys("/plans") and keeps_keys("/solves/x/stop")
     assert not keeps_keys("/jobs")
     assert not keeps_keys("/tokens"), "the answer has the token in it"
     assert not keeps_keys("/jobs/x/heartbeats")
