@@ -10,7 +10,7 @@ hear of their end.
   deadly sample an hour later would do so for ever.
 - After `most` successors in a row the place stays empty. A process that a person starts begins a new count.
 - Successors run on the node of the process before them: on another node there may be no GPU for them. If that node is
-  gone they wait until it is back, which does not count as a try.
+  gone, or does not answer, they wait until it is back, which does not count as a try.
 - No process is started for one that was asked to leave, nor where the place is filled by now. If a worker has moved in
   there, the place that it has left is filled instead.
 - In a job that was asked to end, only so many are started as it needs to come to its end: one for each stage.

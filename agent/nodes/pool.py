@@ -138,6 +138,10 @@ generation."""
 MOST_UNREAD = 20
 """How many copies may be sent to a node before it acknowledges them."""
 
+ANSWER_SECONDS = 5.0
+"""How long a node may take to acknowledge a copy before no process is started there: what is sent to a node that is cut
+off, or stands still, may never arrive."""
+
 _NO_START = "the job does not start"
 
 ACK_SECONDS = 0.25
@@ -245,6 +249,8 @@ class NodeLink:
         """What it has from the leader before: the term, and how many lines of the record."""
         self.handed = 0
         """The number of the newest copy that was sent to it."""
+        self._asked_at = 0.0
+        """Since when it owes an answer, if it has not acknowledged the newest copy."""
         self.process = ""
         """Identifies the launcher there, as it says; "": it does not say."""
         self.forgot = False
@@ -259,6 +265,10 @@ class NodeLink:
         nothing = OSError, NotTrusted, KeyError, TypeError, ValueError
         channel.follow(frames.receive, self._hear, self._break, name=f"from-node-{rank}", gone=nothing)
         frames.open_outbox(f"to-node-{rank}")
+
+    @property
+    def answers(self) -> bool:
+        return self.acked >= self.handed or time.monotonic() < self._asked_at + ANSWER_SECONDS
 
     def post(self, message: dict[str, Any], unsendable: Callable[[], object] | None = None) -> None:
         """Sends a message. Returns at once: the link's thread sends it. Does nothing for a node that is gone.
@@ -302,6 +312,8 @@ class NodeLink:
             del message["job"]
         if self._plan == copy.plan:
             del message["plan"]
+        if self.acked >= self.handed:
+            self._asked_at = time.monotonic()
         self._lines, self._plan, self.handed = copy.lines, copy.plan, copy.number
         self.post(message)
 
@@ -312,7 +324,7 @@ class NodeLink:
         if message["kind"] in ("ack", "resumed"):
             with self._news:
                 if message["kind"] == "ack":
-                    self.acked = int(message["number"])
+                    self.acked, self._asked_at = int(message["number"]), time.monotonic()
                 else:
                     self.resumed, self.spares = True, [(str(i), int(rank)) for i, rank in message["spares"]]
                 self._news.notify_all()
@@ -875,7 +887,7 @@ class SpreadPool(ProcessPool):
             node = spares.node
         elif node is None:
             where = {w: self._where[entry.incarnation] for w, entry in self.running.items()}
-            node = stand_in(worker, self._homes[worker], {own, *links}, where)
+            node = stand_in(worker, self._homes[worker], {own, *filter(self.has_node, links)}, where)
         if node == own:
             own_spec = partial(self._told, make_spec, own, self._hub.host)
             entry = super().start(worker, own_spec, now, spares)
@@ -920,7 +932,7 @@ class SpreadPool(ProcessPool):
 
     def has_node(self, node: int) -> bool:
         link = self._hub.links.get(node)
-        return node == self._hub.lead_status.rank or (link is not None and link.alive)
+        return node == self._hub.lead_status.rank or (link is not None and link.alive and link.answers)
 
     def adopt(self, entry: WorkerProcess) -> None:
         """Takes over a worker of this node that was started for the leader before."""

@@ -36,6 +36,7 @@ from openrecycle.agent.messages import channel
 from openrecycle.agent.models.layers import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import frames as frames_module
+from openrecycle.agent.nodes import pool as pool_module
 from openrecycle.agent.nodes import server
 from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import (
@@ -827,6 +828,23 @@ def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> 
     assert pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0).process.is_alive()
     spec = again.receive()["spec"]
     assert (spec["address"], spec["node"]) == ("127.0.0.1", 1)
+
+
+def test_no_process_is_started_on_a_node_that_does_not_answer(hub: NodeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off, or suspended: what it is sent may be lost with it, and would count as a try. It is there, so a worker of
+    its own waits for it."""
+    node = fake_node((hub.host, hub.port), port=1)
+    hub.wait_for_all(5)
+    pool, run = SpreadPool([], hub, {Worker(1, 2): 1}), spec_of(NamedWorkload("a:b")).run
+    monkeypatch.setattr(pool_module, "ANSWER_SECONDS", 0.0)
+    assert pool.has_node(1), "it was asked nothing yet"
+    pool.hand_out(run, lambda: {"plan": "plan"})
+    assert hub.links[1].alive and not pool.has_node(1)
+    copy = node.receive()
+    assert copy["kind"] == "copy"
+    node.send({"kind": "ack", "number": copy["number"]})
+    until(lambda: pool.has_node(1), "the lead to hear it", 5)
+    node.close()
 
 
 def test_who_has_come_to_a_launcher_that_does_not_lead_hears_who_does(hub: NodeHub) -> None:
