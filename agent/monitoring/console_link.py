@@ -476,6 +476,7 @@ class ConsoleCoordination(Coordination):
             fenced=lambda incarnation: self._put(ProcessFenced(incarnation)),
             measure=lambda iteration: self._put(Measure(iteration)),
             registered=self._say_who_is_refused,
+            may_register=self._may_register,
         )
         if saved is not None:
             for about in saved["workers"]:
@@ -664,7 +665,8 @@ class ConsoleCoordination(Coordination):
         self._decide(self._pass_on)
 
     def _pass_on(self) -> None:
-        self._sender.put(self._decided.popleft())
+        self._sender.put(self._decided[0])
+        self._decided.popleft()  # afterwards, so that it is always somewhere
 
     def _put(self, event: Event) -> None:
         self._events.put(event)
@@ -706,6 +708,15 @@ class ConsoleCoordination(Coordination):
         if isinstance(restore, Halt):
             return restore
         return Deploy(deployment, plan, restore)
+
+    def _may_register(self, registration: Registration) -> bool:
+        """Says whether the console has been told of the end of the process before in that place. If it heard of the
+        next one first, as when it is back after both, it would never learn why that one ended."""
+        reports = [*self._decided.copy(), *self._sender.waiting]  # a copy, since another thread changes it
+        return not any(
+            isinstance(report.message, FailureReport) and report.message.worker == registration.worker
+            for report in reports
+        )
 
     def _say_who_is_refused(self, answer: BatchReply | ConsoleRefused) -> None:
         """Says that the console refuses all workers, as one of another version does: the job would never begin. A

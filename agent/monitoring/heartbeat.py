@@ -105,7 +105,8 @@ class WorkerReports(threading.Thread):
 
     fenced: called with an incarnation when the console says that it no longer counts. measure: called with an iteration
     whose ops are to be recorded, again and again until they are. gather: called before each batch of heartbeats.
-    registered: called with the console's answer to registrations. Refused registrations are tried again.
+    registered: called with the console's answer to registrations. Refused registrations are tried again. may_register:
+    asked about each before it is sent; one that may not be is asked about again in the next turn.
     """
 
     def __init__(
@@ -118,10 +119,12 @@ class WorkerReports(threading.Thread):
         measure: Callable[[int], None] = lambda _iteration: None,
         gather: Callable[[], None] = lambda: None,
         registered: Callable[[BatchReply | ConsoleRefused], None] = lambda _answer: None,
+        may_register: Callable[[Registration], bool] = lambda _registration: True,
     ) -> None:
         super().__init__(name="heartbeats", daemon=True)
         self._client, self._path, self._interval = client, f"/jobs/{job_id}", interval
         self._fenced, self._measure, self._gather, self._registered = fenced, measure, gather, registered
+        self._may_register = may_register
         self._processes: dict[str, _ReportedProcess] = {}
         self._ended: deque[_ReportedProcess] = deque(maxlen=ENDED)
         """Ended processes whose last lines wait to be posted."""
@@ -253,7 +256,7 @@ class WorkerReports(threading.Thread):
             return list(self._processes.values())
 
     def _register(self) -> None:
-        new = [process for process in self._all() if not process.registered]
+        new = [p for p in self._all() if not p.registered and self._may_register(p.registration)]
         for at in range(0, len(new), BATCH):
             part = new[at : at + BATCH]
             message = Registrations(registrations=tuple(process.registration for process in part))

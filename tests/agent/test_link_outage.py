@@ -65,7 +65,8 @@ class Console(ThreadingHTTPServer):
     """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no
     registration, as one of another version, and counts those that it refuses. offers: what it answers, by how the path
     ends; "": nothing. given: what it has, in order. full: what is only asked is answered, with nothing, and 503 is said
-    to reports. strange: its database is another one, without the job. standby: it answers all that is asked with 503,
+    to reports. came: how the paths of all reports end, in order. unready: how often 503 is said to the end of a process
+    first. strange: its database is another one, without the job. standby: it answers all that is asked with 503,
     and why."""
 
     daemon_threads = True
@@ -73,7 +74,8 @@ class Console(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.back = threading.Event()
         self.strange = self.full = self.standby = False
-        self.refused = 0
+        self.refused = self.unready = 0
+        self.came: list[str] = []
         self.taken: list[tuple[str, dict[str, Any]]] = []
         self.offers: dict[str, str] = {}
         self.given: list[str] = []
@@ -107,6 +109,11 @@ class Console(ThreadingHTTPServer):
                 if not console.back.is_set():
                     self.send_error(503)
                     return
+                if self.path.endswith("/failures") and console.unready:
+                    console.unready -= 1
+                    self.send_error(503)
+                    return
+                console.came.append(self.path.rsplit("/", 1)[1])
                 if console.strange:
                     console.refused += 1
                     self._refuse(404, "unknown_job", "job: got 'job', expected the id of a job of this console")
@@ -189,6 +196,22 @@ def test_a_launcher_whose_workers_can_not_register_says_why_and_says_it_once(con
     link.close(lambda: True)
     assert console.refused >= 3, "it is tried again"
     assert len(told) == 1 and told[0].endswith("worker: missing")
+
+
+def test_a_console_hears_of_an_end_before_it_hears_who_has_come_in_that_place(console: Console) -> None:
+    """Both are sent by threads of their own: a console that was away for both may take either first, and what it takes
+    for a new process in a place that is not empty hides why the earlier one has ended."""
+    console.unready = 3
+    console.back.set()
+    address = f"http://127.0.0.1:{console.server_port}"
+    link = ConsoleCoordination(lambda: ConsoleClient(address, known=True), "job", lambda _: None, interval=0.01)
+    try:
+        link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
+        link.ready(Worker(0, 1), "i2", "host", [7])
+        until(lambda: "workers" in console.came, "the next one to be registered", TIMEOUT)
+    finally:
+        link.close(lambda: True)
+    assert console.came[0] == "failures"
 
 
 def test_of_a_generation_that_has_just_opened_a_launcher_does_not_say_that_nobody_trains(console: Console) -> None:
