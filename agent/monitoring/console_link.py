@@ -604,7 +604,7 @@ class ConsoleCoordination(Coordination):
 
     def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
         for worker, incarnation in lost.items():
-            self.failed(Failure("exit", worker, incarnation, detail=detail))
+            self.failed(Failure("exit", worker, incarnation, detail=f"ended: {detail}"))
 
     def poll(self, now: float) -> list[Event]:
         self._tell(now)

@@ -214,6 +214,20 @@ def test_a_console_hears_of_an_end_before_it_hears_who_has_come_in_that_place(co
     assert console.came[0] == "failures"
 
 
+def test_what_a_console_hears_of_workers_lost_with_the_lead_says_what_their_processes_did(console: Console) -> None:
+    """It puts "its process" before that; what was told is a sentence of its own."""
+    console.back.set()
+    address = f"http://127.0.0.1:{console.server_port}"
+    link = ConsoleCoordination(lambda: ConsoleClient(address, known=True), "job", lambda _: None)
+    try:
+        link.lead_changed({Worker(0, 1): "i1"}, "node 7 has vanished", time.monotonic())
+        until(lambda: console.taken, "the report", TIMEOUT)
+    finally:
+        link.close(lambda: True)
+    (_, body), *_ = console.taken
+    assert (body["worker"], body["detail"]) == ("W0_1", "ended: node 7 has vanished")
+
+
 def test_of_a_generation_that_has_just_opened_a_launcher_does_not_say_that_nobody_trains(console: Console) -> None:
     """It opened after one question for it was answered, and before the next."""
 
