@@ -131,10 +131,10 @@ def _slurm(env: Mapping[str, str], lead: str | None) -> NodeRole | None:
 
 def first_host(hosts: str) -> str:
     """Returns the first host of a Slurm list: `gpu[007-009,12],login` gives gpu007. Raises InputError."""
-    match = re.match(r"^([A-Za-z0-9_.-]+)(?:\[([0-9]+)[^\]]*\])?([A-Za-z0-9_.-]*)", hosts.strip())
+    match = re.match(r"[A-Za-z0-9_.-]+(?:[A-Za-z0-9_.-]|\[[0-9]+[^\]]*\])*", hosts.strip())
     if not match:
         raise InputError("SLURM_JOB_NODELIST", hosts, "a list of hosts such as gpu[001-004]")
-    return match[1] + (match[2] or "") + (match[3] or "")
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[0])
 
 
 def _rank_of(env: Mapping[str, str]) -> int | None:

@@ -194,7 +194,12 @@ def test_a_script_that_is_started_once_is_not_refused(env: dict[str, str]) -> No
 
 @pytest.mark.parametrize(
     ("hosts", "first"),
-    [("gpu1", "gpu1"), ("gpu[007-009,12],login", "gpu007"), ("a-1.site,b", "a-1.site"), ("r[3]n,x", "r3n")],
+    [
+        ("gpu1", "gpu1"),
+        ("gpu[007-009,12],login", "gpu007"),
+        ("a-1.site,b", "a-1.site"),
+        ("r[3]n[07-9,2]-x[1],y", "r3n07-x1"),
+    ],
 )
 def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
