@@ -194,6 +194,17 @@ class Checkpoint:
         with _readable(self.path):
             return joined([of_layers(state, span) for state in of_stages])
 
+    def scheduler(self) -> tuple[str, Any] | None:
+        """Returns the class and the state of the scheduler, which all stages have alike; None: there is none. Not
+        verified. Raises CheckpointError; and OSError."""
+        folder = _share(self.path, 0, 0)
+        with _readable(folder):
+            kept = _read(folder / _STATE, MAX_STATE_BYTES)["document"]["scheduler"]
+            if kept is None:
+                return None
+            there = _OPTIMIZER in self.shares[0][0].files
+            return str(kept[0]), decode(kept[1], mapped_tensors(folder / _OPTIMIZER)[0] if there else {})
+
     def _load(self, stage: int, span: Span, part: Part) -> StageState:
         """Returns what a stage has of these layers, and what belongs to no layer."""
         found: dict[str, Tensor] = {}
@@ -689,8 +700,15 @@ class Origin:
     resumed_at: int = 0
 
 
-def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Callable[[str], None]) -> Origin:
-    """Finds and verifies the checkpoint that a job begins with. say: gets what the user should know about it.
+def prepare(
+    options: Checkpoints,
+    identity: Identity,
+    iterations: int,
+    say: Callable[[str], None],
+    check: Callable[[Checkpoint], object] = lambda found: None,
+) -> Origin:
+    """Finds and verifies the checkpoint that a job begins with. say: gets what the user should know about it. check:
+    raises InputError for a checkpoint with which the job can't go on.
 
     Raises InputError, also if the folder has checkpoints and `resume` is not given: those of two runs would be mixed.
     """
@@ -737,6 +755,11 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
     done = found.iteration == iterations and options.resume == IF_ANY
     if found.iteration >= iterations and not done:
         raise InputError("iterations", iterations, f"more than the {found.iteration} that {found.path} holds")
+    if not done:
+        try:
+            check(found)
+        except (CheckpointError, OSError) as error:
+            raise options.refuse("resume", f"a checkpoint that can be read ({in_a_line(error)})") from None
     remove_unfinished(directory)
     if done:
         say(f"all {iterations} iterations are in {found.path}: nothing is left to train")

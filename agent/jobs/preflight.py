@@ -15,6 +15,7 @@ tests/benchmarks/bench_memory.py compares the result with what workers really ta
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 import sys
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent.checkpoints import Checkpoint
 from openrecycle.agent.config.devices import Autocast, memory_limit
 from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.config.settings import spelled
@@ -886,21 +888,30 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     return _Groups([{name: value for name, value in group.items() if name != "params"} for group in groups], of)
 
 
-def check_schedule(workload: Workload, options: TrainingOptions, needed: JobMemory) -> None:
+def check_schedule(
+    workload: Workload, options: TrainingOptions, needed: JobMemory, resumed: Checkpoint | None = None
+) -> None:
     """Raises InputError for a scheduler that can't take as many steps as the job has iterations, as OneCycleLR can't
     beyond its total_steps: the step that it lacks would end the job, and with it what was trained. Tried is the last
-    step alone, of each part of a SequentialLR or ChainedScheduler its own."""
+    step alone, of each part of a SequentialLR or ChainedScheduler its own. resumed: the checkpoint whose state the
+    scheduler takes; that may say how many steps there are, whatever the script says."""
     scheduler = getattr(workload, "scheduler", None)
     if scheduler is None:
         return
+    kept = resumed.scheduler() if resumed else None
 
     def made() -> Any:
-        return scheduler(make_optimizer(workload.optimizer, list(needed.first_stage)))
+        fresh = scheduler(make_optimizer(workload.optimizer, list(needed.first_stage)))
+        if kept is not None:
+            fresh.load_state_dict(copy.deepcopy(kept[1]))
+        return fresh
 
     def parts() -> list[tuple[Any, int]]:
         return compat.parts_of_scheduler(made(), options.iterations)
 
     with own_numbers("schedule", options.seed), kept_settings(), warnings.catch_warnings(action="ignore"):
+        if resumed and not (kept and _fits(made, kept[0])):
+            return  # a state that does not fit is the workers' to refuse
         for number in range(len(parts())):
             part, steps = parts()[number]
             error = _last_step(part, steps)
@@ -908,8 +919,22 @@ def check_schedule(workload: Workload, options: TrainingOptions, needed: JobMemo
                 continue
             whole, name = type(made()).__name__, type(part).__name__
             which = name if name == whole else f"{whole} with {name}"
+            if resumed:
+                which += f" with its state in {resumed.path}"
             got = f"{which}, whose last step of {steps} raises {in_a_line(error)[:200]}"
-            raise InputError("scheduler", got, "one that has a step for each iteration of the job") from error
+            expected = "one that has a step for each iteration of the job"
+            if resumed:
+                expected += ", or fewer iterations: that state counts, and not what the script says"
+            raise InputError("scheduler", got, expected) from error
+
+
+def _fits(made: Callable[[], Any], name: str) -> bool:
+    """Says whether a scheduler of this class takes the state that it is made with, and can then take an early step."""
+    try:
+        scheduler = made()
+    except Exception:
+        return False
+    return type(scheduler).__name__ == name and _last_step(scheduler, 2) is None
 
 
 def _last_step(scheduler: Any, steps: int) -> Exception | None:

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.layers.room import LayerRoom
 
 if TYPE_CHECKING:
-    from openrecycle.agent.checkpoints import Origin
+    from openrecycle.agent.checkpoints import Checkpoint, Origin
     from openrecycle.agent.coordination.launcher import Coordination
     from openrecycle.agent.coordination.local import LocalCoordination
     from openrecycle.agent.jobs.preflight import JobMemory
@@ -117,7 +118,7 @@ def make_launcher(
     if shared := options.platform.check(len(here) * options.platform.ranks_per_worker):
         say(shared)
     from openrecycle.agent.checkpoints import IF_ANY, claim
-    from openrecycle.agent.jobs.preflight import Machine
+    from openrecycle.agent.jobs.preflight import Machine, check_schedule
     from openrecycle.agent.launcher import launch
     from openrecycle.agent.launcher.record import WARNING
     from openrecycle.agent.models.layers import layer_io_of
@@ -154,7 +155,7 @@ def make_launcher(
         if pool is not None:  # after an error here, the other nodes would wait for this one to come back
             failing.callback(pool.call_off)
         claimed = claim(options.checkpoints)
-        origin = _origin(options, source, layers, say)
+        origin = _origin(options, source, layers, say, partial(check_schedule, workload, options, needed))
         room: LayerRoom | None = None
         if options.job.layers and options.planning.relayout != "never":
             own = [Machine(here, memory_limit(), socket.gethostname())]
@@ -290,7 +291,9 @@ def _workers_on(job: Job, role: NodeRole | None) -> list[Worker]:
     return [worker for worker, node in place(job, role.nodes).items() if node == role.rank]
 
 
-def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: Say) -> Origin | None:
+def _origin(
+    options: TrainingOptions, source: WorkloadSource, layers: int, say: Say, check: Callable[[Checkpoint], object]
+) -> Origin | None:
     if options.checkpoints.directory is None:
         return None
     from openrecycle.agent.checkpoints import Identity, prepare
@@ -300,7 +303,7 @@ def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: 
     of_faults = ("keep_finished", "on_bad_sample", "bad_sample_limit")
     recipe = asdict(options.optimization) | {field: getattr(faults, field) for field in of_faults}
     identity = Identity(name, layers, job.stages, job.pipelines, job.micro_batches, options.seed, recipe)
-    return prepare(options.checkpoints, identity, options.iterations, say)
+    return prepare(options.checkpoints, identity, options.iterations, say, check)
 
 
 def _restore_point(

@@ -428,6 +428,33 @@ def test_a_schedule_that_ends_before_the_job_is_refused(scheduler: Any) -> None:
     assert len(trainer.fit(iterations=4).losses) == 4
 
 
+@pytest.mark.processes
+def test_the_schedule_of_a_checkpoint_is_the_one_that_counts(tmp_path: Path) -> None:
+    """Its state says how many steps there are, whatever the script says. A schedule of a function's takes the
+    script's."""
+
+    def of(scheduler: Any, **changes: Any) -> Any:
+        folder = str(tmp_path / changes.pop("folder", "ck"))
+        return own_jobs.trainer(scheduler=scheduler, checkpoints=Checkpoints(directory=folder, every=2, **changes))
+
+    four, six = (partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=n) for n in (4, 6))
+    of(four).fit(iterations=4)
+    there = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError) as caught:
+        of(six, resume="newest").fit(iterations=6)
+    assert caught.value.field == "scheduler" and str(tmp_path) in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == there, "it is tried before anything is put aside"
+    of(six, folder="longer").fit(iterations=4)
+    assert len(of(six, folder="longer", resume="newest").fit(iterations=6).losses) == 2
+    decay = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_halved)
+    of(decay, folder="function").fit(iterations=2)
+    assert len(of(decay, folder="function", resume="newest").fit(iterations=4).losses) == 2
+
+
+def _halved(step: int) -> float:
+    return 0.5**step
+
+
 class _WithHistory(torch.optim.lr_scheduler.LRScheduler):
     """Keeps what it had in each step, and needs it in the next one."""
 
