@@ -447,9 +447,8 @@ class WorkerLoop:
                 own = self._ranks.together(functools.partial(gathered_tensors, module, own))
             self._until_written(functools.partial(save_weights, folder, layer, state))
             trained = any(parameter.requires_grad for parameter in module.parameters())
-            if own or (
-                self._optimizer.averaging and trained
-            ):  # where no step was made, the average is the model as it was
+            if own or (self._optimizer.averaging and trained):
+                # Where no step was made, the average is the model as it was.
                 names = state_names(module)
                 averaged = {name: own.get(names.get(name, name), value) for name, value in state.items()}
                 self._until_written(functools.partial(save_weights, folder, layer, averaged, averaged=True))
