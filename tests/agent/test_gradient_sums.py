@@ -94,16 +94,16 @@ def test_the_compiled_loop_knows_the_limit_to_the_last_bit(dtype: torch.dtype, t
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lower", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "columns"), [(6, 10), (601, 1024), (3, 600_000), (0, 5), (5, 0)])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 10), (1025, 1024), (149_796, 7), (2, 600_000), (0, 5), (5, 0)])
 def test_a_product_counts_as_the_gradient_that_it_is(
     kind: type[GradientSum], lower: torch.dtype, rows: int, columns: int
 ) -> None:
-    """Also one that is made in parts."""
+    """Also one that is made in parts, and one of which a part would be multiplied by other code than the whole."""
     parameter, other = nn.Parameter(torch.zeros(rows, columns)), nn.Parameter(torch.zeros(3))
     apart, together = (kind([other, parameter], terms=3) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
-        left, right = (torch.randn(shape, generator=generator).to(lower) for shape in ((rows, 4), (4, columns)))
+        left, right = (torch.randn(shape, generator=generator).to(lower) for shape in ((rows, 16), (16, columns)))
         apart.add(parameter, (left @ right).float())
         together.add_product(parameter, left, right)
     if kind is GradientSum or lower is torch.bfloat16:
