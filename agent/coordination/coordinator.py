@@ -239,8 +239,9 @@ def _console_restarted(
     if state.over:
         return Transition(state)
     # The pending moves are in the state already, and the launcher has not been told of them. A broken connection is
-    # reported only once.
-    state = replace(state, pending=state.pending if state.pending and state.pending.moves else None)
+    # reported only once. Who was asked to choose has as long as before.
+    asked = event.listened and state.choosing
+    state = replace(state, pending=state.pending if state.pending and (state.pending.moves or asked) else None)
     if not event.listened:
         members = {n: m if m.last_heard is None else replace(m, last_heard=now) for n, m in state.members.items()}
         state = replace(state, members=members, broken=replace(state.broken, since=now) if state.broken else None)

@@ -40,6 +40,7 @@ from openrecycle.agent.coordination.membership import (
     GenerationAcknowledged,
     HeartbeatsReceived,
     Interim,
+    LastHeartbeat,
     LeadTerm,
     Member,
     Mode,
@@ -587,6 +588,7 @@ class LiveJob:
         self._on_generation = on_generation
         self._clock = clock
         self._ticked = clock()
+        self._beats: dict[str, LastHeartbeat] = {}  # heartbeats that the coordinator has not taken yet
         self._published_generation = 0
         self._doubtful = False  # may the database hold another state than this object?
         # When, by `clock`, the job may be read back again, and until when ticks wait for that after one was in vain.
@@ -837,11 +839,12 @@ class LiveJob:
         self.take_heartbeats()
         if self.state.over:
             return
-        now = self._clock()
-        self.lead.wait(min(now - self._ticked, 2 * TICK_SECONDS))
-        if late := self.stood_still(now):
-            self.apply(Stalled(late), now=now)
-        self._ticked = now
+        with self.writing():  # first, since it may read the job back, and then spares the same time
+            now = self._clock()
+            self.lead.wait(min(now - self._ticked, 2 * TICK_SECONDS))
+            if late := self.stood_still(now):
+                self.apply(Stalled(late), now=now)
+            self._ticked = now
         self.apply(Tick(), now=now)
 
     def stood_still(self, now: float) -> float:
@@ -851,9 +854,12 @@ class LiveJob:
         return late if late > self.failure_timeouts.heartbeat and not self.state.over else 0.0
 
     def take_heartbeats(self) -> None:
-        """Passes the heartbeats since the last call to the coordinator, and marks them for the next write."""
-        if beats := self.measurements.take():
+        """Passes the heartbeats since the last call to the coordinator, and marks them for the next write. Those that
+        it could not take as the database failed are passed again."""
+        self._beats = beats = {**self._beats, **self.measurements.take()}
+        if beats:
             self.apply(HeartbeatsReceived(beats))
+            self._beats = {}
 
     # -- storing ----------------------------------------------------------------------------
 
@@ -984,30 +990,38 @@ class LiveJob:
         except SQLAlchemyError as error:
             raise unavailable(error) from error
         # Silence counts on: otherwise no worker would be lost by it while any change fails every few seconds. But time
-        # in which nobody could be judged is not held against a worker, and so is no more a pause to be spared.
+        # in which nobody could be judged is not held against a worker. Where it is too short to be spared, it goes on.
         now = self._clock()
-        self.state = self._silent_as(known, now, self.stood_still(now))
-        self._doubtful, self._ticked = False, now
-        self._read_again_at = self._ticked + max(AGAIN_SECONDS, 4 * (self._ticked - began))
+        spared = now - self._ticked if self.stood_still(now) else 0.0
+        self.state = self._remembered(known, now, spared)
+        self._doubtful, self._ticked = False, now if spared else self._ticked
+        self._read_again_at = now + max(AGAIN_SECONDS, 4 * (now - began))
         if not self.state.over:
             text = "the database failed for a while; the job was read back from it"
             self.apply(ConsoleRestarted(text, listened=True))
 
-    def _silent_as(self, known: State, now: float, spared: float) -> State:
-        """Returns the state that was read, in which each process is as silent as in the one that was known, or was
-        heard at its newest heartbeat; one that is new was heard just now. spared: seconds that count for nobody."""
-
-        def heard(member: Member, before: Member) -> Member:
-            if member.last_heard is None or before.last_heard is None or member.incarnation != before.incarnation:
-                return member
-            contact = self.measurements.contacts.get(member.name)
-            own = contact is not None and contact.beat.incarnation == member.incarnation
-            newest = max(before.last_heard, contact.heard) if contact is not None and own else before.last_heard
-            return replace(member, last_heard=min(now, newest + spared))
-
-        state = self.state.with_heard({n: heard(m, known.members[n]) for n, m in self.state.members.items()})
-        since = now if known.broken is None else min(now, known.broken.since + spared)
-        return replace(state, broken=state.broken and replace(state.broken, since=since))
+    def _remembered(self, known: State, now: float, spared: float) -> State:
+        """Returns the state that was read, with what only memory has: how silent each process is, how long an operator
+        still has for a choice, and the newest offer. known: the state before. spared: seconds that count for nobody."""
+        state, came = self.state, False
+        members = dict(state.members)
+        for name, member in state.members.items():
+            before = known.members[name]
+            if member.incarnation != before.incarnation:
+                came = True  # it was heard just now
+            elif member.last_heard is not None and before.last_heard is not None:
+                members[name] = replace(member, last_heard=min(now, before.last_heard + spared))
+        if came and coordinator.nobody_heard(known, now) > self.failure_timeouts.suspect:
+            members = dict(state.members)  # all have their full time after the first sign of life
+        pending = state.pending
+        if known.choosing and known.pending is not None and known.generation == state.generation:
+            moves, until = pending.moves if pending else (), known.pending.until
+            pending = replace(known.pending, moves=moves, until=until and until + spared)
+        broken = state.broken and replace(state.broken, since=now)
+        if broken and known.broken:
+            broken = replace(broken, since=min(now, known.broken.since + spared))
+        state = replace(state, pending=pending, broken=broken, offer=known.offer, unmovable=known.unmovable)
+        return state.with_heard(members)
 
     def _read(self, job_row: Record) -> None:
         store, job_id = self._store, self.job_id

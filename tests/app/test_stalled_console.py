@@ -21,10 +21,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from ui_console import JobHere, until
 
-from openrecycle.agent.coordination.membership import Mode, ModeSet, Note, TransferBroken
+from openrecycle.agent.coordination.membership import Candidate, Mode, ModeSet, Note, Offer, Offered, TransferBroken
 from openrecycle.agent.messages.protocol import JobSpec, WorkerState
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
+from openrecycle.app.jobs.live_job import AGAIN_SECONDS, TICK_SECONDS, LiveJob
 from openrecycle.app.jobs.states import sentence
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import EventLoopWatch
@@ -39,6 +39,7 @@ from tests.golden import golden
 pytestmark = pytest.mark.processes
 
 STOOD_STILL = 3 * FAILURE_TIMEOUTS.dead
+ASKED = Note("info", "operator", "asked")
 
 
 @pytest.fixture
@@ -93,11 +94,11 @@ def test_a_pause_that_could_not_be_stored_is_not_forgotten(world: World) -> None
 
 
 def test_a_database_that_takes_nothing_is_no_pause_of_the_console(world: World) -> None:
-    """The job is read back then, and all its deadlines begin anew. Put off by that time once more, a choice would be
-    waited for as much longer."""
+    """Nobody could choose in that time, which is made up for once."""
     world.job.apply(ModeSet(Mode.MANUAL, 60.0, "ada"))
     world.die(world.living[-1])
     world.database.fault = "rolled back"
+    assert not world.attempt(lambda: world.job.record(ASKED))
     world.tick(600, world.living)
     world.database.heal()
     world.tick(3, world.living)
@@ -107,13 +108,93 @@ def test_a_database_that_takes_nothing_is_no_pause_of_the_console(world: World) 
     assert not any(text.startswith(golden("the-console-stood-still")) for text in texts)
 
 
+def test_a_choice_is_over_in_time_though_somebody_whose_own_change_can_not_be_stored_tries_it_again(
+    world: World,
+) -> None:
+    world.job.apply(ModeSet(Mode.MANUAL, 60.0, "ada"))
+    world.die(world.living[-1])
+    for _ in range(7):
+        world.database.fault = "rolled back"
+        assert not world.attempt(lambda: world.job.record(ASKED))
+        world.database.heal()
+        world.tick(10, world.living)
+    assert world.job.state.generation == 2
+
+
+def test_the_options_are_still_known_when_a_job_was_read_back(world: World) -> None:
+    """They were compared once, for the workers that are out."""
+    world.job.apply(ModeSet(Mode.MANUAL, 60.0, "ada"))
+    world.die(out := world.living[-1])
+    offer = Offer((out.name,), (Candidate("re-route", (out.name,)),))
+    world.job.apply(Offered((out.name,), offer))
+    world.database.fault = "rolled back"
+    assert not world.attempt(lambda: world.job.record(ASKED))
+    world.database.heal()
+    world.tick(1, world.living)
+    assert world.job.state.offer == offer
+
+
+def test_all_have_their_full_time_once_the_first_is_heard_again_though_that_is_not_stored(world: World) -> None:
+    """As after a switch that failed: whoever connects a second later is no more dead than the first."""
+    first = world.living[0]
+    world.silence(STOOD_STILL)
+    world.beat(first)
+    world.database.fault = "rolled back"
+    assert not world.attempt(world.job.tick)
+    world.database.heal()
+    world.now += AGAIN_SECONDS
+    assert world.attempt(world.job.tick)
+    assert _states(world) == {WorkerState.RUNNING, WorkerState.SUSPECT}
+    world.tick(2, world.living)
+    assert _states(world) == {WorkerState.RUNNING}
+
+
+def test_all_have_their_full_time_once_a_new_process_came_though_its_answer_was_lost(world: World) -> None:
+    dead = world.living[0]
+    world.silence(STOOD_STILL)
+    world.die(dead)
+    world.take_up()
+    world.database.fault = "answer lost"
+    world.start(dead.name)
+    world.database.heal()
+    world.tick(3, [])
+    assert WorkerState.FAILED not in _states(world)
+
+
+def test_nobody_is_lost_while_the_console_is_deaf_and_changes_can_not_be_stored(world: World) -> None:
+    """Each reads the job back, a little later than the one before."""
+    world.database.fault = "rolled back"
+    for _ in range(round(STOOD_STILL / TICK_SECONDS)):
+        world.now += TICK_SECONDS
+        assert not world.attempt(lambda: world.job.record(ASKED))
+    world.database.heal()
+    world.beat(world.living[0])
+    world.job.tick()
+    world.tick(2, world.living)
+    assert _states(world) == {WorkerState.RUNNING}
+
+
+def test_a_pause_is_spared_once_though_it_could_not_be_stored_at_first(world: World) -> None:
+    silent, *others = world.living
+    quiet = round(FAILURE_TIMEOUTS.dead) - 4
+    world.tick(quiet, others)
+    world.now += STOOD_STILL
+    world.database.fault = "rolled back"
+    assert not world.attempt(world.job.tick)
+    world.database.heal()
+    world.now += AGAIN_SECONDS
+    assert world.attempt(world.job.tick)
+    world.tick(6, others)
+    assert world.job.state.members[silent.name].state is WorkerState.FAILED
+
+
 def test_nobody_is_lost_to_a_pause_after_which_the_first_change_can_not_be_stored(world: World) -> None:
     """The next one reads the job back before any tick has looked for how long the console stood still."""
     world.now += STOOD_STILL
     world.database.fault = "rolled back"
-    assert not world.attempt(lambda: world.job.record(Note("info", "operator", "asked")))
+    assert not world.attempt(lambda: world.job.record(ASKED))
     world.database.heal()
-    world.job.record(Note("info", "operator", "asked"))
+    world.job.record(ASKED)
     world.job.tick()
     assert _states(world) == {WorkerState.RUNNING}
 
@@ -135,7 +216,7 @@ def test_somebody_whose_own_change_can_not_be_stored_keeps_no_job_from_its_ticks
         world.now += TICK_SECONDS
         world.beat(*others)
         with pytest.raises(ConsoleError):
-            world.job.record(Note("info", "operator", "asked"), audit={"at": world.now})
+            world.job.record(ASKED, audit={"at": world.now})
         world.job.tick()
         assert not world.job.measurements.fresh
     members = world.job.state.members
