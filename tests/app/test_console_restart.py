@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from console_server import Agents, ConsoleServer, ForkedConsole
@@ -14,6 +15,12 @@ from tests.conftest import at_length
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
+
+
+def _events(agents: Agents) -> list[dict[str, Any]]:
+    """Without lines of a console that stood still: on a busy machine one more may come, or one be counted once more."""
+    told: list[dict[str, Any]] = agents.server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
+    return [event for event in told if not event["text"].startswith(golden("the-console-stood-still"))]
 
 
 @pytest.fixture
@@ -39,7 +46,7 @@ def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, num
     for name in survivors[:5]:
         agents.resume([name], 2)
     before = agents.job()
-    events = own_server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
+    events = _events(agents)
 
     own_server.stop(number)
     own_server.start(own_server.port)
@@ -49,7 +56,7 @@ def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, num
         assert after[key] == before[key], key
     assert agents.deployment(after=1) == second
     assert own_server.get(agents.path("/choice")).json()["frozen_by"] == "ada"
-    kept = own_server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
+    kept = _events(agents)
     assert kept[: len(events)] == events
     assert kept[len(events)]["text"] == golden("the-console-was-restarted-and")
     commands = own_server.get(agents.path("/commands")).json()["commands"]
@@ -75,10 +82,10 @@ def test_a_job_that_is_over_stays_readable(own_server: ConsoleServer) -> None:
     agents = Agents(own_server)
     agents.register_all()
     own_server.post(agents.path("/finish"), {"state": "stopped", "reason": "Ctrl-C"})
-    before = agents.job()
+    before, gone = agents.job(), {"planned_ahead": 0}  # plans that are being made are given up at the end
     own_server.stop()
     own_server.start(own_server.port)
-    assert agents.job() == before
+    assert agents.job() | gone == before | gone
     assert before["state"] == "stopped"
 
 
