@@ -912,6 +912,9 @@ def check_schedule(
     with own_numbers("schedule", options.seed), kept_settings(), warnings.catch_warnings(action="ignore"):
         if resumed and not (kept and _fits(made, kept[0])):
             return  # a state that does not fit is the workers' to refuse
+        if part_class := compat.part_without_beginning(made(), options.iterations):
+            got = f"{type(made()).__name__} with {part_class}, whose turn comes later: torch can't begin that one then"
+            raise InputError("scheduler", got, "schedulers without parts behind the first milestone")
         for number in range(len(parts())):
             part, steps = parts()[number]
             error = _last_step(part, steps)

@@ -287,17 +287,39 @@ def multiply(tensors: Sequence[Tensor], factor: float) -> None:
 def parts_of_scheduler(scheduler: Any, steps: int) -> list[tuple[Any, int]]:
     """Returns the schedulers that a SequentialLR or a ChainedScheduler is made of, down to those without parts, and
     which of its own steps each has reached after so many of the whole; a scheduler without parts is its own."""
+    parts = _parts_of_scheduler(scheduler, steps)
+    if parts is None:
+        return [(scheduler, steps)]
+    return [found for part, share in parts if share > 0 for found in parts_of_scheduler(part, share)]
+
+
+def part_without_beginning(scheduler: Any, steps: int) -> str | None:
+    """Returns the class of a scheduler that is made of others and whose turn in a SequentialLR comes within so many
+    steps, if there is one: torch 2.13 raises NotImplementedError then."""
+    late = isinstance(scheduler, torch.optim.lr_scheduler.SequentialLR)
+    for number, (part, share) in enumerate(_parts_of_scheduler(scheduler, steps) or ()):
+        if share < 0:  # at 0 it has begun, which is no step of its own
+            continue
+        if late and number and _parts_of_scheduler(part, share) is not None:
+            try:
+                part._update_lr(0)
+            except NotImplementedError:
+                return type(part).__name__
+        if found := part_without_beginning(part, share):
+            return found
+    return None
+
+
+def _parts_of_scheduler(scheduler: Any, steps: int) -> list[tuple[Any, int]] | None:
+    """Returns the direct parts, as `parts_of_scheduler`; None: it has none."""
     schedulers = torch.optim.lr_scheduler
     if isinstance(scheduler, schedulers.ChainedScheduler):
-        shares = [steps] * len(scheduler._schedulers)
-    elif isinstance(scheduler, schedulers.SequentialLR):
-        begins = [0, *scheduler._milestones]
-        ends = [*(end - 1 for end in scheduler._milestones), steps]
-        shares = [min(steps, end) - begin for begin, end in zip(begins, ends, strict=True)]
-    else:
-        return [(scheduler, steps)]
-    parts = zip(scheduler._schedulers, shares, strict=True)
-    return [found for part, share in parts if share > 0 for found in parts_of_scheduler(part, share)]
+        return [(part, steps) for part in scheduler._schedulers]
+    if not isinstance(scheduler, schedulers.SequentialLR):
+        return None
+    begins, ends = [0, *scheduler._milestones], [*(end - 1 for end in scheduler._milestones), steps]
+    spans = zip(scheduler._schedulers, begins, ends, strict=True)
+    return [(part, min(steps, end) - begin) for part, begin, end in spans]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:

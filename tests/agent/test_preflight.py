@@ -428,6 +428,24 @@ def test_a_schedule_that_ends_before_the_job_is_refused(scheduler: Any) -> None:
     assert len(trainer.fit(iterations=4).losses) == 4
 
 
+def _behind(optimizer: Any, milestone: int, chained: bool) -> Any:
+    """A scheduler that is made of others, behind one that is not, and in a third."""
+    schedulers = torch.optim.lr_scheduler
+    inner = schedulers.ChainedScheduler([schedulers.ConstantLR(optimizer)])
+    joined = schedulers.SequentialLR(optimizer, [schedulers.ConstantLR(optimizer), inner], milestones=[milestone])
+    return schedulers.ChainedScheduler([joined]) if chained else joined
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_part_that_torch_can_not_begin_is_refused_where_its_turn_comes(chained: bool) -> None:
+    trainer = own_jobs.trainer(scheduler=partial(_behind, milestone=3, chained=chained))
+    with pytest.raises(InputError) as caught:
+        trainer.fit(iterations=3)
+    assert caught.value.field == "scheduler"
+    assert len(trainer.fit(iterations=2).losses) == 2
+
+
 @pytest.mark.processes
 def test_the_schedule_of_a_checkpoint_is_the_one_that_counts(tmp_path: Path) -> None:
     """Its state says how many steps there are, whatever the script says. A schedule of a function's takes the
