@@ -295,7 +295,7 @@ def parts_of_scheduler(scheduler: Any, steps: int) -> list[tuple[Any, int]]:
 
 def part_without_beginning(scheduler: Any, steps: int) -> str | None:
     """Returns the class of a scheduler that is made of others and whose turn in a SequentialLR comes within so many
-    steps, if there is one: torch 2.13 raises NotImplementedError then."""
+    steps, if there is one: torch can't begin it then."""
     late = isinstance(scheduler, torch.optim.lr_scheduler.SequentialLR)
     for number, (part, share) in enumerate(_parts_of_scheduler(scheduler, steps) or ()):
         if share < 0:  # at 0 it has begun, which is no step of its own
@@ -303,7 +303,7 @@ def part_without_beginning(scheduler: Any, steps: int) -> str | None:
         if late and number and _parts_of_scheduler(part, share) is not None:
             try:
                 part._update_lr(0)
-            except NotImplementedError:
+            except (NotImplementedError, AttributeError):  # torch before 2.13 has no such method, and can't either
                 return type(part).__name__
         if found := part_without_beginning(part, share):
             return found

@@ -671,10 +671,9 @@ class NodeHub:
             return f"node {rank} has not said under which address it is reached"
         for name, ours in self._same.items():
             if hello.get(name) != ours:
-                differs = (
-                    f"node {rank} has {name} {hello.get(name)}, the leader {ours}: they would not get the same bits"
-                )
-                return f"{differs}. {_SAME_CODE if name == WORKLOAD else _SAME_SOFTWARE}"
+                cure = _SAME_CODE if name == WORKLOAD else _SAME_SOFTWARE
+                differs = f"node {rank} has {name} {hello.get(name)}, the leader {ours}"
+                return f"{differs}: they would not get the same bits. {cure}"
         return ""
 
     def _forget(self, link: NodeLink) -> None:
