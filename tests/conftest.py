@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import multiprocessing.process
 import os
 import re
@@ -37,6 +38,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _SAME = settings(deadline=None, derandomize=True, database=None)
 settings.register_profile("at-length", _SAME, max_examples=100)
 settings.register_profile("tests", _SAME, max_examples=15)
+settings.register_profile("fast", _SAME, max_examples=5)
 settings.load_profile("tests")
 
 
@@ -54,9 +56,15 @@ def at_length(*values: Any) -> Any:
 
 
 def examples(most: int, **others: Any) -> Any:
-    """Settings of a test of hypothesis: so many examples in `make chaos`, a sixth of them in `make test`."""
-    few = settings.get_current_profile_name() == "tests"
-    return settings(max_examples=max(-(-most // 6), min(most, 5)) if few else most, **others)
+    """Settings of a test of hypothesis: so many examples in `make chaos`, a sixth of them in `make test`, and a third of
+    these with FAST=1."""
+    part = {"tests": 6, "fast": 18}.get(settings.get_current_profile_name(), 1)
+    return settings(max_examples=max(-(-most // part), min(most, 5)), **others)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast") and settings.get_current_profile_name() == "tests":
+        settings.load_profile("fast")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -124,6 +132,10 @@ def _freeze() -> None:
     global _imported
     gc.freeze()
     _imported = len(sys.modules)
+    # pytest gives its handlers to each logger that keeps its lines to itself, six times a test. Libraries have 140 such.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(trylast=True)

@@ -46,13 +46,15 @@ class JobConsole(ForkedConsole):
 def until(condition: Callable[[], T], what: str, timeout: float = 60.0) -> T:
     """Asks again until the answer is true; fails with `what` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
+    pause = 0.01
     while time.monotonic() < deadline:
         with contextlib.suppress(requests.RequestException):
             answer = condition()
             if answer:
                 return answer
         # Each answer costs the console as much as a worker of these jobs needs for an iteration.
-        time.sleep(0.1)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
     raise AssertionError(f"waited {timeout:.0f} s for {what}")
 
 

@@ -45,6 +45,11 @@ PURE_STANDARD = {"__future__", "collections", "dataclasses", "enum", "functools"
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+@cache
 def imports(path: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
     """Of a file, wherever they stand; with: for type checkers alone?"""
     found: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
@@ -58,7 +63,7 @@ def imports(path: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
             for statement in inner if isinstance(inner, list) else ():
                 look(statement, typing or only)
 
-    look(ast.parse(path.read_text(), str(path)), False)
+    look(tree_of(path), False)
     return found
 
 
@@ -206,7 +211,7 @@ def names_by_file() -> dict[Path, NamesOfFile]:
     """Of all of the product."""
     out = {}
     for path in sorted(path for room in (*ROOMS, ".src") for path in (ROOT / room).rglob("*.py")):
-        tree = ast.parse(path.read_text(), str(path))
+        tree = tree_of(path)
         out[path] = names = NamesOfFile([], set(), set(), str(ast.get_docstring(tree)))
         for node in walk(tree):
             asked = ""
