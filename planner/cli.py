@@ -193,8 +193,12 @@ def migrations_command(
     partition: PartitionOption = None,
     profile: Profile = None,
     state_bytes: Annotated[
-        str, typer.Option(help="Bytes of weights and optimizer state to copy; one number, or one per stage: 1e9,2e9.")
-    ] = "0",
+        str | None,
+        typer.Option(
+            help="Bytes of weights and optimizer state to copy; one number, or one per stage: 1e9,2e9. Without it, "
+            "what the profile says."
+        ),
+    ] = None,
     bandwidth: Annotated[float, typer.Option(help="Bytes per second of one copy.")] = COPY_BANDWIDTH,
     heals_in: Annotated[float | None, typer.Option(help="Seconds until the failed workers return, if known.")] = None,
     unit_seconds: UnitSeconds = None,
@@ -205,14 +209,15 @@ def migrations_command(
         partition = AUTO
     job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition, moved=True)
     dead, of, limit = failed_workers(fail, job), Technique.of(technique), MemoryLimit.parse(memory)
-    cost = check_copy_cost(job, _byte_counts(state_bytes), bandwidth)
+    copied = None if state_bytes is None else _byte_counts(state_bytes)
+    cost = check_copy_cost(job, copied, bandwidth)
     if partition == AUTO:
         result = best_relayout(
             best_at_home(job, of, limit),
             dead,
             technique=of,
             memory=limit,
-            cost=lambda _: cost,
+            cost=lambda cut: check_copy_cost(cut, copied, bandwidth),
             heals_in=heals_in,
             unit_seconds=unit_seconds,
         )

@@ -129,8 +129,8 @@ class PlanWanted(_WhoseJob, PlanSettings):
 
 class MigrationsWanted(_WhoseJob, MigrationsSettings):
     """job, or profile_name and the sizes of the grid: as for a plan. state_bytes: of weights and optimizer of every
-    stage; 0: what the profile says. bandwidth: bytes per second of a copy. heals_in: seconds until the failed workers
-    are back; null: they don't come back."""
+    stage; null: what the profile says. bandwidth: bytes per second of a copy. heals_in: seconds until the failed
+    workers are back; null: they don't come back."""
 
     kind: Literal["migrations"]
     memory: Memory = "uniform"

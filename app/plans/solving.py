@@ -39,6 +39,7 @@ from openrecycle.planner.layers.migration import (
     MOST_HEALS_IN,
     CopyCost,
     best_migrations,
+    check_copy_cost,
 )
 from openrecycle.planner.layers.partition import Layout, best_relayout, lay_out
 from openrecycle.planner.plans.packed import from_bytes, to_bytes
@@ -237,11 +238,11 @@ class PlanSettings(_Settings):
 
 class MigrationsSettings(_Settings):
     """All of a request for migrations but its job. over: if it is not `schedules`, the layers are cut anew, with and
-    without migrations. state_bytes: of weights and optimizer of every stage; 0: what the profile says. bandwidth: bytes
-    per second of a copy. heals_in: seconds until the failed workers are back; None: they don't come back."""
+    without migrations. state_bytes: of weights and optimizer of every stage; None: what the profile says. bandwidth:
+    bytes per second of a copy. heals_in: seconds until the failed workers are back; None: they don't come back."""
 
     kind: Literal["migrations"] = "migrations"
-    state_bytes: Annotated[int, Field(ge=0, le=1 << 60), INTEGER] = 0
+    state_bytes: Annotated[int, Field(ge=0, le=1 << 60), INTEGER] | None = None
     bandwidth: Annotated[float, Field(strict=True, ge=LEAST_BANDWIDTH, allow_inf_nan=False)] = COPY_BANDWIDTH
     heals_in: Annotated[float, Field(strict=True, ge=0, le=MOST_HEALS_IN, allow_inf_nan=False)] | None = None
 
@@ -318,8 +319,7 @@ class MigrationsAsked(_Asked, MigrationsSettings):
 
     def cost(self, job: Job) -> CopyCost:
         """Returns what copying a stage's state costs. job: with its partition."""
-        own = tuple(profile.fixed_bytes for profile in job.profiles)
-        return CopyCost((self.state_bytes,) * self.job.stages if self.state_bytes else own, self.bandwidth)
+        return check_copy_cost(job, None if self.state_bytes is None else [self.state_bytes], self.bandwidth)
 
 
 Request: TypeAlias = PlanAsked | MigrationsAsked

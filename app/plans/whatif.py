@@ -188,7 +188,7 @@ class WhatIf:
     word (`saved_word`), or the user's own (`own_profile`). kept: the saved profile, if it is one. partition: for a
     profile with layers, how many per stage, such as 11,14,7,12; AUTO: the best; "": as evenly as possible.
 
-    seconds: the solver's limit. state_gb: weights and optimizer of a stage in 10^9 bytes (0: as the profile says);
+    seconds: the solver's limit. state_gb: weights and optimizer of a stage in 10^9 bytes (None: as the profile says);
     copy_gbs: 10^9 bytes per second of a copy; heals_in: seconds until the failed workers are back (0: never).
     """
 
@@ -201,7 +201,7 @@ class WhatIf:
     memory: str = "uniform"
     solver: str = "auto"
     seconds: float = 20.0
-    state_gb: float = 0.0
+    state_gb: float | None = None
     copy_gbs: float = COPY_BANDWIDTH / 1e9
     heals_in: float = 0.0
     partition: str = ""
@@ -249,7 +249,7 @@ class WhatIf:
             failed=self.failed,
             technique=self.technique,
             memory=self.memory,
-            state_bytes=round(self.state_gb * 1e9),
+            state_bytes=None if self.state_gb is None else round(self.state_gb * 1e9),
             bandwidth=self.copy_gbs * 1e9,
             heals_in=self.heals_in or None,
             **self._layers(),
@@ -349,7 +349,7 @@ class WhatIf:
             "memory": self.memory,
             "solver": self.solver,
             "time": f"{self.seconds:g}",
-            "state": f"{self.state_gb:g}",
+            "state": "" if self.state_gb is None else f"{self.state_gb:g}",
             "copy": f"{self.copy_gbs:g}",
             "heals": f"{self.heals_in:g}",
             "partition": self.partition,

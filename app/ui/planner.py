@@ -504,7 +504,7 @@ def _stop(console: ConsoleService, solve_id: str) -> None:
 
 
 COSTS = (
-    ("state_gb", "Weights of a stage (GB)", "Weights and optimizer state that a copy moves. 0: as the profile says."),
+    ("state_gb", "Weights of a stage (GB)", "Weights and optimizer state that a copy moves. Empty: the profile's."),
     ("copy_gbs", "Copy (GB/s)", "How fast weights go from one worker to another."),
     ("heals_in", "Back in (s)", "Seconds until the dead workers are expected back. 0: they are not."),
 )
@@ -515,11 +515,11 @@ def migrations(console: ConsoleService, question: WhatIf, job: Job, colours: Pal
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-costs"):
         for name, label, note in COSTS:
             draw = partial(st.number_input, label, *LIMITS[name], format="%g", help=note, width=170)
-            address.control(draw, f"planner-{name}", float(getattr(question, name)), partial(_price, console, name))
+            address.control(draw, f"planner-{name}", getattr(question, name), partial(_price, console, name))
         known = console.plans.solves.find(question.migrations_asked())
         if known is None or (known.over and known.migrations is None):
             st.button("Look for migrations", key="planner-look", on_click=look, args=(console,))
-    if not question.state_gb and not any(p.weight_bytes + p.optimizer_bytes for p in job.profiles):
+    if question.state_gb is None and not any(p.weight_bytes + p.optimizer_bytes for p in job.profiles):
         st.caption(
             "The profile says nothing of weights, so copies count as free; give their size to see what they cost."
         )
@@ -539,7 +539,7 @@ def look(console: ConsoleService) -> None:
         console.plans.solves.start(now().migrations_asked())
 
 
-def _price(console: ConsoleService, name: str, value: float) -> None:
+def _price(console: ConsoleService, name: str, value: float | None) -> None:
     changes: dict[str, Any] = {name: value}
     change(replace(now(), **changes))
     look(console)

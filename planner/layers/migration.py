@@ -274,8 +274,11 @@ def _place(model: BoundModel, kept: Sequence[int], room: Sequence[int], extra: i
     return tuple(counts)
 
 
-def check_copy_cost(job: Job, state_bytes: Sequence[int], bandwidth: float) -> CopyCost:
-    """Make a CopyCost. state_bytes: one number for all stages, or one per stage. Raises InputError."""
+def check_copy_cost(job: Job, state_bytes: Sequence[int] | None, bandwidth: float) -> CopyCost:
+    """Make a CopyCost. state_bytes: one number for all stages, or one per stage; None: what the job's profile says.
+    Raises InputError."""
+    if state_bytes is None:
+        state_bytes = [profile.fixed_bytes for profile in job.profiles]
     per_stage = tuple(state_bytes) * job.stages if len(state_bytes) == 1 else tuple(state_bytes)
     if len(per_stage) != job.stages:
         raise InputError("--state-bytes", len(per_stage), f"one number, or one per stage ({job.stages})")

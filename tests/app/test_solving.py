@@ -203,6 +203,9 @@ def test_copies_cost_what_the_profile_or_the_request_says() -> None:
     asked = MigrationsAsked(job=heavy, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9, heals_in=1)
     found = json.loads(answer(asked, print, lambda: True))["migrations"]
     assert golden("leave-the-2-failures-where") in found["reason"]
+    free = asked.model_copy(update={"state_bytes": 0})
+    assert json.loads(answer(free, print, lambda: True))["migrations"]["pause"] == 0
+    assert json.loads(answer(free, print, lambda: True))["migrations"]["migrations"]
     asked = MigrationsAsked(job=SMALL, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9, state_bytes=5 * 10**9)
     assert json.loads(answer(asked, print, lambda: True))["migrations"]["pause"] == 5.0
     derived: dict[str, object] = {"profiles": (), "transfers": (), "backward_transfers": ()}

@@ -183,6 +183,7 @@ def test_what_a_link_may_say_of_costs_the_fields_can_have(console: ConsoleServic
         test = open_page(fail="W0_2.W1_2.W2_2", memory="none", **{name: value})
         shown = {str(n.key).strip().removeprefix("planner-"): n.value for n in test.number_input}
         assert float(value) in [shown[field] for field in ("state_gb", "copy_gbs", "heals_in")]
+        assert (shown["state_gb"] is None) == (name != "state")
     test = open_page(memory="999999999")
     assert next(n for n in test.number_input if n.label == "Activations").value == 999_999_999
 

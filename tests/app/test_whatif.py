@@ -204,7 +204,10 @@ def test_absurd_grids_and_dead_stages_are_refused() -> None:
 def test_the_request_for_migrations_has_the_costs() -> None:
     asked = WhatIf(failed=("W0_2",), state_gb=2.5, copy_gbs=5, heals_in=60).migrations_asked()
     assert (asked.state_bytes, asked.bandwidth, asked.heals_in) == (2_500_000_000, 5e9, 60)
-    assert WhatIf(failed=("W0_2",)).migrations_asked().heals_in is None
+    plain = WhatIf(failed=("W0_2",))
+    assert (plain.migrations_asked().state_bytes, plain.migrations_asked().heals_in) == (None, None)
+    free, wrong = parse(replace(plain, state_gb=0.0).params())
+    assert free.migrations_asked().state_bytes == 0 and not wrong
 
 
 @pytest.mark.parametrize("partition", [AUTO, "12,12,8,12"])

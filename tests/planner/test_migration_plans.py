@@ -266,6 +266,14 @@ def test_the_command() -> None:
     assert "--state-bytes: got 'much'" in str(done.exception)
 
 
+@pytest.mark.parametrize("layers", [[], ["--partition", "auto"]])
+def test_copies_cost_what_the_profile_says_unless_the_command_line_does(layers: list[str]) -> None:
+    command = ["migrations", "--profile", "gpt-3-medium", "--fail", "W0_2,W1_2", "--memory", "none", "--json", *layers]
+    assert json.loads(CliRunner().invoke(app, command).output)["pause_seconds"] > 0
+    free = json.loads(CliRunner().invoke(app, [*command, "--state-bytes", "0"]).output)
+    assert free["pause_seconds"] == 0 and free["migrations"]
+
+
 def test_speeds_and_reductions_count_in_what_is_compared() -> None:
     """A stage whose step reduces slowly among many peers, and a slow worker's place that is filled."""
     slow = Worker(0, 3)
