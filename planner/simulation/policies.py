@@ -9,13 +9,13 @@ import heapq
 import io
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.jobs.words import DROP, REROUTE, number_of
 from openrecycle.planner.plans.plan import read_whole
 from openrecycle.planner.simulation.engine import (
@@ -578,82 +578,93 @@ class Varuna(CheckpointRestart):
 # -- drop the replica --------------------------------------------------------------------------------
 
 
+class Places:
+    """The places of a job's grid and the workers that have them: the number of whole pipelines depends on which workers
+    were lost. A worker takes the place that it is named for, as in a job's own history, or the first one that is free;
+    without a free one it waits."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.place: dict[str, int] = {}
+        self.waiting: deque[str] = deque()
+        self.free = set(range(job.pipelines * job.stages))  # places, pipeline by pipeline
+        self.order = list(self.free)  # a heap that has all free places, and others
+        self.empty = [job.stages] * job.pipelines  # empty places of each pipeline
+
+    @property
+    def whole(self) -> int:
+        """Number of pipelines without an empty place."""
+        return self.empty.count(0)
+
+    def leave(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.place:
+                self.waiting.remove(name)
+                continue
+            place = self.place.pop(name)
+            self.free.add(place)
+            heapq.heappush(self.order, place)
+            self.empty[place // self.job.stages] += 1
+
+    def take(self, names: Iterable[str]) -> None:
+        """Gives places to workers that have come, and to those that wait."""
+        self.waiting.extend(names)
+        while self.waiting and self.free:
+            name = self.waiting.popleft()
+            place = self._named(name)
+            while place not in self.free:
+                place = heapq.heappop(self.order)
+            self.free.remove(place)
+            self.place[name] = place
+            self.empty[place // self.job.stages] -= 1
+
+    def _named(self, name: str) -> int:
+        """Returns the place that a worker of the job's grid is named for; -1 for another name."""
+        try:
+            worker = self.job.check_worker(Worker.parse(name), field="worker")
+        except InputError:
+            return -1
+        return worker.pipeline * self.job.stages + worker.stage
+
+
 class DropReplica(GridPolicy):
     """As torchft and elastic data parallel: a pipeline with a dead worker stands still. The others go on with their
-    own micro-batches, so an iteration trains on fewer samples. No other policy here changes the samples of an update.
-
-    Here workers have fixed places, since the number of whole pipelines depends on which workers were lost: the place
-    that a worker is named for, as in a job's own history, or the first one that is free.
-    """
+    own micro-batches, so an iteration trains on fewer samples. Only `ours` may do so, too; no other policy here changes
+    the samples of an update."""
 
     name = "drop-replica"
 
     def __init__(self, planned: PlannedJob, costs: RecoveryCosts) -> None:
         super().__init__(planned, costs)
-        self.place: dict[str, int] = {}
-        self.free = set(range(self.workers))  # places, pipeline by pipeline
-        self.order = list(self.free)  # a heap that has all free places, and others
-        self.dead = [planned.job.stages] * planned.job.pipelines  # empty places of each pipeline
+        self.places = Places(planned.job)
         self.running = 0
 
-    @property
-    def whole(self) -> int:
-        """Number of pipelines without an empty place."""
-        return self.dead.count(0)
-
     def rate(self, workers: int) -> Rate | None:
-        return self.planned.replicas(self.whole)
+        return self.planned.replicas(self.places.whole)
 
     def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
-        before = self.whole
-        self.standby.extend(change.ready)
-        for name in change.lost:
-            if name in self.place:
-                self._leave(name)
-            else:
-                self.standby.remove(name)
-        whole = self.whole
-        while self.standby and self.free:
-            self._take(self.standby.popleft())
+        before = self.places.whole
+        self.places.leave(change.lost)
+        left = self.places.whole
+        self.places.take(change.ready)
+        whole = self.places.whole
         if not training and not paused:
-            if not self.whole:
+            if not whole:
                 return KeepTraining()
             return Stop(seconds(self.costs.restart) if self.started else 0)
-        if whole < before:
-            return self.loss(0, self.whole - whole)
-        return KeepTraining(ask=self.whole > self.running)
+        if left < before:
+            return self.loss(0, whole - left)
+        return KeepTraining(ask=whole > self.running)
 
     def boundary(self, cluster: Cluster) -> Reaction:
-        return self.growth(0) if self.whole > self.running else KeepTraining()
+        return self.growth(0) if self.places.whole > self.running else KeepTraining()
 
     def pace(self, cluster: Cluster) -> Pace | None:
-        self.running = self.whole
+        self.running = self.places.whole
         return super().pace(cluster)
 
     def _staff(self) -> None:
         """Does nothing: workers take places when they come."""
-
-    def _named(self, name: str) -> int:
-        """Returns the place that a worker of the job's grid is named for; -1 for another name."""
-        try:
-            worker = self.planned.job.check_worker(Worker.parse(name), field="worker")
-        except InputError:
-            return -1
-        return worker.pipeline * self.planned.job.stages + worker.stage
-
-    def _take(self, name: str) -> None:
-        place = self._named(name)
-        while place not in self.free:
-            place = heapq.heappop(self.order)
-        self.free.remove(place)
-        self.place[name] = place
-        self.dead[place // self.planned.job.stages] -= 1
-
-    def _leave(self, name: str) -> None:
-        place = self.place.pop(name)
-        self.free.add(place)
-        heapq.heappush(self.order, place)
-        self.dead[place // self.planned.job.stages] += 1
 
 
 # -- others ------------------------------------------------------------------------------------------
@@ -785,6 +796,9 @@ class Best(GridPolicy):
             raise InputError("prior", prior, "seconds above 0")
         self.mode = self.ran = REROUTE  # mode: the option chosen last; ran: the one that trained last
         self.fresh = True
+        self.places = Places(planned.job)  # for dropping replicas; in other modes workers may be at other places
+        self.running = 0  # whole pipelines when training went on last
+        self.away = False  # whether workers left their places then
         self.prior = prior
         self.changes = 0
         self._now = 0
@@ -796,7 +810,7 @@ class Best(GridPolicy):
         if mode == REPARTITION:
             return self.planned.repartitioned(workers)
         if mode == DROP:
-            return self.planned.replicas(min(self.planned.job.pipelines, workers // self.planned.job.stages))
+            return self.planned.replicas(self.places.whole)
         return self.planned.rerouted(self.workers - workers)
 
     def _quickest(self, workers: int) -> str:
@@ -813,6 +827,8 @@ class Best(GridPolicy):
         if not training and not paused:
             self.fresh = True
         self._now = cluster.now
+        self.places.leave(change.lost)
+        self.places.take(change.ready)
         reaction = super().changed(cluster, change, training=training, paused=paused)
         if paused and change.ready and not self.fresh and isinstance(reaction, KeepTraining):
             # With more workers, the option that the pause was for may no longer be the best.
@@ -827,18 +843,29 @@ class Best(GridPolicy):
         copied = self.costs.rejoin if replaced else 0.0
         moved = self.costs.migrate if self.planned.moves(self.workers - left) else 0.0
         back = self.costs.repartition if self.ran == REPARTITION else 0.0
-        again = max(copied, self.costs.repartition)
-        pauses = dict.fromkeys((REROUTE, DROP), seen + max(copied, moved, back))
-        return self._go(self._options(left, {**pauses, REPARTITION: seen + again}))
+        pauses = {
+            REROUTE: max(copied, moved, back),
+            DROP: max(copied, self._home(), back),
+            REPARTITION: max(copied, self.costs.repartition),
+        }
+        return self._go(self._options(left, {mode: seen + pause for mode, pause in pauses.items()}))
+
+    def _home(self) -> float:
+        """Seconds until workers that were moved are back at their places."""
+        return self.costs.migrate if self.away else 0.0
 
     def boundary(self, cluster: Cluster) -> Reaction:
         grown = self.used(len(self.active) + len(self.standby))
         if grown <= len(self.active):
             return KeepTraining()
         moved = self.costs.repartition if self.mode == REPARTITION else 0.0
-        pauses = dict.fromkeys((REROUTE, DROP), max(self.costs.rejoin, moved))
-        options = self._options(grown, {**pauses, REPARTITION: self.costs.repartition})
-        now = self.rate(len(self.active))
+        pauses = {
+            REROUTE: max(self.costs.rejoin, moved),
+            DROP: max(self.costs.rejoin, self._home(), moved),
+            REPARTITION: self.costs.repartition,
+        }
+        options = self._options(grown, pauses)
+        now = self.planned.replicas(self.running) if self.mode == DROP else self.rate(len(self.active))
         if now is not None:
             options.append(Option(WAIT, 0.0, now.per_second))
         self._now = cluster.now
@@ -851,8 +878,10 @@ class Best(GridPolicy):
             # Nothing trained before, so nothing has to move.
             self.mode = self._quickest(self.used(len(self.active) + len(self.standby)))
             self.fresh = False
-        self.ran = self.mode
-        return super().pace(cluster)
+        self.ran, self.running = self.mode, self.places.whole
+        made = super().pace(cluster)
+        self.away = self.ran == REROUTE and self.planned.moves(self.workers - len(self.active))
+        return made
 
     def _options(self, workers: int, pauses: dict[str, float]) -> list[Option]:
         found = [(mode, pause, self._rate(mode, workers)) for mode, pause in pauses.items()]
