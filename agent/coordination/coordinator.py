@@ -9,13 +9,20 @@ what operators and the advisor ask for. agent.coordination.blame decides whose l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from openrecycle.agent.coordination import generations
 from openrecycle.agent.coordination.blame import Complaint, judge
-from openrecycle.agent.coordination.generations import each_or_many, lose, lost_stages, re_join, reconsider
+from openrecycle.agent.coordination.generations import (
+    LINES_AT_ONCE,
+    each_or_many,
+    lose,
+    lost_stages,
+    re_join,
+    reconsider,
+)
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
     LEFT,
@@ -119,12 +126,22 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
         notes.append(Note("error", "failure", text, member.name))
         reason = f"{member.name} was started anew"
     elif state.current:
-        notes.append(Note("info", "worker", f"{member.name} is back and asks to re-join", member.name))
+        line = f"{member.name} is back and asks to re-join"
+        notes += _one_more(member.name, len(returned(state)), line, "more workers are back and ask to re-join")
         reason = f"{member.name} re-joins"
     else:
-        notes.append(Note("info", "worker", f"{member.name} registered", member.name))
+        registered = len(state.members) - state.tally.unready
+        notes += _one_more(member.name, registered, f"{member.name} registered", "more workers registered")
         reason = "all workers have registered"
     return reconsider(state.with_member(arrived), reason, notes, now)
+
+
+def _one_more(name: str, before: int, line: str, many: str) -> list[Note]:
+    """Says that a worker has come while `before` others wait. Of very many only the first ones have a line each; the
+    generation that takes them in says how many they are."""
+    if before < LINES_AT_ONCE:
+        return [Note("info", "worker", line, name)]
+    return [Note("info", "worker", many)] if before == LINES_AT_ONCE else []
 
 
 def _acknowledged(
@@ -153,11 +170,9 @@ def _acknowledged(
     now_in = replace(member, acknowledged=event.state)
     if _has_state(event.state) and member.state is REJOINING:
         now_in = replace(now_in, state=RUNNING)
-        moved = {to: source for source, to in state.current.moves} if state.current else {}
-        source = moved.get(member.name)
-        text = f"{source}'s process trains as {member.name}" if source else f"{member.name} has re-joined the job"
-        notes.append(Note("info", "recovery", text, member.name))
     state = state.with_member(now_in)
+    if now_in.state is not member.state and state.current:
+        notes += _joined(state, state.current, member.name)
     if now_in.state is not member.state and state.halted and not state.unheard:
         return reconsider(state, f"{member.name} has all of its state", notes, now)
     if event.state == "resumed" and state.settled:
@@ -167,6 +182,17 @@ def _acknowledged(
         if not state.frozen_by and (back := returned(state)):
             return reconsider(state, re_join(back), notes, now)
     return Transition(state, tuple(notes), f"{member.name} {event.state} generation {event.generation}")
+
+
+def _joined(state: State, current: Generation, name: str) -> Iterator[Note]:
+    """Says that a worker has all of its state; where very many join, in one line when all have."""
+    joining = current.joining
+    if len(joining) <= LINES_AT_ONCE:
+        source = {to: source for source, to in current.moves}.get(name)
+        text = f"{source}'s process trains as {name}" if source else f"{name} has re-joined the job"
+        yield Note("info", "recovery", text, name)
+    elif all(state.members[other].state is not REJOINING for other in joining):
+        yield Note("info", "recovery", f"{len(joining):,} workers have re-joined the job: {words.names(joining)}")
 
 
 def _has_state(acknowledged: AckState) -> bool:

@@ -60,7 +60,7 @@ from openrecycle.planner.jobs.words import REROUTE, STAND_BY, counts, encodable,
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
 LINES_AT_ONCE = 8
-"""Up to this many workers that fall silent, are heard again or fail at once get a line each."""
+"""Up to this many workers that fall silent, are heard again, fail or come at once get a line each."""
 
 
 # -- which generation opens next, when, and who takes which place in it -------------------------

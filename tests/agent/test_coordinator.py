@@ -609,5 +609,26 @@ def test_many_that_are_lost_at_once_do_not_flood_the_feed(lost: int, lines: int)
     assert Counter(m.state for m in run.state.members.values()) == {WorkerState.FAILED: lost, WorkerState.RUNNING: 1}
 
 
+@pytest.mark.parametrize("back", [LINES_AT_ONCE, LINES_AT_ONCE + 30])
+def test_many_that_come_back_do_not_flood_the_feed(back: int) -> None:
+    run = Run(back + 2, 1).start()
+    came = [note for note in run.notes if note.kind == "worker"]
+    assert [note.worker for note in came] == [*run.names[:LINES_AT_ONCE], None]
+    run.beat()
+    run.wait(FAILURE_TIMEOUTS.dead + 1, "W0_0")
+    run.resume()
+    before = len(run.notes)
+    for name in run.names[1:]:
+        run.back(name)  # the first one joins at once, and the others in the generation after that
+    run.resume()
+    run.resume()
+    assert [m.state for m in run.state.members.values()] == [WorkerState.RUNNING] * (back + 2)
+    said = [note for note in run.notes[before:] if note.kind == "worker"]
+    first, more = run.names[1 : LINES_AT_ONCE + 2], [None] * (back > LINES_AT_ONCE)
+    assert [note.worker for note in said] == [*first, *more]
+    joined = [note.worker for note in run.notes[before:] if note.kind == "recovery" and "re-joined" in note.text]
+    assert joined == [run.names[1], *([None] if more else run.names[2:])]
+
+
 def test_the_failure_timeouts_of_these_tests_are_the_default_ones() -> None:
     assert FailureTimeouts() == FAILURE_TIMEOUTS
