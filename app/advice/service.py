@@ -74,11 +74,11 @@ class MeasuredCosts:
 
 @dataclass
 class _Advised:
-    """The advice for one job. asked: what advice was asked on last. said: the advice in words for when `failed` are
-    out; "": none."""
+    """The advice for one job. asked: what advice was asked on last. said: the newest advice in words, "": none.
+    on: what that was asked on."""
 
     asked: Asked
-    failed: tuple[str, ...] = ()
+    on: Asked = NOTHING_ASKED
     said: str = ""
 
 
@@ -99,11 +99,10 @@ class Advising:
 
     def advice(self, job: LiveJob) -> str | None:
         """Returns the advice for the workers that are out now; None if there is none, or no worker is out."""
-        found, current = self._of.get(job), job.state.current
-        over = job.state.halted or job.state.over
-        if found is None or current is None or current.failed != found.failed or over:
+        found, state = self._of.get(job), job.state
+        if found is None or state.current is None or state.halted or state.over:
             return None
-        return found.said or None
+        return found.said or None if (state.current.failed, state.held) == found.on[:2] else None
 
     def cancel(self, job: LiveJob) -> None:
         self._maker.cancel(job.job_id)
@@ -120,7 +119,7 @@ class Advising:
             return
         failed = asked.failed
         if not failed and job.state.held == job.plans.nominal.home:
-            of.asked, of.failed, of.said = asked, (), ""
+            of.asked, of.said = asked, ""
             return
         try:
             request = self._request(job, failed)
@@ -137,31 +136,35 @@ class Advising:
             if recommendation is None:
                 log.warning("no advice", job=job.job_id, failed=failed, reason=why)
                 self._offer(job, Offered(failed, None, why))
-            elif _asked(job) == asked:
-                self._tell(job, failed, recommendation)
-            elif of.asked == asked:
+            elif not self._tell(job, asked, recommendation) and of.asked == asked:
                 # The job recovers again. If the same workers are out afterwards, advice is asked for again.
                 of.asked = NOTHING_ASKED
 
         self._maker.submit(request, done)
 
-    def _tell(self, job: LiveJob, failed: tuple[str, ...], recommendation: Recommendation) -> None:
-        candidates = recommendation.candidates
+    def _tell(self, job: LiveJob, asked: Asked, recommendation: Recommendation) -> bool:
+        """Says, stores and offers what was recommended. Returns False if other workers are out by now, or the job
+        recovers."""
+        failed, candidates = asked.failed, recommendation.candidates
         try:
-            # If the job has just moved layers as advised, nothing more is to be said.
-            news = failed and (job.state.held == job.plans.nominal.home or recommendation.calls_for_an_operator)
-            if news and not job.state.choosing and not _told(self._store.events(job.job_id, limit=EVENTS, newest=True)):
-                job.record(
-                    Note("warning" if recommendation.calls_for_an_operator else "info", "plan", recommendation.reason)
-                )
+            with job.lock:  # no generation opens between the look and the line in the event feed
+                if _asked(job) != asked:
+                    return False
+                # If the job has just moved layers as advised, nothing more is to be said.
+                news = failed and (job.state.held == job.plans.nominal.home or recommendation.calls_for_an_operator)
+                newest = self._store.events(job.job_id, limit=EVENTS, newest=True) if news else []
+                if news and not job.state.choosing and not _told(newest):
+                    calls = recommendation.calls_for_an_operator
+                    job.record(Note("warning" if calls else "info", "plan", recommendation.reason))
             candidates = self._with_plans(job, recommendation)
         except (ConsoleError, SQLAlchemyError) as error:
             log.warning("the advice could not be stored", job=job.job_id, reason=type(error).__name__)
         if failed:
             of = self._of[job]
-            of.failed, of.said = failed, recommendation.reason  # set after its line in the event feed is stored
+            of.on, of.said = asked, recommendation.reason  # set after its line in the event feed is stored
         offer = Offer(failed, candidates, recommendation.better) if candidates else None
         self._offer(job, Offered(failed, offer, "the job has no option that it could take by itself"))
+        return True
 
     def _with_plans(self, job: LiveJob, recommendation: Recommendation) -> tuple[Candidate, ...]:
         """Returns the candidates, each with the fingerprint of the best plan that the job has for it by now."""

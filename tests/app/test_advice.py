@@ -5,6 +5,8 @@ from __future__ import annotations
 from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 from sqlalchemy import update
@@ -27,6 +29,7 @@ from openrecycle.app.jobs.live_job import changes, repair_times
 from openrecycle.app.jobs.states import PlannedRestart, ProcessState
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.models import GenerationRow
+from openrecycle.db.store import Record
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
@@ -486,6 +489,44 @@ def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     asked[1](Recommendation("re-route", "re-route", "in time"), "")
     assert here.console.queries.view(job.job_id).advice == "in time"
     assert advised(job) == ["in time"]
+
+
+def test_no_advice_is_in_the_feed_after_the_generation_that_settles_it(
+    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Callable[[Recommendation | None, str], None]]()
+    monkeypatch.setattr(here.console._advising._maker, "submit", lambda request, done: asked.append(done))
+    job = JobHere(here.console, "settled").register().commit(0, 9, 1).die("W1_2")
+    job.resume(2)
+    until(lambda: len(asked) == 1, "advice is asked for")
+    live, read = here.console.jobs.find(job.job_id), here.store.events
+
+    def come_back() -> None:
+        """The worker returns if nobody holds the job."""
+        if live.lock.acquire(blocking=False):
+            job.back("W1_2")
+            live.lock.release()
+
+    def events(*given: Any, **named: Any) -> list[Record]:
+        monkeypatch.setattr(here.store, "events", read)
+        launcher = Thread(target=come_back)
+        launcher.start()
+        launcher.join()
+        return read(*given, **named)
+
+    monkeypatch.setattr(here.store, "events", events)
+    asked[0](Recommendation("re-route", "re-route", "the one who is out"), "")
+    if "W1_2" not in job.living:
+        job.back("W1_2")
+    until(lambda: live.state.generation == 3, "the worker joins")
+    kinds = [e["kind"] for e in here.console.queries.events(job.job_id, 0, 500)]
+    assert [kind for kind in kinds if kind in ("plan", "generation")] == [
+        "generation",
+        "generation",
+        "plan",
+        "generation",
+    ]
+    assert here.console.queries.view(job.job_id).advice is None
 
 
 def test_a_repair_takes_no_longer_than_a_restart_that_is_due(
