@@ -317,7 +317,7 @@ def decide(
     better = goes[0].name if goes else ""
     way, advised = (better if automatic and better else REROUTE), REROUTE
     if not failed:
-        return _back(ranked, way, better, taken, ways, refused)
+        return _back(way, better, taken, ways, refused)
     text = f"With {names(list(failed))} empty"
     if ranked:
         best = ranked[0]
@@ -342,9 +342,7 @@ def decide(
     return Recommendation(way, advised, f"{text} {basis}".strip(), tuple(ways), better)
 
 
-def _back(
-    ranked: Sequence[Option], way: str, better: str, taken: Option | None, ways: Sequence[Candidate], refused: str
-) -> Recommendation:
+def _back(way: str, better: str, taken: Option | None, ways: Sequence[Candidate], refused: str) -> Recommendation:
     """Advises a job whose workers are all back, while its layers are still as they were cut for fewer."""
     text = "all workers are back"
     back = next((w for w in ways if w.name == REPARTITION), None)

@@ -395,8 +395,7 @@ class Reports:
 
     Every method raises ConsoleError for an unknown job or worker, for a fenced process, or when the database does not
     answer. `sender` is, for a job on several nodes, the term and node in whose name the launcher speaks; nothing
-    changes
-    if that node leads no more.
+    changes if that node leads no more.
 
     ended: called with a job for which nothing more is to be done. measure: says which iteration the workers of a job
     are to record, if any. waited: says how long a job has waited for people.

@@ -369,8 +369,7 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
 
 
 EVENTS = 20
-# Warnings and errors among so many of the newest events are shown as well, however many lines came after them: two
-# thousand workers that return say so in four thousand.
+# Warnings and errors among so many of the newest events are shown as well, however many lines came after them.
 SEVERE_AMONG = 20_000
 # Workers in all generations that are read at once: each has its acknowledgements, and a job may have thousands.
 GENERATION_ROWS = 32_768
