@@ -57,9 +57,8 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.options import Checkpoints
-from openrecycle.agent.models.layers import Partition, Span, build_layer, partition_of, spans, state_names
+from openrecycle.agent.models.layers import Partition, Span, partition_of, spans
 from openrecycle.agent.models.state import (
-    AVERAGE,
     Piece,
     Share,
     StageState,
@@ -77,7 +76,6 @@ from openrecycle.agent.models.state import (
     whole_number,
     write_tensors,
 )
-from openrecycle.agent.models.workload import Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
 from openrecycle.planner.jobs.words import count, printable
 from openrecycle.planner.plans.plan import read_json
@@ -986,39 +984,6 @@ class KeptWeights:
             raise FileNotFoundError("there are no averages")
         # A layer without trained parameters has no averages.
         return self._averaged.get(layer, self._plain[layer]) if averaged else self._plain[layer]
-
-
-class CheckpointWeights:
-    """Returns the weights of a checkpoint, as `read_weights` does. They are read at each call.
-
-    workload: returns the job's workload. layers: how many the job has. seed: the job's.
-    """
-
-    def __init__(
-        self, directory: Path, iteration: int, workload: Callable[[], Workload], layers: int, seed: int
-    ) -> None:
-        self._directory, self._iteration = directory, iteration
-        self._workload, self._layers, self._seed = workload, layers, seed
-
-    def __call__(self, layer: int, *, averaged: bool = False) -> dict[str, Any]:
-        """Returns a layer's weights. Raises CheckpointError, also if the checkpoint was removed in favour of newer
-        ones; FileNotFoundError where there are no averages."""
-        if not 0 <= layer < self._layers:
-            raise InputError("layer", layer, f"0 to {self._layers - 1}")
-        checkpoint = next((c for c in whole_checkpoints(self._directory) if c.iteration == self._iteration), None)
-        if checkpoint is None:
-            raise CheckpointError(f"{self._directory}: the checkpoint of iteration {self._iteration} is gone")
-        state = checkpoint.load(range(layer, layer + 1))
-        values = {name: decode(value, state.tensors) for name, value in state.document["model"].items()}
-        if averaged:
-            kept = {name: decode(value, state.tensors) for name, value in state.document["state"].items()}
-            averages = {name: of[AVERAGE] for name, of in kept.items() if AVERAGE in of}
-            if kept and not averages:
-                raise FileNotFoundError("there are no averages")
-            values |= averages
-        built = build_layer(self._workload(), layer, self._layers, self._seed)  # shows what its state dict has
-        names = state_names(built)
-        return {n: values.get(f"{layer}.{names.get(n, n)}", value) for n, value in built.state_dict().items()}
 
 
 Loaded = TypeVar("Loaded", bound=nn.Module | Sequence[nn.Module])

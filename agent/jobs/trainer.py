@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from openrecycle.agent.checkpoints import CheckpointWeights, KeptWeights, read_weights
+from openrecycle.agent.checkpoints import KeptWeights, read_weights
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.options import (
     Checkpoints,
@@ -57,7 +57,7 @@ from openrecycle.agent.jobs.callables import (
 )
 from openrecycle.agent.jobs.callbacks import Callback, TrainingStart
 from openrecycle.agent.jobs.preflight import check_workload
-from openrecycle.agent.jobs.results import TrainingResult, WrittenCheckpoint
+from openrecycle.agent.jobs.results import CheckpointWeights, TrainingResult, WrittenCheckpoint
 from openrecycle.agent.jobs.start import check_writable, make_launcher
 from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.launcher.record import (

@@ -548,12 +548,6 @@ class StageOptimizer:
         names = [name for name, buffer in self._buffers.items() if id(buffer) in moving]
         return names if span is None else [name for name in names if layer_of(name) in span]
 
-    @property
-    def averaging(self) -> bool:
-        """Whether the optimizer keeps moving averages, from its first step on."""
-        methods = (getattr(hook, "__func__", None) for hook in compat.step_hooks(self.optimizer))
-        return any(method is ExponentialMovingAverage._average for method in methods)
-
     def averages(self) -> dict[str, Tensor]:
         """Returns the moving averages of parameters that have one, by name."""
         state = self.optimizer.state
@@ -1184,3 +1178,9 @@ class ExponentialMovingAverage:
                     average.lerp_(parameter, 1 - self.decay)
 
     _average.elementwise = True  # type: ignore[attr-defined]
+
+
+def keeps_averages(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is the optimizer of an ExponentialMovingAverage. It has averages from its first step on."""
+    methods = (getattr(hook, "__func__", None) for hook in compat.step_hooks(optimizer))
+    return any(method is ExponentialMovingAverage._average for method in methods)

@@ -63,7 +63,7 @@ from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception
 from openrecycle.agent.stages.backward import STRATEGIES, StrategyName
-from openrecycle.agent.stages.optimizer import stage_optimizer
+from openrecycle.agent.stages.optimizer import keeps_averages, stage_optimizer
 from openrecycle.agent.stages.post_validation import ValidationResult
 from openrecycle.agent.stages.shards import ShardLostError, assign, lost_together
 from openrecycle.agent.stages.stage import assemble, reassemble, try_split
@@ -447,7 +447,7 @@ class WorkerLoop:
                 own = self._ranks.together(functools.partial(gathered_tensors, module, own))
             self._until_written(functools.partial(save_weights, folder, layer, state))
             trained = any(parameter.requires_grad for parameter in module.parameters())
-            if own or (self._optimizer.averaging and trained):
+            if own or (keeps_averages(self._optimizer.optimizer) and trained):
                 # Where no step was made, the average is the model as it was.
                 names = state_names(module)
                 averaged = {name: own.get(names.get(name, name), value) for name, value in state.items()}

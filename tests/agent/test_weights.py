@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from openrecycle.agent.checkpoints import (
-    CheckpointWeights,
     Identity,
     WeightsError,
     load_weights,
@@ -25,6 +24,7 @@ from openrecycle.agent.checkpoints import (
     write_share,
 )
 from openrecycle.agent.jobs.callables import CallableWorkload
+from openrecycle.agent.jobs.results import CheckpointWeights, WrittenCheckpoint
 from openrecycle.agent.models.layers import build_layers
 from openrecycle.agent.models.state import StateError, Writer
 from openrecycle.agent.stages.gradients import GradientSum
@@ -153,26 +153,44 @@ def wrapped(layer: int, layers: int) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_a_checkpoint_has_the_weights_of_what_is_wrapped(layer: int, tmp_path: Path) -> None:
-    """A state dict says their names without the wrapper's."""
-    task: Any = CallableWorkload(wrapped, *[None] * 5, 0, layers=2)  # type: ignore[arg-type]
+_sgd = partial(torch.optim.SGD, lr=0.0)
+
+
+def after_a_step(folder: Path, optimizer: Any) -> CheckpointWeights:
+    """A checkpoint of two layers, all of whose numbers are 7."""
+    task: Any = CallableWorkload(wrapped, None, None, optimizer, None, None, 0, layers=2)  # type: ignore[arg-type]
     stack = build_layers(task, range(2), 2, 0)
     with torch.no_grad():
         for tensor in (*stack.parameters(), *stack.buffers()):
             tensor.fill_(7)
-    average = ExponentialMovingAverage(partial(torch.optim.SGD, lr=0.0), decay=0.5)
     sums = GradientSum(stack.parameters(), terms=1)
-    optimizer = StageOptimizer(stack, make_optimizer(average, list(stack.named_parameters())), sums)
+    stage = StageOptimizer(stack, make_optimizer(optimizer, list(stack.named_parameters())), sums)
     for parameter in sums.parameters:
         sums.add(parameter, torch.ones(parameter.shape))
-    optimizer.step()
-    write_share(tmp_path, optimizer.share(Writer(0, 1)), 0, 2, Identity("", 2, 1, 1, 1, 0, {}), 1, 1)
-    weights = CheckpointWeights(tmp_path, 1, lambda: task, 2, 0)
+    stage.step()
+    write_share(folder, stage.share(Writer(0, 1)), 0, 2, Identity("", 2, 1, 1, 1, 0, {}), 1, 1)
+    return CheckpointWeights(folder, 1, lambda: task, 2, 0)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_checkpoint_has_the_weights_of_what_is_wrapped(layer: int, tmp_path: Path) -> None:
+    """A state dict says their names without the wrapper's."""
+    weights = after_a_step(tmp_path, ExponentialMovingAverage(_sgd, decay=0.5))
     for averaged in (False, True):
         state = weights(layer, averaged=averaged)
         assert sorted(state) == sorted(wrapped(layer, 2).state_dict())
         assert all(value.eq(7).all() for value in state.values())
+
+
+@pytest.mark.parametrize("optimizer", [_sgd, partial(torch.optim.AdamW, lr=0.0)])
+def test_a_checkpoint_without_averages_gives_none(optimizer: Any, tmp_path: Path) -> None:
+    """Also where the optimizer keeps nothing at all."""
+    weights = after_a_step(tmp_path, optimizer)
+    checkpoint = WrittenCheckpoint(1, weights)
+    assert checkpoint.state_dict(0).keys() == wrapped(0, 2).state_dict().keys()
+    with pytest.raises(InputError) as caught:
+        checkpoint.state_dict(0, averaged=True)
+    assert caught.value.field == "averaged"
 
 
 @pytest.mark.parametrize(
