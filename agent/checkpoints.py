@@ -703,10 +703,10 @@ def prepare(
     identity: Identity,
     iterations: int,
     say: Callable[[str], None],
-    check: Callable[[Checkpoint], object] = lambda found: None,
+    check: Callable[[Checkpoint | None], object] = lambda found: None,
 ) -> Origin:
     """Finds and verifies the checkpoint that a job begins with. say: gets what the user should know about it. check:
-    raises InputError for a checkpoint with which the job can't go on.
+    raises InputError for a checkpoint with which the job can't go on; for None, if it can't begin anew.
 
     Raises InputError, also if the folder has checkpoints and `resume` is not given: those of two runs would be mixed.
     """
@@ -731,6 +731,7 @@ def prepare(
             why = next(iter(others.values()))
             raise options.refuse("resume", f"a whole checkpoint ({why}); to begin anew, name another folder")
         if not there:
+            check(None)
             remove_unfinished(directory)
             return Origin(identity)
         resume = "newest-intact"

@@ -907,16 +907,21 @@ def check_schedule(
         return fresh
 
     def parts() -> list[tuple[Any, int]]:
-        return compat.parts_of_scheduler(made(), options.iterations)
+        return compat.parts_of_scheduler(made(), in_all)
 
     with own_numbers("schedule", options.seed), kept_settings(), warnings.catch_warnings(action="ignore"):
         if resumed and not (kept and _fits(made, kept[0])):
             return  # a state that does not fit is the workers' to refuse
-        if part_class := compat.part_without_beginning(made(), options.iterations):
+        done = resumed.iteration if resumed else 0
+        # Fewer than iterations, if updates were skipped.
+        in_all = options.iterations - done + compat.steps_taken(made(), done)
+        if part_class := compat.part_without_beginning(made(), in_all):
             got = f"{type(made()).__name__} with {part_class}, whose turn comes later: torch can't begin that one then"
             raise InputError("scheduler", got, "schedulers without parts behind the first milestone")
         for number in range(len(parts())):
             part, steps = parts()[number]
+            if compat.steps_taken(part, 0) >= steps:  # its turn in a SequentialLR is over
+                continue
             error = _last_step(part, steps)
             if error is None or not _can_jump(lambda number=number: parts()[number][0], steps):  # type: ignore[misc]
                 continue

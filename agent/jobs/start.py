@@ -86,7 +86,8 @@ def _looked_at(
     if needed is None:
         needed = check_workload(workload, options, here)
         say(needed.text)
-    check_schedule(workload, options, needed)
+    if options.checkpoints.resume is None:  # otherwise a checkpoint may have the schedule that counts
+        check_schedule(workload, options, needed)
     layers = layer_count(workload, options.job.stages)
     job = options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)
     options = replace(options, job=job)
@@ -292,7 +293,11 @@ def _workers_on(job: Job, role: NodeRole | None) -> list[Worker]:
 
 
 def _origin(
-    options: TrainingOptions, source: WorkloadSource, layers: int, say: Say, check: Callable[[Checkpoint], object]
+    options: TrainingOptions,
+    source: WorkloadSource,
+    layers: int,
+    say: Say,
+    check: Callable[[Checkpoint | None], object],
 ) -> Origin | None:
     if options.checkpoints.directory is None:
         return None

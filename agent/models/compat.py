@@ -293,6 +293,14 @@ def parts_of_scheduler(scheduler: Any, steps: int) -> list[tuple[Any, int]]:
     return [found for part, share in parts if share > 0 for found in parts_of_scheduler(part, share)]
 
 
+def steps_taken(scheduler: Any, otherwise: int) -> int:
+    """Returns how many steps a scheduler has taken. otherwise: of one of the user's own that counts in another way."""
+    while isinstance(scheduler, torch.optim.lr_scheduler.ChainedScheduler):  # counts nothing itself
+        scheduler = scheduler._schedulers[0]
+    taken = getattr(scheduler, "last_epoch", None)
+    return taken if isinstance(taken, int) else otherwise
+
+
 def part_without_beginning(scheduler: Any, steps: int) -> str | None:
     """Returns the class of a scheduler that is made of others and whose turn in a SequentialLR comes within so many
     steps, if there is one: torch can't begin it then."""

@@ -7,7 +7,7 @@ import random
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -19,7 +19,7 @@ from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
 from openrecycle.agent.config.devices import Mode, Platform, memory_group, memory_limit
 from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions
 from openrecycle.agent.jobs.callables import CallableWorkload
-from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.jobs.preflight import check_schedule, check_workload
 from openrecycle.agent.models.compat import tensors_without_data
 from openrecycle.agent.models.layers import build_layers
 from openrecycle.agent.models.state import dtype_name
@@ -463,7 +463,7 @@ def test_the_schedule_of_a_checkpoint_is_the_one_that_counts(tmp_path: Path) -> 
     assert caught.value.field == "scheduler" and str(tmp_path) in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == there, "it is tried before anything is put aside"
     of(six, folder="longer").fit(iterations=4)
-    assert len(of(six, folder="longer", resume="newest").fit(iterations=6).losses) == 2
+    assert len(of(four, folder="longer", resume="newest").fit(iterations=6).losses) == 2
     decay = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_halved)
     of(decay, folder="function").fit(iterations=2)
     assert len(of(decay, folder="function", resume="newest").fit(iterations=4).losses) == 2
@@ -471,6 +471,53 @@ def test_the_schedule_of_a_checkpoint_is_the_one_that_counts(tmp_path: Path) -> 
 
 def _halved(step: int) -> float:
     return 0.5**step
+
+
+@pytest.mark.processes
+def test_without_a_checkpoint_the_script_s_schedule_is_the_one_that_counts(tmp_path: Path) -> None:
+    four = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=4)
+    kept = Checkpoints(directory=str(tmp_path), every=2, resume="if-any")
+    with pytest.raises(InputError) as caught:
+        own_jobs.trainer(scheduler=four, checkpoints=kept).fit(iterations=5)
+    assert caught.value.field == "scheduler"
+
+
+def _first_of_two(optimizer: Any, steps: int) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    table = schedulers.LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.25][:steps][step])
+    return schedulers.SequentialLR(optimizer, [table, schedulers.ConstantLR(optimizer)], milestones=[3])
+
+
+def _in_a_checkpoint(of: Any, steps: int, iteration: int) -> Any:
+    """A checkpoint of so many iterations, whose scheduler has taken so many steps."""
+    made = of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+    for _ in range(steps):
+        made.optimizer.step()
+        made.step()
+    state = type(made).__name__, made.state_dict()
+    return SimpleNamespace(iteration=iteration, path="kept", scheduler=lambda: state)
+
+
+def _check(of: Any, iterations: int, kept: Any) -> None:
+    workload = SimpleNamespace(optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=of)
+    needed = SimpleNamespace(first_stage=[("0.weight", torch.nn.Parameter(torch.zeros(1)))])
+    options = TrainingOptions(job=own_jobs.JOB, iterations=iterations)
+    check_schedule(workload, options, needed, kept)  # type: ignore[arg-type]
+
+
+def test_steps_of_skipped_updates_are_left_to_take() -> None:
+    """One of three iterations had no gradients that could be used, so its schedule has a step more."""
+    four = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=4)
+    _check(four, 5, _in_a_checkpoint(four, 2, 3))
+    with pytest.raises(InputError):
+        _check(four, 6, _in_a_checkpoint(four, 2, 3))
+
+
+def test_a_part_of_a_schedule_whose_turn_is_over_is_not_tried() -> None:
+    kept = _in_a_checkpoint(partial(_first_of_two, steps=3), 4, 4)
+    _check(partial(_first_of_two, steps=2), 6, kept)
+    with pytest.raises(InputError):
+        _check(partial(_first_of_two, steps=2), 6, None)
 
 
 class _WithHistory(torch.optim.lr_scheduler.LRScheduler):
