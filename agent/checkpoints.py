@@ -93,6 +93,7 @@ MAX_MANIFEST_BYTES, MAX_STATE_BYTES = 2**26, 2**28
 _STATE, _MODEL, _OPTIMIZER = FILES = "state.json", "model.safetensors", "optimizer.safetensors"
 _WRITTEN = "share.json"
 _OF_MODEL = "model."
+_HIDDEN = _PARTIAL, _REMOVED, _REPLACED = ".partial", ".removed", ".replaced"
 _NAME = re.compile(r"iteration-([0-9]{10,18})")
 
 
@@ -398,7 +399,7 @@ def write_share(
     number of a generation). keep: how many complete checkpoints stay. Raises CheckpointError, or OSError.
     """
     iteration = share.iteration
-    partial = directory / f".partial-{iteration:010d}-{attempt}"
+    partial = directory / f"{_PARTIAL}-{iteration:010d}-{attempt}"
     folder = _share(partial, stage, share.number)
     shutil.rmtree(folder, ignore_errors=True)
     _give_up_older(directory, iteration)
@@ -463,7 +464,7 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
         _write(partial / "manifest.json", manifest)
         if target.exists():
             # It was written before a death that undid the next step, and has the same bits.
-            target.rename(directory / f".replaced-{iteration:010d}-{os.getpid()}")
+            target.rename(directory / f"{_REPLACED}-{iteration:010d}-{os.getpid()}")
         partial.rename(target)
     except OSError:
         (partial / ".claimed").unlink(missing_ok=True)  # another writer may succeed
@@ -475,7 +476,7 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
 
 def put_back_replaced(directory: Path) -> None:
     """Gives complete checkpoints their name back, if a run was killed between the two renames of `_make_whole`."""
-    for path in directory.glob(".replaced-*"):
+    for path in directory.glob(f"{_REPLACED}-*"):
         match = re.match(r"\.replaced-(\d{10,})-", path.name)
         target = directory / f"iteration-{match[1]}" if match else None
         if target is not None and not target.exists():
@@ -483,18 +484,19 @@ def put_back_replaced(directory: Path) -> None:
                 path.rename(target)
 
 
-def remove_unfinished(directory: Path) -> None:
-    """Removes unfinished checkpoints of a run that has ended. Their shares are of its seed and data, and must not be
-    put together with those of a new run."""
-    for path in directory.glob(".partial-*"):
-        shutil.rmtree(path, ignore_errors=True)
+def remove_leftovers(directory: Path) -> None:
+    """Removes what a run that has ended left half written or half removed. Shares of unfinished checkpoints are of its
+    seed and data, and must not be put together with those of a new run."""
+    for kind in _HIDDEN:
+        for path in directory.glob(f"{kind}-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _give_up_older(directory: Path, iteration: int) -> None:
     """Removes unfinished checkpoints that lack a worker's share, as when its disk was full: they take the space of the
     next one. It leaves those that are still being written, and the newest, since a stage may be a checkpoint behind."""
     unfinished: dict[int, list[Path]] = {}
-    for path in directory.glob(".partial-*"):
+    for path in directory.glob(f"{_PARTIAL}-*"):
         match = re.match(r"\.partial-(\d{10,})-", path.name)
         if match and int(match[1]) < iteration:
             unfinished.setdefault(int(match[1]), []).append(path)
@@ -512,7 +514,7 @@ def _tidy(directory: Path, iteration: int, keep: int) -> None:
     with contextlib.suppress(OSError):  # a manifest can't be read now: they are removed next time
         whole = [c.path for c in whole_checkpoints(directory) if c.iteration <= iteration]
     # Renamed first: a checkpoint that is partly removed must not be taken for a complete one.
-    hidden = {path: directory / f".removed-{path.name}" for path in whole[keep:]}
+    hidden = {path: directory / f"{_REMOVED}-{path.name}" for path in whole[keep:]}
     for path, name in hidden.items():
         with contextlib.suppress(OSError):
             path.rename(name)
@@ -525,7 +527,7 @@ def _tidy(directory: Path, iteration: int, keep: int) -> None:
     for path in directory.glob(".*-*"):
         kind, _, rest = path.name.partition("-")
         number = int(m[0]) if (m := re.search(r"\d{10,}", rest)) else iteration + 1
-        if kind in (".removed", ".replaced") or (kind == ".partial" and number < iteration):
+        if kind in (_REMOVED, _REPLACED) or (kind == _PARTIAL and number < iteration):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -732,7 +734,7 @@ def prepare(
             raise options.refuse("resume", f"a whole checkpoint ({why}); to begin anew, name another folder")
         if not there:
             check(None)
-            remove_unfinished(directory)
+            remove_leftovers(directory)
             return Origin(identity)
         resume = "newest-intact"
     try:
@@ -759,7 +761,7 @@ def prepare(
             check(found)
         except (CheckpointError, OSError) as error:
             raise options.refuse("resume", f"a checkpoint that can be read ({in_a_line(error)})") from None
-    remove_unfinished(directory)
+    remove_leftovers(directory)
     if done:
         say(f"all {iterations} iterations are in {found.path}: nothing is left to train")
     else:

@@ -6,6 +6,7 @@ torch is imported only inside the functions that need it, so that bad options ar
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable, Collection
@@ -132,8 +133,9 @@ def make_launcher(
     saved = options.checkpoints.folder
     # To resume, the folder must be there already; otherwise its name is wrong.
     if saved is not None and (options.checkpoints.resume in (None, IF_ANY) or saved.is_dir()):
-        _make_folder("checkpoints.directory", saved)
-    _make_folder("weights", None if options.weights is None else Path(options.weights))
+        _make_folder("checkpoints.directory", saved, full=True)
+    weights = None if options.weights is None else Path(options.weights)
+    _make_folder("weights", weights, full=saved is not None)
     options = options.anchored()
     options, workload, partition, needed = _looked_at(options, source, here, say, needed)
     layers = sum(partition)
@@ -155,8 +157,12 @@ def make_launcher(
     with contextlib.ExitStack() as failing:
         if pool is not None:  # after an error here, the other nodes would wait for this one to come back
             failing.callback(pool.call_off)
-        claimed = claim(options.checkpoints)
+        if claimed := claim(options.checkpoints):
+            failing.callback(claimed.close)
         origin = _origin(options, source, layers, say, partial(check_schedule, workload, options, needed))
+        # Again, now that nothing is there any more that an earlier run of this job has left half written.
+        _make_folder("checkpoints.directory", saved)
+        _make_folder("weights", weights)
         room: LayerRoom | None = None
         if options.job.layers and options.planning.relayout != "never":
             own = [Machine(here, memory_limit(), socket.gethostname())]
@@ -267,9 +273,9 @@ def _local(
     )
 
 
-def _make_folder(field: str, path: Path | None) -> None:
+def _make_folder(field: str, path: Path | None, *, full: bool = False) -> None:
     """Makes a folder if need be, and tries to write a file into it, so that a full disk is found now and not at the
-    end of the job. Raises InputError."""
+    end of the job. full: the disk may be full. Raises InputError."""
     if path is None:
         return
     probe = path / f".writable-{os.getpid()}"
@@ -280,7 +286,8 @@ def _make_folder(field: str, path: Path | None) -> None:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(field, str(path), f"a folder that can be written ({error.strerror})") from None
+        if not (full and path.is_dir() and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+            raise InputError(field, str(path), f"a folder that can be written ({error.strerror})") from None
 
 
 def _workers_on(job: Job, role: NodeRole | None) -> list[Worker]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from openrecycle.agent.checkpoints import Claim
 from openrecycle.agent.config.options import Checkpoints, TrainingOptions
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.launcher.launch import Launcher
@@ -226,6 +227,36 @@ def test_a_folder_that_can_not_be_written_is_refused_before_the_training(
             trainer.fit(iterations=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.processes
+def test_what_an_earlier_run_left_half_written_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is removed once it is certain that no other job writes there. A disk that is full without it is refused."""
+    own_jobs.trainer(checkpoints=Checkpoints(directory=tmp_path, every=1)).fit(iterations=1)
+    left = [tmp_path / name for name in (".partial-0000000002-1", ".removed-iteration-0000000000")]
+    for folder in left:
+        (folder / "stage-0").mkdir(parents=True)
+    (others := tmp_path / "others").touch()
+    write = Path.write_bytes
+
+    def on_a_full_disk(path: Path, data: bytes) -> int:
+        if path.parent == tmp_path and any(file.exists() for file in (*left, others)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", on_a_full_disk)
+    trainer = own_jobs.trainer(checkpoints=Checkpoints(directory=tmp_path, resume="newest"))
+    claimed = Claim(tmp_path)
+    with pytest.raises(InputError):
+        trainer.fit(iterations=2)
+    assert all(file.exists() for file in left)
+    claimed.close()
+    with pytest.raises(InputError) as caught:
+        trainer.fit(iterations=2)
+    assert caught.value.field == "checkpoints.directory" and not any(file.exists() for file in left)
+    left[0].mkdir()
+    others.unlink()
+    assert len(trainer.fit(iterations=2).losses) == 1
 
 
 def test_the_record_for_other_nodes_is_whole_whatever_its_file_takes(monkeypatch: pytest.MonkeyPatch) -> None:
