@@ -398,6 +398,8 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
             silent[name] = age
     if any(members[name] is not state.members[name] for name in members):
         state = replace(state, members=members)
+    if dead and _others_follow(state, min(members[name].last_heard or 0.0 for name in dead), now, failure_timeouts):
+        dead.clear()
     limit = f"(dead at {failure_timeouts.dead:g} s)"
     lines = {name: f"{name} has not been heard for {age:.1f} s {limit}" for name, age in silent.items()}
     shortest = min(silent.values(), default=0.0)
@@ -420,6 +422,15 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     if broken and not state.pending and not state.unheard and now - broken.since >= failure_timeouts.transfer_grace:
         return _blame(state, broken, notes, now)
     return Transition(state, tuple(notes), "time went by")
+
+
+def _others_follow(state: State, first: float, now: float, failure_timeouts: FailureTimeouts) -> bool:
+    """Says whether other workers are about to be lost that fell silent together with the one last heard at `first`, as
+    behind a switch that fails: their last heartbeats lie up to an interval apart. One generation without all of them is
+    opened within the time in which otherwise each tick would open one."""
+    ages = (now - (m.last_heard or 0.0) for m in _waited_for(state))
+    oldest, newest = failure_timeouts.dead, now - first - failure_timeouts.heartbeat
+    return any(max(newest, failure_timeouts.suspect) < age <= oldest for age in ages)
 
 
 def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> Transition:

@@ -39,7 +39,6 @@ from openrecycle.agent.coordination.membership import (
     IterationsCommitted,
     LayersMoved,
     LeadChanged,
-    NeedPlan,
     Note,
     OpenGeneration,
     OpRaised,
@@ -125,7 +124,7 @@ class LocalCoordination(Coordination):
         self._state = State.new(job.pipelines, job.stages, sys.maxsize, back_to=back_to, partition=job.partition)
         self._now = 0.0
         self._planned: tuple[Plan, str] | None = None
-        """The newest plan that was asked for, and where it is from, in words."""
+        """The newest plan that was made, and where it is from, in words."""
         self._orders: list[Order] = []
 
     # -- Coordination -------------------------------------------------------------------------
@@ -210,6 +209,9 @@ class LocalCoordination(Coordination):
     def poll(self, now: float) -> list[Order]:
         self._now = now
         self._take(Tick())
+        # Only now, so that workers that the launcher has found dead in one turn are gone in one generation.
+        if (pending := self._state.pending) is not None:
+            self._take(self._plan(pending.failed, pending.partition))
         self._take_layout()
         self._take_checks()
         self._deploy_restored()
@@ -272,16 +274,14 @@ class LocalCoordination(Coordination):
     # -- the machine --------------------------------------------------------------------------
 
     def _take(self, event: Event) -> Refuse | None:
-        """Steps the state machine by one event, and by the events that follow from it. What the launcher has to do
-        waits for `poll`."""
+        """Steps the state machine by one event. The plan that is needed then, and what the launcher has to do, wait
+        for `poll`."""
         before, step = self._state, coordinator.step(self._state, event, self._now, self._failure_timeouts)
         self._state = step.state
         if step.state.halted != before.halted and step.state.halted and not self.stands:
             self._orders.append(Halt(step.state.halted))
         for decision in step.decisions:
             match decision:
-                case NeedPlan():
-                    self._take(self._plan(decision.failed, decision.partition))
                 case OpenGeneration():
                     self._open(decision.generation)
                 case Note(severity="warning", kind="generation"):

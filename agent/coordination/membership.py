@@ -79,7 +79,8 @@ class FailureTimeouts:
     """What a worker's silence means after how many seconds. Raises InputError for values that contradict each other.
 
     heartbeat: the interval at which a worker reports. suspect: the silence after which a worker is marked as suspect,
-    at least two heartbeats. dead: the longer silence after which the job goes on without the worker. transfer_grace:
+    at least two heartbeats. dead: the longer silence after which the job goes on without the worker; up to a heartbeat
+    longer, where others that fell silent at the same time are lost with it. transfer_grace:
     how long a broken transfer waits for the exit or the silence that explains it, less than `dead`.
     """
 

@@ -165,6 +165,35 @@ def test_workers_that_time_out_together_leave_in_one_generation() -> None:
     assert [e.failed for e in run.opened[1:]] == [("W1_1", "W2_0")]
 
 
+def test_workers_that_fall_silent_within_a_heartbeat_leave_in_one_generation() -> None:
+    """As behind a switch that fails: ticks are more frequent than heartbeats."""
+    run = Run(6, 1).start()
+    run.beat()
+    for name in ("W1_0", "W2_0", "W3_0", "W4_0"):
+        run.beat(name)
+        run.now += TICK_SECONDS
+    first = run.now - 4 * TICK_SECONDS
+    while run.now < first + FAILURE_TIMEOUTS.dead + 1.5:
+        run.now += TICK_SECONDS
+        run.beat("W0_0", *(["W5_0"] if run.now < first + 2 else []))  # the last one is lost for another reason
+        run.send(Tick())
+    assert [e.failed for e in run.opened[1:]] == [("W1_0", "W2_0", "W3_0", "W4_0")]
+    run.wait(3, "W0_0")
+    assert len(run.opened) == 3
+
+
+def test_one_that_is_heard_again_holds_up_nobody() -> None:
+    run = Run(3, 1).start()
+    run.beat()
+    run.now += TICK_SECONDS
+    run.beat("W2_0")
+    while run.member("W1_0").state is not WorkerState.FAILED:
+        run.now += TICK_SECONDS
+        run.beat("W0_0", *(["W2_0"] if run.now > 119.9 else []))
+        run.send(Tick())
+    assert run.now - 100 <= FAILURE_TIMEOUTS.dead + TICK_SECONDS and len(run.opened) == 2
+
+
 def test_time_in_which_the_console_stood_still_counts_for_nobody() -> None:
     run = Run().start()
     run.beat()
