@@ -842,8 +842,6 @@ class SpreadPool(ProcessPool):
         super().__init__(worker.main, modules)
         self.host = hub.host
         self._hub, self._homes = hub, homes
-        self._where: dict[str, int] = {}
-        """The node of every incarnation that runs."""
         self._record = Spool() if record is None else record
         self._decided: list[Callable[[], None]] | None = []
         """What is sent once the other nodes have a copy; None: the job is at its end, so nothing has to wait."""
@@ -865,7 +863,7 @@ class SpreadPool(ProcessPool):
     @property
     def machines(self) -> list[NodeMemory]:
         """The memory of each node."""
-        return list(machines(self._hub, self._homes, self._hub.lead_status.rank).values())
+        return list(machines(self._hub, self._homes, self.own_node).values())
 
     def depose(self, why: str) -> None:
         """Notes that another launcher leads. May be called from any thread."""
@@ -885,7 +883,7 @@ class SpreadPool(ProcessPool):
         if spares is not None:
             node = spares.node
         elif node is None:
-            where = {w: self._where[entry.incarnation] for w, entry in self.running.items()}
+            where = {w: self.node_of(entry) for w, entry in self.running.items()}
             node = stand_in(worker, self._homes[worker], {own, *filter(self.has_node, links)}, where)
         if node == own:
             own_spec = partial(self._told, make_spec, own, self._hub.host)
@@ -896,7 +894,6 @@ class SpreadPool(ProcessPool):
         else:
             entry = self._start_there(links[node], worker, make_spec, now, spares)
             self.running[worker] = entry
-        self._where[entry.incarnation] = node
         return entry
 
     def take_spares(self, ranks: int) -> Spares | None:
@@ -931,20 +928,18 @@ class SpreadPool(ProcessPool):
 
     def has_node(self, node: int) -> bool:
         link = self._hub.links.get(node)
-        return node == self._hub.lead_status.rank or (link is not None and link.alive and link.answers)
+        return node == self.own_node or (link is not None and link.alive and link.answers)
 
     def adopt(self, entry: WorkerProcess) -> None:
         """Takes over a worker of this node that was started for the leader before."""
         self._hold_back(entry)
         self.running[entry.worker] = entry
-        self._where[entry.incarnation] = self._hub.lead_status.rank
 
     def adopt_there(self, link: NodeLink, worker: Worker, incarnation: str, now: float) -> RemoteWorker:
         """Takes over a worker of another node that was started for the leader before."""
         ours, theirs = self.context.Pipe(duplex=False)
         entry = self._remote(link, worker, incarnation, link.adopt(incarnation, theirs), ours, now)
         self.running[worker] = entry
-        self._where[incarnation] = link.rank
         return entry
 
     def know_spares(self, here: SpareRanks) -> None:
@@ -1005,7 +1000,6 @@ class SpreadPool(ProcessPool):
     def forget(self, entry: WorkerProcess) -> None:
         self._look_for_spares()
         super().forget(entry)
-        self._where.pop(entry.incarnation, None)
         if isinstance(entry, RemoteWorker):
             os.close(entry.process.sentinel)
 
@@ -1032,7 +1026,7 @@ class SpreadPool(ProcessPool):
     def _copy(self, run: RunSpec, document: dict[str, Any], nodes: Mapping[int, Address]) -> Copy:
         lead_status = self._hub.lead_status
         self._job = self._job or encode_run(run)
-        workers = [entry.told() | {"node": self._where[entry.incarnation]} for entry in self.running.values()]
+        workers = [entry.told() | {"node": self.node_of(entry)} for entry in self.running.values()]
         heard = {entry.incarnation: entry.heard for entry in self.entries}
         plan = document.pop("plan")
         own = self._hub.host, self._hub.port
