@@ -56,7 +56,7 @@ def at_length(*values: Any) -> Any:
 
 
 def examples(most: int, **others: Any) -> Any:
-    """Settings of a test of hypothesis: so many examples in `make chaos`, a sixth of them in `make test`, and a third of
+    """Settings of a test of hypothesis: so many examples in `make chaos`, a sixth of them in `make test`, a third of
     these with FAST=1."""
     part = {"tests": 6, "fast": 18}.get(settings.get_current_profile_name(), 1)
     return settings(max_examples=max(-(-most // part), min(most, 5)), **others)
@@ -132,7 +132,7 @@ def _freeze() -> None:
     global _imported
     gc.freeze()
     _imported = len(sys.modules)
-    # pytest gives its handlers to each logger that keeps its lines to itself, six times a test. Libraries have 140 such.
+    # pytest gives its handlers to each logger that keeps its lines to itself, six times a test. Libraries have 140.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
