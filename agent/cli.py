@@ -356,7 +356,8 @@ def serve_node(
         try:
             front = find_lead(role.store)
         except RuntimeError:
-            raise InputError("--lead", None, f"HOST:PORT, since torchrun's store at {role.host} names none") from None
+            expected = f"HOST:PORT, since torchrun's store at {role.host} names none: perhaps node 0 could not start"
+            raise InputError("--lead", None, expected) from None
     say = partial(typer.echo, err=True)
     same = same_on_all(workload)
     server = NodeServer(role.rank, role.nodes, front, token, address, say, lead, same=same)

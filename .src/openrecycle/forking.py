@@ -12,6 +12,7 @@ end of a pipe that is open in such a thread alone (`ForkedProcess.start_watched`
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -128,6 +129,8 @@ class ForkedProcess(ForkServerProcess):
             self._held.close()
 
     def run(self) -> None:
+        with contextlib.suppress(OSError):  # for ps, top and pkill: all have one command line
+            Path("/proc/self/comm").write_text(self.name)
         if self._held is not None:
             _hold_alone(self._held)
         super().run()

@@ -41,6 +41,19 @@ def test_a_round_of_the_collector_looks_through_what_a_worker_has_made_alone() -
     assert enabled and imported > 100_000 and own < imported / 10
 
 
+def _tell_name(to: Connection) -> None:
+    to.send(Path(f"/proc/{os.getpid()}/comm").read_text().strip())
+
+
+def test_the_system_knows_a_process_by_its_name() -> None:
+    warm()
+    mine, theirs = multiprocessing.Pipe()
+    worker = fork_context().Process(target=_tell_name, args=(theirs,), name="W1_2.1", daemon=True)
+    worker.start()
+    assert mine.poll(60) and mine.recv() == "W1_2.1"
+    worker.join(60)
+
+
 def _add(to: Connection) -> None:
     from openrecycle.agent.stages import numba_add
 
