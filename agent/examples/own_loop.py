@@ -98,6 +98,7 @@ def run(reporter: Reporter, iteration: int, model: nn.Module, optimizer: torch.o
 
 if __name__ == "__main__":
     console, name, worker, shared = sys.argv[1:]
+    torch.set_num_threads(1)  # the same in all workers, since it shows in the bits
     with Reporter(console=console, run=name, job=JOB, worker=worker, iterations=ITERATIONS) as reporter:
         train(reporter, *build(int(worker.partition("_")[2])), shared)
     print(f"{worker}: {ITERATIONS} iterations done")

@@ -265,8 +265,8 @@ class JobCreated(Message):
 
 
 class JobStatus(BaseModel):
-    """GET /jobs/{job_id}, as far as a launcher reads it. sentence: what the console does or waits for, and why.
-    generation: the newest."""
+    """GET /jobs/{job_id}, as far as a launcher or an own loop reads it. sentence: what the console does or waits for,
+    and why. generation: the newest."""
 
     state: JobState
     sentence: Text

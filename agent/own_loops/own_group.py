@@ -29,8 +29,9 @@ class Membership:
     """The workers that form the next process group.
 
     workers: their names, by rank. rank: this worker's. joining: the workers that are new, and take parameters,
-    optimizer state and iteration from a worker of their stage. newest: returns the job's newest generation. sums: given
-    None, returns the sums that go with this worker's state (see OwnLoop.kept); given sums, makes them this worker's.
+    optimizer state and iteration from a worker of their stage. newest: returns the job's newest generation; raises
+    RuntimeError if this worker is in none any more. sums: given None, returns the sums that go with this worker's state
+    (see OwnLoop.kept); given sums, makes them this worker's.
     """
 
     generation: int
@@ -44,8 +45,8 @@ class Membership:
         """Waits until all these workers have come to `store`, a FileStore or TCPStore of torch, which must be a new one
         for each generation. After that `init_process_group(store=store, ...)` waits for nobody.
 
-        Raises GroupLost as soon as the job goes on with other workers. In torch itself a process would wait for them
-        until its time-out."""
+        Raises GroupLost as soon as the job goes on with other workers, and RuntimeError as soon as it is over or goes
+        on without this one. In torch itself a process would wait for them until its time-out."""
         until = time.monotonic() + timeout
         here = store.add(_MET, 1)
         while here < len(self.workers):

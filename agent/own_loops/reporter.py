@@ -51,6 +51,8 @@ from openrecycle.agent.messages.protocol import (
     JobCreated,
     JobFinished,
     JobSpec,
+    JobState,
+    JobStatus,
     OpKind,
     Registration,
 )
@@ -172,8 +174,8 @@ class Reporter:
         """The newest generation from before this process registered, which it is not in; None: not registered yet."""
         self._met = 0
         self._dead, self._refusal = 0.0, ""
-        self._too_late = False
-        """Was the job already over when this process registered?"""
+        self._over = ""
+        """Says that the job is over, if the console has said so."""
         self._in_vain = False
         """Did the last request to the console (for the job, a place in it, or a generation) fail?"""
         self._resumed, self._done = 0, (-1, 0.0)
@@ -243,9 +245,8 @@ class Reporter:
         console goes on without this worker or the job is over."""
         lost = max(self._met, self._loop.generation if self._loop is not None else 0)
         began, reported = time.monotonic(), False
-        while not self.fenced:
-            if self._too_late:
-                raise RuntimeError(self._refusal)
+        while True:
+            self._check_part()
             waited = time.monotonic() - began
             deployment = self._deployment
             if deployment is not None and deployment.generation > lost:
@@ -253,7 +254,7 @@ class Reporter:
                 workers = tuple(str(worker) for worker in sorted(map(Worker.parse, deployment.living)))
                 rank = workers.index(str(self._me))
                 return Membership(
-                    *(self._met, workers, rank, deployment.joining, self._newest_generation), self._own_loop_sums
+                    *(self._met, workers, rank, deployment.joining, self._newest_of_mine), self._own_loop_sums
                 )
             if waited > timeout:
                 refused = f": it refuses: {self._refusal}" if self._refusal else ""
@@ -264,7 +265,16 @@ class Reporter:
                 self._reports.broken(str(self._me), self._incarnation, lost, why, peer)
                 reported = True
             self._wait_for_news(lost, 0.5)
-        raise RuntimeError(self._without_me)
+
+    def _check_part(self) -> None:
+        """Raises RuntimeError if the console goes on without this worker, or the job is over."""
+        if self.fenced or self._over:
+            raise RuntimeError(self._without_me if self.fenced else self._over)
+
+    def _newest_of_mine(self) -> int:
+        """The newest generation. Raises RuntimeError as `membership` does."""
+        self._check_part()
+        return self._newest_generation()
 
     def _own_loop_sums(self, given: tuple[int, list[Any]] | None) -> tuple[int, list[Any]] | None:
         """Gives or replaces the sums that go with this worker's state: see Membership.sums."""
@@ -346,9 +356,13 @@ class Reporter:
                 if unanswered >= _UNANSWERED:
                     log.warning("the console answers again")
                 unanswered = 0
-                if found is not None and not self._closing.is_set():
-                    generation = found[0].generation
-                    self._take_up(*found)
+                if self._closing.is_set():
+                    return
+                if found is None:
+                    self._look_whether_over(client)
+                    continue
+                generation = found[0].generation
+                self._take_up(*found)
             except (ConsoleUnavailable, ConsoleRefused) as error:
                 self._asked_in_vain()
                 if isinstance(error, ConsoleRefused) and error.problem.code == "idempotency_conflict":
@@ -362,6 +376,12 @@ class Reporter:
                         log.warning("%s; your loop goes on, and the console is told once it answers", error)
                 self._closing.wait(backoff.seconds())
 
+    def _look_whether_over(self, client: ConsoleClient) -> None:
+        """A worker that has come back just before the others ended would wait for them for ten minutes."""
+        status = client.get(self._job_path, JobStatus)
+        if status is not None and status.state in (JobState.FINISHED, JobState.STOPPED):
+            self._over = f"{self._me}: the job is {status.state}"
+
     def _asked_in_vain(self) -> None:
         with self._news:
             self._in_vain = True
@@ -373,9 +393,9 @@ class Reporter:
 
     def _know_place(self, answer: BatchReply | ConsoleRefused) -> None:
         if isinstance(answer, ConsoleRefused) or answer.refused:
-            if isinstance(answer, BatchReply):
-                self._too_late = answer.refused[0].code == "job_over"
             self._refused(str(answer) if isinstance(answer, ConsoleRefused) else answer.refused[0].detail)
+            if isinstance(answer, BatchReply) and answer.refused[0].code == "job_over":
+                self._over = self._refusal
             self._asked_in_vain()
         else:
             self._before = answer.before.get(str(self._me), 0)

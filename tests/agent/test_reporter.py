@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,30 @@ def test_closing_waits_for_no_plan_of_a_job_that_is_over(
         until(lambda: server.read(f"/jobs/{server.job_id('of two')}/workers")["workers"][1]["host"], "it to register")
         last.close()
         assert joined[-1] > 0.5
+
+
+@pytest.mark.processes
+def test_whoever_waits_for_the_others_hears_that_the_job_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ended just after this worker had come back, and meet it no more."""
+    monkeypatch.setattr(reporter_module, "LONG_POLL_SECONDS", 0.2)
+    with console(tmp_path) as server:
+        two = Job.uniform(2, 1, 2)
+        first, last = lonely(server, job=two), lonely(server, worker="W1_0", job=two)
+        now = last.membership()
+        first.membership()
+        store = torch.distributed.FileStore(str(tmp_path / "group"), 2)  # type: ignore[attr-defined]
+        with ThreadPoolExecutor() as pool:
+            meeting = pool.submit(now.meet, store, 60.0)
+            assert not wait([meeting], 0.2).done
+            first.close()
+            with pytest.raises(RuntimeError) as over:
+                meeting.result()
+        assert type(over.value) is RuntimeError, "a lost group would be formed anew"
+        with pytest.raises(RuntimeError):
+            last.membership(timeout=60)
+        last.close()
 
 
 @pytest.mark.processes
