@@ -135,19 +135,20 @@ class _Numbers(Callback):
     """Base of the callbacks that log numbers by name and step."""
 
     def __init__(self) -> None:
-        self._samples = 0
+        self._samples = self._newest = 0
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
+        """error: what `fit` raises; None: the job has run to its end."""
         raise NotImplementedError
 
     def on_end(self, result: TrainingResult) -> None:
         self.close()
 
     def on_exception(self, error: BaseException) -> None:
-        self.close()
+        self.close(error)
 
     def on_start(self, start: TrainingStart) -> None:
         self._samples = start.samples
@@ -160,6 +161,7 @@ class _Numbers(Callback):
             values["train/samples_per_second"] = self._samples / iteration.seconds
         values |= {"generation": float(iteration.generation), "train/skipped": float(len(iteration.skipped))}
         values["train/data_seconds"] = iteration.data_seconds
+        self._newest = iteration.iteration
         self.log(values, iteration.iteration)
 
     def on_gradient_norm(self, iteration: int, norm: float) -> None:
@@ -170,7 +172,7 @@ class _Numbers(Callback):
         self.log(values, evaluation.iteration)
 
     def on_recovery(self, recovery: Recovery) -> None:
-        self.log({"recovery_seconds": recovery.resumed_ms / 1000}, recovery.generation)
+        self.log({"recovery_seconds": recovery.resumed_ms / 1000}, self._newest)
 
 
 class TensorBoard(_Numbers):
@@ -190,7 +192,7 @@ class TensorBoard(_Numbers):
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -214,15 +216,15 @@ class WeightsAndBiases(_Numbers):
             # wandb's own step must never decrease, which that of an evaluation does.
             self._run.log({**values, "iteration": step})
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=0 if error is None else 1)
             self._run = None
 
 
 class MLflow(_Numbers):
-    """Logs to a run of MLflow. options: arguments of `mlflow.start_run`. address: its tracking server or folder. Raises
-    InputError where MLflow is not installed."""
+    """Logs to a run of MLflow. options: arguments of `mlflow.start_run`. address: its tracking server, or a
+    database such as `sqlite:///runs.db` (MLflow 3 refuses folders). Raises InputError where MLflow is not installed."""
 
     def __init__(self, address: str | None = None, **options: Any) -> None:
         super().__init__()
@@ -239,9 +241,10 @@ class MLflow(_Numbers):
         if self._run is not None:
             self._mlflow.log_metrics(dict(values), step=step, run_id=self._run.info.run_id)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         if self._run is not None:
-            self._mlflow.end_run()
+            failed = "FAILED" if isinstance(error, Exception) else "KILLED"  # Ctrl-C and SIGTERM are no Exception
+            self._mlflow.end_run("FINISHED" if error is None else failed)
             self._run = None
 
 

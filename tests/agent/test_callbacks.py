@@ -18,6 +18,7 @@ from openrecycle.agent.jobs import trainer
 from openrecycle.agent.jobs.callbacks import TrainingStart
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.jobs.trainer import _Lines
+from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.launcher.record import EvaluationResult
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from tests.agent import own_jobs
@@ -25,7 +26,7 @@ from tests.agent import own_jobs
 RESULT = TrainingResult((2.0,), (), "", lambda layer: {})
 
 
-def tell(callback: Callback) -> None:
+def tell(callback: Callback, error: BaseException | None = None) -> None:
     """A job of three iterations with an evaluation, a norm and a failure."""
     callback.on_start(TrainingStart("run", 3, 12))
     for i in range(3):
@@ -35,8 +36,8 @@ def tell(callback: Callback) -> None:
     callback.on_gradient_norm(1, 3.5)
     callback.on_evaluation(EvaluationResult(2, 1.25, {"accuracy": 0.75}))
     times = {"detected_ms": 1.0, "unblocked_ms": 2.0, "reformed_ms": 3.0, "resumed_ms": 1500.0}
-    callback.on_recovery(Recovery(worker="W0_1", generation=2, **times))
-    callback.on_end(RESULT)
+    callback.on_recovery(Recovery(worker="W0_1", generation=7, **times))  # in the iteration told last
+    callback.on_end(RESULT) if error is None else callback.on_exception(error)
 
 
 EXPECTED = {
@@ -77,6 +78,9 @@ def test_mlflow_has_every_number(tmp_path: Path) -> None:
     for (name, step), value in EXPECTED.items():
         history = client.get_metric_history(run.info.run_id, name)
         assert value in [metric.value for metric in history if metric.step == step]
+    for error, status in ((JobFailed("halted"), "FAILED"), (KeyboardInterrupt(), "KILLED")):
+        tell(callback, error)
+        assert client.search_runs(["0"], order_by=["start_time DESC"])[0].info.status == status
 
 
 @pytest.mark.chaos
