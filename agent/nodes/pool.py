@@ -742,7 +742,8 @@ def open_pool(
     try:
         if role.store is not None:
             publish_lead(role.store, hub.port)
-        say(f"waiting for {count(role.nodes - 1, 'more node')} at {hub.host}:{hub.port}")
+        missing = count(role.nodes - 1, "more node")
+        say(f"waiting for {missing} at {hub.host}:{hub.port}, for up to {NODE_SECONDS / 60:g} min")
         hub.wait_for_all(NODE_SECONDS)
         if fits is not None:
             for nodes, workers, has in sharing(hub, homes, role.rank):
