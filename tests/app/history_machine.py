@@ -252,9 +252,12 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def the_launcher_finds_the_processes_where_the_console_has_them(self) -> None:
-        """Once it was told of the newest generation; deaths that it has not reported yet aside."""
+        """Once it was told of the newest generation; deaths that it has not reported yet aside. Of a job that is over
+        the console hears no more."""
         generation = self.state.current
-        if generation is None or self.state.pending or generation.number != self.world.told or self.world.unsent:
+        if generation is None or self.state.pending or self.state.over:
+            return
+        if generation.number != self.world.told or self.world.unsent:
             return
         for worker in generation.living:
             member, here = self.state.members[worker], self.world.at(worker)
@@ -305,7 +308,7 @@ class History(RuleBasedStateMachine):
 
     def check_the_store(self) -> None:
         store, job_id = self.world.store, self.world.job_id
-        self.world.attempt(self.world.job.tick)  # what was in doubt is read again
+        self.world.tick(1, self.world.living)  # what was in doubt is read again, as soon as a tick may
         assert not self.world.in_doubt
         taken = {route: [r.message for r in self.world.taken if r.route == route] for route in _ROUTES}
         acknowledged = {
