@@ -963,9 +963,11 @@ def _last_step(scheduler: Any, steps: int) -> Exception | None:
 
 def _can_jump(made: Callable[[], Any], steps: int) -> bool:
     """Says whether a scheduler's last step fails also where the steps before it are made, as far as a few steps show
-    that: one of the user's own may keep what it had in each step, and miss it. Where the first step fails, nothing is
-    shown: it may need an optimizer that has stepped."""
+    that: one of the user's own may keep what it had in each step, and miss it, or count epochs and not steps. Where the
+    first step fails, nothing is shown: it may need an optimizer that has stepped."""
     few = min(steps, _FEW_STEPS)
+    if _counts_otherwise(made(), few):
+        return False
     if _last_step(made(), few) is None:
         return True
     scheduler = made()
@@ -975,6 +977,18 @@ def _can_jump(made: Callable[[], Any], steps: int) -> bool:
             scheduler.step()
         except Exception:
             return number > begin
+    return False
+
+
+def _counts_otherwise(scheduler: Any, steps: int) -> bool:
+    """Says whether one of so many steps, up to the first that fails, changes `last_epoch` by anything but 1."""
+    for number in range(scheduler.last_epoch + 1, scheduler.last_epoch + 1 + steps):
+        try:
+            scheduler.step()
+        except Exception:
+            return False
+        if scheduler.last_epoch != number:
+            return True
     return False
 
 

@@ -520,6 +520,21 @@ def test_a_part_of_a_schedule_whose_turn_is_over_is_not_tried() -> None:
         _check(partial(_first_of_two, steps=2), 6, None)
 
 
+class _ByEpochs(torch.optim.lr_scheduler.LambdaLR):
+    """Counts epochs, which are two iterations."""
+
+    def step(self, epoch: Any = None) -> None:
+        self.calls = getattr(self, "calls", -1) + 1
+        if self.calls % 2 == 0:
+            super().step()
+
+
+def test_a_schedule_that_counts_epochs_is_not_refused() -> None:
+    of = partial(_ByEpochs, lr_lambda=lambda epoch: [1.0, 0.5, 0.25, 0.125][epoch])
+    for iteration in range(6):
+        _check(of, 6, _in_a_checkpoint(of, iteration, iteration) if iteration else None)
+
+
 class _WithHistory(torch.optim.lr_scheduler.LRScheduler):
     """Keeps what it had in each step, and needs it in the next one."""
 
