@@ -476,19 +476,25 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
 
 def put_back_replaced(directory: Path) -> None:
     """Gives complete checkpoints their name back, if a run was killed between the two renames of `_make_whole`."""
-    for path in directory.glob(f"{_REPLACED}-*"):
-        match = re.match(r"\.replaced-(\d{10,})-", path.name)
-        target = directory / f"iteration-{match[1]}" if match else None
-        if target is not None and not target.exists():
+    for path, target in _replaced(directory):
+        if not target.exists():
             with contextlib.suppress(OSError):
                 path.rename(target)
+
+
+def _replaced(directory: Path) -> Iterator[tuple[Path, Path]]:
+    """Yields the complete checkpoints that a run has renamed to write them again, and the names that they had."""
+    for path in directory.glob(f"{_REPLACED}-*"):
+        if match := re.match(r"\.replaced-(\d{10,})-", path.name):
+            yield path, directory / f"iteration-{match[1]}"
 
 
 def remove_leftovers(directory: Path) -> None:
     """Removes what a run that has ended left half written or half removed. Shares of unfinished checkpoints are of its
     seed and data, and must not be put together with those of a new run."""
+    kept = {path for path, target in _replaced(directory) if not target.exists()}  # it could not be put back
     for kind in _HIDDEN:
-        for path in directory.glob(f"{kind}-*"):
+        for path in {*directory.glob(f"{kind}-*")} - kept:
             shutil.rmtree(path, ignore_errors=True)
 
 

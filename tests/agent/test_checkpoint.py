@@ -546,6 +546,27 @@ def test_a_checkpoint_that_was_about_to_be_replaced_is_found(tmp_path: Path) -> 
     assert prepare(options, JOB, 10, lambda text: None).resumed_at == 2
 
 
+def test_a_checkpoint_that_could_not_be_put_back_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the newest one that is whole."""
+    _write(tmp_path, 1)
+    _write(tmp_path, 2)
+    replaced = (tmp_path / "iteration-0000000002").rename(tmp_path / ".replaced-0000000002-99")
+    (left := tmp_path / ".replaced-0000000001-99").mkdir()
+    options = Checkpoints(directory=str(tmp_path), resume="if-any")
+    rename = Path.rename
+
+    def out_of_order(path: Path, target: Path) -> Path:
+        if path.name.startswith(".replaced"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", out_of_order)
+        assert prepare(options, JOB, 10, lambda text: None).resumed_at == 1
+    assert replaced.exists() and not left.exists()
+    assert prepare(options, JOB, 10, lambda text: None).resumed_at == 2
+
+
 def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     said: list[str] = []
     _write(tmp_path, 1)
