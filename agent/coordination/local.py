@@ -197,6 +197,8 @@ class LocalCoordination(Coordination):
         """Goes on from what another launcher has `saved`. Raises ValueError for a document that is not of that form."""
         self._state = _STATE.validate_python(document["state"])
         self._hosts = dict(document["hosts"])
+        if self._state.halted and not self.stands:  # the other one was lost before it could end the job
+            self._orders.append(Halt(self._state.halted))
 
     def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
         self._now = now

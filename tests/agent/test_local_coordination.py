@@ -314,6 +314,19 @@ def test_an_empty_stage_is_re_staffed_from_the_checkpoint() -> None:
     assert coordination.poll(20.0) == [] and str(to) in coordination.stands
 
 
+def test_whoever_leads_next_ends_a_job_that_can_not_go_on() -> None:
+    """The launcher that decided it was lost before it could end the job."""
+    coordination = _started(2, 2)
+    coordination.poll(0.0)
+    for pipeline in range(2):
+        coordination.failed(Failure("exit", Worker(pipeline, 1), f"W{pipeline}_1", detail="died"))
+    then = LocalCoordination(Catalog(Job(2, 2, 2), Technique.STAGGERED, MemoryLimit("uniform")))
+    then.restore(json.loads(json.dumps(coordination.saved())))
+    then.lead_changed({}, "node 0 was lost", 1.0)
+    (halt,) = then.poll(1.0)
+    assert isinstance(halt, Halt)
+
+
 def test_a_halt_that_ends_with_a_return_says_so() -> None:
     coordination = _started(1, 2, checkpoint=lambda: "point-7", beside=_at_once)
     coordination.poll(0.0)
