@@ -192,7 +192,8 @@ def _joined(state: State, current: Generation, name: str) -> Iterator[Note]:
         text = f"{source}'s process trains as {name}" if source else f"{name} has re-joined the job"
         yield Note("info", "recovery", text, name)
     elif all(state.members[other].state is not REJOINING for other in joining):
-        yield Note("info", "recovery", f"{len(joining):,} workers have re-joined the job: {words.names(joining)}")
+        there = [other for other in joining if state.members[other].state in PRESENT]
+        yield Note("info", "recovery", f"{len(there):,} workers have re-joined the job: {words.names(there)}")
 
 
 def _has_state(acknowledged: AckState) -> bool:
@@ -398,7 +399,8 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
             silent[name] = age
     if any(members[name] is not state.members[name] for name in members):
         state = replace(state, members=members)
-    if dead and _others_follow(state, min(members[name].last_heard or 0.0 for name in dead), now, failure_timeouts):
+    first = min((members[name].last_heard or 0.0 for name in dead), default=now)
+    if others_follow := bool(dead) and _others_follow(state, first, now, failure_timeouts):
         dead.clear()
     limit = f"(dead at {failure_timeouts.dead:g} s)"
     lines = {name: f"{name} has not been heard for {age:.1f} s {limit}" for name, age in silent.items()}
@@ -418,7 +420,9 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
         )
         notes.append(Note("error", "job", text))
         return Transition(state.halt(text, unheard=True), tuple(notes), text)
-    broken = state.broken
+    broken = (
+        None if others_follow else state.broken
+    )  # no link is to blame for what those who are about to be lost broke
     if broken and not state.pending and not state.unheard and now - broken.since >= failure_timeouts.transfer_grace:
         return _blame(state, broken, notes, now)
     return Transition(state, tuple(notes), "time went by")

@@ -182,6 +182,22 @@ def test_workers_that_fall_silent_within_a_heartbeat_leave_in_one_generation() -
     assert len(run.opened) == 3
 
 
+def test_no_link_is_blamed_while_others_are_about_to_be_lost() -> None:
+    run = Run(3, 1).start()
+    run.beat()
+    run.now += 0.9
+    run.beat("W0_0", "W2_0")
+    complained = False
+    while run.now < 100 + FAILURE_TIMEOUTS.dead + 2:
+        run.now += TICK_SECONDS
+        run.beat("W0_0")
+        if not complained and run.now > 100 + FAILURE_TIMEOUTS.dead - FAILURE_TIMEOUTS.transfer_grace:
+            run.send(TransferBroken("W0_0", "W0_0-1", "W1_0", 1, "timed out"))
+            complained = True
+        run.send(Tick())
+    assert [e.failed for e in run.opened[1:]] == [("W1_0", "W2_0")] and not run.state.links.breaks
+
+
 def test_one_that_is_heard_again_holds_up_nobody() -> None:
     run = Run(3, 1).start()
     run.beat()
@@ -636,6 +652,24 @@ def test_many_that_are_lost_at_once_do_not_flood_the_feed(lost: int, lines: int)
     assert all(note.worker for note in notes) == (lines > 1)
     assert {name for name in run.names if name in notes[0].text} >= {"W1_0"}
     assert Counter(m.state for m in run.state.members.values()) == {WorkerState.FAILED: lost, WorkerState.RUNNING: 1}
+
+
+def test_who_dies_while_many_join_is_not_said_to_have_joined() -> None:
+    run = Run(LINES_AT_ONCE + 3, 1).start()
+    for name in run.names[1:]:
+        run.exit(name)
+    run.resume()
+    for name in run.names[1:]:
+        run.back(name)  # the first one joins at once, and the others in the generation after that
+    run.resume()
+    first, *others = run.opened[-1].joining
+    assert len(others) == LINES_AT_ONCE
+    run.plans = False
+    run.exit(first)
+    before = len(run.notes)
+    run.resume(*others)
+    (note,) = (note for note in run.notes[before:] if note.kind == "recovery")
+    assert first not in note.text and others[0] in note.text
 
 
 @pytest.mark.parametrize("back", [LINES_AT_ONCE, LINES_AT_ONCE + 30])
