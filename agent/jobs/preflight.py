@@ -937,12 +937,14 @@ def check_schedule(
 
 
 def _fits(made: Callable[[], Any], name: str) -> bool:
-    """Says whether a scheduler of this class takes the state that it is made with, and can then take an early step."""
+    """Says whether a scheduler of this class takes the state that it is made with, and each part of it can then take an
+    early step."""
     try:
         scheduler = made()
     except Exception:
         return False
-    return type(scheduler).__name__ == name and _last_step(scheduler, 2) is None
+    parts = compat.parts_of_scheduler(scheduler, sys.maxsize)
+    return type(scheduler).__name__ == name and all(_last_step(part, 2) is None for part, _ in parts)
 
 
 def _last_step(scheduler: Any, steps: int) -> Exception | None:
@@ -963,33 +965,20 @@ def _last_step(scheduler: Any, steps: int) -> Exception | None:
 
 def _can_jump(made: Callable[[], Any], steps: int) -> bool:
     """Says whether a scheduler's last step fails also where the steps before it are made, as far as a few steps show
-    that: one of the user's own may keep what it had in each step, and miss it, or count epochs and not steps. Where the
-    first step fails, nothing is shown: it may need an optimizer that has stepped."""
-    few = min(steps, _FEW_STEPS)
-    if _counts_otherwise(made(), few):
-        return False
-    if _last_step(made(), few) is None:
-        return True
+    that: one of the user's own may keep what it had in each step, and miss it, or count epochs and not steps."""
     scheduler = made()
     begin: int = scheduler.last_epoch  # -1 in a part whose turn comes later
+    few = min(steps, begin + _FEW_STEPS)
     for number in range(begin, few):
         try:
             scheduler.step()
         except Exception:
-            return number > begin
-    return False
-
-
-def _counts_otherwise(scheduler: Any, steps: int) -> bool:
-    """Says whether one of so many steps, up to the first that fails, changes `last_epoch` by anything but 1."""
-    for number in range(scheduler.last_epoch + 1, scheduler.last_epoch + 1 + steps):
-        try:
-            scheduler.step()
-        except Exception:
+            # Where the first step fails, nothing is shown: it may need an optimizer that has stepped. Then the newest
+            # step of a checkpoint fails again, too.
+            return number > begin or _last_step(made(), begin if begin > 0 else few) is None
+        if scheduler.last_epoch != number + 1:
             return False
-        if scheduler.last_epoch != number:
-            return True
-    return False
+    return _last_step(made(), few) is None
 
 
 _FEW_STEPS = 3

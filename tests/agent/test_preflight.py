@@ -547,6 +547,27 @@ class _WithHistory(torch.optim.lr_scheduler.LRScheduler):
         return [rate * self.had[-1] for rate in self.base_lrs]
 
 
+def test_a_schedule_that_needs_its_history_is_not_refused_at_a_resume() -> None:
+    for iteration in range(1, 7):
+        _check(_WithHistory, 7, _in_a_checkpoint(_WithHistory, iteration, iteration))
+
+
+def _short(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.25][step])
+
+
+def _short_at_last(optimizer: Any) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    return schedulers.SequentialLR(optimizer, [schedulers.ConstantLR(optimizer), _short(optimizer)], milestones=[1])
+
+
+@pytest.mark.parametrize(("of", "steps"), [(_short, 2), (_short_at_last, 3)])
+def test_a_schedule_that_a_checkpoint_has_at_its_end_takes_no_step_more(of: Any, steps: int) -> None:
+    _check(of, steps, _in_a_checkpoint(of, steps - 1, steps - 1))
+    with pytest.raises(InputError):
+        _check(of, steps + 1, _in_a_checkpoint(of, steps, steps))
+
+
 class _Watching(torch.optim.lr_scheduler.LRScheduler):
     """Looks at what the optimizer keeps."""
 
