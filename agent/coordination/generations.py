@@ -242,7 +242,7 @@ def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
         state.members[name].generation == current.number and state.members[name].acknowledged for name in current.living
     )
     opened = current.moves if current is not None and not told else ()
-    return (*opened, *(state.pending.moves if state.pending else ()))
+    return state.pending.moves if state.pending else opened  # those that were pending have these before them
 
 
 def lost_stages(state: State) -> list[int]:

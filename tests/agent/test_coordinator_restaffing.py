@@ -58,6 +58,19 @@ def test_a_process_that_moved_is_not_fenced_while_it_does_not_know_yet() -> None
     assert other != source and there == target and run.opened[-1].restore
 
 
+def test_moves_into_a_place_that_was_given_up_are_told_again_however_many_die_meanwhile() -> None:
+    run = Run(4, 2).start()
+    run.plans = False
+    moves = (("W3_0", "W0_1"), ("W3_1", "W3_0"))
+    for dead, move in zip(("W0_1", "W0_0"), moves, strict=True):
+        run.exit(dead)
+        run.send(PlanReady(run.wanted[-1], "p", "made", (move,)))
+    run.exit("W1_0")
+    run.exit("W1_1")
+    run.send(PlanReady(run.wanted[-1], "p", "made"))
+    assert run.opened[-1].moves == moves
+
+
 @pytest.mark.parametrize("comes", ["W0_2", "W0_1"])
 def test_a_move_for_which_there_was_no_plan_is_undone(comes: str) -> None:
     """No launcher has been told of it: a healthy process was fenced, or its place taken for that of the newcomer."""
