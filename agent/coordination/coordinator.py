@@ -420,9 +420,8 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
         )
         notes.append(Note("error", "job", text))
         return Transition(state.halt(text, unheard=True), tuple(notes), text)
-    broken = (
-        None if others_follow else state.broken
-    )  # no link is to blame for what those who are about to be lost broke
+    # No link is to blame for what those broke who are about to be lost.
+    broken = None if others_follow else state.broken
     if broken and not state.pending and not state.unheard and now - broken.since >= failure_timeouts.transfer_grace:
         return _blame(state, broken, notes, now)
     return Transition(state, tuple(notes), "time went by")
