@@ -915,8 +915,11 @@ class Launcher:
                 self._listener({"left": {"worker": str(cell), **why}})
             elif entry.member and cell not in living:
                 self._pool.fence(entry, "removed from the job", silent=self._silent(entry, time.monotonic()))
+                gone = "was removed from the job"
                 self._died(cell, now, known=False)
-                self._gone(entry, "was removed from the job")
+                # The coordination counts a process at another place, if it was moved twice before anybody had said so.
+                self._coordination.failed(Failure("exit", cell, entry.incarnation, detail=gone))
+                self._gone(entry, gone)
         schedule = event.plan.schedule() if self._bad_samples.suspects else None
 
         def owner(micro_batch: int, stage: int) -> str:

@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.coordination.launcher import Deploy, Failure
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Event, Failure, Halt
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.coordination.membership import PRESENT
+from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess
-from openrecycle.agent.messages.protocol import WorkerState
+from openrecycle.agent.messages.protocol import Deployment, WorkerState
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.coordinator_run import Run
+from tests.agent.pretended import PretendedWorker, PretendedWorkers, launcher, run
 from tests.conftest import examples
 
 T = TypeVar("T")
@@ -120,3 +122,38 @@ def _at_once(find: Callable[[], T]) -> Future[T]:
     found: Future[T] = Future()
     found.set_result(find())
     return found
+
+
+class _Misplaces(Coordination):
+    """Counts the process of W0_0 at W1_1, where it is not."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.failures: list[Failure] = []
+        self._left: list[tuple[str, ...]] = [("W0_0", "W1_0", "W0_1"), ("W1_0", "W0_1", "W1_1")]
+
+    def failed(self, failure: Failure) -> None:
+        self.failures.append(failure)
+
+    def poll(self, now: float) -> list[Event]:
+        if not self._left:
+            return [Halt("enough")]
+        living, number = self._left.pop(0), 3 - len(self._left) - 1
+        plan, _ = self._catalog.plan_for(set(Job(2, 2, 2).workers()) - set(map(Worker.parse, living)))
+        about = {"plan_fingerprint": plan.fingerprint, "failed": (), "joining": ()}
+        return [Deploy(Deployment(generation=number, living=living, **about), plan)]
+
+
+def test_the_end_of_a_process_that_is_counted_elsewhere_is_said() -> None:
+    """Nobody else would: it is at no place that the generation has, and the others would wait for it there."""
+    pool = PretendedWorkers(PretendedWorker.ready)
+    decides: list[_Misplaces] = []
+
+    def coordination(catalog: Catalog) -> _Misplaces:
+        decides.append(_Misplaces(catalog))
+        return decides[0]
+
+    one = launcher(Job.uniform(2, 2, 2), pool, lambda line: None, coordination)
+    with pytest.raises(JobFailed, match="enough"):
+        run(one)
+    assert [(f.cause, str(f.worker), f.incarnation) for f in decides[0].failures] == [("exit", "W0_0", "W0_0-1")]
