@@ -917,7 +917,7 @@ class Launcher:
                 self._pool.fence(entry, "removed from the job", silent=self._silent(entry, time.monotonic()))
                 gone = "was removed from the job"
                 self._died(cell, now, known=False)
-                # The coordination counts a process at another place, if it was moved twice before anybody had said so.
+                # If it was moved twice before anybody had said so, the coordination still counts it at another place.
                 self._coordination.failed(Failure("exit", cell, entry.incarnation, detail=gone))
                 self._gone(entry, gone)
         schedule = event.plan.schedule() if self._bad_samples.suspects else None
