@@ -514,7 +514,9 @@ def migrations(console: ConsoleService, question: WhatIf, job: Job, colours: Pal
     components.heading("Migrations", "a living worker may take a dead one's place, with a copy of its peers' weights")
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-costs"):
         for name, label, note in COSTS:
-            draw = partial(st.number_input, label, *LIMITS[name], format="%g", help=note, width=170)
+            draw = partial(
+                st.number_input, label, *LIMITS[name], format="%g", help=note, width=170, placeholder="the profile's"
+            )
             address.control(draw, f"planner-{name}", getattr(question, name), partial(_price, console, name))
         known = console.plans.solves.find(question.migrations_asked())
         if known is None or (known.over and known.migrations is None):
