@@ -20,6 +20,7 @@ from openrecycle.agent.coordination.generations import (
     each_or_many,
     lose,
     lost_stages,
+    moves_of,
     re_join,
     reconsider,
 )
@@ -105,6 +106,7 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
             return Transition(state, reason=f"{event.worker} had registered already, and is {elsewhere.name} now")
         return refuse(state, "fenced", fenced_text(elsewhere, event.incarnation))
 
+    member = _room_for(state, member)
     arrived = replace(
         member,
         state=STARTING if state.current is None else REJOINING,
@@ -134,6 +136,18 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
         notes += _one_more(member.name, registered, f"{member.name} registered", "more workers registered")
         reason = "all workers have registered"
     return reconsider(state.with_member(arrived), reason, notes, now)
+
+
+def _room_for(state: State, member: Member) -> Member:
+    """Returns the place for a process that asks for that of `member`. Where another process has been given it since,
+    and may not have been told, that is an empty one. The launcher does the same where one stands in another's way."""
+    if member.state is not REJOINING or member.acknowledged:
+        return member
+    came = {to: source for source, to in moves_of(state)}
+    if member.name not in came:
+        return member
+    places = (state.members[came[member.name]], *state.members.values())
+    return next((place for place in places if place.state is FAILED and not place.goes), member)
 
 
 def _one_more(name: str, before: int, line: str, many: str) -> list[Note]:

@@ -24,7 +24,6 @@ from typing import Literal
 
 from openrecycle.agent.coordination.membership import (
     PRESENT,
-    STATELESS,
     Candidate,
     Chosen,
     Decision,
@@ -96,16 +95,15 @@ def each_or_many(
 
 def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, anew: bool = False) -> Transition:
     """Asks for a new generation if the membership calls for one. anew: asks even if the members stay the same."""
-    moves: tuple[tuple[str, str], ...] = ()
     restore = state.restoring or bool(state.pending and state.pending.restore)
     current = state.current
     if current is None:
         if state.tally.unready:
             return Transition(replace(state, pending=None) if state.pending else state, tuple(notes), reason)
     elif (lost := lost_stages(state)) and state.back_to and _present(state):
-        state, moves = staff(state)
+        state, staffed = staff(state)
         restore = True
-        moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in moves]
+        moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in staffed]
         notes += [Note("warning", "recovery", text, worker) for worker, text in moved]
         reason = f"{reason}; stage {lost[0]} lost its weights: all go back to {state.back_to}"
     elif lost:
@@ -124,7 +122,7 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
         if not (anew or died or wait or state.pending or halted):
             return Transition(state, tuple(notes), reason)
 
-    pending = pend(state, "; ".join(filter(None, (reason, *_on_request(state)))), moves, restore=restore)
+    pending = pend(state, "; ".join(filter(None, (reason, *_on_request(state)))), restore=restore)
     if not restore and (lost_now := _lost_now(state, pending)):
         return _let_choose(state, pending, lost_now, notes, now)
     return ask(state, pending, notes)
@@ -136,21 +134,39 @@ def _let_go_since(state: State) -> tuple[LetGo, ...]:
     return tuple(LetGo(m.name, m.let_go.stands_by) for m in members if m.let_go is not None)
 
 
-def _lost_since(state: State, moves: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+def _lost_since(state: State) -> tuple[str, ...]:
     """Returns the members of the generation in force whose process has died or was given up. Workers that have moved do
     not count, nor those that only have to join again because the state of their whole stage is gone."""
-    if state.current is None:
+    current = state.current
+    if current is None:
         return ()
-    # A process that moves a second time counts as moving from its first place.
-    before = dict(state.current.moves)
-    moved = {before.get(source, source) for source, _ in moves}
+    there = {m.incarnation for m in state.members.values() if m.state is not FAILED}
 
     def lost(member: Member) -> bool:
-        if member.state is FAILED:
-            return member.let_go is None and member.name not in moved
-        return member.generation == 0
+        if current.incarnations.get(member.name) in there:
+            return False
+        return member.let_go is None if member.state is FAILED else member.generation == 0
 
-    return tuple(name for name in state.current.living if lost(state.members[name]))
+    return tuple(name for name in current.living if lost(state.members[name]))
+
+
+def moves_of(state: State) -> tuple[tuple[str, str], ...]:
+    """Returns (from, to) of each process that takes the state of another place than it had: since the generation in
+    force, or with that one, as long as it doesn't have that state yet."""
+    current = state.current
+    if current is None:
+        return ()
+    stood = {incarnation: name for name, incarnation in current.incarnations.items()}
+    came = {to: source for source, to in current.moves}
+
+    def source(member: Member) -> str:
+        place = stood.get(member.incarnation or "")
+        if place == member.name and member.state is REJOINING:
+            return came.get(place, place)
+        return place or member.name
+
+    present = ((source(m), m.name) for m in state.members.values() if m.state in PRESENT)
+    return tuple((place, name) for place, name in present if place != name)
 
 
 def _on_request(state: State) -> Iterator[str]:
@@ -168,33 +184,25 @@ def _asked(actor: str, name: str) -> str:
     return f"{actor.replace(';', ',')} asked {name} to leave"  # reasons are joined by semicolons
 
 
-def pend(
-    state: State,
-    reason: str,
-    moves: tuple[tuple[str, str], ...] = (),
-    *,
-    restore: bool = False,
-    partition: tuple[int, ...] = (),
-) -> PendingGeneration:
+def pend(state: State, reason: str, *, restore: bool = False, partition: tuple[int, ...] = ()) -> PendingGeneration:
     """Returns the generation of all workers that are present.
 
-    moves: those that have just been decided. partition: layers per stage, where they change. A change of membership
-    before this generation opens gives that partition up.
+    partition: layers per stage, where they change. A change of membership before this generation opens gives that
+    partition up.
     """
     present = [m for m in state.members.values() if m.state in (PRESENT if state.current else {STARTING})]
     living = tuple(m.name for m in present)
     living_set = frozenset(living)
-    moves = still_valid(state, (*_unknown_moves(state), *moves))
     return PendingGeneration(
         living=living,
         failed=tuple(name for name in state.members if name not in living_set),
         joining=tuple(m.name for m in present if m.state is REJOINING),
         reason=reason,
-        moves=moves,
+        moves=moves_of(state),
         restore=restore,
         partition=partition or (state.current.partition if state.current else state.held),
         let_go=_let_go_since(state),
-        lost=_lost_since(state, moves),
+        lost=_lost_since(state),
     )
 
 
@@ -232,17 +240,6 @@ def _let_choose(
         notes.append(Note("warning", "operator", text + names(lost)))
     pending = replace(pending, until=until)
     return Transition(replace(state.go_on(), pending=pending), tuple(notes), pending.reason)
-
-
-def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
-    """Returns the moves that the launcher may not have been told of: it is only told of the newest generation. Once a
-    member has acknowledged that generation, its launcher has heard of the generation and has made the moves."""
-    current = state.current
-    told = current is not None and any(
-        state.members[name].generation == current.number and state.members[name].acknowledged for name in current.living
-    )
-    opened = current.moves if current is not None and not told else ()
-    return state.pending.moves if state.pending else opened  # those that were pending have these before them
 
 
 def lost_stages(state: State) -> list[int]:
@@ -289,7 +286,7 @@ def plan_ready(state: State, event: PlanReady, now: float, failure_timeouts: Fai
             move(members, source, to)
         state = replace(state, members=members)
         why = "; ".join((pending.reason, *(f"{source} takes the place of {to}" for source, to in event.moves)))
-        pending = pend(state, why, event.moves, restore=pending.restore, partition=pending.partition)
+        pending = pend(state, why, restore=pending.restore, partition=pending.partition)
     generation = Generation(
         state.generation + 1,
         pending.living,
@@ -302,6 +299,7 @@ def plan_ready(state: State, event: PlanReady, now: float, failure_timeouts: Fai
         partition=pending.partition,
         let_go=pending.let_go,
         lost=pending.lost,
+        incarnations={name: known for name in pending.living if (known := state.members[name].incarnation)},
     )
     members = dict(state.members)
     for name in generation.living:
@@ -334,7 +332,7 @@ def deployment_of(generation: Generation, leaving: tuple[str, ...] = (), origin:
         living=generation.living,
         failed=generation.failed,
         joining=generation.joining,
-        moves=generation.moves,
+        incarnations=generation.incarnations,
         restore=generation.restore,
         leaving=leaving,
         reason=encodable("; ".join(filter(None, (generation.reason, origin)))[:2000]),
@@ -345,7 +343,6 @@ def plan_refused(state: State, event: PlanRefused, now: float, failure_timeouts:
     if not _awaited(state, event.failed):
         return Transition(state, reason="nobody waits for that plan")
     text = f"halted: there is no plan for this job{_without(event.failed)}: {event.detail}"
-    state = _with_moves_undone(state)
     return Transition(replace(state, pending=None, broken=None).halt(text), (Note("error", "job", text),), text)
 
 
@@ -362,25 +359,13 @@ def _without(failed: tuple[str, ...]) -> str:
 # -- workers that change their stage, in their processes --------------------------------------
 
 
-def still_valid(state: State, moves: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """Returns the moves that a launcher may still have to make: of `moves`, in order, those that led to a worker that
-    is present. Two moves of one process in a row become one."""
-    chained: dict[str, str] = {}
-    for source, to in moves:
-        before = next((first for first, last in chained.items() if last == source), source)
-        # A place is given a second time only if the first process there is gone.
-        chained = {first: last for first, last in chained.items() if last != to}
-        chained[before] = to
-    return tuple((a, b) for a, b in chained.items() if state.members[b].state in PRESENT)
-
-
 def staff(state: State) -> tuple[State, tuple[tuple[str, str], ...]]:
     """Moves a worker of the fullest stage to each stage that has no present worker. Returns the new state, and (from,
     to) of each move.
 
     A stage with one worker left gives none, so with fewer workers than stages some stages stay empty.
     """
-    members, moves = dict(state.members), list[tuple[str, str]]()
+    members, made = dict(state.members), list[tuple[str, str]]()
     while True:
         stages: dict[int, list[Member]] = {m.stage: [] for m in members.values()}
         for member in members.values():
@@ -389,33 +374,19 @@ def staff(state: State) -> tuple[State, tuple[tuple[str, str], ...]]:
         empty = [stage for stage, present in stages.items() if not present]
         fullest = max(stages.values(), key=len)
         if not empty or len(fullest) < 2:
-            return replace(state, members=members), tuple(moves)
+            return replace(state, members=members), tuple(made)
         source = fullest[-1]
         target = next(m for m in members.values() if m.stage == empty[0])
         move(members, source.name, target.name)
-        moves.append((source.name, target.name))
+        made.append((source.name, target.name))
 
 
-def _with_moves_undone(state: State) -> State:
-    """Gives each worker its place again that was to move with a generation that won't open. No launcher has been told
-    of these moves."""
-    told = dict(state.current.moves) if state.current else {}
-    members = dict(state.members)
-    for source, to in reversed(state.pending.moves if state.pending else ()):
-        place = told.get(source, source)
-        if place != to and members[to].state in PRESENT and members[place].incarnation is None:
-            move(members, to, place)
-            members[place] = replace(members[place], generation=STATELESS)
-            members[to] = replace(members[to], detail="nobody could take its place: there was no plan for that")
-    return replace(state, members=members)
-
-
-def why_not(state: State, moves: Sequence[tuple[str, str]], failed: Iterable[str] = ()) -> str:
-    """Says why those moves can't be made while `failed` are out; "": they can. Where all workers go back to a
-    checkpoint, any present worker can move, and no stage has to keep one that holds its state."""
+def why_not(state: State, asked: Sequence[tuple[str, str]], failed: Iterable[str] = ()) -> str:
+    """Says why the moves `asked`, as (from, to), can't be made while `failed` are out; "": they can. Where all workers
+    go back to a checkpoint, any present worker can move, and no stage has to keep one that holds its state."""
     members, restore = state.members, bool(state.pending and state.pending.restore)
-    gone = {*failed, *(source for source, _ in moves)}
-    for source, to in moves:
+    gone = {*failed, *(source for source, _ in asked)}
+    for source, to in asked:
         if members[source].state not in (PRESENT if restore else (RUNNING, SUSPECT)):
             return f"{source} is {members[source].state}"
         if members[to].state is not FAILED or members[to].goes:
@@ -718,7 +689,7 @@ def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -
             _let_go(members, name, Release(stands_by=True, lost=lost), detail)
     state = replace(state, members=members)
     why = "; ".join((why, *(words for words in _on_request(state) if words not in why)))
-    return ask(state, pend(state, why, candidate.moves, partition=candidate.partition), notes)
+    return ask(state, pend(state, why, partition=candidate.partition), notes)
 
 
 def _is_moving(state: State, candidate: Candidate) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from openrecycle.agent.messages.protocol import (
@@ -39,11 +40,19 @@ class Deploy:
     plan: Plan
     restore: str | None = None
 
-    @property
-    def moves(self) -> tuple[tuple[Worker, Worker], ...]:
-        """(from, to) for each worker that takes a place on another stage and gives up its state. Some of the moves may
-        have been told with the generation before."""
-        return tuple((Worker.parse(source), Worker.parse(to)) for source, to in self.deployment.moves)
+    @cached_property
+    def places(self) -> dict[str, Worker]:
+        """The place of each process, by its incarnation."""
+        return {incarnation: Worker.parse(name) for name, incarnation in self.deployment.incarnations.items()}
+
+    def has(self, worker: Worker, incarnation: str) -> bool:
+        """Says whether this process belongs at this place: it is told of the generation then."""
+        name = str(worker)
+        return name in self._told and self.deployment.incarnations.get(name, incarnation) == incarnation
+
+    @cached_property
+    def _told(self) -> frozenset[str]:
+        return frozenset((*self.deployment.living, *self.deployment.leaving))
 
     @property
     def partition(self) -> tuple[int, ...]:

@@ -275,12 +275,12 @@ class LetGo(NamedTuple):
 class Generation:
     """A membership of the job that has been opened.
 
-    joining: those of `living` that first take state from a peer. moves: (from, to) of workers that have taken an empty
-    place on another stage. restore: all workers go back to a checkpoint or to the start (see `back_to`). interim: the
-    plan that is run until all of `living` have their state and their layers. partition: layers per stage that the plan
-    is for; (): the model's stages can't be cut. let_go: members of the generation before that are out because somebody
-    wanted it. lost: members of the generation before whose process has died or was given up; another process of the
-    same place may be among `joining`.
+    joining: those of `living` that first take state from a peer. moves: (from, to) of those that take the state of
+    another place than they had. incarnations: the process at each place of `living`. restore: all workers go back to a
+    checkpoint or to the start (see `back_to`). interim: the plan that is run until all of `living` have their state and
+    their layers. partition: layers per stage that the plan is for; (): the model's stages can't be cut. let_go: members
+    of the generation before that are out because somebody wanted it. lost: members of the generation before whose
+    process has died or was given up; another process of the same place may be among `joining`.
     """
 
     number: int
@@ -295,6 +295,7 @@ class Generation:
     partition: tuple[int, ...] = ()
     let_go: tuple[LetGo, ...] = ()
     lost: tuple[str, ...] = ()
+    incarnations: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def lives_in(self) -> frozenset[str]:

@@ -898,28 +898,27 @@ class Launcher:
         self._record_relayout()
         now = time.monotonic_ns()
         why = {"generation": deployment.generation, "reason": deployment.reason}
-        for source, to in event.moves:
-            if self._pool.move(source, to, deployment.generation):
-                self._restarts = restarts.moved(self._restarts, str(source), str(to))
-                self._pool.running[to].whole = False
-                self._listener({"move": {"worker": str(source), "to": str(to), **why}})
-                self._record.moved(source, to)
-                self._left_by.setdefault(str(source), True)
+        moved, displaced = self._pool.place(event.places, deployment.generation)
+        for entry in displaced:
+            self._remove(entry, now)
+        moves = {entry.worker: entry.came_from for entry in moved if entry.came_from is not None}
+        for entry in moved:
+            entry.whole = False
+        for to, source in moves.items():
+            self._listener({"move": {"worker": str(source), "to": str(to), **why}})
+            self._left_by.setdefault(str(source), True)
+        self._record.moved(moves)
+        self._restarts = restarts.moved(self._restarts, {str(to): str(source) for to, source in moves.items()})
         self._restarts = restarts.without(self._restarts, deployment.leaving)
         joining = {Worker.parse(name) for name in deployment.joining}
         self._certain(self._record.generation_opened(deployment.generation, living, now, after, joining))
         leaving = {Worker.parse(name) for name in deployment.leaving} - living
-        for cell, entry in list(self._pool.running.items()):
-            if cell in leaving:
-                self._record.released(cell)
-                self._listener({"left": {"worker": str(cell), **why}})
-            elif entry.member and cell not in living:
-                self._pool.fence(entry, "removed from the job", silent=self._silent(entry, time.monotonic()))
-                gone = "was removed from the job"
-                self._died(cell, now, known=False)
-                # If it was moved twice before anybody had said so, the coordination still counts it at another place.
-                self._coordination.failed(Failure("exit", cell, entry.incarnation, detail=gone))
-                self._gone(entry, gone)
+        for cell in leaving & {*self._pool.running}:
+            self._record.released(cell)
+            self._listener({"left": {"worker": str(cell), **why}})
+        for entry in [entry for entry in self._pool.running.values() if entry.member]:
+            if not event.has(entry.worker, entry.incarnation):
+                self._remove(entry, now)
         schedule = event.plan.schedule() if self._bad_samples.suspects else None
 
         def owner(micro_batch: int, stage: int) -> str:
@@ -942,6 +941,15 @@ class Launcher:
         members = (self._pool.running[w] for w in living if w in self._pool.running)
         self._coordination.opened(deployment.generation, [e.incarnation for e in members if e.whole])
         self._send_deployments(after)
+
+    def _remove(self, entry: WorkerProcess, now: int) -> None:
+        """Ends a member that the newest generation has no place for."""
+        gone = "was removed from the job"
+        self._pool.fence(entry, "removed from the job", silent=self._silent(entry, time.monotonic()))
+        self._died(entry.worker, now, known=False)
+        # The coordination may count it at a place that this launcher has not been told of.
+        self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=gone))
+        self._gone(entry, gone)
 
     def _plan_meanwhile(self, event: Deploy) -> Plan | None:
         """Returns the plan that is run until newcomers have taken their state from a peer; None: none is needed, or
@@ -1017,7 +1025,9 @@ class Launcher:
             return None
         before = self._deployed.deployment
         here = {str(worker) for worker, entry in self._pool.running.items() if entry.member}
-        going = {str(source) for source, _ in event.moves} | ({*deployment.leaving} & here - {*deployment.living})
+        running = self._pool.running.items()
+        going = {str(worker) for worker, e in running if event.places.get(e.incarnation, worker) != worker}
+        going = (going | {*deployment.leaving} - {*deployment.living}) & here
         if set(deployment.living) - set(deployment.joining) != set(before.living) - going:
             return None
         asked = {*deployment.leaving} - {*before.leaving}
@@ -1044,13 +1054,13 @@ class Launcher:
             self._release_the_leaving()
         for name in dict.fromkeys((*deployment.living, *deployment.leaving)):
             entry = self._pool.running.get(Worker.parse(name))
-            if entry is None:
+            if entry is None or not self._deployed.has(entry.worker, entry.incarnation):
                 continue
             entry.member, entry.waits = True, False
             self._hold.tell(entry)
             entry.post(
                 "deployment",
-                deployment=deployment.model_dump(),
+                deployment=deployment.model_dump(exclude={"incarnations"}),
                 plans={p.fingerprint: self._packed(p) for p in entry.lacks(p for p in (plan, self._interim) if p)},
                 interim=self._interim.fingerprint if self._interim else None,
                 cell=str(entry.worker),

@@ -638,21 +638,29 @@ class ProcessPool:
         """All workers whose processes have not ended, including those that were removed from the job."""
         return [*self.running.values(), *self._aside]
 
-    def move(self, source: Worker, to: Worker, generation: int) -> bool:
-        """Makes the process of `source`, if it lives, that of `to` from `generation` on. Returns whether it moves now:
-        a second call for the same move does nothing.
+    def place(self, places: Mapping[str, Worker], generation: int) -> tuple[list[WorkerProcess], list[WorkerProcess]]:
+        """Puts each process of `places` (by incarnation) that lives into its place, from `generation` on. Returns the
+        members that have moved, and those that stood in their way and have no place any more.
 
-        A process that is being started for `to`, and is in no generation yet, takes the place of `source` in turn.
+        A process that is being started, and is in no generation yet, makes room: it takes a place that was left.
         """
-        entry, occupant = self.running.get(source), self.running.get(to)
-        if entry is None or (occupant is not None and (occupant.member or occupant.came_from == source)):
-            return False
-        del self.running[source]
-        if occupant is not None:
-            occupant.worker, self.running[source] = source, occupant
-        entry.worker, entry.came_from, entry.since = to, source, generation
-        self.running[to] = entry
-        return True
+        moving = [entry for worker, entry in self.running.items() if places.get(entry.incarnation, worker) != worker]
+        left = [entry.worker for entry in moving]
+        for source in left:
+            del self.running[source]
+        displaced = [e for one in moving if (e := self.running.pop(places[one.incarnation], None)) is not None]
+        moved = [entry for entry in moving if entry.member]
+        for entry in moved:
+            entry.came_from, entry.since = entry.worker, generation
+        for entry in moving:
+            entry.worker = places[entry.incarnation]
+            self.running[entry.worker] = entry
+        empty = iter([source for source in left if source not in self.running])
+        for entry in displaced:
+            if not entry.member:
+                entry.worker = next(empty)
+                self.running[entry.worker] = entry
+        return moved, [entry for entry in displaced if entry.member]
 
     def vacancy(self, worker: Worker, cells: Iterable[Worker]) -> Worker | None:
         """Returns the place for a new process for `worker`: its own; if a process has moved in there, the place which
@@ -674,7 +682,8 @@ class ProcessPool:
         (`WorkerProcess.end`).
         """
         entry.fenced, entry.error = True, reason
-        del self.running[entry.worker]
+        if self.running.get(entry.worker) is entry:
+            del self.running[entry.worker]
         self._aside.append(entry)
         if silent:
             entry.end()

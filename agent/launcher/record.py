@@ -208,11 +208,12 @@ class RunRecord:
         """Workers that died on purpose and are in no recovery: after the last iteration none follows."""
         return sorted({*self._deaths, *(failure.worker for failure in self._failures if failure.known)})
 
-    def moved(self, worker: Worker, to: Worker) -> None:
-        """The worker gives up its place and its state, and its process is that of `to` from now on."""
-        self._workers.pop(worker, None)
-        self._workers.pop(to, None)
-        self._living = self._living - {worker} | {to}
+    def moved(self, moves: Mapping[Worker, Worker]) -> None:
+        """Workers give up their places and their state. moves: by the place that its process has from now on, where
+        each was."""
+        for place in (*moves.keys(), *moves.values()):
+            self._workers.pop(place, None)
+        self._living = self._living - {*moves.values()} | {*moves}
 
     def released(self, worker: Worker) -> None:
         """The worker is out of the newest generation because it was asked to leave, which is no failure."""

@@ -120,10 +120,16 @@ def ended(restarts: Restarts, gone: Gone, policy: RestartPolicy, now: float) -> 
     return _again(known, waiting, policy, now)
 
 
-def moved(restarts: Restarts, source: str, to: str) -> Restarts:
-    """Returns the state after the process of `source` has moved to `to`: what waits for `to` now waits for `source`."""
-    waiting = tuple(replace(one, worker=source) if one.worker == to else one for one in restarts.waiting)
-    return replace(restarts, waiting=waiting)
+def moved(restarts: Restarts, moves: Mapping[str, str]) -> Restarts:
+    """Returns the state after processes have moved: what waits for a place that was taken now waits for the one that is
+    empty instead. moves: by the place that a process has from now on, where it was."""
+
+    def empty(place: str) -> str:
+        for _ in moves:  # one that was left may have been taken, too
+            place = moves.get(place, place)
+        return place
+
+    return replace(restarts, waiting=tuple(replace(one, worker=empty(one.worker)) for one in restarts.waiting))
 
 
 def without(restarts: Restarts, places: Collection[str]) -> Restarts:

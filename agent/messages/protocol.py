@@ -156,14 +156,14 @@ class JobSpec(Message):
     all stages are alike, by durations: F, I, W, O, transfer in milliseconds. With neither, each op takes one slot.
     paced: each op is stretched to its duration (a demo on a machine without accelerators). demo: the console may kill
     the job's processes. checkpoints: the job writes checkpoints, so a stage whose last worker is gone can be staffed
-    anew. migrate: workers may be told to move to another stage, in their processes (Deployment.moves). relayout: may
-    layers move to another stage, where the profile has layers? When it pays, never, or whenever another partition is
-    better. transfer_timeout, group_timeout: seconds that a worker waits for a peer's data, and for a sum over a stage;
-    the console checks them against its own time-outs (agent.config.options); None: not given. max_restarts: how often
-    in a row the launcher starts a worker again by itself. ranks_per_worker: processes of each worker. stage_bytes: by
-    stage, what a worker may need on its device, beside the program itself, as reckoned before the start. own_loop:
-    the job has no launcher, and nobody who can pause it or start its processes. room: the memory that workers have for
-    layers that move; None: there is enough.
+    anew. migrate: workers may be told to move to another stage, in their processes (Deployment.incarnations).
+    relayout: may layers move to another stage, where the profile has layers? When it pays, never, or whenever another
+    partition is better. transfer_timeout, group_timeout: seconds that a worker waits for a peer's data, and for a sum
+    over a stage; the console checks them against its own time-outs (agent.config.options); None: not given.
+    max_restarts: how often in a row the launcher starts a worker again by itself. ranks_per_worker: processes of each
+    worker. stage_bytes: by stage, what a worker may need on its device, beside the program itself, as reckoned before
+    the start. own_loop: the job has no launcher, and nobody who can pause it or start its processes. room: the memory
+    that workers have for layers that move; None: there is enough.
     """
 
     name: Name
@@ -440,10 +440,11 @@ class Deployment(Message):
     after S seconds.
 
     One generation: its workers, and the plan they run. joining: living workers that must first take state from a peer
-    of their stage. moves: (from, to) of workers that give up their stage and take an empty place on another stage, in
-    their processes. restore: all go back to the newest checkpoint, or to the start. leaving: of the workers that were
-    living, those that are to end when the current iteration is done. Where a launcher passes this on to its workers,
-    one may be in `living`, too: it ends with a later generation, when others have the state that it holds.
+    of their stage. incarnations: the process at each place. One that is at another place moves there, gives up its
+    stage, and takes the state of the other. A place that is not in it keeps its process. restore: all go back to the
+    newest checkpoint, or to the start. leaving: of the workers that were living, those that are to end when the current
+    iteration is done. Where a launcher passes this on to its workers, one may be in `living`, too: it ends with a later
+    generation, when others have the state that it holds.
     """
 
     generation: Annotated[int, Field(ge=1), INTEGER]
@@ -451,7 +452,7 @@ class Deployment(Message):
     living: tuple[WorkerName, ...]
     failed: tuple[WorkerName, ...]
     joining: tuple[WorkerName, ...] = ()
-    moves: tuple[tuple[WorkerName, WorkerName], ...] = ()
+    incarnations: dict[WorkerName, Identifier] = {}
     restore: bool = False
     leaving: tuple[WorkerName, ...] = ()
     reason: Text = ""

@@ -28,8 +28,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination import coordinator, membership
 from openrecycle.agent.coordination.blame import Links
+from openrecycle.agent.coordination.generations import moves_of
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
+    STATELESS,
     Broken,
     ConsoleRestarted,
     Decision,
@@ -244,9 +246,11 @@ def member_row(member: Member) -> Record:
 _RELEASE: TypeAdapter[Release | None] = TypeAdapter(Release | None)
 
 
-def read_member(row: Record, stage: int, acknowledged: dict[str, str]) -> Member:
+def read_member(row: Record, stage: int, generation: int, acknowledged: dict[str, str]) -> Member:
+    """Reads a member. generation: the one in force. acknowledged: what its processes have said of it: that of one which
+    has been given another place since, or whose state is gone, counts no more."""
     incarnation, state = row["incarnation"], WorkerState(row["state"])
-    said = acknowledged.get(incarnation, "")
+    said = acknowledged.get(incarnation, "") if row["member_generation"] == generation else ""
     return Member(
         name=row["name"],
         stage=stage,
@@ -295,7 +299,9 @@ def read_broken(text: str) -> tuple[Broken | None, Links]:
 
 
 def _moves_text(state: State) -> str:
-    return json.dumps(state.pending.moves if state.pending else ())
+    if state.pending is None and not state.halted:
+        return "[]"
+    return json.dumps(state.pending.moves if state.pending else moves_of(state))
 
 
 def _read_pending(row: Record) -> PendingGeneration | None:
@@ -303,6 +309,20 @@ def _read_pending(row: Record) -> PendingGeneration | None:
     the rest anew."""
     moves = tuple((source, to) for source, to in json.loads(row["moves"]))
     return PendingGeneration((), (), (), "", moves) if moves else None
+
+
+def _incarnations(
+    generation: Generation, members: Mapping[str, Member], pending: PendingGeneration | None
+) -> dict[str, str]:
+    """Returns the process at each place of the generation in force, of those that are still somewhere."""
+    now_at = dict(pending.moves) if pending else {}
+    found: dict[str, str] = {}
+    for name in generation.living:
+        member = members[now_at.get(name, name)]
+        stays = member.generation in (generation.number, STATELESS)
+        if member.incarnation and (stays or name in now_at):
+            found[name] = member.incarnation
+    return found
 
 
 def generation_row(generation: Generation) -> Record:
@@ -353,7 +373,8 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
     newest = store.newest_generation(job_id)
     current = read_generation(newest) if newest else None
     acknowledged: dict[str, str] = {}  # by incarnation, since a process may still report under its former name
-    for row in store.acknowledgements(job_id, current.number) if current else ():
+    number = current.number if current else 0
+    for row in store.acknowledgements(job_id, number) if current else ():
         key = row["incarnation"]
         acknowledged[key] = max(acknowledged.get(key, ""), row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
     returns = back_to(spec.checkpoints, spec.max_restarts)
@@ -367,9 +388,12 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
         state = replace(state, held=tuple(moved["partition"]), moved=(moved["generation"], moved["moved_at"]))
     members = dict(state.members)
     for row in store.workers(job_id):
-        members[row["name"]] = read_member(row, members[row["name"]].stage, acknowledged)
+        members[row["name"]] = read_member(row, members[row["name"]].stage, number, acknowledged)
     over = JobState(job_row["state"]) if job_row["state"] in ("finished", "stopped") else None
     broken, links = read_broken(job_row["broken"])
+    pending = _read_pending(job_row)
+    if current is not None:
+        current = replace(current, incarnations=_incarnations(current, members, pending))
     return replace(
         state,
         members=members,
@@ -384,7 +408,7 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
         frozen_by=job_row["frozen_by"],
         broken=broken,
         links=links,
-        pending=_read_pending(job_row),
+        pending=pending,
     )
 
 

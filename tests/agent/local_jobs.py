@@ -167,7 +167,9 @@ class _WatchedLauncher(Launcher):
     def _send_deployments(self, after: int | None) -> None:
         super()._send_deployments(after)
         assert self.deployed is not None
-        self.job.moves = self.deployed.moves
+        number = self.deployed.deployment.generation
+        moves = [line["move"] for line in self.job.lines if "move" in line and line["move"]["generation"] == number]
+        self.job.moves = tuple((Worker.parse(move["worker"]), Worker.parse(move["to"])) for move in moves)
         self.job.on_generation(self.job, self.deployed.deployment)
 
 

@@ -16,7 +16,7 @@ from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.coordination.membership import PRESENT
 from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess
-from openrecycle.agent.messages.protocol import Deployment, WorkerState
+from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.coordinator_run import Run
@@ -43,7 +43,7 @@ def test_a_launcher_that_is_told_ends_with_the_same_places(data: st.DataObject) 
     for name, member in run.state.members.items():
         cell = Worker.parse(name)
         pool.running[cell] = cast(WorkerProcess, _Process(cell, member.incarnation or "", member=True))
-    told = run.state.generation
+    told, cells = run.state.generation, [*pool.running]
 
     def tell() -> None:
         nonlocal told
@@ -52,8 +52,12 @@ def test_a_launcher_that_is_told_ends_with_the_same_places(data: st.DataObject) 
         if current.number == told:
             return
         told = current.number
-        for source, to in current.moves:
-            pool.move(Worker.parse(source), Worker.parse(to), told)
+        _, displaced = pool.place({i: Worker.parse(name) for name, i in current.incarnations.items()}, told)
+        assert not displaced
+        for worker, process in [*pool.running.items()]:
+            if process.member and current.incarnations.get(str(worker)) != process.incarnation:
+                assert process.incarnation not in {m.incarnation for m in run.state.members.values()}, "it still counts"
+                del pool.running[worker]
         here = {str(worker): process.incarnation for worker, process in pool.running.items()}
         assert {name: here.get(name) for name in current.living} == {
             name: run.member(name).incarnation for name in current.living
@@ -61,21 +65,23 @@ def test_a_launcher_that_is_told_ends_with_the_same_places(data: st.DataObject) 
         for name in current.living:
             pool.running[Worker.parse(name)].member = True
 
+    def present() -> list[str]:
+        return [m.name for m in run.state.members.values() if m.state in PRESENT]
+
     for _ in range(data.draw(st.integers(1, 16))):
-        present = [m.name for m in run.state.members.values() if m.state in PRESENT]
-        out = [m.name for m in run.state.members.values() if m.state is WorkerState.FAILED]
+        empty = [worker for worker in cells if worker not in pool.running]
         what = data.draw(st.sampled_from(["exit", "exit", "exit", "back", "resume", "some", "tell"]))
-        if what == "exit" and len(present) > 3:
-            name = data.draw(st.sampled_from(present))
+        if what == "exit" and len(present()) > 3:
+            name = data.draw(st.sampled_from(present()))
             gone = run.member(name).incarnation
             pool.running = {worker: e for worker, e in pool.running.items() if e.incarnation != gone}
             run.exit(name)
-        elif what == "back" and out:
-            name = data.draw(st.sampled_from(out))
-            if (cell := Worker.parse(name)) not in pool.running:
-                run.back(name)
-                incarnation = run.member(name).incarnation or ""
-                pool.running[cell] = cast(WorkerProcess, _Process(cell, incarnation, member=False))
+        elif what == "back" and empty:  # for the launcher: another process may have been given that place since
+            cell, before = data.draw(st.sampled_from(empty)), len(present())
+            run.back(str(cell))
+            incarnation = f"{cell}-again{run.count}"
+            assert len(present()) == before + 1 and incarnation in {m.incarnation for m in run.state.members.values()}
+            pool.running[cell] = cast(WorkerProcess, _Process(cell, incarnation, member=False))
         elif what in ("resume", "some"):
             tell()
             living = run.state.current.living if run.state.current else ()
@@ -100,9 +106,9 @@ def test_who_moved_and_moves_again_is_moved_from_where_it_stands(seed: int) -> N
     while True:
         deployed = [event for event in coordination.poll(now) if isinstance(event, Deploy)]
         for event in deployed:
-            for source, to in event.moves:
-                moves += 1
-                assert pool.move(source, to, event.deployment.generation)
+            moved, displaced = pool.place(event.places, event.deployment.generation)
+            moves += len(moved)
+            assert not displaced
             assert set(map(Worker.parse, event.deployment.living)) == set(pool.running)
             for process in pool.running.values():
                 process.member = True

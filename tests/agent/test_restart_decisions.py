@@ -52,7 +52,7 @@ class Job:
 
     def moves(self, source: str, to: str) -> None:
         self.running[to] = self.running.pop(source)
-        self.state = restarts.moved(self.state, source, to)
+        self.state = restarts.moved(self.state, {to: source})
 
     def empty(self, worker: str) -> bool:
         return worker not in self.running

@@ -314,7 +314,7 @@ def test_a_death_is_recorded_though_another_worker_takes_the_place_at_once() -> 
     record.died(D, detected_at=2 * MS)
     record.died(B, detected_at=2 * MS)
     record.generation_opened(2, [A, B, C], at=3 * MS)
-    record.moved(C, B)
+    record.moved({B: C})
     record.generation_opened(3, [A, B], at=3 * MS, joining=[B])
     for worker in (A, B):
         record.formed(worker, 3, 0, at=9 * MS)

@@ -17,7 +17,7 @@ class _Process:
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.came_from, self.since = worker, cast("Worker | None", None), 0
-        self.member = True
+        self.incarnation, self.member = f"{worker}-1", True
 
 
 def pool_of(*names: str) -> ProcessPool:
@@ -47,7 +47,7 @@ def test_a_worker_finds_the_place_that_is_empty(
             if (cell := Worker.parse(move)) not in pool.running:
                 pool.running[cell] = cast(WorkerProcess, _Process(cell))
         else:
-            pool.move(Worker.parse(move[0]), Worker.parse(move[1]), 2)
+            _move(pool, *map(Worker.parse, move))
     if wanted == "W1_0" and place == "W1_1":
         pool.running.pop(Worker.parse("W1_1"), None)
     found = pool.vacancy(Worker.parse(wanted), CELLS)
@@ -59,16 +59,33 @@ def test_a_process_that_is_being_started_makes_room_for_one_that_moves_in() -> N
     first, second = Worker.parse("W0_0"), Worker.parse("W0_1")
     moves, starts = pool.running[first], pool.running[second]
     starts.member = False
-    pool.move(first, second, 2)
+    assert _move(pool, first, second) == ([moves], [])
     assert pool.running[second] is moves and pool.running[first] is starts
     assert (moves.worker, starts.worker) == (second, first)
-    pool.move(first, second, 2)
-    assert pool.running[second] is moves and pool.running[first] is starts, "said twice, it has moved"
+    assert pool.place({moves.incarnation: second}, 3) == ([], []), "said twice, it has moved"
+    assert pool.running[second] is moves and pool.running[first] is starts
     assert pool.vacancy(second, CELLS) not in (first, second, None)
 
 
-def test_a_member_makes_room_for_nobody() -> None:
+def test_a_member_without_a_place_is_named() -> None:
     pool = pool_of("W0_0", "W0_1")
-    before = dict(pool.running)
-    pool.move(Worker.parse("W0_0"), Worker.parse("W0_1"), 2)
-    assert pool.running == before
+    moves, stays = pool.running.values()
+    assert _move(pool, moves.worker, stays.worker) == ([moves], [stays])
+    assert list(pool.running.values()) == [moves]
+
+
+def test_processes_that_move_in_a_row_or_a_circle_all_find_their_places() -> None:
+    pool = pool_of("W0_0", "W0_1", "W1_0", "W1_1")
+    a, b, c, starts = pool.running.values()
+    starts.member = False
+    places = {a.incarnation: b.worker, b.incarnation: starts.worker}
+    was = a.worker
+    assert pool.place(places, 2) == ([a, b], [])
+    assert {str(w): e for w, e in pool.running.items()} == {"W0_1": a, "W1_0": c, "W1_1": b, "W0_0": starts}
+    assert starts.worker == was and starts.came_from is None
+    assert pool.place({a.incarnation: b.worker, b.incarnation: a.worker}, 3) == ([a, b], [])
+    assert (str(a.worker), str(b.worker), a.came_from, b.came_from) == ("W1_1", "W0_1", b.worker, a.worker)
+
+
+def _move(pool: ProcessPool, source: Worker, to: Worker) -> tuple[list[WorkerProcess], list[WorkerProcess]]:
+    return pool.place({pool.running[source].incarnation: to}, 2)

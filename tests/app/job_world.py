@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from openrecycle.agent.coordination.launcher import Deploy
+from openrecycle.agent.coordination.membership import PRESENT
 from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
@@ -135,7 +137,8 @@ class World:
                 self.in_doubt = True
                 return False
             return True
-        self.in_doubt = False
+        if not self.job.state.over:  # a report on a job that is over may be answered without a look at the database
+            self.in_doubt = False
         return True
 
     def restart_console(self) -> None:
@@ -289,14 +292,16 @@ class World:
             return None
         found = Deployment.model_validate_json(said)
         self.told = found.generation
-        for source, to in found.moves:
-            self.pool.move(Worker.parse(source), Worker.parse(to), found.generation)
-        stay = {*found.living, *found.leaving}
+        deploy = Deploy(found, self.job.plans.nominal)
+        _, displaced = self.pool.place(deploy.places, found.generation)
+        assert not displaced, "nobody who lives loses its place to another"
         for place, entry in list(self.pool.running.items()):
             process = self.processes[entry.incarnation]
-            if str(place) in stay:
+            if deploy.has(place, process.incarnation):
                 process.name, process.generation, entry.member = str(place), found.generation, True
             elif entry.member:
+                present = {m.incarnation for m in self.job.state.members.values() if m.state in PRESENT}
+                assert entry.incarnation not in present, "who is in the job is not ended"
                 del self.pool.running[place]
                 process.alive = False
                 body = FailureReport(

@@ -161,6 +161,7 @@ class _Scripted(LocalCoordination):
         self._living: set[str] = set()
         self._empty: set[str] = set()
         self._moved: dict[str, str] = {}
+        self._places: dict[str, str] = {}
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
         for line in iterations:
@@ -181,11 +182,14 @@ class _Scripted(LocalCoordination):
         for event in events:
             if isinstance(event, Deploy):
                 deployment, period = event.deployment, event.plan.schedule().period / self._ticks
-                opened = Generation(len(deployment.failed), period, bool(event.moves))
+                places = {incarnation: str(worker) for incarnation, worker in event.places.items()}
+                moves = {self._places[i]: to for i, to in places.items() if self._places.get(i, to) != to}
+                self._places |= places
+                opened = Generation(len(deployment.failed), period, bool(moves))
                 self._run.generations[deployment.generation] = opened
                 self._living = set(deployment.living)
                 self._empty = set(deployment.failed)
-                self._moved |= {str(source): str(to) for source, to in event.moves}
+                self._moved |= moves
         if self._zero is not None:
             events += self._due(now - self._zero)
             if now > self._zero + self._seconds + _HEARD:
