@@ -48,8 +48,7 @@ FULL = Rate(1.0, 10.0)
 
 
 def advice(*options: Option, horizon: float = HOUR) -> Advice:
-    ranked = best_option(options, horizon, 10.0)
-    return Advice(ranked[0], tuple(ranked), horizon, True, f"{ranked[0].name}: the advisor's words")
+    return Advice(tuple(best_option(options, horizon, 10.0)), horizon, "")
 
 
 # -- the decision: pure -------------------------------------------------------------------------
