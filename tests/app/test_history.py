@@ -226,6 +226,17 @@ def row(in_table: str, /, number: int = 0, **columns: Any) -> Callable[[dict[str
     return change
 
 
+def without(column: str) -> Callable[[dict[str, bytes], dict[str, Any]], None]:
+    """As a version wrote generations that did not have this column."""
+
+    def change(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        lines = [json.loads(line) for line in parts[table_file("generation")].splitlines()]
+        kept = [{name: value for name, value in line.items() if name != column} for line in lines]
+        parts[table_file("generation")] = b"".join(json.dumps(line).encode() + b"\n" for line in kept)
+
+    return change
+
+
 def part(name: str, data: bytes | None) -> Callable[[dict[str, bytes], dict[str, Any]], None]:
     return lambda parts, _: parts.update({name: data}) if data is not None else parts.pop(name) and None
 
@@ -277,6 +288,7 @@ def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
         (row("event", worker="W9_9"), golden("expected-one-of-the-jobs")),
         (row("event", severity="loud"), "severity"),
         (row("event", extra=1), "extra"),
+        (without("lost"), "lost"),
         (row("worker", name="W5_5"), "expected"),
         (row("worker", retired="no list"), "retired"),
         (row("job", spec={"name": "x"}), "spec"),
