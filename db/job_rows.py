@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -230,13 +229,12 @@ class JobRows:
     def add(
         self, name: str, job_id: str, rows: Sequence[Record], plans: Iterable[tuple[str, str | Packed]] = ()
     ) -> None:
-        """Adds rows. A column that a row does not have gets its default. plans: (fingerprint, document as `keep_plan`
-        takes it) of plans that these rows refer to and that may not be stored yet."""
+        """Adds rows, all with the same columns. plans: (fingerprint, document as `keep_plan` takes it) of plans that
+        these rows refer to and that may not be stored yet."""
         with self._database.write() as session:
             for fingerprint, document in plans:
                 keep_plan(self._database, session, fingerprint, document)
-            for _, alike in groupby(rows, key=dict.keys):  # the rows of one statement must have the same columns
-                session.connection().execute(insert(table(name)), [{"job_id": job_id, **row} for row in alike])
+            session.connection().execute(insert(table(name)), [{"job_id": job_id, **row} for row in rows])
 
     def exists(self, job_id: str) -> bool:
         return self._database.scalar(select(JobRow.id).where(JobRow.id == job_id)) is not None

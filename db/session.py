@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from sqlalchemy import (
     create_engine,
     event,
     insert,
+    inspect,
     make_url,
     text,
 )
@@ -62,15 +62,6 @@ _CONNECT_SECONDS, _UNANSWERED_SECONDS = 4, 5
 # those behind it waits for the second time only, until one succeeds: there may be dozens, and the last would wait for
 # all before it.
 PATIENCE_SECONDS, _HELD_SECONDS = 5.0, 0.05
-
-# On PostgreSQL, where others may be reading a table that gets a column: number of tries, and seconds between two.
-_UPGRADES, _BETWEEN_UPGRADES = 5, 0.5
-_LOCK_NOT_AVAILABLE = "55P03"
-# How often to look whether a running console has added the columns, with the same seconds in between: a console that
-# has just begun to lead is about to add them.
-_LOOKS = 10
-# How long a command that checks whether a console uses an SQLite file may hold that console's lock.
-_LOOK_SECONDS = 0.1
 
 _MIGRATING = threading.Lock()
 """Alembic keeps its state in global names of its module: two threads with a database each would break both."""
@@ -153,118 +144,34 @@ class Database:
         Raises DatabaseError when another console has it. On PostgreSQL, consoles decide by LeaderSession who leads.
         """
         assert self.is_sqlite
-        claimed = self._claimed()
-        if claimed is None:
-            time.sleep(_LOOK_SECONDS)
-            claimed = self._claimed()
-        if claimed is None:
-            raise DatabaseError(
-                f"database {self.shown_url} is in use by another console; stop that one, or name another database"
-            )
-        self._lead = claimed
-
-    def _claimed(self) -> IO[str] | None:
-        """Returns the locked lock file, whose lock lasts until it is closed; None: another process has the lock."""
-        handle = Path(f"{self._path}.lock").open("w")  # noqa: SIM115 (the caller closes it)
+        handle = Path(f"{self._path}.lock").open("w")  # noqa: SIM115 (`close` closes it)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             handle.close()
-            return None
-        return handle
+            raise DatabaseError(
+                f"database {self.shown_url} is in use by another console; stop that one, or name another database"
+            ) from None
+        self._lead = handle
 
     def upgrade(self) -> None:
-        """Brings the tables to this version of the program. Processes that start together take turns. Raises
-        DatabaseError, also where a console is running that does not know the new columns: what it writes would never
-        have them filled in."""
-        with explained(self.shown_url):
-            for left in reversed(range(_LOOKS)):
-                with self._alone():
-                    if self._upgraded():
-                        return
-                if left:
-                    time.sleep(_BETWEEN_UPGRADES)  # a console of this version adds them meanwhile
-        raise DatabaseError(
-            f"database {self.shown_url} is in use by a console that has not added the columns of this version; if it "
-            "is of an older version, stop it first"
-        )
-
-    def _upgraded(self) -> bool:
-        """Returns False if a running console has not added the new columns."""
-        from openrecycle.db import later_columns
-
-        if self._migrate() != [later_columns.FIRST]:
-            return True
-        with self.read() as session:
-            missing, unknown = later_columns.compared(session.connection())
-        if unknown:
-            raise self._of_another_version()
-        if missing:
-            if self._console_runs():
-                return False
-            self._patiently(lambda connection: later_columns.add(connection, missing))
-            later_columns.fill(self._writing, missing)
-            self._patiently(lambda connection: later_columns.named(connection, missing))
-        return True
-
-    def _migrate(self) -> Sequence[str]:
-        """Runs the migrations, and returns the newest revisions."""
+        """Creates the tables in an empty database. Processes that start together take turns. Raises DatabaseError,
+        also where the tables are of another version of the program: rows would lack what one of the two needs."""
         # Importing alembic takes 0.15 CPU seconds, which child processes that only read need not spend.
         from alembic import command
-        from alembic.script import ScriptDirectory
         from alembic.util import CommandError
 
-        with _MIGRATING, self._writing() as connection:
-            config = alembic_config(connection)
+        with explained(self.shown_url), self._alone(), _MIGRATING, self._writing() as connection:
             try:
-                command.upgrade(config, "head")
-            except CommandError:
-                raise self._of_another_version() from None
-            return ScriptDirectory.from_config(config).get_heads()
-
-    def _patiently(self, change: Callable[[Connection], None]) -> None:
-        """Changes tables that others may be reading, with several tries."""
-        for left in reversed(range(_UPGRADES)):
-            try:
-                with self._writing() as connection:
-                    change(connection)
-                return
-            except OperationalError as error:
-                if getattr(error.orig, "sqlstate", "") != _LOCK_NOT_AVAILABLE:
-                    raise
-                if not left:
-                    raise DatabaseError(
-                        f"database {self.shown_url}: a table that gets a column is in use all the time; end what "
-                        "reads it, such as a backup, and start again"
-                    ) from None
-            time.sleep(_BETWEEN_UPGRADES)  # lets those that have waited behind this one have their turn
-
-    def _of_another_version(self) -> DatabaseError:
-        return DatabaseError(
-            f"database {self.shown_url} was used by another version of this program, whose tables this one "
-            "does not know: run that version, or name another database"
-        )
-
-    def _console_runs(self) -> bool:
-        """Is a console other than this one running? This keeps no lock: a console that starts later waits in its own
-        `upgrade` before it writes."""
-        if self._lead is not None or self._term is not None:  # this console leads itself
-            return False
-        if self.is_sqlite:
-            free = self._claimed()
-            if free is not None:
-                free.close()
-            return free is None
-        with self._session() as connection:
-            return not connection.scalar(text("select pg_try_advisory_xact_lock(:key)"), {"key": _LOCK})
-
-    @contextmanager
-    def _session(self) -> Iterator[Connection]:
-        """A PostgreSQL session of its own for locks, which become free when it ends."""
-        with self.engine.connect() as made:
-            connection = made.execution_options(isolation_level="AUTOCOMMIT")
-            connection.detach()  # closed at the end, not returned to the pool
-            yield connection
+                command.upgrade(alembic_config(connection), "head")
+                known = _has_our_columns(connection)
+            except CommandError:  # of a revision that there is not
+                known = False
+            if not known:
+                raise DatabaseError(
+                    f"database {self.shown_url} was used by another version of this program, whose tables this one "
+                    "does not know: run that version, or name another database"
+                )
 
     def check_file(self) -> None:
         """Raises FileGone where SQLite's file is not the one that was opened. What is written to an unlinked file is
@@ -276,7 +183,10 @@ class Database:
     def _alone(self) -> Iterator[None]:
         """Lets one process at a time upgrade. SQLite does not wait for its lock while a new file changes to WAL."""
         if not self.is_sqlite:
-            with self._session() as connection:
+            # A session of its own: the lock becomes free when it ends.
+            with self.engine.connect() as made:
+                connection = made.execution_options(isolation_level="AUTOCOMMIT")
+                connection.detach()  # closed at the end, not returned to the pool
                 connection.execute(text("select pg_advisory_lock(:key)"), {"key": _MIGRATION_LOCK})
                 yield
             return
@@ -375,6 +285,14 @@ class Database:
         if connection.scalar(held, {"term": self._term}) is None:
             self._on_fenced()
             raise WriteFenced("this console does not lead")
+
+
+def _has_our_columns(connection: Connection) -> bool:
+    """Do the tables have the columns of the models, and no others?"""
+    tables = inspect(connection).get_multi_columns(filter_names=list(Base.metadata.tables))
+    found = {name: {(one["name"], one["nullable"]) for one in columns} for (_, name), columns in tables.items()}
+    ours = Base.metadata.tables.items()
+    return found == {name: {(one.name, one.nullable) for one in table.columns} for name, table in ours}
 
 
 @contextmanager
@@ -580,7 +498,7 @@ class LeaderSession:
             return bool(self._connection.scalar(text("select pg_try_advisory_lock(:key)"), {"key": _LOCK}))
 
     def lease(self) -> Lease | None:
-        """Reads the lease; None in a database whose tables are older than leases."""
+        """Reads the lease; None in a database that has no tables yet."""
         with self._connection.begin():
             if self._connection.scalar(text("select to_regclass('leadership')")) is None:
                 return None

@@ -226,21 +226,7 @@ def migrations_command(
             job, dead, technique=of, memory=limit, cost=cost, heals_in=heals_in, unit_seconds=unit_seconds
         )
     if as_json:
-        document = {
-            "failures_per_stage": {"now": result.present, "after": result.counts},
-            "migrations": [
-                {"worker": str(m.worker), "takes": str(m.takes), "source": str(m.source) if m.source else "checkpoint"}
-                for m in result.migrations
-            ],
-            "failed": [str(w) for w in sorted(result.failed)],
-            "period_now": None if result.period_now is None else job.units(result.period_now),
-            "period": job.units(result.period),
-            "pause_seconds": result.pause,
-            "iterations_gained": result.iterations_gained,
-            "partition": result.partition,
-            "reason": result.reason,
-        }
-        sys.stdout.write(json.dumps(document) + "\n")
+        sys.stdout.write(result.document(job).model_dump_json() + "\n")
         return
     print(result.reason)
     for migration in result.migrations:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pydantic import TypeAdapter
@@ -20,7 +20,6 @@ from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MayMove, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import (
-    DROP,
     MIGRATE,
     REROUTE,
     STAND_BY,
@@ -39,7 +38,6 @@ from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policy import (
     PLANNED_OPS,
     REPARTITION,
-    SHALLOWER,
     Advice,
     Option,
     PolicyState,
@@ -52,17 +50,8 @@ from openrecycle.planner.simulation.policy import (
 )
 from openrecycle.planner.solvers.portfolio import make_plan
 
-RESTART = "restart from the checkpoint"
 # Another way is taken, or recommended to an operator, if it trains at least this much more than re-routing.
 CLEAR_MARGIN = 0.05
-
-_CANNOT = {
-    REPARTITION: "layers and workers would have to move together, which this job can't do, or the job is too large",
-    SHALLOWER: "this job's pipelines keep their stages",
-    DROP: "it would leave micro-batches out, so every update would see fewer samples",
-    RESTART: "this job can't do it by itself: an operator would have to start it again",
-}
-
 
 REPAIR, JOBS_END = "the expected repair", "the end of the job if it re-routes"
 """The end of the time that advice looks ahead to, in words."""
@@ -164,7 +153,6 @@ def recommendation_document(asked: AdviceRequest) -> bytes:
         asked.basis,
         [c for c, _ in made],
         automatic=asked.automatic,
-        migrate=asked.migrate,
         relayout=asked.relayout,
         refused=refused,
         left=left,
@@ -292,13 +280,12 @@ def decide(
     ways: Sequence[Candidate] = (),
     *,
     automatic: bool = True,
-    migrate: bool = False,
     relayout: MayMove = "never",
     refused: str = "",
     left: float = math.inf,
     until: str = REPAIR,
 ) -> Recommendation:
-    """Ranks the options that the job has, and names those that would train more but are not possible here.
+    """Ranks the options that the job has.
 
     The job re-routes in any case. If it may, it moves workers by itself where that is clearly better, and layers where
     that pays within the hour and the job. All other ways are left to an operator.
@@ -336,8 +323,6 @@ def decide(
             text += f" The job re-routes, which trains less by under {percent(CLEAR_MARGIN, 0)}."
     else:
         text += ", the job has no option that it could take by itself."
-    best_here = ranked[0] if ranked else None
-    text += _not_here(advice, best_here, can, full, migrate=migrate, relayout=relayout, refused=refused)
     text += f" {whole_sentence(refused)}" if refused else ""
     return Recommendation(way, advised, f"{text} {basis}".strip(), tuple(ways), better)
 
@@ -379,40 +364,6 @@ def _numbers(option: Option, horizon: float, full: float, until: str) -> str:
         f"{option.rate:.4g} samples/s after a pause of {option.pause:.3g} s, "
         f"{max(0.0, option.samples(horizon, full)):,.0f} samples in the {span(horizon)} to {until}"
     )
-
-
-def _not_here(
-    advice: Advice,
-    best: Option | None,
-    can: Collection[str],
-    full: float,
-    *,
-    migrate: bool,
-    relayout: MayMove,
-    refused: str,
-) -> str:
-    """Names the options that would train clearly more than the best possible one, and why each is not possible."""
-    others, staffed = [], any(option.name == REROUTE for option in advice.options)
-    for option in advice.options:
-        gain = _gain(option, best, advice.horizon, full)
-        if option.name not in can and gain > CLEAR_MARGIN:
-            more = f"would {_more(gain).replace('trains', 'train')}" if math.isfinite(gain) else "would train at all"
-            why = _why_not(option.name, migrate, relayout, refused, staffed=staffed)
-            others.append(f"{option.name}, which {more} ({why})")
-    return f" Not possible here: {'; '.join(others)}." if others else ""
-
-
-def _why_not(name: str, migrate: bool, relayout: MayMove, refused: str, *, staffed: bool) -> str:
-    """Says why an option is not possible. staffed: whether each stage has a living worker."""
-    if name == REPARTITION and relayout == "never":
-        return "this job's layers can't change their stage"
-    if name == REPARTITION and refused:
-        return "there is no memory for it"
-    if name == MIGRATE:
-        kept = "this job keeps workers on their stage: --no-migrate, a sharded optimizer, or a Reporter"
-        lost = "this job is too large for it" if staffed else "nobody is left of a stage who could hand over its state"
-        return lost if migrate else kept
-    return _CANNOT.get(name, "this job can't do it")
 
 
 def _more(gain: float) -> str:

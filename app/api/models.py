@@ -30,10 +30,11 @@ from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.console.view import WorkerView
 from openrecycle.app.jobs.states import JobSummary
 from openrecycle.app.plans.profiles import NAME
-from openrecycle.app.plans.solving import Migrations, Point, Solve, SolveState
+from openrecycle.app.plans.solving import Point, Solve, SolveState
 from openrecycle.app.runtime.errors import ConsoleError, bounded, refuse_repeats, sentence
 from openrecycle.app.security.access import MAX_ACTOR, actor_of
 from openrecycle.planner.jobs.words import printable
+from openrecycle.planner.layers.migration import Migrations
 from openrecycle.planner.plans.plan import read_json
 
 # -- what a route takes -------------------------------------------------------------------------

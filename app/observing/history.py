@@ -75,7 +75,6 @@ from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.db.access import audit_row
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
 from openrecycle.db.job_rows import DELETING, IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record, table
-from openrecycle.db.later_columns import GenerationsOfBefore, worker_of_before
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
@@ -215,17 +214,12 @@ class TableFormat:
     def to_line(self, row: RowRecord) -> RowRecord:
         """Converts a row of the database to plain data for JSON."""
         return {
-            name: self._write[name](row[name]) if name in self._write else row[name]
-            for name in self.line.model_fields
-            if name in row
+            name: self._write[name](row[name]) if name in self._write else row[name] for name in self.line.model_fields
         }
 
     def to_row(self, line: BaseModel) -> RowRecord:
-        """Converts a line to a row, without the columns that the file does not have."""
-        return {
-            name: self._read[name](getattr(line, name)) if name in self._read else getattr(line, name)
-            for name in line.model_fields_set
-        }
+        """Converts a line to a row, without the columns that are not exported."""
+        return {name: self._read[name](value) if name in self._read else value for name, value in line}
 
 
 @cache
@@ -237,8 +231,7 @@ def format_of(name: str) -> TableFormat:
     for column in columns:
         stricter = _STRICTER.get(f"{name}.{column.name}")
         kind = stricter if stricter is not None else _type(column)
-        # Columns that were added by later versions have a default, so files of earlier ones may lack them.
-        fields[column.name] = (kind, ...) if column.server_default is None else (kind, None)
+        fields[column.name] = (kind, ...)
         if isinstance(column.type, LargeBinary):
             write[column.name], read[column.name] = _encoded, base64.b64decode
         if isinstance(stricter, type) and issubclass(stricter, BaseModel):
@@ -789,17 +782,10 @@ def _clear(rows: JobRows, job_id: str, rest: Callable[[float], None]) -> None:
 
 def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float], None]) -> None:
     known: set[str] = set()  # plans that rows of this job refer to already
-    processes, past = list[Record](), GenerationsOfBefore(())
     for form in map(format_of, MODELS):
-        if form.name == "generation":
-            past = GenerationsOfBefore(processes)
         for batch in _batches(history, form):
             if form.name == "worker":  # in a job that is over the coordinator leaves no worker living
                 batch = [row | {"state": WorkerState.FINISHED} if row["state"] in _ALIVE else row for row in batch]
-                batch = [row if "let_go" in row else row | worker_of_before({"processes": "[]"} | row) for row in batch]
-                processes += [process for row in batch for process in json.loads(row.get("processes", "[]"))]
-            if form.name == "generation":
-                batch = [row if "lost" in row else row | past.read({"moves": "[]"} | row) for row in batch]
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
             rows.add(form.name, job_id, batch, ((f, _storable(history.plan(f))) for f in sorted(named)))
             known |= named

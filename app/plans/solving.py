@@ -38,6 +38,7 @@ from openrecycle.planner.layers.migration import (
     LEAST_BANDWIDTH,
     MOST_HEALS_IN,
     CopyCost,
+    Migrations,
     best_migrations,
     check_copy_cost,
 )
@@ -325,31 +326,6 @@ class MigrationsAsked(_Asked, MigrationsSettings):
 Request: TypeAlias = PlanAsked | MigrationsAsked
 
 
-class MigrationAnswer(BaseModel):
-    """`worker` leaves its stage for the place of `takes`; `source` gives it the weights (None: a checkpoint)."""
-
-    worker: WorkerName
-    takes: WorkerName
-    source: WorkerName | None
-
-
-class Migrations(BaseModel):
-    """What planner.layers.migration says: failed, the empty places afterwards; periods in the job's time unit;
-    present, counts: failures per stage now and afterwards; pause: seconds; gained: iterations; partition: layers per
-    stage afterwards, where `over` leaves them open."""
-
-    migrations: list[MigrationAnswer]
-    failed: list[WorkerName]
-    present: list[int]
-    counts: list[int]
-    period_now: float | None
-    period: float
-    pause: float
-    gained: float | None
-    partition: list[int]
-    reason: str
-
-
 # -- the child ------------------------------------------------------------------------------------
 
 # The child reports at most this many points a second, beside one for each better plan.
@@ -423,21 +399,7 @@ def _migrations(request: MigrationsAsked) -> Migrations:
         found = best_relayout(
             job, dead, technique=request.technique, memory=memory, cost=request.cost, heals_in=heals_in
         )
-    return Migrations(
-        migrations=[
-            MigrationAnswer(worker=str(m.worker), takes=str(m.takes), source=str(m.source) if m.source else None)
-            for m in found.migrations
-        ],
-        failed=[str(worker) for worker in sorted(found.failed)],
-        present=list(found.present),
-        counts=list(found.counts),
-        period_now=None if found.period_now is None else job.units(found.period_now),
-        period=job.units(found.period),
-        pause=found.pause,
-        gained=found.iterations_gained,
-        partition=list(found.partition),
-        reason=found.reason,
-    )
+    return found.document(job)
 
 
 # -- the console ----------------------------------------------------------------------------------

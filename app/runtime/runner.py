@@ -25,8 +25,8 @@ class Threads:
     """A thread pool that knows since when each of its threads has been at work. stuck_seconds: a call counts as stuck
     after this time."""
 
-    def __init__(self, most: int, name: str, stuck_seconds: float = STUCK_SECONDS) -> None:
-        self._most, self.name, self.stuck_seconds = most, name, stuck_seconds
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self.name, self.stuck_seconds = most, name, STUCK_SECONDS
         self._pool = ThreadPoolExecutor(most, name)
         self._began: dict[object, float] = {}
         self._taken = 0

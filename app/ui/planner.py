@@ -25,7 +25,7 @@ from openrecycle.app.charts.vega import LiveChart, y_axis
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.service import misfit, use_plan
-from openrecycle.app.plans.solving import Migrations, PlanAsked, Solve
+from openrecycle.app.plans.solving import PlanAsked, Solve
 from openrecycle.app.plans.whatif import LIMITS, PARAMS, STEPS, Checked, WhatIf, checked, parse_word, step_of
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, facts, planner_controls, tables
@@ -52,7 +52,7 @@ from openrecycle.app.ui.tables import beside_html, differences, workers_table
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import AUTO, Job, Worker
-from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.layers.migration import SECONDS, Migrations
 from openrecycle.planner.plans.drawing import FAILED, Drawing
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule

@@ -172,12 +172,12 @@ class ChartFrame:
 # -- the page for export ----------------------------------------------------------------------------
 
 
-def gantt(plan: Plan, pipeline: int | None = None, colours: Colours = LIGHT) -> Picture:
+def gantt(plan: Plan, pipeline: int | None = None) -> Picture:
     """Draw a row per worker; for a large plan a row per stage, with bands as high as the fraction of its workers.
 
     pipeline: show only its workers. Raises PlannerError for more than MAX_STAGES stages with a row per stage.
     """
-    schedule = plan.schedule()
+    schedule, colours = plan.schedule(), LIGHT
     job = schedule.problem.job
     shown = [w for w in job.workers() if pipeline in (None, w.pipeline)]
     drawing = Drawing.of(schedule, shown, fault_free=plan.metrics.fault_free)

@@ -20,11 +20,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from pydantic import BaseModel
+
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker, check_bytes
 from openrecycle.planner.jobs.words import planned
 from openrecycle.planner.plans.bounds import CountBounds
+from openrecycle.planner.plans.plan import WorkerName
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
 # -- how many failures each stage should bear ---------------------------------------------------
@@ -331,6 +334,29 @@ class Migration:
         return f"{self.worker} takes the place of {self.takes}, with its weights {origin}"
 
 
+class MigrationAnswer(BaseModel):
+    """`worker` leaves its stage for the place of `takes`; `source` gives it the weights (None: a checkpoint)."""
+
+    worker: WorkerName
+    takes: WorkerName
+    source: WorkerName | None
+
+
+class Migrations(BaseModel):
+    """A MigrationPlan as a document: periods in the job's time unit; gained: iterations."""
+
+    migrations: list[MigrationAnswer]
+    failed: list[WorkerName]
+    present: list[int]
+    counts: list[int]
+    period_now: float | None
+    period: float
+    pause: float
+    gained: float | None
+    partition: list[int]
+    reason: str
+
+
 @dataclass(frozen=True)
 class MigrationPlan:
     """The migrations to make for some failures, and the reason.
@@ -351,6 +377,23 @@ class MigrationPlan:
     iterations_gained: float | None
     reason: str
     partition: tuple[int, ...] = ()
+
+    def document(self, job: Job) -> Migrations:
+        return Migrations(
+            migrations=[
+                MigrationAnswer(worker=str(m.worker), takes=str(m.takes), source=str(m.source) if m.source else None)
+                for m in self.migrations
+            ],
+            failed=[str(worker) for worker in sorted(self.failed)],
+            present=list(self.present),
+            counts=list(self.counts),
+            period_now=None if self.period_now is None else job.units(self.period_now),
+            period=job.units(self.period),
+            pause=self.pause,
+            gained=self.iterations_gained,
+            partition=list(self.partition),
+            reason=self.reason,
+        )
 
 
 @dataclass(frozen=True)

@@ -273,22 +273,22 @@ def to_text(plan: Plan) -> str:
     return base64.b64encode(plan.workers.stored[0] or pack(plan)).decode()
 
 
-def from_text(text: str, *, source: str = "plan") -> Plan:
+def from_text(text: str) -> Plan:
     """Read `to_text`. Raises PlanError."""
-    return unpack(_decoded(text, source), source=source)
+    return unpack(_decoded(text))
 
 
-def schedule_from_text(text: str, *, source: str = "plan") -> Schedule:
+def schedule_from_text(text: str) -> Schedule:
     """Read only the schedule of a plan, which is much faster. Raises PlanError."""
-    _, found = _read(_decoded(text, source), None, source)
+    _, found = _read(_decoded(text), None, "plan")
     return found.schedule() if isinstance(found, Plan) else found
 
 
-def _decoded(text: str, source: str) -> bytes:
+def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
-        raise PlanError(f"{source} is not a stored plan: it is no base64") from None
+        raise PlanError("plan is not a stored plan: it is no base64") from None
 
 
 def packed(plan: Plan) -> Packed:

@@ -1,4 +1,4 @@
-"""Decides what to do at a failure: predicts each option, picks the one that trains most, and explains the choice.
+"""What to do at a failure: predicts each option, and ranks first the one that trains most.
 
 Pure functions of the job's state, its planned throughput and the costs of recovery. All options are compared by the
 samples that are trained from now to the expected repair, the end of the job, or the next change.
@@ -73,15 +73,12 @@ WHOLE = 0.995
 
 @dataclass(frozen=True)
 class Advice:
-    """The recommended option. options: best first. sentence: the reason, with the numbers. absorbed: do the bubbles
-    hold the extra load? load: the answer in words, "" where there is no extra load."""
+    """options: best first. horizon: seconds that it looks ahead. load: do the bubbles hold the extra load? In words; ""
+    where there is none."""
 
-    choice: Option
     options: tuple[Option, ...]
     horizon: float
-    absorbed: bool
-    sentence: str
-    load: str = ""
+    load: str
 
 
 @dataclass(frozen=True)
@@ -101,8 +98,8 @@ def advise(
     heals_in: float,
     left: float = math.inf,
 ) -> Advice:
-    """Return the best of re-routing, re-routing after migrations, re-partitioning, also with one stage less, dropping
-    replicas, and restarting from the checkpoint.
+    """Rank re-routing, re-routing after migrations, re-partitioning, also with one stage less, dropping replicas, and
+    restarting from the checkpoint.
 
     heals_in: seconds until the failed workers are expected back. left: iterations left of the job, which may end before
     then; they are counted at the rate of re-routing.
@@ -122,10 +119,9 @@ def advise(
         raise InfeasibleError(
             f"{planned.workers - len(state.failed)} living workers can't go on", "bring back a failed worker"
         )
-    full = planned.full.per_second
-    ranked = best_option(options, horizon, full)
-    absorbed, load = _load(state, planned, next((o.rate for o in options if o.name == REROUTE), None))
-    return Advice(ranked[0], tuple(ranked), horizon, absorbed, _sentence(ranked, horizon, planned, load), load)
+    ranked = best_option(options, horizon, planned.full.per_second)
+    load = _load(state, planned, next((o.rate for o in options if o.name == REROUTE), None))
+    return Advice(tuple(ranked), horizon, load)
 
 
 def _options(
@@ -223,9 +219,8 @@ def _rerouted_here(failed: frozenset[Worker], planned: PlannedJob) -> Rate | Non
     return Rate(schedule.period * planned.tick, planned.samples)
 
 
-def _load(state: PolicyState, planned: PlannedJob, rate: float | None) -> tuple[bool, str]:
-    """Do 1F1B's bubbles hold the micro-batches that each peer has to take in addition? Also returns the answer in
-    words.
+def _load(state: PolicyState, planned: PlannedJob, rate: float | None) -> str:
+    """Say whether 1F1B's bubbles hold the micro-batches that each peer has to take in addition; "": there are none.
 
     1F1B leaves stages - 1 slots idle on every worker of an iteration, so staggered iterations take up to so many
     further micro-batches without becoming longer than 1F1B's. rate: that of re-routing as planned, which memory limits
@@ -235,24 +230,24 @@ def _load(state: PolicyState, planned: PlannedJob, rate: float | None) -> tuple[
     worst, extra = 0, 0
     for stage, dead in enumerate(failures_per_stage(state.failed, job)):
         if dead == job.pipelines:
-            return False, f"no worker of stage {stage} lives"
+            return f"no worker of stage {stage} lives"
         more = -(-job.pipelines * job.micro_batches // (job.pipelines - dead)) - job.micro_batches
         if more > extra:
             worst, extra = stage, more
     bubbles = job.stages - 1
     if not extra:
-        return True, ""
+        return ""
     if extra > bubbles:
-        return False, (
+        return (
             f"the bubbles can't absorb the load: stage {worst}'s peers have {extra} further micro-batches each, "
             f"and 1F1B leaves room for {bubbles}"
         )
     share = rate / one_f_one_b(planned).per_second if rate is not None else 0.0
     held = f"1F1B's bubbles have room for the {extra} further micro-batches per peer"
     if share >= WHOLE:
-        return True, f"{held}, so re-routing is as fast as fault-free 1F1B"
+        return f"{held}, so re-routing is as fast as fault-free 1F1B"
     reached = f"re-routing reaches {percent(share, 0)} of its speed within the memory limit and the steps"
-    return True, f"{held}, though {reached}"
+    return f"{held}, though {reached}"
 
 
 def one_f_one_b(planned: PlannedJob) -> Rate:
@@ -266,22 +261,6 @@ def shares(rate: float, planned: PlannedJob) -> str:
         f"{percent(rate / planned.full.per_second, 0)} of the fault-free plan, "
         f"{percent(rate / one_f_one_b(planned).per_second, 0)} of fault-free 1F1B"
     )
-
-
-def _sentence(ranked: Sequence[Option], horizon: float, planned: PlannedJob, load: str) -> str:
-    best, full = ranked[0], planned.full.per_second
-    text = (
-        f"{best.name}: {best.rate:.4g} samples/s ({shares(best.rate, planned)}) after a pause of "
-        f"{best.pause:.3g} s, {max(0.0, best.samples(horizon, full)):,.0f} samples in the {span(horizon)} to the "
-        "expected repair"
-    )
-    if len(ranked) > 1:
-        next_best = ranked[1]
-        text += (
-            f"; next is {next_best.name} with {max(0.0, next_best.samples(horizon, full)):,.0f} "
-            f"({next_best.rate:.4g} samples/s after {next_best.pause:.3g} s)"
-        )
-    return f"{text}; {load}" if load else text
 
 
 def span(seconds: float) -> str:

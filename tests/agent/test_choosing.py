@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from itertools import starmap
-
 import pytest
 
 from openrecycle.agent.coordination.generations import coming_back
@@ -31,8 +28,6 @@ from openrecycle.agent.coordination.membership import (
     WorkerRegistered,
 )
 from openrecycle.agent.messages.protocol import JobState, WorkerState
-from openrecycle.app.jobs.live_job import generation_row
-from openrecycle.db.later_columns import GenerationsOfBefore
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from openrecycle.planner.simulation.policy import REPARTITION
 from tests.agent.coordinator_run import Run, fingerprint
@@ -47,14 +42,6 @@ OFFER = Offer(OUT, (MOVED, STAYED, STOOD_BY), MIGRATE)
 
 def told(generation: Generation) -> tuple[tuple[LetGo, ...], tuple[str, ...]]:
     return generation.let_go, generation.lost
-
-
-def by_their_reasons(run: Run) -> list[tuple[tuple[LetGo, ...], tuple[str, ...]]]:
-    """Who was let go and who was lost, as it is read of generations that have no such fields."""
-    past, columns = GenerationsOfBefore(()), ("failed", "joining", "moves")
-    rows = [generation_row(generation) | {"let_go": "[]"} for generation in run.opened]
-    read = [past.read(row | {name: json.dumps(row[name]) for name in columns}) for row in rows]
-    return [(tuple(starmap(LetGo, json.loads(r["let_go"]))), tuple(json.loads(r["lost"]))) for r in read]
 
 
 def two_out(mode: Mode = Mode.AUTOMATIC) -> Run:
@@ -404,7 +391,7 @@ def test_what_happens_before_the_plan_is_there_does_not_hide_who_was_asked_to_le
     run.back("W0_1")
     assert run.opened[-1].failed == ("W1_0", "W2_0")
     assert run.opened[-1].reason == "W0_1 re-joins; ada asked W1_0 to leave"
-    assert told(run.opened[-1]) == by_their_reasons(run)[-1] == ((LetGo("W1_0", False),), ("W0_1", "W2_0"))
+    assert told(run.opened[-1]) == ((LetGo("W1_0", False),), ("W0_1", "W2_0"))
     run.resume()
     run.back("W2_0")
     assert run.opened[-1].reason == "W2_0 re-joins" and not run.opened[-1].let_go, "that it has left is old news"
@@ -420,7 +407,7 @@ def test_what_happens_before_the_plan_is_there_does_not_hide_who_stands_by() -> 
     run.plans = True
     run.exit("W1_1")
     assert run.opened[-1].reason.endswith("; W2_1 is to stand by")
-    assert told(run.opened[-1]) == by_their_reasons(run)[-1] == ((LetGo("W2_1", True),), ("W1_1",))
+    assert told(run.opened[-1]) == ((LetGo("W2_1", True),), ("W1_1",))
 
 
 def test_of_many_who_stand_by_each_is_named() -> None:
@@ -429,7 +416,7 @@ def test_of_many_who_stand_by_each_is_named() -> None:
     run.resume()
     out, pipeline = ("W1_0",), tuple(f"W1_{stage}" for stage in range(9))
     run.send(Offered(out, Offer(out, (Candidate(STAND_BY, pipeline),), STAND_BY)))
-    assert told(run.opened[-1]) == by_their_reasons(run)[-1] == (tuple(LetGo(n, True) for n in pipeline[1:]), ())
+    assert told(run.opened[-1]) == (tuple(LetGo(n, True) for n in pipeline[1:]), ())
 
 
 def test_the_launcher_of_one_that_ends_before_it_could_leave_is_told_that_it_was_to() -> None:

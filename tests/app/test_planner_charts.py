@@ -6,10 +6,11 @@ import pytest
 
 from openrecycle.app.charts.progress import dead_grid
 from openrecycle.app.charts.theme import DARK, LIGHT, Palette
-from openrecycle.app.plans.solving import MigrationAnswer, Migrations, PlanAsked, Point, Solve
+from openrecycle.app.plans.solving import PlanAsked, Point, Solve
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.ui.planner import log_lines, migrations_chart, search_cards, search_chart, search_words
 from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.layers.migration import MigrationAnswer, Migrations
 from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden
 

@@ -28,7 +28,7 @@ from openrecycle.app.observing import history as histories
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Children
 from openrecycle.app.server import create_routes
-from openrecycle.db.session import Database, DatabaseError
+from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
@@ -200,8 +200,6 @@ except ConsoleError as error:
 def test_a_database_of_a_newer_version_is_one_sentence(database: Database, tmp_path: Path) -> None:
     with database.write() as session:
         session.execute(text("update alembic_version set version_num = '9999'"))
-    with pytest.raises(DatabaseError, match="another version"):
-        database.upgrade()
     url, errors = f"sqlite:///{tmp_path / 'console.db'}", tmp_path / "errors"
     command = ("serve", "--port", "0", "--api-only", "--database-url", url)
     assert Launched(*command, errors=errors, module="openrecycle.app").wait(120) == 2

@@ -256,8 +256,8 @@ def test_the_command() -> None:
     assert golden("one-slot-is-taken-to") in done.output
     done = CliRunner().invoke(app, [*ARGS, "--json"])
     document = json.loads(done.output)
-    assert document["failures_per_stage"]["now"] == [0, 0, 2, 0]
-    assert (document["period_now"], document["period"], document["pause_seconds"]) == (55, 29, 0)
+    assert document["present"] == [0, 0, 2, 0]
+    assert (document["period_now"], document["period"], document["pause"]) == (55, 29, 0)
     assert document["migrations"][0]["source"] == "W2_2"
     assert len(document["failed"]) == 2
     assert "'1_0'" in str(CliRunner().invoke(app, [*ARGS, "--state-bytes", "1_0"]).exception)
@@ -269,9 +269,9 @@ def test_the_command() -> None:
 @pytest.mark.parametrize("layers", [[], ["--partition", "auto"]])
 def test_copies_cost_what_the_profile_says_unless_the_command_line_does(layers: list[str]) -> None:
     command = ["migrations", "--profile", "gpt-3-medium", "--fail", "W0_2,W1_2", "--memory", "none", "--json", *layers]
-    assert json.loads(CliRunner().invoke(app, command).output)["pause_seconds"] > 0
+    assert json.loads(CliRunner().invoke(app, command).output)["pause"] > 0
     free = json.loads(CliRunner().invoke(app, [*command, "--state-bytes", "0"]).output)
-    assert free["pause_seconds"] == 0 and free["migrations"]
+    assert free["pause"] == 0 and free["migrations"]
 
 
 def test_speeds_and_reductions_count_in_what_is_compared() -> None:

@@ -1,8 +1,6 @@
-"""The advisor: predicts each option, picks the one that trains most, and says why."""
+"""The advisor: predicts each option, and ranks first the one that trains most."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 from hypothesis import given
@@ -27,9 +25,7 @@ ONE = frozenset({Worker(1, 2)})
 def test_the_worked_example_is_absorbed() -> None:
     """9 micro-batches on each of two peers instead of 6: as many further as there are bubbles."""
     advice = advise(PolicyState(ONE), PLANNED, COSTS, heals_in=3600)
-    assert advice.absorbed
-    assert advice.choice.name == advice.options[0].name
-    assert advice.sentence.endswith(golden("1f1bs-bubbles-have-room-for-the"))
+    assert advice.load.endswith(golden("1f1bs-bubbles-have-room-for-the"))
     samples = [option.samples(3600, PLANNED.full.per_second) for option in advice.options]
     assert samples == pytest.approx(sorted(samples, reverse=True))
 
@@ -50,7 +46,7 @@ def test_room_in_the_bubbles_is_not_called_speed_where_it_is_none() -> None:
     (route,) = [o for o in advice.options if o.name == "re-route"]
     share = route.rate / (18 / 27)
     assert share < 0.99
-    assert advice.sentence.endswith(golden("though-re-routing-reaches-of-its", f"{100 * share:.0f}"))
+    assert advice.load.endswith(golden("though-re-routing-reaches-of-its", f"{100 * share:.0f}"))
 
 
 def test_a_migration_says_who_moves_and_is_planned_as_it_would_be() -> None:
@@ -93,23 +89,8 @@ def test_the_end_of_a_job_comes_as_late_as_it_trains() -> None:
 def test_it_says_when_bubbles_run_out() -> None:
     two = frozenset({Worker(0, 2), Worker(1, 2)})
     advice = advise(PolicyState(two), PLANNED, COSTS, heals_in=3600)
-    assert not advice.absorbed
-    assert golden("bubbles-cant-absorb-the-load") in advice.sentence
-    assert "room for 3" in advice.sentence
-
-
-def test_the_sentence_has_the_numbers() -> None:
-    advice = advise(PolicyState(ONE), PLANNED, COSTS, heals_in=600)
-    match = re.match(
-        r"(.+?): ([\d.]+) samples/s \((\d+) % of the fault-free plan, (\d+) % of fault-free 1F1B\) "
-        r"after a pause of ([\d.]+) s",
-        advice.sentence,
-    )
-    assert match and match[1] == advice.choice.name
-    assert float(match[2]) == pytest.approx(advice.choice.rate, rel=1e-3)
-    assert int(match[4]) == round(100 * advice.choice.rate * 27 / 18)
-    assert float(match[5]) == pytest.approx(advice.choice.pause)
-    assert golden("in-the-10-min-to") in advice.sentence
+    assert golden("bubbles-cant-absorb-the-load") in advice.load
+    assert "room for 3" in advice.load
 
 
 def test_a_short_outage_is_not_worth_a_long_pause() -> None:
@@ -119,9 +100,9 @@ def test_a_short_outage_is_not_worth_a_long_pause() -> None:
     costs = RecoveryCosts(repartition=300)
     short = advise(PolicyState(dead), deep, costs, heals_in=60)
     long = advise(PolicyState(dead), deep, costs, heals_in=7 * 86400)
-    assert short.choice.pause < 10
-    assert long.choice.rate >= short.choice.rate
-    assert long.choice.name == "re-partition"
+    assert short.options[0].pause < 10
+    assert long.options[0].rate >= short.options[0].rate
+    assert long.options[0].name == "re-partition"
 
 
 def test_a_checkpoint_is_offered_where_there_is_one() -> None:
@@ -137,7 +118,7 @@ def test_an_unstaffed_stage_is_migrated_to() -> None:
     advice = advise(PolicyState(column, since_checkpoint=10), PLANNED, COSTS, heals_in=86400)
     names = {o.name for o in advice.options}
     assert "re-route" not in names and "migrate and re-route" in names
-    assert golden("no-worker-of-stage-2") in advice.sentence
+    assert golden("no-worker-of-stage-2") in advice.load
 
 
 def test_nobody_lives() -> None:
@@ -190,5 +171,4 @@ def test_the_best_is_the_best(options: list[Option], horizon: float, before: flo
 def test_any_failures_get_advice(failed: set[Worker], heals_in: float) -> None:
     """While enough live; every option's rate is that of no more than a healthy job."""
     advice = advise(PolicyState(frozenset(failed)), PLANNED, COSTS, heals_in=heals_in)
-    assert advice.choice in advice.options
-    assert all(0 < o.rate <= 1.001 * PLANNED.full.per_second for o in advice.options)
+    assert advice.options and all(0 < o.rate <= 1.001 * PLANNED.full.per_second for o in advice.options)
