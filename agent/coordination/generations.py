@@ -320,10 +320,13 @@ def plan_ready(state: State, event: PlanReady, now: float, failure_timeouts: Fai
     )
 
 
-def deployment_of(generation: Generation, leaving: tuple[str, ...] = (), origin: str = "") -> Deployment:
+def deployment_of(
+    generation: Generation, leaving: tuple[str, ...] = (), origin: str = "", *, own_loop: bool = False
+) -> Deployment:
     """Returns a generation in the form in which its members are told of it.
 
-    leaving: the workers that are to leave. origin: where the plan is from, in words.
+    leaving: the workers that are to leave. origin: where the plan is from, in words. own_loop: each process asks for
+    it itself and none is ever moved, so thousands need not be told where all the others are.
     """
     # Without pydantic's checks: the parts have been checked already, and there may be thousands of names.
     return Deployment.model_construct(
@@ -332,7 +335,7 @@ def deployment_of(generation: Generation, leaving: tuple[str, ...] = (), origin:
         living=generation.living,
         failed=generation.failed,
         joining=generation.joining,
-        incarnations=generation.incarnations,
+        incarnations={} if own_loop else generation.incarnations,
         restore=generation.restore,
         leaving=leaving,
         reason=encodable("; ".join(filter(None, (generation.reason, origin)))[:2000]),

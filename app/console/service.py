@@ -609,7 +609,8 @@ class Reports:
         key = (generation.number, leaving)
         known = self._deployments.get(job)
         if known is None or known[0] != key:
-            known = self._deployments[job] = key, deployment_of(generation, leaving).model_dump_json().encode()
+            told = deployment_of(generation, leaving, own_loop=state.own_loop)
+            known = self._deployments[job] = key, told.model_dump_json().encode()
         return known[1]
 
 
