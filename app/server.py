@@ -46,7 +46,7 @@ from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import API, ProblemDetails
-from openrecycle.app.api import access, agents, jobs, plans, streams
+from openrecycle.app.api import access, agents, jobs, plans
 from openrecycle.app.api.connection import connections
 from openrecycle.app.api.idempotency import HEADER, MOST_CHARACTERS, Idempotency, keeps_keys
 from openrecycle.app.api.models import ReadBeside, known_query
@@ -221,7 +221,6 @@ def _put_right(document: dict[str, Any]) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(name, None)
     _plain_pairs(document)
-    _link(document["paths"])
     return document
 
 
@@ -231,43 +230,6 @@ def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
     if len(options) == 1:
         return {**{key: value for key, value in schema.items() if key != "anyOf"}, **options[0]}
     return {**schema, "anyOf": options} if options else schema
-
-
-# By path: the list that has its resource, and which part of the list's answer goes into the path.
-_FIRST = "$response.body#"
-_LISTED = {
-    "/jobs/{job_id}": ("/jobs", {"job_id": f"{_FIRST}/jobs/0/job_id"}),
-    "/jobs/{job_id}/workers/{worker}": (
-        "/jobs/{job_id}/workers",
-        {"job_id": "$request.path.job_id", "worker": f"{_FIRST}/workers/0/name"},
-    ),
-    "/jobs/{job_id}/plans/{fingerprint}": (
-        "/jobs/{job_id}/plans",
-        {"job_id": "$request.path.job_id", "fingerprint": f"{_FIRST}/plans/0/fingerprint"},
-    ),
-    "/plans/{fingerprint}": ("/plans", {"fingerprint": f"{_FIRST}/plans/0/fingerprint"}),
-    "/catalogs/{fingerprint}": ("/catalogs", {"fingerprint": f"{_FIRST}/catalogs/0/fingerprint"}),
-    "/catalogs/{fingerprint}/plans/{name}": (
-        "/catalogs/{fingerprint}",
-        {"fingerprint": "$request.path.fingerprint", "name": f"{_FIRST}/lines/0/plans/0/name"},
-    ),
-    "/solves/{solve_id}": ("/solves", {"solve_id": f"{_FIRST}/solves/0/id"}),
-    "/profiles/{name}": ("/profiles", {"name": f"{_FIRST}/profiles/0/name"}),
-    "/tokens/{token_id}": ("/tokens", {"token_id": f"{_FIRST}/tokens/0/id"}),
-}
-
-
-def _link(paths: dict[str, Any]) -> None:
-    """Adds links from each list to the operations on its items, for programs that explore the API."""
-    for path, operations in paths.items():
-        about = [place for place in _LISTED if path == place or path.startswith(f"{place}/")]
-        if not about:
-            continue
-        source, parameters = _LISTED[max(about, key=len)]
-        links = paths[source]["get"]["responses"]["200"].setdefault("links", {})
-        for operation in operations.values():
-            name = operation["operationId"]
-            links[name] = {"operationId": name, "parameters": parameters}
 
 
 def _plain_pairs(node: Any) -> None:
@@ -398,7 +360,6 @@ def create_api(console: ConsoleService) -> FastAPI:
     problems.install(api)
     install_document(api)
     api.include_router(agents.router(console))
-    api.include_router(streams.router(console))
     api.include_router(jobs.router(console))
     api.include_router(jobs.histories_router(console))
     api.include_router(jobs.operator_router(console))

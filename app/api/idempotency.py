@@ -40,7 +40,7 @@ _WITHOUT_KEYS = "/jobs", "/tokens", "/solves", "/catalogs"
 def keeps_keys(path: str) -> bool:
     """Says whether POST requests to a path have their keys kept here. path: of a request or as in the OpenAPI document,
     below /api/v1."""
-    return path not in _WITHOUT_KEYS and not path.endswith(("/heartbeats", "/history/import"))
+    return path not in _WITHOUT_KEYS and not path.endswith("/heartbeats")
 
 
 class Idempotency:

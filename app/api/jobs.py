@@ -20,7 +20,6 @@ from starlette.types import Receive, Scope, Send
 from openrecycle.agent.coordination.membership import CHOICE_TIMEOUT, LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Mode
 from openrecycle.agent.messages.protocol import (
     ClockReading,
-    Identifier,
     LogLine,
     LogLines,
     MeasuredOps,
@@ -54,7 +53,6 @@ from openrecycle.app.console.view import summary
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import RECENT
 from openrecycle.app.observing.as_run import MeasuredIteration
-from openrecycle.app.observing.history import Imported
 from openrecycle.app.observing.recorder import Series
 from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS
@@ -334,12 +332,6 @@ def _history(
 
 
 ZIP: dict[int | str, dict[str, Any]] = {200: {"content": {"application/zip": {}}, "description": "The file."}}
-BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/zip": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
 
 
 class PassingFile(FileResponse):
@@ -368,21 +360,6 @@ def histories_router(console: ConsoleService) -> APIRouter:
         caller = caller_of(console.security.access, request.headers)
         path = await console.histories.export(job_id, audit=caller.operates)
         return PassingFile(path, "application/zip", f"{job_id}-history.zip")
-
-    @api.post(
-        "/history/import",
-        status_code=201,
-        tags=["operator"],
-        openapi_extra=BODY,
-        responses={409: {}, 413: {}, 422: {}},
-    )
-    async def take_in(
-        request: Request,
-        new_id: Annotated[Identifier | None, Query(alias="as", description="its id here, instead of its own")] = None,
-        x_actor: Actor = "API",
-    ) -> Imported:
-        """Imports the job of such a file, all of it or nothing; never over another one (409)."""
-        return await console.histories.take_in(request.stream(), new_id, x_actor)
 
     @api.delete("/jobs/{job_id}", status_code=202, tags=["operator"], responses={409: {}})
     async def delete(job_id: str, x_actor: Actor = "API") -> ReportOutcome:

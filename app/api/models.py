@@ -229,7 +229,7 @@ class JobDetail(JobSummary):
 
 class EventInfo(BaseModel):
     """count: how often it happened, first at `at` and last at `last_at`: events that repeat, such as a worker's
-    silence, are one line. Its seq stays the same, and streams do not send it again."""
+    silence, are one line. Its seq stays the same, and it is not sent again to who knows it."""
 
     seq: int
     at: float

@@ -721,7 +721,6 @@ class ConsoleService:
         for job in self.jobs.live():
             job.topic.close()
             job.generation_topic.close()
-        self.plans.stop_waiting()
 
     def close(self) -> None:
         """Writes what is not yet written, and ends threads and child processes."""

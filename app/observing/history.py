@@ -11,7 +11,7 @@ A file may be damaged, or made to do harm, so every byte is checked before anyth
 in little memory, and no name in it is ever used for a file. A checked file becomes a job in small steps, so that the
 console can work in between.
 
-A running console exports and imports in a child process, and deletes in the background (`Histories`).
+A running console exports in a child process, and deletes in the background (`Histories`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import threading
 import time
 import zipfile
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -75,7 +75,7 @@ from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.db.access import audit_row
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
 from openrecycle.db.job_rows import DELETING, IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record, table
-from openrecycle.db.session import Database, DatabaseError
+from openrecycle.db.session import Database
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MAX_LAYERS
@@ -404,10 +404,6 @@ _WORKER_COLUMNS = {
 
 class HistoryError(Exception):
     """Raised when a file is refused. `str(error)` is one sentence."""
-
-
-class JobExists(HistoryError):
-    """Raised when there is a job with that id, or the rest of one."""
 
 
 class History:
@@ -773,7 +769,7 @@ def _began(pid: int) -> str:
 
 
 def _clear(rows: JobRows, job_id: str, rest: Callable[[float], None]) -> None:
-    """Deletes the rest of a job with this id; raises JobExists if a whole one has it, or it is being imported."""
+    """Deletes the rest of a job with this id; raises HistoryError if a whole one has it, or it is being imported."""
     left = next((hidden for hidden in rows.hidden() if hidden.job_id == job_id), None)
     if left is None or (left.state == IMPORTING and not abandoned(left.note)):
         raise _taken(job_id)
@@ -806,8 +802,8 @@ def _batches(history: History, form: TableFormat) -> Iterator[list[Record]]:
         yield batch
 
 
-def _taken(job_id: str) -> JobExists:
-    return JobExists(
+def _taken(job_id: str) -> HistoryError:
+    return HistoryError(
         f"job: {job_id} is there already, and is not overwritten; delete it first, or import under another id (--as)"
     )
 
@@ -816,16 +812,10 @@ def _taken(job_id: str) -> JobExists:
 
 log = structlog.get_logger()
 
-MOST_UPLOAD = 2**30
-"""The most bytes of a file that is sent to the API; the command line takes larger ones."""
 MOST_FILES = 4
 """The most exported files that are still being sent: each has a whole job on the disk until its reader is done."""
-CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
-"""How long to wait for the next bytes of an upload, since others wait for its place; and how long the rest of a refused
-upload is received and dropped."""
 MOST_MEMORY = 8 * 2**30
-"""More memory than any history needs. A file that makes its process ask for more ends that process and harms no
-other."""
+"""More memory than any export needs. A process that asks for more ends, and harms no other."""
 FOLLOW_SECONDS = 5.0
 
 
@@ -846,13 +836,13 @@ class JobReader(Protocol):
 
 
 class Histories:
-    """Exports, imports and deletes jobs of a running console. One per console. Thread-safe; export and take_in are
-    called in an event loop."""
+    """Exports and deletes jobs of a running console, and takes notice of those that the command line imports or
+    deletes. One per console. Thread-safe; export is called in an event loop."""
 
     def __init__(self, jobs: JobReader, database: Database) -> None:
         self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
-        self._exporting, self._importing = threading.Lock(), threading.Lock()
+        self._exporting = threading.Lock()
         self._files: set[Path] = set()  # exported files, which their readers delete
         self._children = Children(work, name="history", memory=MOST_MEMORY)
         self._stop, self._deleted = threading.Event(), threading.Event()
@@ -868,13 +858,15 @@ class Histories:
         if self._thread.is_alive():
             self._thread.join(5)
 
-    # -- out and in -----------------------------------------------------------------------------
+    # -- out ------------------------------------------------------------------------------------
 
     async def export(self, job_id: str, *, audit: bool) -> Path:
         """Exports a job to a file, which the caller has to delete. audit: includes the audit log's lines about the job.
         Raises ConsoleError."""
         await asyncio.to_thread(self._jobs.find, job_id)
-        with _alone(self._exporting, "exported"):
+        if not self._exporting.acquire(blocking=False):
+            raise ConsoleError(409, "busy", "another history is being exported; try again when it is done")
+        try:
             self._files = {path for path in self._files if path.exists()}
             if len(self._files) >= MOST_FILES:
                 detail = (
@@ -884,12 +876,14 @@ class Histories:
             path = await self._exported(job_id, audit)
             self._files.add(path)
             return path
+        finally:
+            self._exporting.release()
 
     async def _exported(self, job_id: str, audit: bool) -> Path:
         out = _temporary()
         try:
             out.unlink()
-            if not (await self._run("export", job_id, str(out), *(["audit"] if audit else [])))["found"]:
+            if not await self._run(job_id, str(out), audit):
                 raise unknown_job(job_id)
         except BaseException:
             for left in out.parent.glob(f"{out.name}*"):  # also the part that a killed child had written
@@ -897,55 +891,21 @@ class Histories:
             raise
         return out
 
-    async def take_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
-        """Imports a job from the bytes of a file. new_id: replaces the job's own id. Raises ConsoleError."""
-        try:
-            with _alone(self._importing, "imported"):  # from the first byte on, so that only one file takes disk space
-                return await self._taken_in(chunks, new_id, actor)
-        except ConsoleError:
-            with suppress(TimeoutError):  # receives the rest, so that the sender gets to read the answer
-                async with asyncio.timeout(DRAIN_SECONDS):
-                    async for _ in chunks:
-                        pass
-            raise
-
-    async def _taken_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
-        path, size = _temporary(), 0
-        try:
-            with path.open("wb") as handle:
-                while chunk := await _next(chunks):
-                    size += len(chunk)
-                    if size > MOST_UPLOAD:
-                        detail = f"the body: got more than {MOST_UPLOAD:,} bytes, expected at most that"
-                        raise ConsoleError(
-                            413, "too_large", f"{detail}; `openrecycle history import` takes larger files"
-                        )
-                    handle.write(chunk)
-            done = Imported(**await self._run("import", str(path), actor, *([new_id] if new_id else [])))
-        finally:
-            path.unlink(missing_ok=True)
-        with storing():
-            await asyncio.to_thread(self._jobs.follow)
-        log.info("job imported", job=done.job_id, rows=done.rows, actor=actor)
-        return done
-
-    async def _run(self, *arguments: str) -> Mapping[str, Any]:
+    async def _run(self, job_id: str, out: str, audit: bool) -> bool:
+        """Exports in a child. Returns whether the job exists."""
         with storing():  # the child opens the database anew, and must find the same file
             self._database.check_file()
         try:
             url = self._database.url.render_as_string(hide_password=False)
-            asked = await asyncio.to_thread(self._children.begin, url, *arguments)
+            asked = await asyncio.to_thread(self._children.begin, url, job_id, out, audit)
             try:
-                answer = json.loads(await asyncio.to_thread(lambda: b"".join(asked.messages())))
+                answer = await asyncio.to_thread(lambda: b"".join(asked.messages()))
             finally:
                 asked.end()  # the request may have been cancelled, so that nobody reads the rest
         except ChildEnded as ended:
             log.error("work on a history failed", reason=str(ended))
             raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
-        if "error" in answer:
-            status, code = (409, "job_exists") if answer["exists"] else (422, "invalid")
-            raise ConsoleError(status, code, answer["error"])
-        return answer  # type: ignore[no-any-return]
+        return bool(json.loads(answer))
 
     # -- away -----------------------------------------------------------------------------------
 
@@ -1001,46 +961,14 @@ class Histories:
                         return
 
 
-def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
-    """Does `export` JOB OUT [audit], or `import` FILE ACTOR [ID], in a child. Sends the result as JSON. If refused, it
-    has a sentence under `error`, and says under `exists` whether that is since the job exists."""
+def work(channel: Channel, url: str, job_id: str, out: str, audit: bool) -> None:
+    """Exports a job to a file, in a child. Sends as JSON whether there is such a job."""
     database = Database(url)
     try:
-        if action == "export":
-            made = export(database, arguments[0], Path(arguments[1]), audit="audit" in arguments[2:])
-            said: dict[str, Any] = {"found": made is not None}
-        else:
-            new_id = arguments[2] if len(arguments) > 2 else None
-            said = asdict(import_history(database, Path(arguments[0]), actor=arguments[1], new_id=new_id))
-    except (HistoryError, DatabaseError) as error:
-        said = {"error": str(error), "exists": isinstance(error, JobExists)}
+        found = export(database, job_id, Path(out), audit=audit) is not None
     finally:
         database.close()
-    channel.say(json.dumps(said).encode())
-
-
-@contextmanager
-def _alone(place: threading.Lock, done: str) -> Iterator[None]:
-    """Holds a lock, so that one history at a time is worked on. Raises ConsoleError (409) if it is held. done: what is
-    done with it, in a word."""
-    if not place.acquire(blocking=False):
-        raise ConsoleError(409, "busy", f"another history is being {done}; try again when it is done")
-    try:
-        yield
-    finally:
-        place.release()
-
-
-async def _next(chunks: AsyncIterator[bytes]) -> bytes:
-    """Returns the next bytes; empty: that was all. Raises ConsoleError (408) if none come in time."""
-    try:
-        async with asyncio.timeout(CHUNK_SECONDS):
-            while not (chunk := await anext(chunks, None)):
-                if chunk is None:
-                    return b""
-            return chunk
-    except TimeoutError:
-        raise ConsoleError(408, "too_slow", f"the body: nothing of it came within {CHUNK_SECONDS:g} s") from None
+    channel.say(json.dumps(found).encode())
 
 
 def _temporary() -> Path:

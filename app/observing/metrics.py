@@ -78,7 +78,7 @@ class Metrics:
         )
         self.latency = Histogram(
             f"{PREFIX}_http_request_duration_seconds",
-            "From a request to the end of its answer. Long-polls and event streams take as long as they wait.",
+            "From a request to the end of its answer. Long-polls take as long as they wait.",
             ("method", "route"),
             buckets=LATENCIES,
             registry=self.registry,

@@ -862,10 +862,6 @@ class PlansService:
         self.drifting.consider(job)
         self.replanning.consider(job)
 
-    def stop_waiting(self) -> None:
-        """Ends all waiting for solvers."""
-        self.solves.stop_waiting()
-
     def close(self) -> None:
         """Ends the child processes."""
         for service in (self.ahead, self.simulations, self.solves, self.uploads, self.making):

@@ -24,7 +24,6 @@ from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field
 
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.notify import Topic
 from openrecycle.app.runtime.patches import OP_BYTES, building
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, answered, unexpected
 from openrecycle.app.runtime.task_queue import TaskQueue
@@ -450,12 +449,6 @@ class Solve:
     begun: float | None = None
     seconds: float | None = None
     child: PendingAnswer | None = None
-    topic: Topic = field(default_factory=Topic)
-    version: int = 0  # rises with every change, when `topic` is published
-
-    def changed(self) -> None:
-        self.version += 1
-        self.topic.publish()
 
     @property
     def over(self) -> bool:
@@ -535,7 +528,6 @@ class Solves:
                 self._over(solve, "stopped before it had begun")
             elif solve.state == "running":
                 solve.stopped, solve.state = True, "stopping"
-                solve.changed()
                 if solve.child is not None:
                     solve.child.stop()
         return solve
@@ -544,13 +536,7 @@ class Solves:
         """Prepares a process with the planner imported, so that the next plan need not wait for that."""
         self._children.prepare()
 
-    def stop_waiting(self) -> None:
-        """Ends all waiting for solves, so that the server can end."""
-        for solve in self.all():
-            solve.topic.close()
-
     def close(self) -> None:
-        self.stop_waiting()
         with self._lock:
             self._closed = True
         self._children.close()
@@ -573,7 +559,6 @@ class Solves:
             self._over(solve, f"no planning process can be had ({error.strerror or error})")
             return
         solve.state, solve.begun = "running", time.monotonic()
-        solve.changed()
         threading.Thread(target=self._collect, args=(solve, solve.child), name="solve", daemon=True).start()
 
     def _collect(self, solve: Solve, child: PendingAnswer) -> None:
@@ -602,7 +587,6 @@ class Solves:
         match message:
             case {"point": [float() | int() as elapsed, incumbent, bound, str(solver)]}:
                 _add(solve.points, Point(elapsed, incumbent, bound, solver))  # type: ignore[arg-type]
-                solve.changed()
             case {"migrations": document}:
                 solve.migrations = Migrations.model_validate(document)
                 self._over(solve)
@@ -624,7 +608,6 @@ class Solves:
             solve.seconds = solve.elapsed
             solve.error = error
             solve.state = "failed" if error else "done"
-            solve.changed()
             self._drop_old()
             self._begin_next()
 

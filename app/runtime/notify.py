@@ -49,10 +49,6 @@ class Topic:
         """Whether anybody waits."""
         return bool(self._waiters)
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     async def wait_for(self, look: Callable[[], T | None], timeout: float) -> T | None:
         """Returns the first `look()` that is not None, or None after `timeout` seconds (sooner if many wait). `look`
         must not block."""

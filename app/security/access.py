@@ -54,8 +54,6 @@ from openrecycle.db.store import Record
 # Headers that the guard sets on every request that it lets through; CALLER is never taken from outside.
 CALLER = "x-openrecycle-caller"
 ACTOR = "x-actor"  # may have any alphabet: see `actor_of`
-# In the scope, set by the guard: a function that says whether the caller may still ask, for answers that take long.
-STILL = "openrecycle.still"
 MAX_ACTOR = 80
 
 

@@ -39,7 +39,6 @@ from openrecycle.app.security.access import (
     PEOPLE,
     SESSION_SECONDS,
     SIGN_OUT,
-    STILL,
     UNKNOWN,
     Access,
     Caller,
@@ -279,8 +278,6 @@ def _limit(scope: Scope) -> int | None:
     path = scope["path"]
     if path == "/login":
         return LOGIN_LIMIT
-    if path == f"{API}/history/import":  # its handler writes it to a file as it comes, and limits it
-        return None
     if path.startswith(API):
         if _NAMED_PROFILE.fullmatch(path):
             return _PROFILE_LIMIT
@@ -386,7 +383,7 @@ class AccessGuard:
         elif why := refusal(caller, method, path):
             await refuse(scope, receive, send, problem(403, "forbidden", why))
         else:
-            inner = {**_as(scope, caller, headers.get(ACTOR)), STILL: lambda: self.access.still(caller)}
+            inner = _as(scope, caller, headers.get(ACTOR))
             await self.app(inner, receive, self._while_valid(scope, caller, send))
 
     async def _caller(self, headers: Headers, address: str) -> Caller | None:

@@ -43,7 +43,6 @@ RELATIONS = {
     "POST /plans": "either a plan or a solve",
     "POST /solves": "profile, grid and technique must make a job",
     "POST /tokens": "only an agent's has a job; which characters can be printed is beyond a pattern",
-    "POST /history/import": "the file is a zip with the history of a job",
     "POST /catalogs": "profile, grid and technique must make a job",
     "PUT /profiles/{name}": "op times and grid must make a job",
     "GET /jobs": CURSOR,
@@ -56,17 +55,46 @@ RELATIONS = {
     "GET /catalogs": CURSOR,
     "GET /profiles": CURSOR,
 }
-# They end with the job: tests/app/test_api_streams.py.
-ENDLESS = "/stream"
 # What they do to the job that all others are about can't be undone.
 FINAL = ("POST /jobs/{job_id}/finish", "DELETE /jobs/{job_id}")
+# By path: the list that has its resource, and which part of the list's answer goes into the path.
+_FIRST = "$response.body#"
+LISTED = {
+    "/jobs/{job_id}": ("/jobs", {"job_id": f"{_FIRST}/jobs/0/job_id"}),
+    "/jobs/{job_id}/workers/{worker}": (
+        "/jobs/{job_id}/workers",
+        {"job_id": "$request.path.job_id", "worker": f"{_FIRST}/workers/0/name"},
+    ),
+    "/jobs/{job_id}/plans/{fingerprint}": (
+        "/jobs/{job_id}/plans",
+        {"job_id": "$request.path.job_id", "fingerprint": f"{_FIRST}/plans/0/fingerprint"},
+    ),
+    "/plans/{fingerprint}": ("/plans", {"fingerprint": f"{_FIRST}/plans/0/fingerprint"}),
+    "/catalogs/{fingerprint}": ("/catalogs", {"fingerprint": f"{_FIRST}/catalogs/0/fingerprint"}),
+    "/catalogs/{fingerprint}/plans/{name}": (
+        "/catalogs/{fingerprint}",
+        {"fingerprint": "$request.path.fingerprint", "name": f"{_FIRST}/lines/0/plans/0/name"},
+    ),
+    "/solves/{solve_id}": ("/solves", {"solve_id": f"{_FIRST}/solves/0/id"}),
+    "/profiles/{name}": ("/profiles", {"name": f"{_FIRST}/profiles/0/name"}),
+    "/tokens/{token_id}": ("/tokens", {"token_id": f"{_FIRST}/tokens/0/id"}),
+}
 _BEYOND = re.compile("[\U00010000-\U0010ffff]-[\U00010000-\U0010ffff]")
 SPEC = {"name": "schema", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 90, "demo": True}
 
 
-@schemathesis.serializer("application/zip")
-def _as_it_is(context: Any, value: Any) -> bytes:
-    return value if isinstance(value, bytes) else json.dumps(value, default=str).encode()
+def linked(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with links from each list to the operations on its items, which the stateful phase follows."""
+    for path, operations in document["paths"].items():
+        about = [place for place in LISTED if path == place or path.startswith(f"{place}/")]
+        if not about:
+            continue
+        source, parameters = LISTED[max(about, key=len)]
+        links = document["paths"][source]["get"]["responses"]["200"].setdefault("links", {})
+        for operation in operations.values():
+            name = operation["operationId"]
+            links[name] = {"operationId": name, "parameters": parameters}
+    return document
 
 
 class Api:
@@ -136,7 +164,7 @@ class Api:
 
     def operations(self) -> list[str]:
         labels = [found.ok().label for found in self.schema.get_all_operations()]
-        return sorted((label for label in labels if not label.endswith(ENDLESS)), key=FINAL.__contains__)
+        return sorted(labels, key=FINAL.__contains__)
 
     def call(self, label: str, examples: int, *, negative: bool) -> int:
         """Raises for an answer that is not as the document says. Returns how many requests were made."""

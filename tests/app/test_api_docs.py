@@ -36,7 +36,7 @@ def test_the_examples_run_as_they_stand(server: ConsoleServer, tmp_path: Path) -
     )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "plan.json").read_text())["failed"] == ["W1_0"]
-    assert '"state":"done"' in done.stdout, "the stream was followed to its end"
+    assert '"state":"done"' in done.stdout, "the plan was waited for"
     assert '"taken":1,"refused":[{"index":1,"worker":"W0_1","code":"fenced"' in done.stdout
     assert "openrecycle_job_workers{" in done.stdout
 

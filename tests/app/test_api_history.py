@@ -39,12 +39,6 @@ def ended(server: ConsoleServer) -> Agents:
     return agents
 
 
-def imported(server: ConsoleServer, data: bytes, **query: str) -> tuple[int, dict[str, object]]:
-    headers = {"Content-Type": "application/zip", "X-Actor": "Ann"}
-    answer = server.session.post(f"{server.base}/history/import", data=data, params=query, headers=headers, timeout=60)
-    return answer.status_code, answer.json()
-
-
 def run(database_url: str, *arguments: str) -> Result:
     """`python -m app`, in this process."""
     return CliRunner().invoke(cli, list(arguments), env={"DATABASE_URL": database_url})
@@ -62,8 +56,12 @@ def wait_for(server: ConsoleServer, job_id: str, wanted: int) -> None:
 
 
 @pytest.mark.parametrize("server", ["sqlite", at_length("postgresql")], indirect=True)
-def test_out_away_and_in_again(ended: Agents) -> None:
-    server, job_id = ended.server, ended.job_id
+def test_out_away_and_in_again(ended: Agents, tmp_path: Path) -> None:
+    server, job_id, file = ended.server, ended.job_id, tmp_path / "job.zip"
+
+    def imported(*more: str) -> Result:
+        return run(server.database_url, "import", str(file), *more)
+
     before = {
         what: server.get(ended.path(what)).json() for what in ("/events", "/iterations", "/generations", "/plans")
     }
@@ -72,21 +70,21 @@ def test_out_away_and_in_again(ended: Agents) -> None:
     assert f'filename="{job_id}-history.zip"' in answer.headers["content-disposition"]
     with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
         assert archive.testzip() is None and "manifest.json" in archive.namelist()
-    code, problem = imported(server, answer.content)
-    assert (code, problem["code"]) == (409, "job_exists") and golden("is-not-overwritten") in str(problem["detail"])
+    file.write_bytes(answer.content)
+    refused = imported()
+    assert refused.exit_code == 2 and golden("is-not-overwritten") in refused.stderr, refused.output
     assert server.session.delete(server.base + ended.path(), timeout=30).status_code == 202
     assert status(server, job_id) == 404
     assert server.session.delete(server.base + ended.path(), timeout=30).status_code == 404
-    end = time.monotonic() + 60
-    while (found := imported(server, answer.content))[0] == 409:  # its rows are still being deleted
-        assert time.monotonic() < end, found
-        time.sleep(0.1)
-    assert found[0] == 201 and found[1]["job_id"] == job_id, found
+    done = imported()
+    assert done.exit_code == 0 and done.stdout.startswith(f"job {job_id}: "), done.output
+    wait_for(server, job_id, 200)
     assert {what: server.get(ended.path(what)).json() for what in before} == before
     assert ended.job()["state"] == "finished"
-    assert imported(server, answer.content, **{"as": f"{job_id}-copy"})[0] == 201
+    assert imported("--as", f"{job_id}-copy").exit_code == 0
+    wait_for(server, f"{job_id}-copy", 200)
     assert server.get(f"/jobs/{job_id}-copy/iterations").json() == before["/iterations"]
-    assert imported(server, answer.content, **{"as": "no id"})[0] == 422
+    assert imported("--as", "no id").exit_code == 2
 
 
 def test_what_the_api_refuses(agents: Agents) -> None:
@@ -97,8 +95,6 @@ def test_what_the_api_refuses(agents: Agents) -> None:
         assert alive.status_code == 409 and alive.json()["code"] == "job_runs"
     assert status(server, agents.job_id) == 200
     assert server.get("/jobs/nobody/history.zip").json()["code"] == "unknown_job"
-    code, problem = imported(server, b"no zip")
-    assert code == 422 and str(problem["detail"]).startswith(golden("file-it-is-not-a")), problem
 
 
 def test_what_heartbeats_brought(agents: Agents) -> None:
@@ -141,6 +137,7 @@ def test_the_command_line_beside_a_console(ended: Agents, tmp_path: Path) -> Non
         (("export", "--job", "nobody", "--out", "{}/a.zip"), golden("job-got-nobody-expected-the")),
         (("import", "{}/nothing.zip"), golden("nothing-zip-cant-be-read")),
         (("import", "{}"), golden("cant-be-read-is-a")),
+        (("import", "{}/console.db"), golden("file-it-is-not-a")),
         (("delete", "--job", "nobody"), "--job: got 'nobody'"),
         (("serve", "--port", "0", "--keep-minutes", "5m"), golden("keep-minutes-got-300-s-expected")),
         (("serve", "--port", "0", "--keep-hours", "long"), golden("keep-hours-got-long-expected-a")),

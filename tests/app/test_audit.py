@@ -29,7 +29,6 @@ Operation = tuple[str, str]
 # Their own tests read the line that they leave in the log.
 ELSEWHERE: dict[Operation, str] = {
     ("PUT", "/jobs/{job_id}/plan"): "test_applying",
-    ("POST", "/history/import"): "test_history",
     ("DELETE", "/jobs/{job_id}"): "test_history",
 }
 

@@ -662,7 +662,6 @@ PROCESS = {"worker": "W0_0", "incarnation": "W0_0-a"}
 BEAT = PROCESS | {"seq": 1, "generation": 1, "iteration": 0, "phase": "training"}
 ASKED = [
     ("GET", "events", None),
-    ("GET", "events/stream", None),
     ("GET", "deployment?after=9", None),
     ("GET", "commands", None),
     ("GET", "catalog", None),

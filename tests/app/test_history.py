@@ -10,9 +10,8 @@ import subprocess
 import threading
 import time
 import zipfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,27 +360,6 @@ def test_a_directory_beyond_all_bounds(target: Database, tmp_path: Path, monkeyp
         import_history(target, tmp_path / "many.zip")
 
 
-def test_one_file_at_a_time_is_taken_in(target: Database, temporary: Path) -> None:
-    taking = Histories(SimpleNamespace(), target)  # type: ignore[arg-type]
-    files: list[int] = []
-
-    async def rest() -> AsyncIterator[bytes]:
-        yield b"begun"
-        with pytest.raises(ConsoleError) as refused:
-            await taking.take_in(all_of_it(), None, "Ann")
-        assert (refused.value.status, refused.value.code) == (409, "busy")
-        files.append(len([*temporary.glob("history-*")]))
-        raise ConnectionError("the sender is gone")
-
-    async def all_of_it() -> AsyncIterator[bytes]:
-        yield b"another"
-
-    for _ in range(2):
-        with pytest.raises(ConnectionError):
-            asyncio.run(taking.take_in(rest(), None, "Ann"))
-    assert files == [1, 1], "of the one that is taken in"
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -570,14 +548,14 @@ def test_an_export_that_takes_too_much_memory_ends_its_own_process(
     assert not [*temporary.glob("history-*")]
 
 
-def a_greedy_export(channel: Channel, url: str, action: str, job_id: str, out: str, *more: str) -> None:
+def a_greedy_export(channel: Channel, url: str, job_id: str, out: str, audit: bool) -> None:
     """In a child: what a small one takes from the system depends on what its process has left of its own."""
     Path(f"{out}.part").write_bytes(b"half")
     bytearray(2 * MOST_MEMORY)
     Path(f"{out}.part").rename(out)
 
 
-def half_a_file(channel: Channel, url: str, action: str, job_id: str, out: str, *more: str) -> None:
+def half_a_file(channel: Channel, url: str, job_id: str, out: str, audit: bool) -> None:
     """In a child: an export that does not get on."""
     Path(f"{out}.part").write_bytes(b"half")
     threading.Event().wait()
