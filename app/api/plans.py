@@ -53,10 +53,8 @@ from openrecycle.app.plans.sources import OfJob, Reference, Saved, Source
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import exporting, in_thread
 from openrecycle.app.security.access import ACTOR, actor_of
-from openrecycle.planner.catalogs.catalog import CatalogInfo
 from openrecycle.planner.export import EXPORTERS
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.jobs.job import Technique
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, job_doc
 from openrecycle.planner.profiles import Profile
@@ -409,15 +407,16 @@ PlanName = Annotated[str, Path(pattern="^[0-9]{6}-[0-9a-f]{24}$")]
 Tolerance = Annotated[int, Query(ge=0, le=MAX_TOLERANCE)]
 
 
-class CatalogAsked(CatalogRequest):
-    """job_id: of a job of this console, whose question is taken instead of the one given here. profile_name: of a
-    profile (GET /profiles) that is taken in the place of the durations, on the grid that is given."""
+class CatalogAsked(BaseModel):
+    """What to plan ahead for a job of this console. solver: `list` takes milliseconds a plan, the others up to
+    time_limit seconds."""
 
-    technique: Technique = Technique.STAGGERED
-    memory: Memory = "uniform"
+    model_config = ConfigDict(extra="forbid")
+
+    job_id: Annotated[str, Field(max_length=64)]
+    tolerance: Annotated[int, Field(ge=0, le=MAX_TOLERANCE), INTEGER] = 2
     solver: Literal["auto", "list", "cp-sat", "milp"] = "list"
-    job_id: Annotated[str, Field(max_length=64)] | None = None
-    profile_name: ProfileName | None = None
+    time_limit: Annotated[float, Field(strict=True, gt=0, le=600, allow_inf_nan=False)] = 10.0
 
 
 def _of(*path: str) -> Any:
@@ -533,7 +532,9 @@ def catalogs_router(console: ConsoleService) -> APIRouter:
     @api.post("/catalogs", status_code=202)
     async def fill(asked: CatalogAsked, x_actor: Actor = "API") -> FillingInfo:
         """Plans what is missing, in the background. The same request again is the same filling while it runs."""
-        made = await in_thread(catalogs.fill, await in_thread(_request, console, asked))
+        job = await console.jobs.find_beside(asked.job_id)
+        request = CatalogRequest(job.plans.question, asked.tolerance, asked.solver, asked.time_limit)
+        made = await in_thread(catalogs.fill, request)
         await in_thread(console.security.audit.record, x_actor, "fill catalog", made.fingerprint)
         return FillingInfo.model_validate(made)
 
@@ -570,10 +571,10 @@ def catalogs_router(console: ConsoleService) -> APIRouter:
         return Response(await in_thread(made.to_json), media_type="application/json")
 
     @api.get("/catalogs/{fingerprint}/export", response_class=Response)
-    async def export(fingerprint: Fingerprint, format: Literal["json", "stored"] = "json") -> Response:
-        """A zip file: a document per plan, or the folder that the command line keeps and goes on from."""
-        data = await exporting(exported, catalogs, fingerprint, format)
-        named = {"Content-Disposition": f'attachment; filename="catalog-{fingerprint[:12]}.{format}.zip"'}
+    async def export(fingerprint: Fingerprint) -> Response:
+        """A zip file of the folder that the command line keeps and goes on from."""
+        data = await exporting(exported, catalogs, fingerprint)
+        named = {"Content-Disposition": f'attachment; filename="catalog-{fingerprint[:12]}.zip"'}
         return Response(data, media_type="application/zip", headers=named)
 
     @api.get("/jobs/{job_id}/catalog", response_model=CatalogDetail)
@@ -584,26 +585,6 @@ def catalogs_router(console: ConsoleService) -> APIRouter:
         return await in_thread(report, job.plans.question, wanted)
 
     return api
-
-
-def _request(console: ConsoleService, asked: CatalogAsked) -> CatalogRequest:
-    values = asked.model_dump(exclude={"job_id", "profile_name"})
-    if asked.profile_name is not None:
-        if asked.job_id is not None or asked.job is not None or asked.durations:
-            detail = "profile_name: got it beside job_id, job or durations, expected one of them"
-            raise ConsoleError(422, "invalid", detail)
-        job = console.plans.profiles.job(asked.profile_name, asked.pipelines, asked.stages, asked.micro_batches)
-        values["job"] = job_doc(job).model_dump()
-    if asked.job_id is not None:
-        question = console.jobs.find(asked.job_id).plans.question
-        doc = job_doc(question.job).model_dump()
-        values |= {"job": doc, "technique": question.technique.value, "memory": question.memory.text}
-    request = CatalogRequest.model_validate(values)
-    try:
-        CatalogInfo.of(request.question)
-    except PlannerError as error:
-        raise ConsoleError(422, "invalid", str(error)) from None
-    return request
 
 
 def _place(catalog: CatalogSummary) -> tuple[float, str]:

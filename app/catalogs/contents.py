@@ -11,22 +11,17 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain, islice
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from openrecycle.app.runtime.errors import first_wrong
 from openrecycle.app.runtime.processes import Channel, unexpected
 from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo, MappedBlobs
 from openrecycle.planner.catalogs.catalog_build import LISTED, fill, make_engine, targets
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import patterns
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, count_ops
+from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, plan_name
-from openrecycle.planner.plans.plan import INTEGER, PRINTABLE, JobDoc, job_doc
-from openrecycle.planner.solvers.portfolio import SOLVERS
+from openrecycle.planner.plans.plan import job_doc
 
 # The most failure patterns that are planned one by one; no more are listed.
 MOST = 512
@@ -304,80 +299,37 @@ def _line(name: str, header: Header, question: CatalogQuestion) -> PlanLine:
     )
 
 
-# The most workers that a job may have, and the most ops of a plan here. Larger plans take seconds each, and are made by
-# the command line: `openrecycle catalog` may use a cluster.
-MAX_WORKERS = 16_384
+# The most ops of a plan here. Larger plans take seconds each, and are made by the command line.
 MAX_OPS = 3_200_000
 MAX_TOLERANCE = 1024
 
-Duration = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 
-
-class CatalogRequest(BaseModel):
+@dataclass(frozen=True)
+class CatalogRequest:
     """What is planned ahead: the question, and for how many failures with how much effort.
 
-    job: replaces the grid and the durations (of F, I, W, O and transfer, in time_unit) by a job's
-    own. solver: `list` takes milliseconds a plan, the others up to time_limit seconds.
+    solver: `list` takes milliseconds a plan, the others up to time_limit seconds.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    job: JobDoc | None = None
-    pipelines: Annotated[int, Field(ge=1, le=MAX_WORKERS), INTEGER] = 3
-    stages: Annotated[int, Field(ge=1, le=MAX_WORKERS), INTEGER] = 4
-    micro_batches: Annotated[int, Field(ge=1, le=4096), INTEGER] = 6
-    durations: dict[Literal["F", "I", "W", "O", "transfer"], Duration] = Field(default_factory=dict)
-    time_unit: Annotated[str, Field(min_length=1, max_length=20, pattern=PRINTABLE)] = "slot"
-    technique: str = Technique.STAGGERED.value
-    memory: Annotated[str, Field(max_length=20)] = "uniform"
-    tolerance: Annotated[int, Field(ge=0, le=MAX_TOLERANCE), INTEGER] = 2
+    question: CatalogQuestion
+    tolerance: int = 2
     solver: str = "list"
-    time_limit: Annotated[float, Field(strict=True, gt=0, le=600, allow_inf_nan=False)] = 10.0
+    time_limit: float = 10.0
 
-    @cached_property
-    def question(self) -> CatalogQuestion:
-        """The question that the plans answer. Raises InputError, also if it is too large for the console."""
-        grid = self.job or self
-        workers = grid.pipelines * grid.stages
-        ops = count_ops(grid.pipelines, grid.stages, grid.micro_batches)
-        if not 0 < workers <= MAX_WORKERS:
-            raise InputError("pipelines x stages", workers, f"1 to {MAX_WORKERS:,} workers here; {ELSEWHERE}")
-        if ops > MAX_OPS:
-            raise InputError("ops of one plan", ops, f"at most {MAX_OPS:,} here; {ELSEWHERE}")
-        if self.solver not in SOLVERS:
-            raise InputError("solver", self.solver, "one of " + ", ".join(SOLVERS))
-        times: Mapping[str, float] = {str(kind): value for kind, value in self.durations.items()}
-        if self.job is not None:
-            job = self.job.job()
-        else:
-            job = Job.uniform(
-                self.pipelines, self.stages, self.micro_batches, durations=times, time_unit=self.time_unit
-            )
-        technique = Technique.of(self.technique, field="technique")
-        question = CatalogQuestion(job, technique, MemoryLimit.parse(self.memory, field="memory"))
-        question.problem(frozenset())  # raises for a memory limit that not even the full grid can keep
-        most = most_failures(question)
+    def check(self) -> None:
+        """Raises InputError for more than the console plans, or more failures than the job can have."""
+        job = self.question.job
+        if job.ops > MAX_OPS:
+            raise InputError("ops of one plan", job.ops, f"at most {MAX_OPS:,} here; `openrecycle catalog` takes more")
+        most = most_failures(self.question)
         if self.tolerance > most:
-            why = "each stage needs a living worker" if technique.reroutes else "fault-free plans take no failure"
+            reroutes = self.question.technique.reroutes
+            why = "each stage needs a living worker" if reroutes else "fault-free plans take no failure"
             raise InputError("tolerance", self.tolerance, f"a number of failures from 0 to {most}, as {why}")
-        return question
 
     @property
     def effort(self) -> Effort:
         return Effort(solver=self.solver, time_limit=None if self.solver == "list" else self.time_limit)
-
-
-ELSEWHERE = "`openrecycle catalog` takes more"
-
-
-def parse_request(**values: Any) -> CatalogRequest:
-    """Makes a request from keyword arguments. Raises InputError that names the field."""
-    try:
-        request = CatalogRequest(**values)
-    except ValidationError as error:
-        raise first_wrong(error) from None
-    _ = request.question
-    return request
 
 
 # -- the process -----------------------------------------------------------------------------

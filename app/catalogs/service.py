@@ -1,20 +1,18 @@
 """Catalogs in the console: plans that are made ahead, and stored by the question that they answer.
 
 `Catalogs` looks plans up when a worker fails, reports to the Catalog page, and has catalogs filled in the background.
-`exported` gives a catalog out as one file: with JSON documents for any program, or as the command line keeps it.
+`exported` gives a catalog out as one file, as the command line keeps it.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import threading
 import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import structlog
 from cachetools import LRUCache, cached
@@ -32,9 +30,9 @@ from openrecycle.app.catalogs.contents import (
     summary,
 )
 from openrecycle.app.runtime.errors import ConsoleError, starting, storing
-from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
+from openrecycle.app.runtime.processes import ChildEnded, Children, PendingAnswer
 from openrecycle.db.store import Store
-from openrecycle.planner.catalogs.catalog import INFO, SUFFIX, CatalogInfo, StoredCatalog
+from openrecycle.planner.catalogs.catalog import CatalogInfo, StoredCatalog, folder_files
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.failures import canonical_pattern
 from openrecycle.planner.jobs.job import Job, Worker
@@ -47,7 +45,6 @@ from openrecycle.planner.plans.packed import (
     merit,
     pack,
     plan_name,
-    unpack,
 )
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, PlanError, SolverDoc
 
@@ -297,9 +294,10 @@ class Catalogs:
         Raises ConsoleError if the request can't be planned, or enough catalogs are being filled already.
         """
         try:
-            info = info_of(request.question)
+            request.check()
         except PlannerError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
+        info = info_of(request.question)
         stored = self.blobs(info.fingerprint)
         with self._lock:
             known = self._fillings.get(info.fingerprint)
@@ -468,90 +466,11 @@ def decoded(blobs: Mapping[str, bytes]) -> dict[str, Header]:
     return out
 
 
-# A document takes about 100 bytes per op: with more ops than this the file would have gigabytes.
-MAX_OPS = 2_000_000
-SECONDS = 300.0
-
-_README = """OpenReCycle: a catalog of plans made ahead of failures.
-
-catalog.json        the question that all plans answer: job, technique, memory limit
-plans/<name>.json   a plan document each; a name begins with its number of failures
-index.json          name, failed workers, period, bound and gap of each plan
-
-A plan serves every failure set that differs only in which pipeline is called which.
-"""
-
-
-def exported(catalogs: Catalogs, fingerprint: str, form: Literal["json", "stored"]) -> bytes:
-    """Returns a stored catalog as a zip file. Raises ConsoleError."""
-    info, blobs = catalogs.stored(fingerprint).info, catalogs.blobs(fingerprint)
-    return json_zip(info, blobs) if form == "json" else stored_zip(fingerprint, info, blobs)
-
-
-def stored_zip(fingerprint: str, info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
-    """Returns a zip of the folder that `openrecycle catalog --out` writes and can go on from."""
+def exported(catalogs: Catalogs, fingerprint: str) -> bytes:
+    """Returns a zip of the folder of a stored catalog, as `openrecycle catalog --out` writes it and can go on from.
+    Raises ConsoleError."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:  # plans are compressed already
-        archive.writestr(f"{fingerprint}/{INFO}", info.model_dump_json(indent=1) + "\n")
-        for name in sorted(blobs):
-            archive.writestr(f"{fingerprint}/{name}{SUFFIX}", blobs[name])
-    return out.getvalue()
-
-
-def json_refusal(info: CatalogInfo, plans: int) -> str:
-    """Says why so many plans can't be exported as JSON; "": they can."""
-    ops = info.job.ops * plans
-    return f"{ops:,} ops in all, and a file of documents holds at most {MAX_OPS:,}" if ops > MAX_OPS else ""
-
-
-def json_zip(info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
-    """Returns a zip with a JSON document per plan. It is made in a child process, for which this thread waits.
-
-    Raises ConsoleError: 413 for too many ops, 500 if the process fails, 503 if none can be started.
-    """
-    if why := json_refusal(info, len(blobs)):
-        raise ConsoleError(413, "too_large", f"catalog: {why}; take it as stored")
-    try:
-        with starting():
-            return _CHILDREN.ask(info.model_dump_json(), dict(blobs), timeout=SECONDS)
-    except ChildEnded:
-        detail = "the catalog could not be written as JSON; the console's log says more"
-        raise ConsoleError(500, "internal", detail) from None
-
-
-def _write(channel: Channel, info: str, blobs: Mapping[str, bytes]) -> None:
-    channel.say(documents(CatalogInfo.from_json(info), blobs))
-
-
-_CHILDREN = Children(_write, name="catalog export", most=2)
-
-
-def documents(info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
-    """Does the work of `json_zip` in this process. Damaged plans are left out and named in the index."""
-    question = info.question
-    index: list[dict[str, Any]] = []
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("README.txt", _README)
-        archive.writestr("catalog.json", info.model_dump_json(indent=1) + "\n")
-        for name in sorted(blobs):
-            try:
-                plan = unpack(blobs[name], question, source=name)
-            except PlannerError as error:
-                index.append({"name": name, "error": str(error)})
-                continue
-            archive.writestr(f"plans/{name}.json", plan.to_json())
-            metrics = plan.metrics
-            index.append(
-                {
-                    "name": name,
-                    "failed": plan.failed,
-                    "fingerprint": plan.fingerprint,
-                    "period": metrics.period,
-                    "lower_bound": metrics.lower_bound,
-                    "gap": metrics.gap,
-                    "solver": plan.solver.name,
-                }
-            )
-        archive.writestr("index.json", json.dumps(index, indent=1) + "\n")
+        for name, data in folder_files(catalogs.stored(fingerprint).info, catalogs.blobs(fingerprint)).items():
+            archive.writestr(name, data)
     return out.getvalue()

@@ -47,7 +47,6 @@ from openrecycle.agent.messages.protocol import (
     ValidationReport,
 )
 from openrecycle.app.advice.service import Advising
-from openrecycle.app.catalogs.contents import MAX_WORKERS
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.console.operators import Operators
 from openrecycle.app.console.view import Queries, RollOuts
@@ -87,7 +86,9 @@ from openrecycle.planner.plans.plan import Plan, first_problem
 
 log = structlog.get_logger()
 
-# Limit for the workers of all jobs that have not ended: the console's memory, and its time to start, grow with them.
+# Limits for the workers of one job, and of all jobs that have not ended: the console's memory, and its time to start,
+# grow with them.
+MAX_WORKERS = 16_384
 MAX_LIVE_WORKERS = 16 * MAX_WORKERS
 
 

@@ -30,13 +30,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.runtime.errors import ConsoleError, bounded, sentence, starting
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, made, read_answer, why_not
-from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.catalogs.catalog import Catalog, CatalogInfo, folder_files
 from openrecycle.planner.check import check, further
 from openrecycle.planner.export import EXPORTERS, text_formats
 from openrecycle.planner.export.picture import MAX_ROWS, MAX_STAGES
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job
-from openrecycle.planner.plans.packed import Packed, packed
+from openrecycle.planner.plans.packed import CatalogQuestion, Packed, packed
 from openrecycle.planner.plans.plan import MEASURED, JobDoc, Plan
 
 # -- large plans that come from outside ---------------------------------------------------------
@@ -236,53 +236,57 @@ PICTURE_OPS = 20_000
 
 
 class CatalogPart(NamedTuple):
-    """The catalog in a bundle. document: as JSON; "": none. about: what it has, or why there is none."""
+    """The catalog in a bundle. files: of its folder, by their path below `catalog`; none: it is left out. about: what
+    it has, or why there is none."""
 
-    document: str
+    files: dict[str, bytes]
     about: str
 
 
 def catalog_part(catalog: Catalog | None) -> CatalogPart:
     if catalog is None or not len(catalog):
-        return CatalogPart("", "no plans were made ahead for this job")
+        return CatalogPart({}, "no plans were made ahead for this job")
     size = sum(made.op_count for made in catalog.plans)
     if size > CATALOG_OPS:
-        return CatalogPart("", f"{len(catalog)} plans with {size:,} ops in all; make it with the line below")
-    about = f"The plans made ahead, {len(catalog)} failure patterns (planner.catalogs.catalog.Catalog.from_json)."
-    return CatalogPart(catalog.to_json() + "\n", about)
+        return CatalogPart({}, f"{len(catalog)} plans with {size:,} ops in all; make it with the line below")
+    info = CatalogInfo.of(CatalogQuestion(catalog.job, catalog.technique, catalog.memory))
+    about = f"The plans made ahead, {len(catalog)} failure patterns; the line below goes on from them."
+    return CatalogPart(folder_files(info, catalog.packed()), about)
 
 
 def make_bundle(plan: Plan, name: str, spec: JobSpec | None, catalog: CatalogPart) -> bytes:
-    """Makes a zip of plan.json, profile.json (the job that was planned for), plan.svg, catalog.json and README.md.
+    """Makes a zip of plan.json, profile.json (the job that was planned for), plan.svg, catalog/ and README.md.
 
     spec, catalog: of the job that the plan belongs to. Large plans come without a picture, and a catalog that is
     missing or too large is left out; the README says so.
     """
-    files: dict[str, tuple[str, str]] = {
-        "plan.json": ("The plan: every op with its worker and its times.", plan.to_json() + "\n"),
-        "profile.json": (
-            "The job that was planned for: grid, op times by stage, transfers, memory.",
-            plan.job.model_dump_json(indent=1) + "\n",
-        ),
+    about = {
+        "README.md": "This text.",
+        "plan.json": "The plan: every op with its worker and its times.",
+        "profile.json": "The job that was planned for: grid, op times by stage, transfers, memory.",
+    }
+    files = {
+        "plan.json": (plan.to_json() + "\n").encode(),
+        "profile.json": (plan.job.model_dump_json(indent=1) + "\n").encode(),
     }
     left_out = []
     ops = plan.op_count
     if ops <= PICTURE_OPS:
         try:
-            files["plan.svg"] = ("A picture of it.", EXPORTERS["svg"].render(plan).decode())
+            files["plan.svg"], about["plan.svg"] = EXPORTERS["svg"].render(plan), "A picture of it."
         except PlannerError as error:
             left_out.append(f"plan.svg: {error}.")
     else:
         left_out.append(f"plan.svg: {ops:,} ops are too many for a picture here.")
-    if catalog.document:
-        files["catalog.json"] = (catalog.about, catalog.document)
+    if catalog.files:
+        about["catalog/"] = catalog.about
+        files |= {f"catalog/{name}": data for name, data in catalog.files.items()}
     else:
-        left_out.append(f"catalog.json: {catalog.about}.")
-    files["README.md"] = ("This text.", "")
-    files["README.md"] = ("This text.", _readme(plan, name, spec, {k: v[0] for k, v in files.items()}, left_out))
+        left_out.append(f"catalog/: {catalog.about}.")
+    files["README.md"] = _readme(plan, name, spec, about, left_out).encode()
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
-        for file_name, (_, content) in sorted(files.items()):
+        for file_name, content in sorted(files.items()):
             # A fixed time: equal plans make equal bundles.
             entry = zipfile.ZipInfo(file_name, (2020, 1, 1, 0, 0, 0))
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
@@ -481,7 +485,7 @@ def _rows(plan: Plan) -> int:
 
 def _part(export: Export, name: str) -> CatalogPart:
     if name != BUNDLE:
-        return CatalogPart("", "")
+        return CatalogPart({}, "")
     return catalog_part(export.catalog() if export.catalog else None)
 
 

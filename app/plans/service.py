@@ -267,9 +267,7 @@ class JobPlanner:
         listed = ((t, needed.listed(t, LISTED)) for t in tolerances)
         tolerance, patterns = next((t, found) for t, found in listed if found is not None)
         question, names = job.plans.question, frozenset(map(plan_name, patterns))
-        request = CatalogRequest(
-            job=job_doc(job.plans.job), technique=question.technique, memory=question.memory.text, tolerance=tolerance
-        )
+        request = CatalogRequest(question, tolerance)
         entry = self._filling[job.job_id] = info_of(question).fingerprint, names
         made = 0
         try:

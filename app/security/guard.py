@@ -164,7 +164,6 @@ _LARGER = {
     "/acknowledgements": 4 * _MIB,
     "/jobs": 2 * _MIB,
     "/solves": 2 * _MIB,
-    "/catalogs": 2 * _MIB,
     "/iterations": 512 * _KIB,
     "/interim": 8 * _MIB,
     "/choice": 512 * _KIB,

@@ -1,5 +1,5 @@
 """The Catalog page: plans made ahead, by number of failures, with what they cost and which are missing; and the button
-that makes those. The question is a job's, the user's own, or a stored catalog's, and is in the URL."""
+that makes those. They are a job's, or a stored catalog's, which is in the URL."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from openrecycle.app.catalogs.contents import (
+    MAX_TOLERANCE,
     CatalogReport,
     CatalogRequest,
     CatalogSummary,
     CountLine,
     most_failures,
-    parse_request,
     stale,
     whole_counts,
 )
-from openrecycle.app.catalogs.service import Filling, exported, json_refusal
+from openrecycle.app.catalogs.service import Filling, exported
 from openrecycle.app.charts import text
 from openrecycle.app.charts.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, note, style
 from openrecycle.app.console.service import ConsoleService, get_console
@@ -32,8 +32,6 @@ from openrecycle.app.ui.access import acting, say_error, told
 from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo
-from openrecycle.planner.jobs.job import Technique
-from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
 SEEN = "catalog-filling-seen"
@@ -54,6 +52,7 @@ def page() -> None:
     )
     request = stored(console) if "catalog" in st.query_params else ask(console)
     if request is None:
+        _others(console, None)
         return
     report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
     if "catalog" in st.query_params:
@@ -124,7 +123,7 @@ def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogRepor
                     console.catalogs.fill(request)
                 st.rerun()
         if report.plans:
-            _exports(console, report)
+            _export(console, report)
     if filling is None:
         return
     with st.container(key="fill-progress"):  # in one place, so that its end moves nothing
@@ -160,36 +159,30 @@ def _plans(report: CatalogReport) -> None:
         tables.show(table, "catalog-plans-table", caption)
 
 
-def _exports(console: ConsoleService, report: CatalogReport) -> None:
-    """Draws the export of the whole catalog; each file is made when its button is pressed."""
-    with st.popover("Export", icon=":material/download:", key="export-catalog"), told():
-        refusal = json_refusal(console.catalogs.stored(report.fingerprint).info, report.plans)
-        for form, label, why in (
-            ("json", "JSON documents (zip)", refusal),
-            ("stored", "As the command line keeps it (zip)", ""),
-        ):
-            st.download_button(
-                label,
-                partial(exported, console.catalogs, report.fingerprint, form),  # type: ignore[arg-type]
-                file_name=f"catalog-{report.fingerprint[:12]}.{form}.zip",
-                mime="application/zip",
-                on_click="ignore",
-                type="tertiary",
-                key=f"export-catalog-{form}",
-                disabled=bool(why),
-                help=why or None,
-            )
+def _export(console: ConsoleService, report: CatalogReport) -> None:
+    """Draws the export of the whole catalog; the file is made when the button is pressed."""
+    st.download_button(
+        "Export",
+        partial(exported, console.catalogs, report.fingerprint),
+        file_name=f"catalog-{report.fingerprint[:12]}.zip",
+        mime="application/zip",
+        on_click="ignore",
+        icon=":material/download:",
+        key="export-catalog",
+        help="All its plans, as the folder that `openrecycle catalog` goes on from.",
+    )
 
 
-def _others(console: ConsoleService, report: CatalogReport) -> None:
-    """Draws all stored catalogs, and why some are stale."""
+def _others(console: ConsoleService, report: CatalogReport | None) -> None:
+    """Draws all stored catalogs, and why some are stale. report: on the one that the page shows, if any."""
     catalogs = console.catalogs.list()
     if not catalogs:
         return
-    old = {catalog.fingerprint: f"stale: {why}" for catalog, why in stale(report.question, catalogs)}
-    states = [
-        "this one" if c.fingerprint == report.fingerprint else old.get(c.fingerprint) or _state(c) for c in catalogs
-    ]
+    states = [_state(catalog) for catalog in catalogs]
+    if report is not None:
+        old = {catalog.fingerprint: f"stale: {why}" for catalog, why in stale(report.question, catalogs)}
+        old[report.fingerprint] = "this one"
+        states = [old.get(c.fingerprint, state) for c, state in zip(catalogs, states, strict=True)]
     components.heading("Stored catalogs", "stale ones are kept until they are deleted")
     st.html(rows_html(stored_table(catalogs, states, time.time()), "Stored catalogs"))
     names = {
@@ -449,7 +442,6 @@ def open_plan(report: CatalogReport, name: str) -> None:
     st.switch_page(address.page("schedule"), query_params={"plan": f"catalog:{report.fingerprint}:{name}"})
 
 
-OWN = "own"
 JOB = "catalog-job"
 
 
@@ -459,99 +451,61 @@ def stored(console: ConsoleService) -> CatalogRequest | None:
     try:
         found = console.catalogs.stored(fingerprint)
     except ConsoleError as error:
-        say_error(f"{error}. Ask a question of your own instead.")
-        _leave_button("Ask a question")
+        say_error(str(error))
+        _leave_button()
         return None
-    own = found.info
+    version = found.info.planner_version
     most = max((header.failures for header in found.headers().values()), default=0)
-    if own.planner_version != PLANNER_VERSION:
+    if version != PLANNER_VERSION:
         st.warning(
-            f"This catalog is stale: version {own.planner_version} of the planner made it. "
+            f"This catalog is stale: version {version} of the planner made it. "
             "It is shown as it is, and no job uses it."
         )
-    _leave_button("Ask another question")
-    return parse_request(job=own.job, technique=own.technique.value, memory=own.memory, tolerance=most, **_effort())
+    _leave_button()
+    return CatalogRequest(found.question, most, *_effort())
 
 
-def _leave_button(label: str) -> None:
-    if st.button(label, key="leave-catalog"):
+def _leave_button() -> None:
+    if st.button("Show a job's catalog", key="leave-catalog"):
         del st.query_params["catalog"]
         st.rerun()
 
 
-def ask(console: ConsoleService) -> CatalogRequest:
-    """Draws the controls, whose state is in the URL; returns the request. Raises InputError."""
+def ask(console: ConsoleService) -> CatalogRequest | None:
+    """Draws the controls, whose state is in the URL; returns the request. None: there is no such job, and the page has
+    said so. Raises InputError."""
     jobs = components.job_names(components.jobs_to_pick(console))
-    source = address.job_asked_for(jobs) or next(iter(jobs), OWN)
-    if source not in (OWN, *jobs):
-        components.unknown_job(source)
-        source = OWN
-    values: dict[str, Any] = {}
+    wanted = address.job_asked_for(jobs)
+    if wanted is not None and wanted not in jobs:
+        components.unknown_job(wanted, others=bool(jobs))
+    elif not jobs:
+        components.quiet("No training job yet. `openrecycle catalog` makes plans ahead for any grid, without a job.")
+    if not jobs:
+        return None
+    source = wanted or next(iter(jobs))
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-question"):
-        names = {OWN: "A question of your own", **jobs}
-        components.pick_job("Plans for", names, source, key=JOB, width=230)
-        # The link names its source, so that a newer job does not change what it shows.
-        if source == OWN:
-            address.pin(address.JOB, OWN)
-            values |= _own_question()
-            most = values["stages"] * (values["pipelines"] - 1)
-            default = min(2, most)
-        else:
-            address.show_job(source)
-            question = console.jobs.find(source).plans.question
-            values = {
-                "job": job_doc(question.job),
-                "technique": question.technique.value,
-                "memory": question.memory.text,
-            }
-            most = most_failures(question)
-            default = min(console.tolerance, most)
-        values["tolerance"] = address.number_input(
+        components.pick_job("Plans for", jobs, source if source in jobs else None, key=JOB, width=230)
+        if source not in jobs:
+            return None
+        address.show_job(source)  # the link names its job, so that a newer one does not change what it shows
+        question = console.jobs.find(source).plans.question
+        most = most_failures(question)
+        tolerance = address.number_input(
             "Failures at once",
             0,
-            1024,
-            default,
-            key="cat_tolerance" if source == OWN else f"cat_tolerance-{source}",
+            MAX_TOLERANCE,
+            min(console.tolerance, most),
+            key=f"cat_tolerance-{source}",
             help=f"Plan for up to so many failed workers; at most {most}, as each stage needs a living one.",
             width=125,
         )
-        values |= _effort()
-    return parse_request(**values)
+        request = CatalogRequest(question, tolerance, *_effort())
+    request.check()
+    return request
 
 
-def _own_question() -> dict[str, Any]:
-    values: dict[str, Any] = {**components.choose_grid("cat", (3, 4, 6), width=105)}
-    values["technique"] = address.selectbox(
-        "Technique",
-        [t.value for t in Technique if t.reroutes],
-        default=Technique.STAGGERED.value,
-        key="cat_technique",
-        help="Each includes the ones before it.",
-        width=125,
-    )
-    values["memory"] = address.text_input(
-        "Memory limit",
-        "uniform",
-        key="cat_memory",
-        max_chars=12,
-        help="Activations that a worker may hold: 1f1b, uniform, none, or a number.",
-        width=110,
-    )
-    with st.popover("Op times", key="cat-times"):
-        st.caption("In slots; the same on all stages.")
-        durations: dict[str, float] = {}
-        for kind, name, time_of in (
-            ("F", "Forward", 1.0),
-            ("I", "Backward, input", 1.0),
-            ("W", "Backward, weight", 1.0),
-            ("O", "Optimizer step", 0.0),
-            ("transfer", "Transfer", 0.0),
-        ):
-            durations[kind] = address.number_input(name, 0.0, 1e6, time_of, key=f"cat_{kind}")
-    return values | {"durations": durations}
-
-
-def _effort() -> dict[str, Any]:
+def _effort() -> tuple[str] | tuple[str, float]:
+    """Draws the choice of a solver. Returns it, with seconds per plan if it takes any."""
     solver = address.selectbox(
         "Solver",
         list(SOLVERS),
@@ -563,9 +517,9 @@ def _effort() -> dict[str, Any]:
         width=200,
     )
     if solver == "list":
-        return {"solver": solver}
+        return (solver,)
     limit = address.number_input("Seconds per plan", 0.1, 600.0, 10.0, key="cat_seconds", width=130, format="%g")
-    return {"solver": solver, "time_limit": limit}
+    return solver, limit
 
 
 # -- curves -----------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from html import escape, unescape
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -513,7 +512,7 @@ def no_job(address: str) -> None:
         st.markdown("This console asks for a token: the launcher finds it in `OPENRECYCLE_TOKEN`.")
     st.markdown("Leave out `--pace` to run as fast as the machine can, and `--demo` to forbid kills from here.")
     st.markdown(
-        "No job is needed to [plan for failures](planner), to [make plans ahead](catalog), to "
+        "No job is needed to [plan for failures](planner), to "
         "[simulate what failures cost](simulate), or to read [how it works](help)."
     )
 
@@ -630,20 +629,6 @@ def _left() -> None:
         left += ["plans", "baseline"]
     for name in left:
         st.query_params.pop(name, None)
-
-
-def choose_grid(prefix: str, usual: tuple[int, int, int], *, width: int) -> dict[str, int]:
-    """Draws the fields for a grid of the user's own. usual: default pipelines, stages and micro-batches. prefix: of the
-    names in the address."""
-    pipelines, stages, micro_batches = usual
-    field = partial(address.number_input, width=width)
-    return {
-        "pipelines": field("Pipelines", 1, 1024, pipelines, key=f"{prefix}_pipelines"),
-        "stages": field("Stages", 1, 512, stages, key=f"{prefix}_stages"),
-        "micro_batches": field(
-            "Micro-batches", 1, 1024, micro_batches, key=f"{prefix}_micro_batches", help="Per pipeline."
-        ),
-    }
 
 
 def unknown_job(job_id: str, *, others: bool = True) -> None:

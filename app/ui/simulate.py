@@ -79,7 +79,13 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
         )
         if source == SHAPE:
             values["model"] = address.selectbox("Model", shapes(), default="gpt-3-6.7b", key="model", width=160)
-            values |= components.choose_grid("sim", (6, 4, 16), width=110)
+            for name, label, most, usual in (
+                ("pipelines", "Pipelines", 1024, 6),
+                ("stages", "Stages", 512, 4),
+                ("micro_batches", "Micro-batches", 1024, 16),
+            ):
+                note = "Per pipeline." if name == "micro_batches" else None
+                values[name] = address.number_input(label, 1, most, usual, key=f"sim_{name}", help=note, width=110)
         else:
             job = console.jobs.find(source)
             if job.plans.job.speeds:

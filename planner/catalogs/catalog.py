@@ -36,6 +36,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Techni
 from openrecycle.planner.jobs.words import percent
 from openrecycle.planner.plans.packed import (
     CatalogQuestion,
+    Effort,
     Header,
     RequestedPlan,
     decode_header,
@@ -52,18 +53,10 @@ from openrecycle.planner.solvers.portfolio import make_plan
 
 # At most so many patterns per failure count are planned ahead; for others the list scheduler plans at once.
 MAX_PATTERNS = 10_000
-_NO_PLANS = '"plans":[]'
 
 
 KEPT_OPS = 200_000
 """Renamed plans are kept up to so many ops: about the plans for each single failure of 64 workers."""
-
-
-class CatalogDoc(RequestedPlan):
-    """The catalog as JSON, for a file or another process."""
-
-    schema_version: Annotated[Literal[1], INTEGER] = 1
-    plans: tuple[Plan, ...]
 
 
 class Catalog:
@@ -187,25 +180,12 @@ class Catalog:
         plan = make_plan(problem, solver="list", look_ahead=False)
         return plan, f"no plan was made ahead for {what}: the list scheduler made one now ({_gap(plan)})"
 
-    # -- JSON --------------------------------------------------------------------------------
-
-    def to_json(self) -> str:
-        head = CatalogDoc(job=job_doc(self.job), technique=self.technique, memory=self.memory.text, plans=())
-        before, _, after = head.model_dump_json().partition(_NO_PLANS)
-        return f"{before}{_NO_PLANS[:-1]}{','.join(plan.to_json() for plan in self.plans)}]{after}"
-
-    @classmethod
-    def from_json(cls, text: str | bytes, *, source: str = "catalog") -> Catalog:
-        """Raises PlanError naming the first field that is wrong."""
-        try:
-            document = read_model(CatalogDoc, text)
-        except ValidationError as error:
-            raise PlanError(f"{source} is not a catalog: {first_problem(error)}") from None
-        question = document.question
-        catalog = cls(question.job, question.technique, question.memory)
-        for plan in document.plans:
-            catalog.add(plan)
-        return catalog
+    def packed(self) -> dict[str, bytes]:
+        """Returns the stored plans by name, packed as in a catalog's folder."""
+        return {
+            plan_name(frozenset(parse_workers(plan.failed))): pack(plan, Effort(solver=plan.solver.name.split(" ")[0]))
+            for plan in self.plans
+        }
 
 
 def _gap(plan: Plan) -> str:
@@ -457,6 +437,13 @@ def create_folder(root: Path, question: CatalogQuestion) -> tuple[StoredCatalog,
         write_whole(path / INFO, (info.model_dump_json(indent=1) + "\n").encode())
     blobs = FolderBlobs(path)
     return StoredCatalog(info, blobs), blobs
+
+
+def folder_files(info: CatalogInfo, blobs: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Returns the files of a catalog's folder by their path below the folder of all catalogs. blobs: packed plans."""
+    files = {INFO: (info.model_dump_json(indent=1) + "\n").encode()}
+    files |= {f"{name}{SUFFIX}": blobs[name] for name in sorted(blobs)}
+    return {f"{info.fingerprint}/{name}": data for name, data in files.items()}
 
 
 def open_folder(path: Path) -> StoredCatalog:

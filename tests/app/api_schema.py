@@ -43,7 +43,7 @@ RELATIONS = {
     "POST /plans": "either a plan or a solve",
     "POST /solves": "profile, grid and technique must make a job",
     "POST /tokens": "only an agent's has a job; which characters can be printed is beyond a pattern",
-    "POST /catalogs": "profile, grid and technique must make a job",
+    "POST /catalogs": "each stage needs a living worker",
     "PUT /profiles/{name}": "op times and grid must make a job",
     "GET /jobs": CURSOR,
     "GET /jobs/{job_id}/plans": CURSOR,
@@ -158,7 +158,7 @@ class Api:
         wait(f"/solves/{solve}", "state", "done")
         call("POST", "/plans", {"name": "kept", "solve": solve})
         call("PUT", "/profiles/mine", job)
-        filling = call("POST", "/catalogs", {"job": job, "tolerance": 1})["fingerprint"]
+        filling = call("POST", "/catalogs", {"job_id": self.job_id, "tolerance": 1})["fingerprint"]
         wait(f"/catalogs/{filling}/filling", "state", "done")
         call("POST", "/tokens", {"role": "view", "name": "somebody"})
 

@@ -129,7 +129,7 @@ def test_each_change_leaves_a_line_that_says_who(here: ConsoleHere, app: TestCli
     call("PUT", "/profiles/{name}", JOB, name="mine")
     call("DELETE", "/profiles/{name}", name="mine")
 
-    question = {"job": JOB, "technique": "staggered", "memory": "uniform"}
+    question = {"job_id": steady.job_id}
     name = {"fingerprint": call("POST", "/catalogs", {**question, "tolerance": 0})["fingerprint"]}
 
     def filling() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import threading
@@ -13,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from catalog_requests import catalog_request
 from ui_console import until
 
-from openrecycle.app.catalogs.contents import CatalogRequest, needed, parse_request, stale, summary
+from openrecycle.app.catalogs.contents import CatalogRequest, needed, stale, summary
 from openrecycle.app.catalogs.contents import report as contents_report
-from openrecycle.app.catalogs.service import Catalogs, Filling, documents, json_refusal, stored_zip
+from openrecycle.app.catalogs.service import Catalogs, Filling, exported
 from openrecycle.app.charts import text
 from openrecycle.app.charts.theme import DARK, LIGHT
 from openrecycle.app.runtime.errors import ConsoleError
@@ -56,7 +56,7 @@ def ended(filling: Filling) -> Filling:
 
 @pytest.mark.processes
 def test_filling_makes_every_pattern_and_stores_it(catalogs: Catalogs, store: Store) -> None:
-    request = parse_request(**SMALL)
+    request = catalog_request(**SMALL)
     seen: list[str] = []
     catalogs.on_plans = lambda question, names: seen.extend(names)
     filling = ended(catalogs.fill(request))
@@ -108,7 +108,7 @@ def test_by_bytes_a_worker_holds_no_more_than_it_has() -> None:
 @pytest.mark.processes
 def test_several_processes_share_a_filling(store: Store) -> None:
     catalogs = Catalogs(store, processes=2)
-    request = parse_request(pipelines=3, stages=3, micro_batches=3, tolerance=2)
+    request = catalog_request(pipelines=3, stages=3, micro_batches=3, tolerance=2)
     assert ended(catalogs.fill(request)).state == "done"
     report = catalogs.report(request.question, 2)
     assert report.missing == 0 and report.there == report.wanted > 10
@@ -117,12 +117,12 @@ def test_several_processes_share_a_filling(store: Store) -> None:
 
 @pytest.mark.processes
 def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalogs, store: Store) -> None:
-    request = parse_request(**LONG)
+    request = catalog_request(**LONG)
     filling = catalogs.fill(request)
     assert catalogs.fill(request) is filling, "the same request is the same filling"
     until(lambda: len(store.catalog_blobs(filling.fingerprint).names()) >= 2, "some plans are made")
     with pytest.raises(ConsoleError, match=golden("being-filled-up-to-3")):
-        catalogs.fill(parse_request(**LONG | {"tolerance": 2}))
+        catalogs.fill(catalog_request(**LONG | {"tolerance": 2}))
     with pytest.raises(ConsoleError, match=golden("cancel-that-first")):
         catalogs.delete(filling.fingerprint)
     catalogs.cancel(filling.fingerprint)
@@ -141,7 +141,7 @@ def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalo
 
 @pytest.mark.processes
 def test_begun_again_before_the_cancelled_one_has_ended_it_can_be_cancelled_too(catalogs: Catalogs) -> None:
-    request = parse_request(**LONG)
+    request = catalog_request(**LONG)
     first = catalogs.fill(request)
     catalogs.cancel(first.fingerprint)
     second = catalogs.fill(request)
@@ -154,7 +154,7 @@ def test_begun_again_before_the_cancelled_one_has_ended_it_can_be_cancelled_too(
 
 @pytest.mark.processes
 def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs, store: Store) -> None:
-    filling = catalogs.fill(parse_request(**LONG))
+    filling = catalogs.fill(catalog_request(**LONG))
     until(lambda: bool(store.catalog_blobs(filling.fingerprint).names()), "a plan is made")
     assert filling.asked is not None
     filling.asked.process.kill()
@@ -166,7 +166,7 @@ def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs
 @pytest.mark.processes
 def test_a_filling_whose_process_died_is_begun_again_a_bounded_number_of_times(store: Store) -> None:
     catalogs = Catalogs(store, processes=1, again_after=(0.0, 3600.0))
-    filling = catalogs.fill(parse_request(**LONG))
+    filling = catalogs.fill(catalog_request(**LONG))
     for failures in (1, 2):
         asked = filling.asked
         assert asked is not None
@@ -186,7 +186,7 @@ def test_a_filling_whose_process_died_is_begun_again_a_bounded_number_of_times(s
 @pytest.mark.processes
 def test_a_filling_that_can_not_succeed_is_not_begun_again(store: Store) -> None:
     catalogs = Catalogs(store, processes=1, again_after=(3600.0,))
-    request = parse_request(**SMALL)
+    request = catalog_request(**SMALL)
     asked = Children(says_it_failed, name="fails").begin()
     filling = Filling(request, CatalogInfo.of(request.question).fingerprint, asked)
     catalogs._collect(CatalogInfo.of(request.question), filling, asked)
@@ -201,9 +201,9 @@ def says_it_failed(channel: Channel) -> None:
 
 @pytest.mark.processes
 def test_no_more_than_two_at_a_time(catalogs: Catalogs) -> None:
-    fillings = [catalogs.fill(parse_request(**LONG | {"micro_batches": m})) for m in (6, 7)]
+    fillings = [catalogs.fill(catalog_request(**LONG | {"micro_batches": m})) for m in (6, 7)]
     with pytest.raises(ConsoleError, match=golden("2-catalogs-are-being-filled")):
-        catalogs.fill(parse_request(**SMALL))
+        catalogs.fill(catalog_request(**SMALL))
     catalogs.close()
     assert all(not ended(filling).running for filling in fillings)
 
@@ -211,28 +211,20 @@ def test_no_more_than_two_at_a_time(catalogs: Catalogs) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"pipelines": 0}, "pipelines"),
-        ({"pipelines": 4096, "stages": 4096}, golden("pipelines-x-stages")),
-        ({"pipelines": 64, "stages": 64, "micro_batches": 4096}, golden("ops-of-one-plan")),
+        ({"pipelines": 64, "stages": 64, "micro_batches": 300}, golden("ops-of-one-plan")),
         ({"tolerance": 9}, golden("tolerance-got-9-expected-a")),
         ({"tolerance": 1, "technique": "fault-free"}, golden("fault-free-plans-take-no-failure")),
-        ({"technique": "magic"}, "technique"),
-        ({"memory": "lots"}, "memory"),
-        ({"solver": "oracle"}, "solver"),
-        ({"time_limit": float("nan")}, "time_limit"),
-        ({"durations": {"F": -1}}, "durations.F"),
-        ({"durations": {"X": 1}}, "durations.X"),
     ],
 )
 def test_requests_name_the_field_that_is_wrong(values: dict[str, object], words: str) -> None:
     with pytest.raises(InputError) as error:
-        parse_request(**values)
+        catalog_request(**values).check()  # type: ignore[arg-type]
     assert words in str(error.value)
 
 
 @pytest.mark.processes
 def test_large_grids_get_one_plan_per_count(catalogs: Catalogs) -> None:
-    request = parse_request(pipelines=8, stages=6, micro_batches=8, tolerance=6)
+    request = catalog_request(pipelines=8, stages=6, micro_batches=8, tolerance=6)
     assert ended(catalogs.fill(request)).state == "done"
     report = catalogs.report(request.question, 6)
     assert not report.by_pattern
@@ -248,7 +240,7 @@ def make(request: CatalogRequest, failed: str = "") -> Plan:
 
 
 def test_a_better_plan_replaces_a_worse_one_and_no_other(catalogs: Catalogs) -> None:
-    request = parse_request(pipelines=3, stages=4, micro_batches=6)
+    request = catalog_request(pipelines=3, stages=4, micro_batches=6)
     plan = make(request, "W1_2")
     worse = plan.model_copy(update={"metrics": plan.metrics.model_copy(update={"period": plan.metrics.period + 1})})
     for kept in (worse, plan, worse):
@@ -270,7 +262,7 @@ def test_a_better_plan_replaces_a_worse_one_and_no_other(catalogs: Catalogs) -> 
 
 def test_of_two_plans_that_come_at_once_the_better_is_kept(catalogs: Catalogs) -> None:
     """As from a search that an operator asked for, and from the planning ahead."""
-    request = parse_request(pipelines=3, stages=4, micro_batches=6)
+    request = catalog_request(pipelines=3, stages=4, micro_batches=6)
     plan = make(request, "W1_2")
     worse = plan.model_copy(update={"metrics": plan.metrics.model_copy(update={"period": plan.metrics.period + 1})})
     for both in [(plan, worse), (worse, plan)] * 10:
@@ -311,7 +303,7 @@ def test_plans_of_moved_layers_are_kept_in_no_catalog(catalogs: Catalogs, store:
 
 @pytest.mark.processes
 def test_damaged_plans_count_as_missing_and_are_made_again(catalogs: Catalogs, store: Store) -> None:
-    request = parse_request(**SMALL)
+    request = catalog_request(**SMALL)
     info = CatalogInfo.of(request.question)
     name = plan_name(canonical_pattern([Worker(0, 1)], request.question.job)[0])
     store.save_catalog(info.fingerprint, info.model_dump_json(), [(name, 1, b"ORP1 and rubbish")])
@@ -322,10 +314,10 @@ def test_damaged_plans_count_as_missing_and_are_made_again(catalogs: Catalogs, s
 
 
 def test_catalogs_of_other_op_times_or_planners_are_stale(catalogs: Catalogs, store: Store) -> None:
-    request = parse_request(**SMALL)
+    request = catalog_request(**SMALL)
     question = request.question
-    slower = parse_request(**SMALL, durations={"F": 2.0}).question
-    elsewhere = parse_request(**SMALL | {"stages": 3}).question
+    slower = catalog_request(**SMALL, durations={"F": 2.0}).question
+    elsewhere = catalog_request(**SMALL | {"stages": 3}).question
     old = CatalogInfo.of(question).model_copy(update={"planner_version": "0"})
     blob = (plan_name(frozenset()), 0, pack(make(request), Effort(solver="list")))
     for info in (CatalogInfo.of(question), CatalogInfo.of(slower), CatalogInfo.of(elsewhere), old):
@@ -345,26 +337,14 @@ def test_catalogs_of_other_op_times_or_planners_are_stale(catalogs: Catalogs, st
 
 
 @pytest.mark.processes
-def test_exports_hold_every_plan(catalogs: Catalogs, store: Store, tmp_path: Path) -> None:
-    request = parse_request(**SMALL)
+def test_an_export_holds_every_plan(catalogs: Catalogs, tmp_path: Path) -> None:
+    request = catalog_request(**SMALL)
     fingerprint = ended(catalogs.fill(request)).fingerprint
-    info, blobs = catalogs.stored(fingerprint).info, catalogs.blobs(fingerprint)
-    with zipfile.ZipFile(io.BytesIO(documents(info, blobs | {"000009-damaged": b"rubbish"}))) as archive:
-        assert archive.testzip() is None
-        index = json.loads(archive.read("index.json"))
-        assert {"name": "000009-damaged"}.items() <= index[-1].items() and "error" in index[-1]
-        for row in index[:-1]:
-            plan = Plan.from_json(archive.read(f"plans/{row['name']}.json").decode())
-            assert check(plan) == []
-            assert (plan.fingerprint, plan.metrics.period) == (row["fingerprint"], row["period"])
-        assert len(index) == len(blobs) + 1
-    with zipfile.ZipFile(io.BytesIO(stored_zip(fingerprint, info, blobs))) as archive:
+    with zipfile.ZipFile(io.BytesIO(exported(catalogs, fingerprint))) as archive:
         archive.extractall(tmp_path)
     opened = open_folder(tmp_path / fingerprint)
-    assert opened.info == info and len(opened) == len(blobs)
+    assert opened.info == catalogs.stored(fingerprint).info and len(opened) == len(catalogs.blobs(fingerprint)) > 0
     assert opened.find([Worker(1, 0)]) is not None
-    assert json_refusal(info, len(blobs)) == ""
-    assert "2,000,000" in json_refusal(info, 10**6)
 
 
 def says_and_dies(channel: Channel, *messages: bytes) -> None:
@@ -376,7 +356,7 @@ def says_and_dies(channel: Channel, *messages: bytes) -> None:
 
 @pytest.mark.processes
 def test_the_last_plans_of_a_process_that_ends_are_kept(catalogs: Catalogs, store: Store) -> None:
-    request = parse_request(**SMALL)
+    request = catalog_request(**SMALL)
     info = CatalogInfo.of(request.question)
     name, blob = plan_name(frozenset()), pack(make(request), Effort(solver="list"))
     asked = Children(says_and_dies, name="dies").begin(b'{"done": 0, "total": 3}', name.encode() + b"\0" + blob)
@@ -395,7 +375,7 @@ def test_the_last_plans_of_a_process_that_ends_are_kept(catalogs: Catalogs, stor
     "values", [SMALL, {"pipelines": 8, "stages": 6, "micro_batches": 8, "tolerance": 4, "memory": "none"}]
 )
 def test_curves_and_tables_say_the_same(catalogs: Catalogs, colours: object, values: dict[str, object]) -> None:
-    request = parse_request(**values)
+    request = catalog_request(**values)
     ended(catalogs.fill(request))
     report = catalogs.report(request.question, request.tolerance)
     figure = catalog_curves(report, colours, revision="x")  # type: ignore[arg-type]

@@ -10,11 +10,11 @@ import pytest
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.app.catalogs import service
-from openrecycle.app.catalogs.contents import parse_request
+from openrecycle.app.catalogs.contents import CatalogRequest
 from openrecycle.app.catalogs.service import Filling, info_of
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.plans.plan import Plan, job_doc
+from openrecycle.planner.plans.plan import Plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -45,9 +45,7 @@ def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
     monkeypatch.setattr(here.console.plans.ahead, "make_ahead", lambda job: None)
     job = JobHere(here.console, "waits for its plans").register()
     question = here.console.jobs.find(job.job_id).plans.question
-    request = parse_request(
-        job=job_doc(question.job), technique="staggered", memory="uniform", tolerance=1, solver="cp-sat", time_limit=5
-    )
+    request = CatalogRequest(question, 1, solver="cp-sat", time_limit=5)
     assert ended(here.console.catalogs.fill(request)) == "done"
     job.die("W1_2")
     view = here.console.queries.view(job.job_id)

@@ -106,7 +106,6 @@ def test_every_route_with_a_body_reads_large_ones_beside_the_loop(routes: list[A
             422,
             golden("expected-none-of-them-beside"),
         ),
-        ("POST", "/catalogs", {"job": DOCUMENT, "technique": "magic"}, 422, "technique: got 'magic'"),
         ("PUT", "/profiles/long", DOCUMENT, 201, '"stages":200'),
         ("POST", "/jobs/none/heartbeats", {"heartbeats": [BEAT] * 200}, 404, "unknown_job"),
         (

@@ -284,7 +284,7 @@ def test_a_machine_that_has_no_process_left_is_said_in_words(
         history = f"jobs/{created.json()['job_id']}/history.zip"
         assert asked.post("solves", json={"kind": "plan", "job": job}).json()["state"] == "failed"
         answers = [
-            asked.post("catalogs", json={"job": job, "tolerance": 1}),
+            asked.post("catalogs", json={"job_id": created.json()["job_id"], "tolerance": 1}),
             asked.post("plans", json={"name": "mine", "plan": {"text": "x" * LARGE}}),
             asked.get(history),
         ]

@@ -10,7 +10,7 @@ import ui_factory as factory
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
 
-from openrecycle.app.catalogs.contents import parse_request
+from openrecycle.app.catalogs.contents import CatalogRequest
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.ui import address
@@ -196,21 +196,8 @@ EVERY_PAGE: list[tuple[str, dict[str, str], list[str]]] = [
     ("schedule", {}, ["show", "figures"]),
     ("compare", {}, ["baseline", "show", "figures", "time"]),
     ("planner", {"saved": "SAVED"}, ["details", "show", "planner-bytes"]),
-    (
-        "catalog",
-        {"job": "own", "cat_tolerance": "1", "cat_pipelines": "2", "cat_stages": "2"},
-        [f"cat_{name}" for name in ("micro_batches", "technique", "memory", "F", "I", "W", "O", "transfer", "solver")],
-    ),
-    (
-        "catalog",
-        {"job": "own", "cat_tolerance": "1", "cat_pipelines": "2", "cat_stages": "2"},
-        ["cat_count", "cat_plan"],
-    ),
-    (
-        "catalog",
-        {"job": "own", "cat_solver": "CP-SAT (may prove it optimal)"},
-        ["cat_tolerance", "cat_pipelines", "cat_seconds"],
-    ),
+    ("catalog", {}, ["cat_solver", "cat_count", "cat_plan"]),
+    ("catalog", {"cat_solver": "CP-SAT (may prove it optimal)"}, ["cat_seconds"]),
     (
         "simulate",
         {"sim_pipelines": "2", "sim_stages": "2"},
@@ -230,7 +217,7 @@ EVERY_PAGE: list[tuple[str, dict[str, str], list[str]]] = [
 def test_every_page_says_what_of_its_link_cannot_be(
     here: ConsoleHere, console: ConsoleService, job: JobHere, page: str, rest: dict[str, str], bad: list[str]
 ) -> None:
-    filling = console.catalogs.fill(parse_request(pipelines=2, stages=2, tolerance=1))
+    filling = console.catalogs.fill(CatalogRequest(console.jobs.find(job.job_id).plans.question, 1))
     until(lambda: not filling.running, "the catalog is filled")
     plan = factory.plan(("W0_1",), unit="slot")
     words = {

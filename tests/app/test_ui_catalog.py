@@ -6,28 +6,28 @@ import json
 import re
 from collections.abc import Iterator
 from html import unescape
+from pathlib import Path
 
 import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, errors, turn_to, until
 
-from openrecycle.app.catalogs.contents import parse_request
-from openrecycle.app.console.service import ConsoleService, set_console
+from openrecycle.agent.messages.protocol import JobFinished
+from openrecycle.app.catalogs.contents import CatalogRequest
+from openrecycle.app.console.service import set_console
 from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo
-from openrecycle.planner.plans.packed import Effort, pack, plan_name
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, pack, plan_name
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
-QUESTION = {"pipelines": 2, "stages": 2, "tolerance": 1}
-LONG = {"pipelines": 4, "stages": 4, "micro_batches": 6, "tolerance": 2, "solver": "cp-sat", "time_limit": 60.0}
-
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
-    """One for all: each test asks a question of its own."""
+    """One for all: each test has a job of its own, for which nothing is planned ahead but what the page has made."""
     made = ConsoleHere(tmp_path_factory.mktemp("catalogs"))
+    made.console.plans.ahead.make_ahead = lambda job: None  # type: ignore[method-assign]
     set_console(made.console)
     yield made
     set_console(None)
@@ -49,14 +49,21 @@ def words(test: AppTest) -> str:
     return "\n".join([*parts, *errors(test)])
 
 
-def own(micro_batches: int) -> dict[str, str]:
-    """The address of a small question."""
-    query = {f"cat_{name}": str(value) for name, value in QUESTION.items()}
-    return {"job": "own", "cat_micro_batches": str(micro_batches), **query}
+def small(here: ConsoleHere, micro_batches: int, **changes: object) -> JobHere:
+    """A job that has three plans for up to one failure. In no other test a job has as many micro-batches."""
+    return JobHere(
+        here.console,
+        f"{micro_batches} micro-batches",
+        **{"pipelines": 2, "stages": 2, "micro_batches": micro_batches, "durations": {}} | changes,
+    )
 
 
-def filled(console: ConsoleService, **changes: object) -> str:
-    filling = console.catalogs.fill(parse_request(**QUESTION | changes))
+def question_of(job: JobHere) -> CatalogQuestion:
+    return job.console.jobs.find(job.job_id).plans.question
+
+
+def filled(job: JobHere, tolerance: int = 1) -> str:
+    filling = job.console.catalogs.fill(CatalogRequest(question_of(job), tolerance))
     until(lambda: not filling.running, "the catalog is filled")
     assert filling.state == "done", filling.why
     return filling.fingerprint
@@ -71,13 +78,32 @@ def shown_table(test: AppTest, caption: str) -> dict[str, list[str]]:
     return {name: [unescape(row[i]) for row in cells] for i, name in enumerate(names)}
 
 
-def test_without_a_job_a_question_of_ones_own_is_asked_and_filled(here: ConsoleHere) -> None:
-    test = open_page(**own(2))
+def test_without_a_job_there_are_stored_catalogs_alone(tmp_path: Path, here: ConsoleHere) -> None:
+    alone = ConsoleHere(tmp_path)
+    try:
+        set_console(alone.console)
+        assert golden("makes-plans-ahead-for-any-grid") in words(open_page())
+        job = small(alone, 2)
+        fingerprint = filled(job)
+        alone.console.reports.finish(job.job_id, JobFinished(state="finished"))
+        alone.console.histories.delete(job.job_id, "ann")
+        test = open_page()
+        assert not test.get("plotly_chart") and not [b for b in test.button if b.key == "fill"]
+        assert shown_table(test, "Stored catalogs")["plans"] == ["3"]
+        test.button(key=f"show-catalog-{fingerprint}").click().run()
+        assert not test.exception and test.get("plotly_chart")
+    finally:
+        set_console(here.console)
+        alone.close()
+
+
+def test_what_is_missing_is_filled(here: ConsoleHere) -> None:
+    job = small(here, 2)
+    test = open_page(job=job.job_id)
     assert golden("nothing-is-planned-ahead-for") in words(test)
     assert not test.get("plotly_chart")
     test.button(key="fill").click().run()
-    question = parse_request(**QUESTION, micro_batches=2).question
-    filling = here.console.catalogs.filling(CatalogInfo.of(question).fingerprint)
+    filling = here.console.catalogs.filling(CatalogInfo.of(question_of(job)).fingerprint)
     assert filling is not None
     until(lambda: not filling.running, "the catalog is filled")
     test.run()
@@ -95,8 +121,7 @@ def test_without_a_job_a_question_of_ones_own_is_asked_and_filled(here: ConsoleH
 
 def test_a_job_shows_its_own_catalog(here: ConsoleHere) -> None:
     job = JobHere(here.console, "plans ahead")
-    live = here.console.jobs.find(job.job_id)
-    until(lambda: len(here.console.catalogs.names(live.plans.question)) == 5, "it is planned ahead")
+    filled(job)
     test = open_page(job=job.job_id)
     assert test.number_input(key=f"cat_tolerance-{job.job_id}").value == here.console.tolerance == 1
     assert "all there" in words(test)
@@ -109,13 +134,13 @@ def test_a_job_shows_its_own_catalog(here: ConsoleHere) -> None:
 
 
 def test_while_it_is_filled_there_is_progress_and_cancel(here: ConsoleHere) -> None:
-    query = {f"cat_{name}": str(value) for name, value in LONG.items() if name not in ("solver", "time_limit")}
-    query |= {"job": "own", "cat_solver": "CP-SAT (may prove it optimal)", "cat_seconds": "60.0"}
-    test = open_page(**query)
+    job = small(here, 6, pipelines=4, stages=4)
+    test = open_page(job=job.job_id, cat_solver="CP-SAT (may prove it optimal)", cat_seconds="60.0")
+    test.number_input(key=f"cat_tolerance-{job.job_id}").set_value(2).run()
     test.button(key="fill").click().run()
-    filling = here.console.catalogs.filling(CatalogInfo.of(parse_request(**LONG).question).fingerprint)
+    filling = here.console.catalogs.filling(CatalogInfo.of(question_of(job)).fingerprint)
     assert filling is not None and filling.running
-    assert filling.request == parse_request(**LONG | {"durations": filling.request.durations})
+    assert filling.request == CatalogRequest(question_of(job), 2, "cp-sat", 60.0)
     until(lambda: filling.done >= 1, "a plan is there")
     test.run()
     (progress,) = test.get("progress")
@@ -131,9 +156,6 @@ def test_while_it_is_filled_there_is_progress_and_cancel(here: ConsoleHere) -> N
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        ({"job": "own", "cat_memory": "lots"}, "memory: got 'lots', expected 1f1b, uniform, none"),
-        ({"job": "own", "cat_pipelines": "1024", "cat_stages": "512"}, golden("pipelines-x-stages-got-524288")),
-        ({**own(3), "cat_tolerance": "3"}, golden("tolerance-got-3-expected-a")),
         ({"job": "nobody"}, "job: got 'nobody'"),
         ({"catalog": "0" * 32}, "catalog: got '00000000000000000000000000000000'"),
     ],
@@ -142,9 +164,16 @@ def test_what_is_wrong_is_said(here: ConsoleHere, query: dict[str, str], expecte
     assert expected in words(open_page(**query))
 
 
+def test_more_failures_than_the_job_can_have_are_refused(here: ConsoleHere) -> None:
+    job = small(here, 9)
+    test = open_page(job=job.job_id, **{f"cat_tolerance-{job.job_id}": "3"})
+    assert golden("tolerance-got-3-expected-a") in words(test)
+
+
 def test_two_fillings_are_enough(here: ConsoleHere) -> None:
-    fillings = [here.console.catalogs.fill(parse_request(**LONG | {"micro_batches": m})) for m in (7, 8)]
-    test = open_page(**own(4))
+    jobs = [small(here, m, pipelines=4, stages=4) for m in (7, 8)]
+    fillings = [here.console.catalogs.fill(CatalogRequest(question_of(job), 2, "cp-sat", 60.0)) for job in jobs]
+    test = open_page(job=small(here, 7).job_id)
     test.button(key="fill").click().run()
     assert golden("2-catalogs-are-being-filled") in words(test)
     for filling in fillings:
@@ -154,12 +183,12 @@ def test_two_fillings_are_enough(here: ConsoleHere) -> None:
 
 def test_a_stored_catalog_by_its_link_and_what_is_stale(here: ConsoleHere) -> None:
     store = here.store
-    fingerprint = filled(here.console, micro_batches=5)
-    question = parse_request(**QUESTION, micro_batches=5).question
+    job = small(here, 5)
+    fingerprint, question = filled(job), question_of(job)
     old = CatalogInfo.of(question).model_copy(update={"planner_version": "0"})
     blob = pack(make_plan(question.problem(frozenset())), Effort(solver="list"))
     store.save_catalog(old.fingerprint, old.model_dump_json(), [(plan_name(frozenset()), 0, blob)])
-    test = open_page(**own(5))
+    test = open_page(job=job.job_id)
     states = shown_table(test, "Stored catalogs")
     stale_words = f"stale: made by version 0 of the planner, now {PLANNER_VERSION}"
     assert sorted(set(states["state"]) - {"another question"}) == [stale_words, "this one"]
@@ -180,8 +209,9 @@ def test_a_stored_catalog_by_its_link_and_what_is_stale(here: ConsoleHere) -> No
 
 
 def test_a_catalog_that_another_operator_has_deleted_takes_no_other_one_with_it(here: ConsoleHere) -> None:
-    made = [filled(here.console, micro_batches=count) for count in (3, 4)]
-    test = open_page(**own(3))
+    jobs = [small(here, count) for count in (3, 4)]
+    made = [filled(job) for job in jobs]
+    test = open_page(job=jobs[0].job_id)
     test.selectbox(key="stored").set_value(made[1]).run()
     here.console.catalogs.delete(made[1])
     test.button(key=f"act-kill-catalog-{made[1]}").click().run()
@@ -203,7 +233,7 @@ def test_a_job_is_chosen_here_as_on_other_pages(here: ConsoleHere) -> None:
     """In the same words and order."""
     over = JobHere(here.console, "over", iterations=1).register().commit(0, 0, 1).finish()
     JobHere(here.console, "runs").register()
-    choices = [open_page(job=over.job_id).selectbox(key="catalog-job").options[1:]]
+    choices = [open_page(job=over.job_id).selectbox(key="catalog-job").options]
     test = turn_to(AppTest.from_file(MAIN, default_timeout=30), "live").run()
     choices.append(test.selectbox(key="job-picker").options)
     assert choices[0] == choices[1] and choices[0][0].startswith("runs · ")
@@ -211,8 +241,9 @@ def test_a_job_is_chosen_here_as_on_other_pages(here: ConsoleHere) -> None:
 
 
 def test_large_grids_say_that_they_have_one_plan_per_count(here: ConsoleHere) -> None:
-    filled(here.console, pipelines=8, stages=6, micro_batches=8, tolerance=4)
-    test = open_page(job="own", cat_pipelines="8", cat_stages="6", cat_micro_batches="8", cat_tolerance="4")
+    job = small(here, 8, pipelines=8, stages=6)
+    filled(job, 4)
+    test = open_page(job=job.job_id, **{f"cat_tolerance-{job.job_id}": "4"})
     until(lambda: "One plan per number of failures" in words(test.run()), "it is known what there is to plan")
     assert golden("one-plan-per-count-reached") in words(test)
 
@@ -229,8 +260,9 @@ def test_a_link_shows_its_job_when_there_is_a_newer_one(here: ConsoleHere) -> No
 
 
 def test_a_plan_opens_on_schedule(here: ConsoleHere) -> None:
-    fingerprint = filled(here.console, micro_batches=3)
-    test = open_page(**own(3))
+    job = small(here, 10)
+    fingerprint = filled(job)
+    test = open_page(job=job.job_id)
     test.selectbox(key="cat_count").set_value(0).run()
     assert shown_table(test, golden("plans-of-one-number-of"))["failed"] == ["none"]
     test.selectbox(key="cat_count").set_value(1).run()
@@ -238,11 +270,11 @@ def test_a_plan_opens_on_schedule(here: ConsoleHere) -> None:
     other = without.options[1]
     without.select(other).run()
     link = {name: test.query_params[name] for name in ("cat_count", "cat_plan") if name in test.query_params}
-    assert open_page(**own(3), **link).selectbox(key="cat_plan").value == test.query_params["cat_plan"]
-    test = open_page(**own(3), cat_count="99", cat_plan="nonsense")
+    assert open_page(job=job.job_id, **link).selectbox(key="cat_plan").value == test.query_params["cat_plan"]
+    test = open_page(job=job.job_id, cat_count="99", cat_plan="nonsense")
     test.button(key="open-plan").click().run()
     assert not test.exception, test.exception[0].message
-    name = here.console.catalogs.report(parse_request(**QUESTION, micro_batches=3).question, 1).lines[1].plans[0].name
+    name = here.console.catalogs.report(question_of(job), 1).lines[1].plans[0].name
     assert test.query_params["plan"] in (f"catalog:{fingerprint}:{name}", [f"catalog:{fingerprint}:{name}"])
     assert "slots" in words(test)
     assert json.loads(test.get("plotly_chart")[0].proto.spec)["data"]

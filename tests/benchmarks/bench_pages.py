@@ -23,10 +23,9 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, CDPSession, Page, expect, sync_playwright
 
-from openrecycle.app.catalogs.contents import parse_request
+from openrecycle.app.catalogs.contents import CatalogRequest
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.planner.jobs.job import Job, Problem, Worker
-from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.app.console_server import ConsoleServer
 from tests.app.ui_console import ConsoleHere, JobHere
@@ -99,11 +98,7 @@ def main() -> None:
 
 def fill_catalog(console: ConsoleService, job_id: str) -> None:
     question = console.jobs.find(job_id).plans.question
-    filling = console.catalogs.fill(
-        parse_request(
-            job=job_doc(question.job), technique=question.technique.value, memory=question.memory.text, tolerance=2
-        )
-    )
+    filling = console.catalogs.fill(CatalogRequest(question, 2))
     while filling.running:
         time.sleep(0.1)
 

@@ -45,8 +45,8 @@ PAGES = {
     "worker": f"/?worker={PEER}",
     "schedule": "/schedule?plan=made:staggered:uniform:3x4x6:W1_2",
     "planner": "/planner",
+    "catalog": "/catalog",
     "compare": "/compare",
-    "catalog": "/catalog?job=own",
     "simulate": "/simulate",
     "help": "/help",
 }

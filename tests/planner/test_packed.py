@@ -97,12 +97,10 @@ def test_pipelines_are_renamed_alike_in_what_was_made_and_in_what_was_read() -> 
     assert made.renamed(range(8)) is made
 
 
-def test_a_catalog_of_large_plans_is_written_with_their_ops() -> None:
+def test_a_catalog_renames_the_pipelines_of_large_plans() -> None:
     made = checked(make_plan(problem(), solver="list", look_ahead=False))
     catalog = Catalog(LARGE, Technique.STAGGERED, MemoryLimit("uniform"))
     catalog.add(made)
-    again = Catalog.from_json(catalog.to_json())
-    assert again.plans == catalog.plans
     found = catalog.find({Worker(0, 5), Worker(1, 2)})
     assert found is not None
     assert check(found) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.planner.catalogs.catalog import Catalog, CatalogInfo
+from openrecycle.planner.catalogs.catalog import CatalogInfo
 from openrecycle.planner.check import check
 from openrecycle.planner.export.text_formats import parse_yaml, to_yaml
 from openrecycle.planner.jobs.errors import InputError, PlannerError
@@ -35,12 +35,6 @@ def _file(text: str, folder: Path) -> Path:
     return path
 
 
-def _catalog(plan: Plan) -> str:
-    catalog = Catalog(plan.job.job(), Technique.STAGGERED, MemoryLimit("uniform"))
-    catalog.add(plan)
-    return catalog.to_json()
-
-
 def _cases(plan: Plan) -> dict[str, tuple[str, Reader]]:
     """By what it is: a document, and who reads it."""
     shipped_profile = load_profile(shipped()[0]).model_dump_json()
@@ -48,7 +42,6 @@ def _cases(plan: Plan) -> dict[str, tuple[str, Reader]]:
     row = '[60000, "add", {"nodes": ["a"], "duration": 60000}]'
     return {
         "plan": (plan.to_json(), lambda text, folder: Plan.from_json(text)),
-        "catalog": (_catalog(plan), lambda text, folder: Catalog.from_json(text)),
         "catalog folder": (info.model_dump_json(), lambda text, folder: CatalogInfo.from_json(text)),
         "profile": (shipped_profile, lambda text, folder: load(_file(text, folder))),
         "measured profile": (shipped_profile, lambda text, folder: load_profile(_file(text, folder))),
@@ -57,7 +50,7 @@ def _cases(plan: Plan) -> dict[str, tuple[str, Reader]]:
     }
 
 
-KINDS = ["plan", "catalog", "catalog folder", "profile", "measured profile", "job", "trace"]
+KINDS = ["plan", "catalog folder", "profile", "measured profile", "job", "trace"]
 
 
 @pytest.mark.parametrize("sizes", [{"stages": 10**20}, {"pipelines": 0, "stages": 10**20}])
