@@ -4,9 +4,8 @@ job:<job>:<fingerprint>       a plan of a job; `in-force` for the one that it ru
 saved:<fingerprint>           a plan of the library
 measured:<job>[:<iteration>]  an iteration of the job as it ran; without a number, the newest one that was measured
 catalog:<catalog>:<plan>      a plan made ahead, by its catalog's fingerprint and its name there
-made:<technique>:<memory>:<grid>[:<failed>]
-                              a plan that is made when it is asked for; grid: a job's id, or 3x4x6 (slots of one tick);
-                              failed: W1_2+W0_0
+made:<technique>:<memory>:<job>[:<failed>]
+                              a plan of a job's grid that is made when it is asked for; failed: W1_2+W0_0
 """
 
 from __future__ import annotations
@@ -25,23 +24,22 @@ from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.library import Library, PlanCache
-from openrecycle.app.plans.solving import MAX_SOLVED_OPS, Making
+from openrecycle.app.plans.solving import Making
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, count_ops
+from openrecycle.planner.jobs.job import MemoryLimit, Technique, Worker
 from openrecycle.planner.jobs.words import capital, counts
 from openrecycle.planner.plans.plan import Plan, job_doc
 
 IN_FORCE = "in-force"
 EXPECTED = (
     "job:<job>:<fingerprint>, saved:<fingerprint>, measured:<job>[:<iteration>], catalog:<catalog>:<plan> or "
-    "made:<technique>:<memory>:<job or 3x4x6>[:<W1_2>]"
+    "made:<technique>:<memory>:<job>[:<W1_2>]"
 )
 _WORD = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
-_GRID = re.compile(r"([0-9]{1,4})x([0-9]{1,4})x([0-9]{1,5})")
 
 
 @dataclass(frozen=True)
@@ -87,29 +85,16 @@ class OfCatalog:
 
 @dataclass(frozen=True)
 class Made:
-    """A plan that is made for a technique. grid: a job's id, or `3x4x6` (pipelines, stages, micro-batches)."""
+    """A plan that is made for a job's grid and a technique."""
 
     technique: Technique
     memory: str
-    grid: str
+    job_id: str
     failed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = f"made:{self.technique}:{self.memory}:{self.grid}"
+        text = f"made:{self.technique}:{self.memory}:{self.job_id}"
         return text + (":" + "+".join(self.failed) if self.failed else "")
-
-    @property
-    def of_slots(self) -> Job | None:
-        """The job for a grid given by its sizes; None if `grid` is a job's id. Raises InputError."""
-        found = _GRID.fullmatch(self.grid)
-        if found is None:
-            return None
-        pipelines, stages, micro_batches = map(int, found.groups())
-        ops = count_ops(pipelines, stages, micro_batches)
-        if ops > MAX_SOLVED_OPS:  # the same limit as on the Planner page, since others wait meanwhile
-            expected = f"at most {MAX_SOLVED_OPS:,} ops here, and this is {ops:,}; `openrecycle plan` takes more"
-            raise InputError("grid", self.grid, expected)
-        return Job.uniform(pipelines, stages, micro_batches)
 
 
 Reference = OfJob | Saved | MeasuredReference | OfCatalog | Made
@@ -118,10 +103,8 @@ Reference = OfJob | Saved | MeasuredReference | OfCatalog | Made
 def job_of(reference: Reference) -> str | None:
     """Returns the id of the job that the plan belongs to or is made for; None: of no job."""
     match reference:
-        case OfJob(job_id) | MeasuredReference(job_id):
+        case OfJob(job_id) | MeasuredReference(job_id) | Made(job_id=job_id):
             return job_id
-        case Made():
-            return None if reference.of_slots else reference.grid
     return None
 
 
@@ -134,9 +117,7 @@ def parse_reference(text: str, *, field: str = "plan") -> Reference:
         failed = [Worker.parse(name, field=field) for name in parts[3].split("+")] if len(parts) == 4 else []
         if _WORD.fullmatch(parts[2]):
             names = tuple(map(str, sorted(set(failed))))
-            made = Made(Technique.of(parts[0], field=field), memory, parts[2], names)
-            _ = made.of_slots  # refuses absurd sizes
-            return made
+            return Made(Technique.of(parts[0], field=field), memory, parts[2], names)
     elif all(map(_WORD.fullmatch, parts)):
         match kind, parts:
             case "job", [job_id, fingerprint]:
@@ -224,13 +205,6 @@ def pinned(source: Source) -> Reference:
 
 
 MOST = 4
-# The paper's example; its plans take 27, 36, 29 and 27 slots.
-WORKED_EXAMPLE = (
-    Made(Technique.FAULT_FREE, "1f1b", "3x4x6"),
-    Made(Technique.ADAPTIVE, "1f1b", "3x4x6", ("W1_2",)),
-    Made(Technique.DECOUPLED, "none", "3x4x6", ("W1_2",)),
-    Made(Technique.STAGGERED, "none", "3x4x6", ("W1_2",)),
-)
 
 
 class PlanSources:
@@ -321,7 +295,7 @@ class PlanSources:
         return {str(Saved(row["fingerprint"])): f"Saved: {row['name']}" for row in self._library.saved()}
 
     def candidates(self, job_id: str | None, clock: Callable[[float], str] | None = None) -> dict[str, str]:
-        """Returns the names of all plans that can be compared, by reference: the job's, the library's, the paper's.
+        """Returns the names of all plans that can be compared, by reference: the job's and the library's.
         clock: as in `names`."""
         out: dict[str, str] = {}
         if job_id is not None:
@@ -330,8 +304,7 @@ class PlanSources:
             out |= self.measured_name(job_id)
             lost = job.state.current.failed if job.state.current else ()
             out |= {str(made): f"Made now: {made_name(made)}" for made in techniques(job_id, lost, job.spec.memory)}
-        out |= self.saved_names()
-        return out | {str(made): f"Paper: {made_name(made)}" for made in WORKED_EXAMPLE}
+        return out | self.saved_names()
 
     def first_choice(self, job_id: str | None) -> list[Reference]:
         """Returns the plans that a page shows first: fault-free 1F1B and the plan in force; [] without such a job."""
@@ -386,18 +359,17 @@ class PlanSources:
 
     def _made(self, made: Made) -> Source | PendingPlan:
         try:
-            job = made.of_slots or self._find(made.grid).plans.job
+            job = self._find(made.job_id).plans.job
             answer = self._making.get(job_doc(job), made.failed, made.technique, made.memory)
         except PlannerError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
-        job_id = None if made.of_slots else made.grid
         if not answer.done:
             # How long it will take is not known, since others may be made before it.
             words = f"Planning: {made_name(made)} … {time.monotonic() - answer.asked:.0f} s."
             return PendingPlan(made, made_name(made), words)
         if answer.plan is None:
             raise ConsoleError(422, "no_plan", answer.why)
-        return Source(made, made_name(made), answer.plan, job_id)
+        return Source(made, made_name(made), answer.plan, made.job_id)
 
     def _apart(self, record: Record, generations: list[int], clock: Callable[[float], str] | None) -> str:
         """Says in what a plan differs, such as ` · staggered · 880 ms · generations 2, 5 · made 14:03:27`."""

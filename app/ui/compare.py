@@ -15,7 +15,6 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.sources import (
     MOST,
     NOT_KEPT,
-    WORKED_EXAMPLE,
     PendingPlan,
     Reference,
     Source,
@@ -176,18 +175,11 @@ def _remember(known: frozenset[str]) -> None:
         st.query_params["plans"] = st.session_state[PICKER]
 
 
-def _show_worked_example() -> None:
-    address.moved()
-    st.query_params["plans"] = [str(made) for made in WORKED_EXAMPLE]
-    st.query_params.pop("baseline", None)
-
-
 def _nothing_yet() -> None:
     components.quiet(
         "Choose two to four plans above: of a job, from the library, or made now for the job's grid by one technique "
         "after another. The newest iteration as it ran can be among them."
     )
-    st.button("Compare the techniques on the paper's worked example", on_click=_show_worked_example, key="worked")
 
 
 def _compare(console: ConsoleService, sources: list[Source], colours: Palette) -> None:

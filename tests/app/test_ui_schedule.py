@@ -173,7 +173,8 @@ def test_a_kept_plan_outlives_the_job_that_its_link_names(console: ConsoleServic
 
 
 def test_a_plan_by_technique_is_made_while_the_page_waits(console: ConsoleService, job: JobHere) -> None:
-    test = open_page(job=job.job_id, plan="made:staggered:none:2x3x5")
+    small = JobHere(console, "2 x 3", pipelines=2, stages=3, micro_batches=5)
+    test = open_page(job=small.job_id, plan=f"made:staggered:none:{small.job_id}")
     deadline = time.monotonic() + DEADLINE
     while not test.get("plotly_chart"):
         assert any(c.value.startswith("Planning: Adaptive + decoupled") for c in test.caption)

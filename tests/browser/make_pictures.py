@@ -43,7 +43,7 @@ PEER = "W0_2"
 PAGES = {
     "live": "/",
     "worker": f"/?worker={PEER}",
-    "schedule": "/schedule?plan=made:staggered:uniform:3x4x6:W1_2",
+    "schedule": "/schedule?plan=made:staggered:uniform:JOB:W1_2",
     "planner": "/planner",
     "catalog": "/catalog",
     "compare": "/compare",
@@ -166,11 +166,12 @@ def train(page: Page, more: int) -> None:
 
 
 def take(browser: Browser, address: str, folder: Path, pages: list[str]) -> None:
+    job = requests.get(f"{address}/api/v1/jobs", timeout=30).json()["jobs"][0]["job_id"]
     for theme in THEMES:
         with opened(browser, theme) as page:
             for name in pages:
                 page.set_viewport_size({"width": WIDTH, "height": HEIGHTS.get(name, HEIGHT)})
-                page.goto(address + PAGES[name])
+                page.goto(address + PAGES[name].replace("JOB", job))
                 prepare(page, name)
                 picture(page, folder, name, theme)
 
