@@ -1,6 +1,6 @@
 """Routes of a job, for people, dashboards and operators.
 
-They give its state, history, measured iterations and the lines that its workers print; export, import and delete whole
+They give its state, history, measured iterations and the lines that its workers print; export and delete whole
 jobs; and take the operators' commands.
 """
 

@@ -479,7 +479,7 @@ def ask(console: ConsoleService) -> CatalogRequest | None:
     if wanted is not None and wanted not in jobs:
         components.unknown_job(wanted, others=bool(jobs))
     elif not jobs:
-        components.quiet("No training job yet. `openrecycle catalog` makes plans ahead for any grid, without a job.")
+        st.caption("No training job yet. `openrecycle catalog` makes plans ahead for any grid, without a job.")
     if not jobs:
         return None
     source = wanted or next(iter(jobs))

@@ -15,7 +15,7 @@ from tests.app.api_schema import RELATIONS, api_in, linked
 EXAMPLES = 100
 # Of the phase in which one request follows from another's answer, for each operation.
 STATEFUL_EXAMPLES = 300
-# Operations that follow from others' answers, of 71, by what is sent: right requests, wrong ones, or both. From wrong
+# Operations that follow from others' answers, of 72, by what is sent: right requests, wrong ones, or both. From wrong
 # ones alone, which are refused, little follows.
 FOLLOWING = {"positive": 30, "negative": 10, "all": 30}
 _LOOSE = "checks.positive_data_acceptance.enabled = false"
