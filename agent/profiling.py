@@ -71,24 +71,21 @@ from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, Worker
 from openrecycle.planner.plans.schedule import MicroBatch, Op
-from openrecycle.planner.profiles import Clock, Hardware, Measurements, Part, Reductions, Timing, shape_name
+from openrecycle.planner.profiles import Hardware, Measurements, Part, Reductions, Timing, shape_name
 
 # -- measures what the planner wants to know of a model -----------------------------------------
 
 T = TypeVar("T")
 
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 _KEY = (0, 0)
 
 
 @dataclass(frozen=True)
 class ProfilingEffort:
-    """How long to measure. repeats: timed rounds, after `warm_up` others. clock: `cpu` is the processor time of this
-    process, for a machine that has other things to do."""
+    """How long to measure. repeats: timed rounds, after `warm_up` others."""
 
     repeats: int = 10
     warm_up: int = 2
-    clock: Clock = "wall"
 
 
 @dataclass
@@ -117,15 +114,14 @@ def timing_of(seconds: list[float]) -> Timing:
     )
 
 
-def _clock_of(effort: ProfilingEffort, device: torch.device) -> Callable[[], float]:
+def _clock_of(device: torch.device) -> Callable[[], float]:
     """Returns the clock for ops that are timed one by one. On a GPU it waits for the end of what the GPU was given."""
-    clock = CLOCKS[effort.clock]
     if device.type == "cpu":
-        return clock
+        return time.perf_counter
 
     def when_done() -> float:
         torch.cuda.synchronize(device)
-        return clock()
+        return time.perf_counter()
 
     return when_done
 
@@ -146,7 +142,7 @@ def measure_part(spec: PartSpec, effort: ProfilingEffort) -> tuple[Part, Tensors
     device = (spec.x[0] if isinstance(spec.x, tuple) else spec.x).device
     kept = partial(kept_bytes, device=device)
     (stage, optimizer), weight_bytes = kept(spec.build)
-    watch = Stopwatch(_clock_of(effort, device))
+    watch = Stopwatch(_clock_of(device))
     dy: Gradients = None
 
     def forward() -> Tensors:
@@ -249,7 +245,6 @@ dist: Any = torch.distributed
 MAX_REDUCED_BYTES = 1 << 26
 """Larger sums are measured with so many bytes; plans take them to last longer in proportion."""
 _TRAFFIC_SECONDS = 300.0
-_QUICKEST = 4
 
 
 class MeasuringError(RuntimeError):
@@ -314,7 +309,6 @@ def measure_traffic(
     *,
     repeats: int,
     warm_up: int,
-    clock: Clock = "wall",
     optimization: Optimization | None = None,
     computes_on: Platform | None = None,
     say: Say = lambda _: None,
@@ -323,13 +317,9 @@ def measure_traffic(
     reduction all peers get the whole sum. If `optimization` shards the optimizer's state, they exchange sums and then
     parameters in the way of such a job.
 
-    Every peer is a process of this machine, with its own GPU as long as there are enough. Processor time would not
-    include waiting for each other. So with the clock `cpu`, four times as many rounds are run, and the fastest quarter
-    of them stands for a machine that nobody else uses. say: is told if peers share GPUs. Raises MeasuringError;
-    InputError if they can't share them.
+    Every peer is a process of this machine, with its own GPU as long as there are enough. say: is told if peers share
+    GPUs. Raises MeasuringError; InputError if they can't share them.
     """
-    if clock == "cpu":
-        repeats *= _QUICKEST
     reduced = min(reduced_bytes, MAX_REDUCED_BYTES) if peers > 1 else 0
     processes = max(2 if sizes else 1, peers if reduced else 1)
     if processes < 2:
@@ -352,11 +342,8 @@ def measure_traffic(
     finally:
         pool.kill_all()
 
-    def timing(taken: list[float]) -> Timing:
-        return timing_of(sorted(taken)[: -(-len(taken) // _QUICKEST)] if clock == "cpu" else taken)
-
-    transfers = tuple(timing([s / 2 for s in taken]) for taken in seconds["transfers"])
-    reductions = Reductions(bytes=reduced, by_peers=tuple(map(timing, seconds["reductions"]))) if reduced else None
+    transfers = tuple(timing_of([s / 2 for s in taken]) for taken in seconds["transfers"])
+    reductions = Reductions(bytes=reduced, by_peers=tuple(map(timing_of, seconds["reductions"]))) if reduced else None
     return transfers, reductions
 
 
@@ -427,7 +414,7 @@ def pass_on(lines: Lines, me: int, size: int, rounds: Sequence[int], device: tor
 def _timed_together(groups: Groups, exchange: Callable[[], object], rounds: range, device: torch.device) -> list[float]:
     """Returns the seconds of an exchange, for each round. All peers begin it at the same time."""
     together, taken = torch.zeros(1, dtype=torch.int64, device=device), []
-    clock = _clock_of(ProfilingEffort(), device)
+    clock = _clock_of(device)
     for _ in rounds:
         groups.reduce(together)
         started = clock()
@@ -602,8 +589,8 @@ def _process(run: StageRun, pipe: Connection) -> None:
 
 
 class StageBenchmark:
-    """One stage with its executor, and a script of F, I and W in the order of 1F1B. clock: that of the effort, unless
-    given. device: where the stage computes."""
+    """One stage with its executor, and a script of F, I and W in the order of 1F1B. clock: of seconds, unless given.
+    device: where the stage computes."""
 
     def __init__(self, run: StageRun, clock: Callable[[], float] | None = None, device: torch.device = CPU) -> None:
         workload, me, job = _of_one_shape(run.workload.load()), run.cell, run.job
@@ -614,7 +601,7 @@ class StageBenchmark:
         steps = Steps(me, run.optimization, optimizer, cuts.partition, lambda *_: None)
         self._gradients = stage.gradients.buffer
         on_cpu = device.type == "cpu"
-        self._clock: Callable[[], Any] = clock or (CLOCKS[run.effort.clock] if on_cpu else partial(_recorded, device))
+        self._clock: Callable[[], Any] = clock or (time.perf_counter if on_cpu else partial(_recorded, device))
         self._marks = list[Any]()
         self._executor = Executor(
             *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda kill: None), {}),
@@ -892,7 +879,7 @@ def measure_model(
         mode=optimization.mode,
         sharded_over=_sharded_over(optimization, pipelines),
         clipped=optimization.clip_norm is not None,
-        hardware=_hardware(effort, optimization, device),
+        hardware=_hardware(optimization, device),
         cut="layers",
         layers=shape.layers,
         parts=tuple(parts),
@@ -977,7 +964,7 @@ def measure_workload(
         mode=optimization.mode,
         sharded_over=_sharded_over(optimization, pipelines),
         clipped=optimization.clip_norm is not None,
-        hardware=_hardware(effort, optimization, device),
+        hardware=_hardware(optimization, device),
         cut="each" if what == "layer" else "stages",
         layers=alone.stages if what == "layer" else 0,
         parts=tuple(parts),
@@ -1046,7 +1033,6 @@ def _traffic(
         *(unlike, reduced, peers),
         repeats=repeats,
         warm_up=effort.warm_up,
-        clock=effort.clock,
         optimization=optimization,
         computes_on=computes_on,
         say=say,
@@ -1055,7 +1041,7 @@ def _traffic(
     return tuple(by_size[size] for size in sizes), reductions
 
 
-def _hardware(effort: ProfilingEffort, optimization: Optimization, device: torch.device) -> Hardware:
+def _hardware(optimization: Optimization, device: torch.device) -> Hardware:
     return Hardware(
         processor=_processor(),
         cores=os.cpu_count() or 1,
@@ -1064,7 +1050,7 @@ def _hardware(effort: ProfilingEffort, optimization: Optimization, device: torch
         torch=torch.__version__,
         threads=torch.get_num_threads(),
         dtype=_dtype(optimization),
-        clock=effort.clock,
+        clock="wall",
         load=round(os.getloadavg()[0], 2),
         measured_on=datetime.now(UTC).date().isoformat(),
     )
