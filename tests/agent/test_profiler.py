@@ -21,10 +21,7 @@ from openrecycle.agent.config.options import (
 from openrecycle.agent.profiling import (
     SHAPES,
     MeasuringError,
-    PartSpec,
-    ProfilingEffort,
-    kept_bytes,
-    measure_part,
+    bytes_of_part,
     measure_traffic,
     pass_on,
     seconds_of,
@@ -47,35 +44,24 @@ FLOATS = 4 * BATCH * WIDTH
 """Bytes of one activation."""
 
 
-def stack(layers: int) -> PartSpec:
-    def build() -> tuple[Stage, StageOptimizer]:
-        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-        gradients = SUM_OF["deterministic"](module.parameters(), terms=4)
-        return Stage(module, gradients), StageOptimizer(module, torch.optim.SGD(module.parameters(), 0.1), gradients)
-
-    return PartSpec("stack", build, torch.randn(BATCH, WIDTH), None)
-
-
-def test_bytes_are_those_that_stay() -> None:
-    tensor, taken = kept_bytes(lambda: torch.zeros(1000) + torch.ones(1000))
-    assert taken == 4000 and tensor.numel() == 1000
-    box = [tensor]
-    del tensor
-    assert kept_bytes(box.clear)[1] == -4000
-
-
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_stack_of_linears_holds_what_it_must(layers: int) -> None:
     """Its input and every output until I; for W the input and the output's gradient of every layer."""
-    part, y = measure_part(stack(layers), ProfilingEffort(repeats=2, warm_up=0))
-    assert isinstance(y, torch.Tensor) and y.shape == (BATCH, WIDTH)
-    assert part.activation_bytes == (layers + 1) * FLOATS
-    assert part.weight_backward_bytes == 2 * layers * FLOATS
+
+    def build() -> tuple[Stage, StageOptimizer]:
+        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        gradients = SUM_OF["deterministic"](module.parameters(), terms=4)
+        return Stage(module, gradients), StageOptimizer(module, torch.optim.Adam(module.parameters()), gradients)
+
+    found, (y,) = bytes_of_part(build, (torch.randn(BATCH, WIDTH),), None, first=True)
+    assert y.shape == (BATCH, WIDTH)
+    assert found["activation_bytes"] == (layers + 1) * FLOATS
+    assert found["weight_backward_bytes"] == 2 * layers * FLOATS
     parameters = layers * (WIDTH**2 + WIDTH)
     # fp32 weights, and a sum of 8 bytes per element with a few counts; beside it, the weight of a micro-batch.
-    assert part.weight_bytes == 4 * parameters + part.reduced_bytes + 8
-    assert 8 * parameters < part.reduced_bytes < 8 * parameters + 8 * 2 * layers + 64
-    assert part.forward.repeats == 2 and part.forward.median > 0
+    assert found["weight_bytes"] == 4 * parameters + found["reduced_bytes"] + 8
+    assert 8 * parameters < found["reduced_bytes"] < 8 * parameters + 8 * 2 * layers + 64
+    assert found["optimizer_bytes"] > 8 * parameters  # two moments
 
 
 def test_deciles() -> None:
