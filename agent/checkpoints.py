@@ -11,8 +11,7 @@ Each living worker of a stage (with several ranks, each rank) writes a share of 
 says which. model.safetensors has parameters and buffers, each as LAYER.NAME; optimizer.safetensors has the tensors of
 the optimizer and scheduler. A tensor that is in several shares is in pieces, named NAME@FIRST-ELEMENT, and state.json
 says how to put them together. The state.json of share 0 also has what is no tensor. Nothing in a checkpoint is pickled,
-so reading one runs no code, whoever wrote it. Older versions (pickled descriptions, no layers, tensors in a form of our
-own, one writer) are refused.
+so reading one runs no code, whoever wrote it.
 
 A checkpoint is either complete or does not exist. Each writer puts its share into a hidden directory, with the
 checksums last (share.json). A writer that then sees all shares of all stages writes the manifest, which has the
@@ -23,12 +22,6 @@ State is kept per layer, and does not depend on pipelines. So it can be loaded w
 number of pipelines, and with other cuts into stages, whichever worker wrote which share. Shares without any of the
 requested layers are not read. The number of layers, the model, the classes of optimizer and scheduler, and the seed
 must be the same. A job whose iterations hold other micro-batches goes on training, but not to the same bits.
-
-`load_layers(directory, range(first, after)) -> StageState` reads the state of some layers, on any machine and without
-a running job; directory is a checkpoint, or a folder of checkpoints.
-
-`Checkpointer` takes a copy at the boundary of an iteration, and writes it in a thread beside the training.
-`save_weights` writes the trained weights, one safetensors file per layer.
 """
 
 from __future__ import annotations
@@ -358,8 +351,8 @@ def go_back(directory: Path) -> Checkpoint:
 
 
 def load_layers(directory: Path, span: Span, part: Part = whole_tensor) -> StageState:
-    """Reads the state of some layers from a checkpoint, or from the newest one in a folder of checkpoints. part: the
-    part of each tensor that is needed.
+    """Reads the state of some layers from a checkpoint, or from the newest one in a folder of checkpoints, on any
+    machine and without a running job. part: the part of each tensor that is needed.
 
     `StageOptimizer.load_state` takes the result; its `document["committed"]` is the next iteration.
     Raises CheckpointError; and OSError.
