@@ -11,8 +11,7 @@ Each living worker of a stage (with several ranks, each rank) writes a share of 
 says which. model.safetensors has parameters and buffers, each as LAYER.NAME; optimizer.safetensors has the tensors of
 the optimizer and scheduler. A tensor that is in several shares is in pieces, named NAME@FIRST-ELEMENT, and state.json
 says how to put them together. The state.json of share 0 also has what is no tensor. Nothing in a checkpoint is pickled,
-so reading one runs no code, whoever wrote it. Older versions (pickled descriptions, no layers, tensors in a form of our
-own, one writer) are refused.
+so reading one runs no code, whoever wrote it.
 
 A checkpoint is either complete or does not exist. Each writer puts its share into a hidden directory, with the
 checksums last (share.json). A writer that then sees all shares of all stages writes the manifest, which has the
@@ -23,12 +22,6 @@ State is kept per layer, and does not depend on pipelines. So it can be loaded w
 number of pipelines, and with other cuts into stages, whichever worker wrote which share. Shares without any of the
 requested layers are not read. The number of layers, the model, the classes of optimizer and scheduler, and the seed
 must be the same. A job whose iterations hold other micro-batches goes on training, but not to the same bits.
-
-`load_layers(directory, range(first, after)) -> StageState` reads the state of some layers, on any machine and without
-a running job; directory is a checkpoint, or a folder of checkpoints.
-
-`Checkpointer` takes a copy at the boundary of an iteration, and writes it in a thread beside the training.
-`save_weights` writes the trained weights, one safetensors file per layer.
 """
 
 from __future__ import annotations
@@ -46,7 +39,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -110,14 +103,9 @@ class CheckpointError(StateError):
     """A checkpoint is missing, damaged or of another job. The text says which one, and what is wrong."""
 
 
-class OldCheckpointError(CheckpointError):
-    """A checkpoint of an older form. It is complete, and must not be taken for missing, nor be overwritten."""
-
-
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint says about the job that wrote it. layers: of the whole model. recipe: the options that decide
-    how it trains, by name."""
+    """What a checkpoint says about the job that wrote it. layers: of the whole model."""
 
     workload: str
     layers: int
@@ -125,7 +113,6 @@ class Identity:
     pipelines: int
     micro_batches: int
     seed: int
-    recipe: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -154,11 +141,6 @@ class Checkpoint:
         """Reads the manifest. Raises CheckpointError; and OSError if it can't be read now, which says nothing of it."""
         try:
             doc = _read(path / "manifest.json", MAX_MANIFEST_BYTES)
-            if doc["format"] == FORMAT and doc["version"] in range(1, VERSION):
-                raise OldCheckpointError(
-                    f"{path}: a checkpoint of version {doc['version']}, which is not read any more; resume it with the "
-                    f"release that wrote it, or take another --checkpoint folder"
-                )
             if (doc["format"], doc["version"]) != (FORMAT, VERSION):
                 raise CheckpointError(f"{path}: got {doc['format']} {doc['version']}, expected {FORMAT} {VERSION}")
             stages = tuple(tuple(map(_written_share, stage)) for stage in doc["stages"])
@@ -265,16 +247,15 @@ def whole_checkpoints(directory: Path) -> list[Checkpoint]:
     """Returns the complete checkpoints in a folder, newest first. One whose manifest is gone or damaged counts as
     missing. Shares are not read.
 
-    Raises OldCheckpointError; and OSError if a manifest can't be read now, since an older checkpoint must not be taken
-    for the newest.
+    Raises OSError if a manifest can't be read now, since an older checkpoint must not be taken for the newest.
     """
     return _by_state(directory)[0]
 
 
 def _by_state(directory: Path, tries: int = 5) -> tuple[list[Checkpoint], dict[int, str]]:
-    """Returns the complete checkpoints, and by iteration why other finished ones are damaged; both newest first. tries:
-    how often the folder is read while checkpoints are removed from it. A shared file system may list what has long been
-    removed."""
+    """Returns the complete checkpoints, and by iteration why other finished ones are damaged, or of another version;
+    both newest first. tries: how often the folder is read while checkpoints are removed from it. A shared file system
+    may list what has long been removed."""
     whole, others, gone = list[Checkpoint](), dict[int, str](), False
     for path in directory.iterdir() if directory.is_dir() else ():
         if named := _NAME.fullmatch(path.name):
@@ -285,8 +266,6 @@ def _by_state(directory: Path, tries: int = 5) -> tuple[list[Checkpoint], dict[i
                     whole.append(checkpoint)
                 else:
                     others[iteration] = f"{path}: its manifest says iteration {checkpoint.iteration}"
-            except OldCheckpointError:
-                raise
             except CheckpointError as error:
                 if (path / "manifest.json").exists():  # otherwise it was never finished
                     others[iteration] = str(error)
@@ -372,8 +351,8 @@ def go_back(directory: Path) -> Checkpoint:
 
 
 def load_layers(directory: Path, span: Span, part: Part = whole_tensor) -> StageState:
-    """Reads the state of some layers from a checkpoint, or from the newest one in a folder of checkpoints. part: the
-    part of each tensor that is needed.
+    """Reads the state of some layers from a checkpoint, or from the newest one in a folder of checkpoints, on any
+    machine and without a running job. part: the part of each tensor that is needed.
 
     `StageOptimizer.load_state` takes the result; its `document["committed"]` is the next iteration.
     Raises CheckpointError; and OSError.
@@ -450,7 +429,7 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
         "format": FORMAT,
         "version": VERSION,
         "iteration": iteration,
-        "job": {**vars(identity), "recipe": dict(identity.recipe)},
+        "job": vars(identity),
         "torch": torch.__version__,
         "stages": [[{"files": share["files"], "layers": share["holds"]} for share in said] for said in stages],
         "partition": [said[0]["layers"] for said in stages],
@@ -637,8 +616,8 @@ def _identity(document: Any, stages: int) -> Identity:
         whole_number(values[name])
     if values["stages"] != stages or isinstance(values["seed"], bool) or not isinstance(values["seed"], int):
         raise ValueError(f"a job of {values['stages']!r} stages and the seed {values['seed']!r} with {stages} stages")
-    if not isinstance(values["workload"], str) or not isinstance(values["recipe"], dict):
-        raise ValueError("the job's workload is no text, or its recipe no object")
+    if not isinstance(values["workload"], str):
+        raise ValueError("the job's workload is no text")
     return Identity(**values)
 
 
@@ -725,8 +704,6 @@ def prepare(
     if resume in (None, IF_ANY):
         try:
             there, others = _by_state(directory)
-        except CheckpointError as error:
-            raise options.refuse("directory", f"a folder without old checkpoints ({error})") from None
         except OSError as error:  # not the same as empty: the job would begin anew
             raise options.refuse("directory", f"a folder that can be read ({in_a_line(error)})") from None
         if there and resume is None:
@@ -735,7 +712,7 @@ def prepare(
                 f"a folder without checkpoints, or `checkpoints.resume` newest to go on from iteration "
                 f"{there[0].iteration}",
             )
-        if not there and others and resume == IF_ANY:
+        if not there and others:  # nothing is written over them
             why = next(iter(others.values()))
             raise options.refuse("resume", f"a whole checkpoint ({why}); to begin anew, name another folder")
         if not there:
@@ -779,28 +756,7 @@ def prepare(
             f"note: {was.pipelines} x {was.micro_batches} micro-batches an iteration until now, {identity.pipelines} x "
             f"{identity.micro_batches} from here: the numbers differ from those of an unbroken run"
         )
-    for name, value in identity.recipe.items():
-        if name in was.recipe and was.recipe[name] != value:
-            say(f"note: {name} was {was.recipe[name]} and is {value} from here")
     return Origin(identity, str(found.path), found.iteration)
-
-
-def learning_rates(groups: Iterable[Mapping[str, Any]]) -> tuple[float | None, ...]:
-    """Returns the learning rates of an optimizer's parameter groups as the script gives them, without a scheduler's
-    changes. None: the group has none."""
-    found = (group.get("initial_lr", group.get("lr")) for group in groups)
-    return tuple(float(rate) if isinstance(rate, float | int | Tensor) else None for rate in found)
-
-
-def kept_rate(script: Sequence[float | None], kept: Sequence[float | None]) -> str:
-    """Returns a note if the checkpoint has another learning rate than the script that resumes it; "": it has not."""
-    for mine, theirs in zip(script, kept, strict=True):
-        if mine != theirs and mine is not None and theirs is not None:
-            return (
-                f"the job goes on with the checkpoint's learning rate, {theirs:g}; the script's, {mine:g}, counts for "
-                "new jobs alone"
-            )
-    return ""
 
 
 @dataclass(frozen=True)

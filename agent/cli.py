@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 
@@ -28,7 +28,6 @@ from openrecycle.agent.config.options import (
     Planning,
     TrainingOptions,
     parse_bytes,
-    profile_unlike,
 )
 from openrecycle.agent.config.settings import Leaf, build, leaves, spelled, without_none
 from openrecycle.agent.jobs.start import check_writable, look_at, make_launcher, take_over
@@ -42,7 +41,7 @@ from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.output import check_out, is_stdout, run, write_out
 from openrecycle.planner.plans.plan import read_json, read_whole
-from openrecycle.planner.profiles import Clock, Profile, job_on, load
+from openrecycle.planner.profiles import Profile, job_on, load
 
 if TYPE_CHECKING:
     from openrecycle.agent.launcher.launch import Launcher
@@ -238,8 +237,6 @@ def train(
                 options: TrainingOptions = build(TrainingOptions, {**given, "console.token": token}, job=job)
                 source = NamedWorkload(workload, json_object(workload_options))
                 options.check()
-                if unlike := profile_unlike(profile, options):
-                    say(f"warning: {unlike}")
                 if dry_run:
                     look_at(options, source, say, role)
                     return
@@ -407,11 +404,9 @@ def profile_command(
     repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 10,
     warm_up: Annotated[int, typer.Option(help="Rounds before them that don't count.")] = 2,
     threads: Annotated[int, typer.Option(help="Of torch; workers train with 1.")] = 1,
-    clock: Annotated[
-        str, typer.Option(help="wall, or cpu: processor time, where other programs disturb the machine.")
-    ] = "wall",
-    spread_limit: Annotated[float, typer.Option(help="Largest (p90 - p10) / median that is accepted.")] = 0.25,
-    allow_spread: Annotated[bool, typer.Option(help="Write the profile however much the times vary.")] = False,
+    spread_limit: Annotated[
+        float, typer.Option(help="Largest (p90 - p10) / median that is accepted; inf: any.")
+    ] = 0.25,
     *,
     given: dict[str, Any],
 ) -> None:
@@ -432,11 +427,7 @@ def profile_command(
         ):
             if not least <= value <= most:
                 raise InputError(option, value, f"a whole number from {least} to {most}")
-        if clock not in get_args(Clock):
-            raise InputError("--clock", clock, "wall or cpu")
         computes_on: Platform = build(Platform, given, "platform.")
-        if computes_on.device != "cpu" and clock != "wall":
-            raise InputError("--clock", clock, f"wall with --device {computes_on.device}, which is no processor")
         # Written so that NaN fails it too.
         if not spread_limit >= 0:
             raise InputError("--spread-limit", spread_limit, "a number of at least 0")
@@ -453,7 +444,7 @@ def profile_command(
         from openrecycle.agent import profiling
 
         torch.set_num_threads(threads)
-        effort = profiling.ProfilingEffort(repeats, warm_up, clock)  # type: ignore[arg-type]
+        effort = profiling.ProfilingEffort(repeats, warm_up)
         grid = (pipelines, stages, micro_batches)
         try:
             if model is not None:
@@ -465,13 +456,13 @@ def profile_command(
         except profiling.MeasuringError as error:
             refuse(str(error))
         made = measured.model_copy(update={"capacity_bytes": capacity_bytes}).profile(*grid)
-        if made.spread > spread_limit and not allow_spread:
+        if made.spread > spread_limit:
             worst = max(made.parts, key=lambda part: part.spread)
             raise InputError(
                 "--spread-limit",
                 spread_limit,
                 f"times that vary less: those of {worst.name} vary by {made.spread:.0%} (p10 to p90, of the median). "
-                "Measure on a quiet machine, with more --repeats or --clock cpu; or write it with --allow-spread",
+                "Measure on a quiet machine, with more --repeats; or write it with --spread-limit inf",
             )
         write_out(out, (made.model_dump_json(indent=1) + "\n").encode())
     for line in _summary(made):

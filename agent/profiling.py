@@ -1,14 +1,13 @@
 """Measures what plans are made from: for each part of a model, op times, step and bytes that stay; op times of whole
 stages; transfers and reductions between real processes; and a whole profile made of these.
 
-Parts: a part runs through the same `Stage`, sums and optimizer as in training, one micro-batch after the other, alone
-in this process. Bytes are counted exactly, in a round that is not timed: from the allocations and releases that torch's
-own profiler sees; on a GPU from the memory that torch has given out.
+Bytes: one micro-batch runs through each part, with the `Stage`, sums and optimizer of the training, in this process.
 
-Stages: each stage runs through the executor of the training, in a process of its own, with neighbours that answer at
-once. The time of an op is all time from its beginning to that of the next op. So it includes data loading, seeding, and
-what Python does between ops. As many stages run at the same time as there will be workers on this machine, since they
-share its memory and caches then, too; or as many as there are GPUs. A GPU itself records the times between its ops.
+Times: each stage, or part, runs through the executor of the training, in a process of its own, with neighbours that
+answer at once. The time of an op is all time from its beginning to that of the next op. So it includes data loading,
+seeding, and what Python does between ops. As many stages run at the same time as there will be workers on this machine,
+since they share its memory and caches then, too; or as many as there are GPUs. A GPU itself records the times between
+its ops.
 
 Transfers and reductions use the same groups as training.
 """
@@ -28,25 +27,24 @@ from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
-from openrecycle.agent.config.devices import Platform, on_device
+from openrecycle.agent.config.devices import Platform, on_device, seed_for
 from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.config.options import LOOPBACK, Optimization, Timeouts
-from openrecycle.agent.examples.gpt import Block
+from openrecycle.agent.examples.gpt import Block, Embedding
 from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Say
+from openrecycle.agent.models.compat import LiveBytes
 from openrecycle.agent.models.layers import (
     CPU,
     LOWER,
-    Gradients,
     StageCuts,
     StageIO,
     StageOutput,
@@ -58,6 +56,7 @@ from openrecycle.agent.models.layers import (
 from openrecycle.agent.models.workload import NamedWorkload, Workload, WorkloadSource, probe_inputs, probe_targets
 from openrecycle.agent.monitoring.liveness import describe_exception
 from openrecycle.agent.stages.gradients import SUM_OF
+from openrecycle.agent.stages.memory import run_micro_batch
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.shards import assign
 from openrecycle.agent.stages.stage import Stage, assemble
@@ -71,41 +70,17 @@ from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, Worker
 from openrecycle.planner.plans.schedule import MicroBatch, Op
-from openrecycle.planner.profiles import Clock, Hardware, Measurements, Part, Reductions, Timing, shape_name
+from openrecycle.planner.profiles import Hardware, Measurements, Part, Reductions, Timing, shape_name
 
 # -- measures what the planner wants to know of a model -----------------------------------------
-
-T = TypeVar("T")
-
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-_KEY = (0, 0)
 
 
 @dataclass(frozen=True)
 class ProfilingEffort:
-    """How long to measure. repeats: timed rounds, after `warm_up` others. clock: `cpu` is the processor time of this
-    process, for a machine that has other things to do."""
+    """How long to measure. repeats: timed rounds, after `warm_up` others."""
 
     repeats: int = 10
     warm_up: int = 2
-    clock: Clock = "wall"
-
-
-@dataclass
-class Stopwatch:
-    """Seconds by op, one entry per timed round. clock: read before the op, and after it has ended."""
-
-    clock: Callable[[], float]
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, op: str) -> Iterator[None]:
-        started = self.clock()
-        yield
-        self.seconds.setdefault(op, []).append(self.clock() - started)
-
-    def timing(self, op: str) -> Timing:
-        return timing_of(self.seconds[op])
 
 
 def timing_of(seconds: list[float]) -> Timing:
@@ -117,129 +92,49 @@ def timing_of(seconds: list[float]) -> Timing:
     )
 
 
-def _clock_of(effort: ProfilingEffort, device: torch.device) -> Callable[[], float]:
+def _clock_of(device: torch.device) -> Callable[[], float]:
     """Returns the clock for ops that are timed one by one. On a GPU it waits for the end of what the GPU was given."""
-    clock = CLOCKS[effort.clock]
     if device.type == "cpu":
-        return clock
+        return time.perf_counter
 
     def when_done() -> float:
         torch.cuda.synchronize(device)
-        return clock()
+        return time.perf_counter()
 
     return when_done
 
 
-@dataclass(frozen=True)
-class PartSpec:
-    """A part to be measured. build: makes the stage and its optimizer. x: the inputs. loss: of the output, scaled, for
-    the last part. All are on one device."""
-
-    name: str
-    build: Callable[[], tuple[Stage, StageOptimizer]]
-    x: Tensors
-    loss: Callable[[Any], Tensor] | None
-
-
-def measure_part(spec: PartSpec, effort: ProfilingEffort) -> tuple[Part, Tensors]:
-    """Measures a part. Returns the result, and the part's output (for the last part, its scaled loss)."""
-    device = (spec.x[0] if isinstance(spec.x, tuple) else spec.x).device
-    kept = partial(kept_bytes, device=device)
-    (stage, optimizer), weight_bytes = kept(spec.build)
-    watch = Stopwatch(_clock_of(effort, device))
-    dy: Gradients = None
-
-    def forward() -> Tensors:
-        # Copies, which nothing else refers to: of the input, as one that was received; of the output, which is sent and
-        # forgotten.
-        return _each(Tensor.clone, stage.forward(_KEY, _each(Tensor.clone, spec.x), seed=0, loss=spec.loss))
-
-    def input_backward() -> None:
-        stage.input_backward(_KEY, dy if dy is None else _each(Tensor.clone, dy))  # type: ignore[arg-type]
-
-    y, activation_bytes = kept(forward)
-    activation_bytes -= size_of(y)
-    if spec.loss is None:
-        dy = _each(_gradient, y)
-    _, change = kept(input_backward)
-    stage.weight_backward(_KEY)
-    _, state_bytes = kept(lambda: [optimizer.step() for _ in range(2)])
-
-    for number in range(effort.warm_up + effort.repeats):
-        if number == effort.warm_up:
-            watch.seconds.clear()
-        with watch("F"):
-            stage.forward(_KEY, spec.x, seed=number, loss=spec.loss)
-        with watch("I"):
-            stage.input_backward(_KEY, dy)
-        with watch("W"):
-            stage.weight_backward(_KEY)
-        with watch("O"):
-            optimizer.step()
-    part = Part(
-        name=spec.name,
-        forward=watch.timing("F"),
-        input_backward=watch.timing("I"),
-        weight_backward=watch.timing("W"),
-        step=watch.timing("O"),
-        activation_bytes=max(0, activation_bytes),
-        weight_backward_bytes=max(0, activation_bytes + change),
-        weight_bytes=max(0, weight_bytes),
-        optimizer_bytes=max(0, state_bytes),
-        reduced_bytes=size_of(stage.gradients.buffer),
-    )
-    return part, y
-
-
-def kept_bytes(work: Callable[[], T], device: torch.device = CPU) -> tuple[T, int]:
-    """Returns what `work` returns, and the bytes that it took on `device` and did not give back (negative: it gave back
-    more)."""
+def bytes_of_part(
+    build: Callable[[], tuple[Stage, StageOptimizer]],
+    inputs: tuple[Tensor, ...],
+    loss: Callable[[Any], Tensor] | None,
+    *,
+    first: bool,
+) -> tuple[dict[str, int], tuple[Tensor, ...]]:
+    """Returns the bytes of a part, by their names in planner.profiles.Part, and the part's output (for the last part,
+    its scaled loss). build: makes the stage and its optimizer. inputs: on its device."""
+    weights, state = LiveBytes(), LiveBytes()
+    with weights:
+        stage, optimizer = build()
     gc.collect()
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        return work(), torch.cuda.memory_allocated(device) - before
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        result = work()
-    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-    return result, sum(e.nbytes() for e in events if e.name() == "[memory]")
-
-
-def _take_workspaces(device: torch.device, optimization: Optimization) -> None:
-    """Makes a GPU's library for matrix products allocate its own memory, which must not be counted as a layer's. It
-    allocates some for each thread."""
-    if device.type == "cuda":
-        lower = None if optimization.autocast is None else LOWER[optimization.autocast]
-        layer, x = nn.Linear(64, 64, device=device), torch.ones(64, 64, device=device, requires_grad=True)
-        for dtype in (None, lower):
-            with torch.autocast("cuda", dtype, enabled=dtype is not None):
-                (x @ layer(x)).float().sum().backward()
+    weight_bytes = weights.now
+    memory, outputs = run_micro_batch(stage, inputs, loss, first=first)
+    with state:
+        for _ in range(2):
+            optimizer.step()
+    found = {
+        "activation_bytes": memory.forward + memory.given,  # the output, too, is held until I
+        "weight_backward_bytes": memory.backward,
+        "weight_bytes": weight_bytes,
+        "optimizer_bytes": max(0, state.now),
+        "reduced_bytes": size_of(stage.gradients.buffer),
+    }
+    return found, outputs
 
 
 def size_of(tensors: Tensors) -> int:
     """Returns the bytes of tensors."""
     return sum(t.nbytes for t in (tensors if isinstance(tensors, tuple) else (tensors,)))
-
-
-def _each(change: Callable[[Tensor], Tensor], tensors: Tensors) -> Tensors:
-    return tuple(map(change, tensors)) if isinstance(tensors, tuple) else change(tensors)
-
-
-def _gradient(y: Tensor) -> Tensor:
-    """Returns a gradient for an output, as small as with a mean over the batch. For integers it is not used."""
-    return torch.randn_like(y) / y.numel() if y.is_floating_point() else y
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Switches off the error stream of the process, to which torch's profiler writes without Python."""
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nowhere)
 
 
 # -- how long transfers and reductions take between real processes ------------------------------
@@ -249,7 +144,6 @@ dist: Any = torch.distributed
 MAX_REDUCED_BYTES = 1 << 26
 """Larger sums are measured with so many bytes; plans take them to last longer in proportion."""
 _TRAFFIC_SECONDS = 300.0
-_QUICKEST = 4
 
 
 class MeasuringError(RuntimeError):
@@ -314,7 +208,6 @@ def measure_traffic(
     *,
     repeats: int,
     warm_up: int,
-    clock: Clock = "wall",
     optimization: Optimization | None = None,
     computes_on: Platform | None = None,
     say: Say = lambda _: None,
@@ -323,13 +216,9 @@ def measure_traffic(
     reduction all peers get the whole sum. If `optimization` shards the optimizer's state, they exchange sums and then
     parameters in the way of such a job.
 
-    Every peer is a process of this machine, with its own GPU as long as there are enough. Processor time would not
-    include waiting for each other. So with the clock `cpu`, four times as many rounds are run, and the fastest quarter
-    of them stands for a machine that nobody else uses. say: is told if peers share GPUs. Raises MeasuringError;
-    InputError if they can't share them.
+    Every peer is a process of this machine, with its own GPU as long as there are enough. say: is told if peers share
+    GPUs. Raises MeasuringError; InputError if they can't share them.
     """
-    if clock == "cpu":
-        repeats *= _QUICKEST
     reduced = min(reduced_bytes, MAX_REDUCED_BYTES) if peers > 1 else 0
     processes = max(2 if sizes else 1, peers if reduced else 1)
     if processes < 2:
@@ -352,11 +241,8 @@ def measure_traffic(
     finally:
         pool.kill_all()
 
-    def timing(taken: list[float]) -> Timing:
-        return timing_of(sorted(taken)[: -(-len(taken) // _QUICKEST)] if clock == "cpu" else taken)
-
-    transfers = tuple(timing([s / 2 for s in taken]) for taken in seconds["transfers"])
-    reductions = Reductions(bytes=reduced, by_peers=tuple(map(timing, seconds["reductions"]))) if reduced else None
+    transfers = tuple(timing_of([s / 2 for s in taken]) for taken in seconds["transfers"])
+    reductions = Reductions(bytes=reduced, by_peers=tuple(map(timing_of, seconds["reductions"]))) if reduced else None
     return transfers, reductions
 
 
@@ -427,7 +313,7 @@ def pass_on(lines: Lines, me: int, size: int, rounds: Sequence[int], device: tor
 def _timed_together(groups: Groups, exchange: Callable[[], object], rounds: range, device: torch.device) -> list[float]:
     """Returns the seconds of an exchange, for each round. All peers begin it at the same time."""
     together, taken = torch.zeros(1, dtype=torch.int64, device=device), []
-    clock = _clock_of(ProfilingEffort(), device)
+    clock = _clock_of(device)
     for _ in rounds:
         groups.reduce(together)
         started = clock()
@@ -602,8 +488,8 @@ def _process(run: StageRun, pipe: Connection) -> None:
 
 
 class StageBenchmark:
-    """One stage with its executor, and a script of F, I and W in the order of 1F1B. clock: that of the effort, unless
-    given. device: where the stage computes."""
+    """One stage with its executor, and a script of F, I and W in the order of 1F1B. clock: of seconds, unless given.
+    device: where the stage computes."""
 
     def __init__(self, run: StageRun, clock: Callable[[], float] | None = None, device: torch.device = CPU) -> None:
         workload, me, job = _of_one_shape(run.workload.load()), run.cell, run.job
@@ -614,7 +500,7 @@ class StageBenchmark:
         steps = Steps(me, run.optimization, optimizer, cuts.partition, lambda *_: None)
         self._gradients = stage.gradients.buffer
         on_cpu = device.type == "cpu"
-        self._clock: Callable[[], Any] = clock or (CLOCKS[run.effort.clock] if on_cpu else partial(_recorded, device))
+        self._clock: Callable[[], Any] = clock or (time.perf_counter if on_cpu else partial(_recorded, device))
         self._marks = list[Any]()
         self._executor = Executor(
             *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda kill: None), {}),
@@ -787,8 +673,6 @@ class Shape:
         return self.layers * layer + ends
 
 
-TERMS = 64
-"""The sums are made for so many micro-batches per iteration. The measured times do not depend on it."""
 _PUBLISHED = "the GPT-3 paper's table of sizes"
 SHAPES = {
     "gpt-3-medium": Shape(24, 1024, 16, _PUBLISHED),
@@ -805,48 +689,43 @@ def shape_of(name: str) -> Shape:
         raise InputError("--model", name, "one of " + ", ".join(SHAPES)) from None
 
 
-class TokenEmbedding(nn.Module):
-    """Maps tokens and their positions to vectors."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.token = nn.Embedding(shape.vocabulary, shape.width)
-        self.position = nn.Embedding(shape.sequence, shape.width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: (batch, sequence) int64; returns (batch, sequence, width)."""
-        x: Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        return x
+PIECES = ("embedding", "layer", "head")
 
 
-def parts_of(shape: Shape, batch: int, optimization: Optimization, device: torch.device = CPU) -> list[PartSpec]:
-    """Returns embedding, one layer, and head with its loss, for `batch` samples of full length each, and AdamW."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(shape.vocabulary, (batch, shape.sequence), generator=generator).to(device)
-    x = torch.randn(batch, shape.sequence, shape.width, generator=generator).to(device)
+class Pieces:
+    """A Workload of a built-in shape: the embedding, one layer and the head, for `batch` samples of full length, and
+    AdamW."""
 
-    def head() -> nn.Module:
+    def __init__(self, name: str, batch: int) -> None:
+        self._shape = shape = shape_of(name)
+        self.samples_per_micro_batch = batch
+        self.stage_output_shape = (batch, shape.sequence, shape.width)
+        self.stage_output_dtype = torch.float32
+
+    def layer_count(self, stages: int) -> int:
+        return len(PIECES)
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        shape = self._shape
+        torch.manual_seed(seed_for("parameters", seed, layer))
+        if PIECES[layer] == "embedding":
+            return Embedding(shape.width, shape.sequence, shape.vocabulary)
+        if PIECES[layer] == "layer":
+            return Block(shape.width, shape.heads, 0.0)
         return nn.Sequential(nn.LayerNorm(shape.width), nn.Linear(shape.width, shape.vocabulary))
 
-    def loss(output: Tensor) -> Tensor:
-        return functional.cross_entropy(output.reshape(-1, shape.vocabulary), tokens.reshape(-1)) / TERMS
+    def inputs(self, seed: int, *_: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        size = (self.samples_per_micro_batch, self._shape.sequence)
+        return torch.randint(self._shape.vocabulary, size, generator=generator)
 
-    def trained(build: Callable[[], nn.Module]) -> Callable[[], tuple[Stage, StageOptimizer]]:
-        def made() -> tuple[Stage, StageOptimizer]:
-            module = build().to(device)
-            gradients = SUM_OF[optimization.mode](module.parameters(), terms=TERMS, device=device)
-            optimizer = StageOptimizer(
-                module, torch.optim.AdamW(module.parameters()), gradients, clips=optimization.clip_norm is not None
-            )
-            return Stage(module, gradients, autocast=optimization.autocast), optimizer
+    targets = inputs
 
-        return made
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(output.reshape(-1, self._shape.vocabulary), targets.reshape(-1))
 
-    return [
-        PartSpec("embedding", trained(lambda: TokenEmbedding(shape)), tokens, None),
-        PartSpec("layer", trained(lambda: Block(shape.width, shape.heads, 0.0)), x, None),
-        PartSpec("head", trained(head), x, loss),
-    ]
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters)
 
 
 # -- a whole profile ---------------------------------------------------------------------------------
@@ -864,41 +743,32 @@ def measure_model(
     say: Say,
     computes_on: Platform | None = None,
 ) -> Measurements:
-    """Measures a built-in shape: embedding, one layer and head, split in the way of the deferred Linear.
+    """Measures a built-in shape: its embedding, one layer and head, each as if it were a stage.
 
     batch: samples per micro-batch. say: gets sentences about the progress. Raises InputError or MeasuringError.
     """
-    computes_on = computes_on or Platform()
     name, (pipelines, stages, _) = shape_name(name), grid
     shape = shape_of(name)
     if stages > shape.layers:
         raise InputError("--stages", stages, f"at most {shape.layers}, the layers of {name}")
-    device, parts = _taken(computes_on, optimization, grid), []
-    for spec in parts_of(shape, batch, optimization, device):
-        say(f"measuring {spec.name} of {name}")
-        part = measure_part(spec, effort)[0]
-        parts.append(part.model_copy(update={"step": _part_of(part.step, optimization, pipelines)}))
-    boundary = torch.float32.itemsize * batch * shape.sequence * shape.width
-    reduced = max(part.reduced_bytes for part in parts)
-    transfers, reductions = _traffic((boundary,), reduced, pipelines, effort, optimization, say, computes_on)
+    # One micro-batch an iteration: those of the large shapes take many seconds.
+    path, options, alone = f"{__name__}:{Pieces.__name__}", {"name": name, "batch": batch}, (pipelines, len(PIECES), 1)
+    made = measure_workload(path, options, alone, optimization, effort, say, computes_on)
     about = (
         f"{shape.layers} layers, hidden {shape.width}, {shape.heads} heads, sequence {shape.sequence}, "
         f"vocabulary {shape.vocabulary}, {shape.parameters / 1e9:.2f} billion parameters; sizes: {shape.note}"
     )
-    return Measurements(
-        model=name,
-        about=about,
-        samples_per_micro_batch=batch,
-        mode=optimization.mode,
-        sharded_over=_sharded_over(optimization, pipelines),
-        clipped=optimization.clip_norm is not None,
-        hardware=_hardware(effort, optimization, device),
-        cut="layers",
-        layers=shape.layers,
-        parts=tuple(parts),
-        boundary_bytes=boundary,
-        transfers=transfers,
-        reductions=reductions,
+    return made.model_copy(
+        update={
+            "model": name,
+            "about": about,
+            "cut": "layers",
+            "layers": shape.layers,
+            "parts": tuple(
+                part.model_copy(update={"name": piece}) for part, piece in zip(made.parts, PIECES, strict=True)
+            ),
+            "transfers": made.transfers[:1],
+        }
     )
 
 
@@ -935,7 +805,6 @@ def measure_workload(
     with _sentence("data can't be read"):
         inputs = on_device(tensors_of(probe_inputs(workload, 0), "data"), device)
         targets = on_device(probe_targets(workload, 0), device)
-    x: Tensors = inputs if len(inputs) > 1 else inputs[0]
 
     def scaled_loss(output: Any) -> Tensor:
         return workload.loss(output, targets) / (pipelines * micro_batches)
@@ -944,18 +813,19 @@ def measure_workload(
         made, _ = assemble(workload, alone, cuts, number, 0, optimization, device)
         return made, stage_optimizer(workload, made.module, made.gradients, optimization)
 
-    parts, sizes = [], []
+    kept, sizes = list[dict[str, int]](), list[int]()
     if getattr(workload, "varies", False):
         say("inputs have several shapes: all times and bytes are those of the largest micro-batch")
     say(f"measuring the bytes that {alone.stages} {what}s of {path} keep")
     for number in range(alone.stages):
         last = number == alone.stages - 1
-        spec = PartSpec(f"{what} {number}", partial(trained, number), x, scaled_loss if last else None)
         with _sentence(f"{what} {number} can't be run"):
-            part, x = measure_part(spec, replace(effort, repeats=1, warm_up=0))
-        parts.append(part)
+            found, inputs = bytes_of_part(
+                partial(trained, number), inputs, scaled_loss if last else None, first=not number
+            )
+        kept.append(found)
         if not last:
-            sizes.append(size_of(x))
+            sizes.append(size_of(inputs))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the processes that measure stages need the memory now
     measured = partial(measure_stages, source, layers=cuts.layers, computes_on=computes_on)
@@ -967,7 +837,7 @@ def measure_workload(
             for number, (span, stage) in enumerate(zip(together, of_stages, strict=True))
             for layer in shared_out(stage, [rounds[k] for k in span], first=number == 0)
         ]
-    parts = [_timed(part, found) for part, found in zip(parts, rounds, strict=True)]
+    parts = [_part(f"{what} {k}", kept[k], found) for k, found in enumerate(rounds)]
     reduced = max(sum(parts[k].reduced_bytes for k in span) for span in together)
     transfers, reductions = _traffic(tuple(sizes), reduced, pipelines, effort, optimization, say, computes_on)
     return Measurements(
@@ -977,7 +847,7 @@ def measure_workload(
         mode=optimization.mode,
         sharded_over=_sharded_over(optimization, pipelines),
         clipped=optimization.clip_norm is not None,
-        hardware=_hardware(effort, optimization, device),
+        hardware=_hardware(optimization, device),
         cut="each" if what == "layer" else "stages",
         layers=alone.stages if what == "layer" else 0,
         parts=tuple(parts),
@@ -991,19 +861,11 @@ def _taken(computes_on: Platform, optimization: Optimization, grid: Grid) -> tor
     """Returns the device of this process. Raises InputError, also where transfers could not be measured at the end."""
     if grid[:2] != (1, 1):
         computes_on.check(2)
-    device = computes_on.take(0, deterministic=optimization.mode == "deterministic")
-    _take_workspaces(device, optimization)
-    return device
+    return computes_on.take(0, deterministic=optimization.mode == "deterministic")
 
 
 def _sharded_over(optimization: Optimization, pipelines: int) -> int:
     return pipelines if optimization.sharding == "zero1" else 0
-
-
-def _part_of(step: Timing, optimization: Optimization, pipelines: int) -> Timing:
-    """Returns the time that one worker takes for its part of a whole stage's step; the time is the same per element."""
-    share = min(1.0, 2 / max(1, _sharded_over(optimization, pipelines)))
-    return step.model_copy(update={name: round(getattr(step, name) * share, 3) for name in ("median", "p10", "p90")})
 
 
 def shared_out(stage: Rounds, layers: list[Rounds], *, first: bool = False) -> list[Rounds]:
@@ -1023,9 +885,9 @@ def shared_out(stage: Rounds, layers: list[Rounds], *, first: bool = False) -> l
     return made
 
 
-def _timed(part: Part, found: Rounds) -> Part:
+def _part(name: str, kept: Mapping[str, int], found: Rounds) -> Part:
     names = {"F": "forward", "I": "input_backward", "W": "weight_backward", "O": "step"}
-    return part.model_copy(update={name: timing_of(found[kind]) for kind, name in names.items()})
+    return Part(name=name, **kept, **{name: timing_of(found[kind]) for kind, name in names.items()})  # type: ignore[arg-type]
 
 
 def _traffic(
@@ -1046,7 +908,6 @@ def _traffic(
         *(unlike, reduced, peers),
         repeats=repeats,
         warm_up=effort.warm_up,
-        clock=effort.clock,
         optimization=optimization,
         computes_on=computes_on,
         say=say,
@@ -1055,7 +916,7 @@ def _traffic(
     return tuple(by_size[size] for size in sizes), reductions
 
 
-def _hardware(effort: ProfilingEffort, optimization: Optimization, device: torch.device) -> Hardware:
+def _hardware(optimization: Optimization, device: torch.device) -> Hardware:
     return Hardware(
         processor=_processor(),
         cores=os.cpu_count() or 1,
@@ -1064,7 +925,7 @@ def _hardware(effort: ProfilingEffort, optimization: Optimization, device: torch
         torch=torch.__version__,
         threads=torch.get_num_threads(),
         dtype=_dtype(optimization),
-        clock=effort.clock,
+        clock="wall",
         load=round(os.getloadavg()[0], 2),
         measured_on=datetime.now(UTC).date().isoformat(),
     )

@@ -32,7 +32,6 @@ from openrecycle.planner.check import check as find_violations
 from openrecycle.planner.check import checked, claim, further
 from openrecycle.planner.export import EXPORTERS, format_named
 from openrecycle.planner.export.compare import ComparisonRow, compare
-from openrecycle.planner.export.text_formats import parse_yaml
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import (
@@ -56,7 +55,7 @@ from openrecycle.planner.layers.migration import (
 from openrecycle.planner.layers.partition import Layout, best_at_home, best_relayout, lay_out
 from openrecycle.planner.output import check_out, console, is_stdout, run, write_out
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
-from openrecycle.planner.plans.plan import PLAN_BYTES, JobDoc, Plan, PlanError, read_whole
+from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.profiles import analytic_job, job_on, load, model_shape
 from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
@@ -380,13 +379,7 @@ def compare_command(
 def _valid_plan(path: Path) -> Plan:
     """Load a plan. Raises PlanError for a file that is no plan, and for a plan that planner.check finds invalid, whose
     picture and numbers would mean nothing."""
-    if path.suffix.lower() in (".yaml", ".yml"):
-        try:
-            plan = parse_yaml(read_whole(path, most=PLAN_BYTES), source=str(path))
-        except OSError as error:
-            raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
-    else:
-        plan = Plan.load(path)
+    plan = Plan.load(path)
     violations = find_violations(plan)
     if violations:
         more = f" (and {more}; see the check command)" if (more := further(violations)) else ""

@@ -300,31 +300,6 @@ def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job
         return job_on(document, job.pipelines, job.stages, job.micro_batches, by_layers=each)
 
 
-def profile_unlike(profile: str | Path | Profile | JobDoc | None, options: TrainingOptions) -> str:
-    """Returns a warning where the profile has measured other ops or steps than the job's; "": there is none."""
-    document = load(profile) if isinstance(profile, str | Path) else profile
-    if not isinstance(document, Profile):
-        return ""
-    said, optimization = [], options.optimization
-    flags = (
-        ("--mode", document.mode, optimization.mode),
-        ("--optimizer-sharding", document.sharding, optimization.sharding),
-    )
-    for flag, measured, wanted in flags:
-        if measured != wanted:
-            said.append(
-                f"the profile was measured with {flag} {measured}: steps by {wanted} take another time than plans say"
-            )
-    if document.clipped != (clips := optimization.clip_norm is not None):
-        how, other = ("without", "a job that clips") if clips else ("with", "a job that does not")
-        said.append(f"the profile was measured {how} --clip-norm: {other} takes another time for a step than plans say")
-    on, device = "cuda" if document.hardware.accelerator else "cpu", options.platform.device
-    # Paced ops are stretched to the profile's times, so quicker ones on a GPU do not matter.
-    if on != device and not (on == "cpu" and options.planning.by_profile):
-        said.append(f"the profile was measured with --device {on}: ops by {device} take other times than plans say")
-    return "; ".join(said)
-
-
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Optimization(OptionGroup):

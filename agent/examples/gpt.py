@@ -43,11 +43,11 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Bytes and their positions to vectors."""
+    """Tokens and their positions to vectors."""
 
-    def __init__(self, width: int, length: int) -> None:
+    def __init__(self, width: int, length: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: (batch, sequence) int64; returns (batch, sequence, width)."""

@@ -121,7 +121,7 @@ class CallableWorkload:
         cut = Read(self.make_batch, self.seed).cut
         if cut is None:
             return
-        if "cuts" in document:  # older versions wrote none
+        if "cuts" in document:  # none where a function of the user cut the data until now
             cuts = cuts_from(read_cuts(document["cuts"]), cut.cuts[-1], iteration)
             if cuts != cut.cuts:
                 cut.cut_as(cuts)

@@ -59,6 +59,7 @@ from openrecycle.agent.models.torch_settings import kept_settings
 from openrecycle.agent.models.workload import EvaluationData, Workload, probe_inputs, probe_targets
 from openrecycle.agent.stages.backward import Deferred, Fused, Strategy
 from openrecycle.agent.stages.gradients import SUM_OF, GradientSum
+from openrecycle.agent.stages.memory import MicroBatchMemory, run_micro_batch
 from openrecycle.agent.stages.optimizer import (
     BUCKET_BYTES,
     ELEMENTWISE,
@@ -82,20 +83,6 @@ _SMALL = 4 << 20
 """Bytes of parameters up to which a model runs for real, in less time than it takes to import tensors without data."""
 _LARGE = 256 << 20
 """Bytes of parameters above which a model never runs for real: that may take minutes, and too much memory."""
-
-
-@dataclass(frozen=True)
-class MicroBatchMemory:
-    """Bytes of one micro-batch on a stage. forward: held from its F to its I. backward: held from its I to its W.
-    beside: needed while an op runs, in addition to the larger of these two. received: the larger of the
-    input and the gradient of the output. given: sent to the next stage. back: sent to the stage before."""
-
-    forward: int = 0
-    backward: int = 0
-    beside: int = 0
-    received: int = 0
-    given: int = 0
-    back: int = 0
 
 
 @dataclass(frozen=True)
@@ -268,8 +255,12 @@ def micro_batch_memory(
         for stage, span in enumerate(spans(partition)):
             module = build_layers(workload, span, layers, seed, take)
             loss = measured if stage == len(partition) - 1 else None
+            deferred = Deferred(module)
+            split: Strategy = deferred if deferred.layers.parameters else Fused(module)
             with _nothing_compiled():
-                memory, inputs = _one(module, inputs, loss, autocast, first=stage == 0)
+                memory, inputs = run_micro_batch(
+                    Stage(module, _Dropped(module), split=split, autocast=autocast), inputs, loss, first=stage == 0
+                )
             found.append(memory)
         return found
 
@@ -391,42 +382,6 @@ def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def _real() -> Iterator[Callable[[Tensor], Tensor]]:
     yield torch.clone
-
-
-def _one(
-    module: LayerStack,
-    inputs: tuple[Tensor, ...],
-    loss: Callable[[Any], Tensor] | None,
-    autocast: Autocast | None,
-    *,
-    first: bool,
-) -> tuple[MicroBatchMemory, tuple[Tensor, ...]]:
-    """Runs a micro-batch through a stage. Returns the memory that it takes, and the stage's output."""
-    deferred = Deferred(module)
-    split: Strategy = deferred if deferred.layers.parameters else Fused(module)
-    stage = Stage(module, _Dropped(module), split=split, autocast=autocast)
-    live = compat.LiveBytes()
-    with live:
-        # Copies, which nothing else refers to, just as inputs arrive in a worker.
-        x = tuple(t.detach().clone() for t in inputs)
-        came = live.now
-        y = stage.forward(_KEY, x if len(x) > 1 else x[0], seed=0, loss=loss)
-        del x
-    outputs = y if isinstance(y, tuple) else (y,)
-    # Not counted: what is sent lives longer than the micro-batch.
-    given = 0 if loss is not None else sum(t.nbytes for t in outputs)
-    after_f = live.now - given
-    with live:
-        dys = tuple(torch.empty_like(t) if t.is_floating_point() else None for t in outputs)
-        dx = stage.input_backward(_KEY, None if loss is not None else dys if isinstance(y, tuple) else dys[0])
-    back = sum(t.nbytes for t in (dx if isinstance(dx, tuple) else (dx,)) if t is not None)
-    del dys, dx
-    after_i = live.now - given
-    with live:
-        stage.weight_backward(_KEY)
-    beside = max(0, live.most - max(after_f, after_i))
-    memory = MicroBatchMemory(after_f, after_i, beside, max(came, given), given, 0 if first else back)
-    return memory, tuple(t.detach() for t in outputs)
 
 
 class _Dropped(GradientSum):

@@ -10,7 +10,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -310,11 +310,8 @@ def _origin(
         return None
     from openrecycle.agent.checkpoints import Identity, prepare
 
-    job, faults = options.job, options.faults
-    name = getattr(source, "path", type(source).__name__)
-    of_faults = ("keep_finished", "on_bad_sample", "bad_sample_limit")
-    recipe = asdict(options.optimization) | {field: getattr(faults, field) for field in of_faults}
-    identity = Identity(name, layers, job.stages, job.pipelines, job.micro_batches, options.seed, recipe)
+    job, name = options.job, getattr(source, "path", type(source).__name__)
+    identity = Identity(name, layers, job.stages, job.pipelines, job.micro_batches, options.seed)
     return prepare(options.checkpoints, identity, options.iterations, say, check)
 
 

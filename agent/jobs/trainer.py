@@ -40,7 +40,6 @@ from openrecycle.agent.config.options import (
     Optimization,
     Planning,
     TrainingOptions,
-    profile_unlike,
 )
 from openrecycle.agent.jobs.callables import (
     CallableWorkload,
@@ -264,8 +263,6 @@ class ResilientTrainer:
         options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
         options = replace(options.anchored(), job=options.planning.job(job, profile))
         options.check(to_the_end=False)  # wrong options are refused now, not when training begins
-        if unlike := profile_unlike(profile, options):
-            log.warning("%s", unlike)
         if options.record is not None:
             check_writable(Path(options.record))
         make_batch, loading = _batches(data, job, seed, batch_size, loading or Loading())

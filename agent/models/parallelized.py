@@ -16,8 +16,7 @@ before its forward and before its backward, in memory that is released afterward
 parameter is summed over the ranks before it is added to the iteration's sum, which holds this rank's rows. This sum
 over ranks is of floats, but always in the same order, so a micro-batch gives the same bits on whichever worker it runs.
 
-Gradients, optimizer state, snapshots, hand-over and checkpoints are those of the rows, which are the module's
-parameters. The splits of the backward (agent.stages.backward) work on the whole parameters.
+The splits of the backward (agent.stages.backward) work on the whole parameters.
 
 Divided micro-batches: rank r of R ranks gets the r-th of R equal runs of samples, which is that part of dimension 0 of
 every tensor of inputs and targets. Each rank reads the whole micro-batch and keeps its part. The loss is the mean over

@@ -90,8 +90,6 @@ WORKERS_TIMEOUT_SECONDS = 2.0
 STOPPED_TIMEOUT_SECONDS, ENDED_TIMEOUT_SECONDS = 3.0, 60.0
 AWAY_SECONDS = 5.0
 """A console must not answer for so long before that is said."""
-AWAY_AGAIN_SECONDS = 60.0, 3600.0
-"""Seconds until it is said again that the job stands still: the first time, and at most. They double each time."""
 TRY_AGAIN_SECONDS = 1.0
 """The longest pause between two tries. A console that is back must get a report of a death before its transfer_grace
 ends; otherwise it has all workers connect anew, with the dead one among them. And living workers wait for its
@@ -326,39 +324,36 @@ class Phases:
 
 
 class Absence:
-    """Decides when the launcher says that the console is away, and that the job stands still for that reason. It has no
-    clock of its own.
+    """Decides when the launcher says that the console is away, or takes no reports: once when this has lasted for
+    AWAY_SECONDS, once more when the job stands still for that reason, and once when it is over. It has no clock of its
+    own.
 
     Workers train on without a console. But if one of them is lost, all others stop until the console has decided who
     goes on. begun: has the console ever decided that?
     """
 
     def __init__(self, *, begun: bool) -> None:
-        self._lost = dict[str, str]()
-        """How each lost worker ended."""
-        self._broken_at: float | None = None
-        """Since when workers can't go on with each other, although none of them is known to be lost."""
-        self._broken, self._begun = False, begun
-        self._told: str | None = None
-        """Why the job stood still, when this was last said; "": it was only said that the console is away."""
-        self._answered = False
-        """Did the console answer, when that was said?"""
-        self._due = self._wait = 0.0
+        self._lost = frozenset[str]()
+        self._undecided = not begun
+        """Can workers not go on with each other, although none of them is known to be lost?"""
+        self._told = ""
+        """What the console did not do when that was last said; "": it has done so since."""
+        self._told_to_stand = False
 
-    def lost(self, worker: str, how: str) -> None:
-        self._lost[worker] = how
+    def lost(self, worker: str) -> None:
+        self._lost |= {worker}
 
     def broken(self) -> None:
-        self._broken = True
+        self._undecided = True
 
     def trains(self) -> None:
         """Workers train in the generation in force, so nothing is broken, or they only had to connect anew."""
-        self._broken = False
+        self._undecided = False
 
     def decided(self, members: Collection[str]) -> None:
         """There is a new generation. A lost worker that is a member of it was lost after the decision."""
-        self._lost = {worker: how for worker, how in self._lost.items() if worker in members}
-        self._broken, self._begun = False, True
+        self._lost &= frozenset(members)
+        self._undecided = False
 
     def turn(
         self, now: float, away: tuple[float, str] | None, clock: float, refusing: tuple[float, str] | None = None
@@ -366,49 +361,22 @@ class Absence:
         """Returns what is to be said now; "": nothing. away: since when the console has not answered, and its error;
         None: it answers. clock: the time of day. refusing: since when it answers, but takes no reports, as when its
         disk is full."""
-        why, since_and_how = self._why(now), away or refusing
-        if since_and_how is None:
-            back, self._told = self._told is not None, None
-            return f"the console {'takes reports' if self._answered else 'answers'} again" if back else ""
-        since, how = since_and_how
-        news = self._told is None or (why and why != self._told)
-        if now - since < AWAY_SECONDS or not (news or (why and now >= self._due)):
+        found = away or refusing
+        if found is None:
+            told, self._told = self._told, ""
+            return f"the console {told} again" if told else ""
+        since, how = found
+        stands = bool(self._lost) or self._undecided
+        if now - since < AWAY_SECONDS or (self._told and (self._told_to_stand or not stands)):
             return ""
-        self._told, self._answered = why, away is None
-        shortest, longest = AWAY_AGAIN_SECONDS
-        self._wait = shortest if news else min(2 * self._wait, longest)
-        self._due = now + self._wait
+        self._told, self._told_to_stand = "answers" if away else "takes reports", stands
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(clock - (now - since)))
-        missing = f"has {'not answered' if away else 'taken no reports'} since {at} ({_ago(now - since)} ago: {how})"
-        if not why:
-            return (
-                f"the console {missing}; training goes on, but if a worker is lost, all wait until the console is back"
-            )
-        waits = "The job stands still" if self._begun or self._lost else "It waits"
-        if not away:
-            return f"{why}. {waits} until the console takes reports again, which {missing}; the job goes on by itself"
-        return (
-            f"{why}. {waits} until the console is back, which {missing}. Start the console again with the same "
-            "database; the job goes on by itself"
-        )
-
-    def _why(self, now: float) -> str:
-        """Returns why the job can't go on without the console; "": it can."""
-        # When connections break, it becomes known a moment later which worker was lost.
-        self._broken_at = None if not self._broken else now if self._broken_at is None else self._broken_at
-        if len(self._lost) > 1:
-            return f"{names(sorted(self._lost), last=' and ')} are gone"
-        if self._lost:
-            ((worker, how),) = self._lost.items()
-            return f"{worker} is gone" + (f" ({how})" if how else "")
-        if not self._begun:
-            return "the job has not begun"
-        late = self._broken_at is not None and now - self._broken_at >= AWAY_SECONDS
-        return "connections between workers broke, or a stage's state was lost" if late else ""
-
-
-def _ago(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        says = f"the console has {'not answered' if away else 'taken no reports'} since {at} ({how})"
+        if not stands:
+            return f"{says}; training goes on, but if a worker is lost, all wait until the console is back"
+        lost = f"{names(sorted(self._lost), last=' and ')} lost: " if self._lost else ""
+        again = ". Start the console again with the same database" if away else ""
+        return f"{lost}the job stands still until the console {self._told} again; {says}{again}"
 
 
 class ConsoleCoordination(Coordination):
@@ -529,7 +497,7 @@ class ConsoleCoordination(Coordination):
             if generation >= self._generation:  # an earlier generation is over, and nothing waits for it
                 self._absence.broken()
         elif self._living is None or str(worker) in self._living:
-            self._absence.lost(str(worker), detail)
+            self._absence.lost(str(worker))
         if cause == "transfer":
             self._workers.broken(str(worker), incarnation, generation, detail, peer)
             return

@@ -46,8 +46,6 @@ own waiting and cancelling is tested there with stand-ins. It relies on this:
 - All of a communicator is connected with its first operation. By NCCL's source (2.30.7), this holds for a sum with
   NCCL_RUNTIME_CONNECT off, for all algorithms; for a pair with the first message each way, for all channels; for an
   all-to-all with the first one. So `connect` and agent.transport.ranks begin one of each.
-- Loading a kernel also waits for all that the GPU was given: hence CUDA_MODULE_LOADING (see agent.config.devices).
-  `python -m tests.gpu --only waits` asks what else does. No op may do any of it (DEVELOPMENT.md).
 - A group in which a member died is of no use afterwards: each generation has new ones, under new names.
 
 A failure does not show by itself. torch's own handling would end the process, so it is switched off; a kernel whose

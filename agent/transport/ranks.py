@@ -9,11 +9,8 @@ present one trains, like all others (agent.transport.communicator.Standby).
 
 Tensors on the CPU go over gloo. Tensors on a GPU go over NCCL, or over gloo by way of the host's memory. In both cases
 the host waits for each collective: an op whose collective was cut short must not send what it has made of it. NCCL's
-communicator is not made ahead: a kernel of the training that waits for a peer, and the memory that a new communicator
-takes from the device, may wait for each other.
-
-Over NCCL this has trained on one GPU that all ranks share, and never between GPUs (app/docs/gpus.md). That other
-devices than the CPU go by way of the host is tested with a simulated device.
+communicator is not made ahead (DEVELOPMENT.md says why). That other devices than the CPU go by way of the host is
+tested with a simulated device.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Why this changes no bit, and no recovery:
   come later in the same stream.
 - The host waits for the end of each step.
 
-This runs on one GPU (app/docs/gpus.md); the order of waits is tested with stand-ins for its events.
+For what else the host waits, see DEVELOPMENT.md. The order of waits is tested with stand-ins for a GPU's events.
 """
 
 from __future__ import annotations

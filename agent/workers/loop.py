@@ -29,8 +29,6 @@ from openrecycle.agent.checkpoints import (
     CheckpointError,
     Origin,
     WeightsError,
-    kept_rate,
-    learning_rates,
     load_layers,
     save_weights,
     until_written,
@@ -152,16 +150,12 @@ class WorkerLoop:
         if not spec.joins:
             self._state.holds_everything()
             if origin is not None and origin.resumed is not None:
-                groups = self._optimizer.optimizer.param_groups
-                rates = learning_rates(groups)
                 try:
                     self._load(origin.resumed)
                 except CheckpointError:
                     raise
                 except StateError as error:
                     raise StateError(f"the checkpoint {origin.resumed} is of another job: {error}") from None
-                if me == Worker(0, stages - 1) and (words := kept_rate(rates, learning_rates(groups))):
-                    channel.say("warning", text=words)
         self._known = not spec.joins
         """Whether it has been in a generation with all others, or is one of the first workers."""
         self._generation = self._taken_in = 0

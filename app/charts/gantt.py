@@ -34,6 +34,7 @@ from openrecycle.planner.plans.drawing import (
     label,
     op_words,
     raster,
+    row_marks,
 )
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Link, Op, critical_path, micro_batch_path
@@ -755,10 +756,8 @@ def overview(drawing: Drawing, drawn: str, alt: str) -> str:
 
     It needs no script, so it is visible as soon as it is on the page. drawn: what `picture` returns.
     """
-    job, workers = drawing.job, drawing.rows.workers
-    width, height = job.units(drawing.schedule.end), len(workers)
-    rows = sorted({round(i) for i in np.linspace(0, height - 1, min(height, 9))})
-    names = "".join(f'<span style="top:{100 * (i + 0.5) / height:.2f}%">{workers[i]}</span>' for i in rows)
+    width = drawing.job.units(drawing.schedule.end)
+    names = "".join(f'<span style="top:{100 * at:.2f}%">{worker}</span>' for at, worker in row_marks(drawing))
     times = "".join(f'<span style="left:{100 * t / width:.2f}%">{t:,.10g}</span>' for t in axis_times(width))
     return (
         f'<figure class="or-overview"><div class="or-rows" aria-hidden="true">{names}</div>'

@@ -33,7 +33,6 @@ from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, mad
 from openrecycle.planner.catalogs.catalog import Catalog, CatalogInfo, folder_files
 from openrecycle.planner.check import check, further
 from openrecycle.planner.export import EXPORTERS, text_formats
-from openrecycle.planner.export.picture import MAX_ROWS, MAX_STAGES
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.packed import CatalogQuestion, Packed, packed
@@ -466,8 +465,6 @@ def _refusal(plan: Plan, name: str) -> ConsoleError | None:
     if name == "yaml" and ops > text_formats.MAX_OPS:
         most = text_formats.MAX_OPS
         return large(f"the plan has {ops:,} ops and YAML is written for at most {most:,}; use JSON")
-    if name in ("svg", "png") and _rows(plan) > MAX_ROWS and plan.job.stages > MAX_STAGES:
-        return large(f"the plan has {plan.job.stages:,} stages and a picture at most {MAX_STAGES}")
     if name == BUNDLE and plan.solver.name == MEASURED:
         why = "this is an iteration as it ran, which no job can be started with; take the plan that it ran"
         return unfit(why)
@@ -477,10 +474,6 @@ def _refusal(plan: Plan, name: str) -> ConsoleError | None:
         )
         return unfit(why)
     return None
-
-
-def _rows(plan: Plan) -> int:
-    return plan.job.pipelines * plan.job.stages - len(plan.failed)
 
 
 def _part(export: Export, name: str) -> CatalogPart:

@@ -1,10 +1,12 @@
 """A drawn schedule as a picture: shapes in pixels, and their rendering as SVG or PNG.
 
-SVG needs no browser. PNG is drawn with Pillow and the font that comes with Pillow, so it is the same on every machine.
+SVG needs no browser. PNG, and the raster of a large plan in both, is drawn with Pillow and the font that comes with
+Pillow, so it is the same on every machine.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 from collections.abc import Iterator
@@ -25,9 +27,7 @@ from openrecycle.planner.plans.drawing import (
     BAR_HEIGHT,
     EDGE,
     HATCH,
-    KINDS,
     LIGHT,
-    OP_WORDS,
     Colours,
     Drawing,
     raster_fills,
@@ -41,10 +41,9 @@ if TYPE_CHECKING:
 
 # -- a drawn schedule as shapes in pixels, which SVG and PNG draw alike -------------------------
 
-# With more rows or ops, single bars can't be read, so the picture has a row per stage.
+# With more rows or ops, single bars can't be read, so the picture is a raster.
 MAX_ROWS = 128
 MAX_OPS = 20_000
-MAX_STAGES = 256
 
 MARGIN = 24.0
 TITLE, BODY, SMALL = 17.0, 13.0, 12.0
@@ -52,8 +51,7 @@ LABEL_SIZES = (12.0, 10.0, 8.0)
 LINE_HEIGHT = 19.0
 ROW = 26.0
 MIN_PLOT, MAX_PLOT = 960.0, 3_200.0
-OVERVIEW_PLOT = 1_400.0
-COLUMN = 2.0  # pixels over which the fractions of a stage are averaged
+OVERVIEW_PLOT, OVERVIEW_HEIGHT = 1_600.0, 640.0
 OP_WIDTH = 30.0  # pixels of an op of median length, as far as the limits of the page allow
 # Mean width of a character in common sans-serif fonts, as a fraction of the font size.
 DIGIT_WIDTH = 0.6
@@ -80,10 +78,14 @@ class Rect:
 
 
 @dataclass(frozen=True, slots=True)
-class Polygon:
-    points: tuple[Point, ...]
-    fill: str
-    tooltip: str = ""
+class Raster:
+    """png: the pixels, which are stretched over the place."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    png: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Text:
     bold: bool = False
 
 
-Shape = Rect | Polygon | Line | Text
+Shape = Rect | Raster | Line | Text
 
 
 @dataclass(frozen=True)
@@ -173,30 +175,28 @@ class ChartFrame:
 
 
 def gantt(plan: Plan, pipeline: int | None = None) -> Picture:
-    """Draw a row per worker; for a large plan a row per stage, with bands as high as the fraction of its workers.
+    """Draw a row per worker; of a large plan as a raster, as on the console's pages.
 
-    pipeline: show only its workers. Raises PlannerError for more than MAX_STAGES stages with a row per stage.
+    pipeline: show only its workers. Raises PlannerError for a large plan where Pillow is not installed.
     """
     schedule, colours = plan.schedule(), LIGHT
     job = schedule.problem.job
     shown = [w for w in job.workers() if pipeline in (None, w.pipeline)]
     drawing = Drawing.of(schedule, shown, fault_free=plan.metrics.fault_free)
     workers = drawing.rows.workers
-    count = sum(schedule.op_counts[w] for w in drawing.living)
-    detailed = len(workers) <= MAX_ROWS and count <= MAX_OPS
-    if not detailed and job.stages > MAX_STAGES:
-        raise PlannerError(
-            f"a picture has at most {MAX_ROWS} rows of workers or {MAX_STAGES} of stages, and the plan has "
-            f"{len(workers):,} workers in {job.stages} stages; use chrome-trace or csv"
-        )
-    labels = [str(w) for w in workers] if detailed else [f"stage {s}" for s in range(job.stages)]
+    detailed = len(workers) <= MAX_ROWS and sum(schedule.op_counts[w] for w in drawing.living) <= MAX_OPS
+    image = None if detailed else model.raster(drawing)
     end = max([schedule.ends[w] for w in drawing.living] + [drawing.fault_free_end, schedule.period])
-    left = MARGIN + max(text_width(label, SMALL) for label in labels) + 10
-    height = ROW * drawing.rows.extent if detailed else job.stages * _stage_row(job.stages)
-    frame = ChartFrame(left, 0, _plot_width(drawing, end) if detailed else OVERVIEW_PLOT, height, end)
-    head = list(_head(plan, drawing, frame, colours, detailed=detailed, pipeline=pipeline))
+    left = MARGIN + max(text_width(str(worker), SMALL) for worker in workers) + 10
+    height, width = ROW * drawing.rows.extent, OVERVIEW_PLOT
+    if image is None:
+        width = _plot_width(drawing, end)
+    else:
+        height = len(image) * max(1, round(OVERVIEW_HEIGHT / len(image)))  # so that all rows are equally high
+    frame = ChartFrame(left, 0, width, height, end)
+    head = list(_head(plan, drawing, image, frame, colours, pipeline))
     frame = replace(frame, top=max(shape.y for shape in head if isinstance(shape, Text)) + 30)
-    body = _worker_rows(drawing, frame, colours) if detailed else _stage_rows(drawing, frame, colours)
+    body = _worker_rows(drawing, frame, colours) if image is None else _overview(drawing, image, frame, colours)
     return Picture(
         width=frame.right + MARGIN,
         height=frame.bottom + 58,
@@ -235,19 +235,24 @@ def _facts(plan: Plan) -> list[str]:
 
 
 def _head(
-    plan: Plan, drawing: Drawing, frame: ChartFrame, colours: Colours, *, detailed: bool, pipeline: int | None
+    plan: Plan,
+    drawing: Drawing,
+    image: NDArray[np.uint8] | None,
+    frame: ChartFrame,
+    colours: Colours,
+    pipeline: int | None,
 ) -> Iterator[Shape]:
-    """Draw title, facts and legend, each broken into lines that fit."""
+    """Draw title, facts and legend, each broken into lines that fit. image: the raster, if there is one."""
     room = frame.right - MARGIN
     y = MARGIN + 8
     yield Text(MARGIN, y, _title(plan, pipeline), TITLE, colours.text, bold=True)
     y += 6
-    note = [] if detailed else ["Each row is a stage; a colour's height is the share of its living workers in that op."]
+    note = [] if image is None else ["Each line of pixels is a worker; a dark one is out."]
     for line in _wrapped(_facts(plan), room) + note:
         y += LINE_HEIGHT
         yield Text(MARGIN, y, line, BODY, colours.muted)
     y += LINE_HEIGHT + 9
-    yield from _key(drawing, y, room, colours, detailed=detailed)
+    yield from _key(drawing, image, y, room, colours)
 
 
 def _wrapped(pieces: list[str], room: float) -> list[str]:
@@ -261,10 +266,12 @@ def _wrapped(pieces: list[str], room: float) -> list[str]:
     return lines
 
 
-def _key(drawing: Drawing, y: float, room: float, colours: Colours, *, detailed: bool) -> Iterator[Shape]:
+def _key(drawing: Drawing, image: NDArray[np.uint8] | None, y: float, room: float, colours: Colours) -> Iterator[Shape]:
     x, swatch = MARGIN, 13.0
-    kinds = {op.kind for op in drawing.ops} if detailed else model.kinds_that_last(drawing)
-    rerouted = detailed and any(op.rerouted for op in drawing.ops)
+    if image is None:
+        kinds, rerouted = {op.kind for op in drawing.ops}, any(op.rerouted for op in drawing.ops)
+    else:
+        kinds, rerouted = {kind for kind, code in model.CODES.items() if (image == code).any()}, False
     fills = {**colours.ops, "moved": colours.background, "bubble": colours.track}
     for entry in model.legend(kinds, rerouted=rerouted, ghost=False):
         hatch = colours.failed if entry.look == "moved" else None
@@ -354,62 +361,12 @@ def _fault_free_end(drawing: Drawing, frame: ChartFrame, colours: Colours) -> It
     yield Text(x, frame.top - 11, drawing.fault_free_words, SMALL, colours.text, anchor)
 
 
-def _stage_row(stages: int) -> float:
-    return 28.0 if stages <= 32 else 18.0 if stages <= 64 else 12.0
-
-
-def _stage_rows(drawing: Drawing, frame: ChartFrame, colours: Colours) -> Iterator[Shape]:
-    """Draw for each stage stacked bands, the fractions of its living workers in each kind of op; the rest is the
-    bubble."""
-    stages = drawing.job.stages
-    row = frame.height / stages
-    bar = row * BAR_HEIGHT
-    for s in range(stages):
-        top = frame.top + s * row + (row - bar) / 2
-        yield Text(frame.left - 8, top + bar / 2, f"stage {s}", min(SMALL, row * 0.8), colours.text, "end")
-        yield Rect(frame.left, top, frame.width, bar, colours.track)
-        found = model.shares(drawing, s, frame.end, max(1, round(frame.width / COLUMN)))
-        yield from _areas(found, frame, top, bar, s, colours)
-        workers = [w for w in drawing.rows.workers if w.stage == s]
-        out = sum(w in drawing.schedule.problem.failed for w in workers)
-        if out:
-            words = f"{out} of {len(workers)} out"
-            ground = len(words) * 6.4 + 10
-            size = min(SMALL, bar)
-            yield Rect(frame.right - ground, top + (bar - size) / 2 - 1, ground, size + 2, colours.background)
-            yield Text(frame.right - 5, top + bar / 2, words, size - 1, colours.text, "end")
-
-
-def _areas(
-    shares: dict[str, NDArray[np.float64]], frame: ChartFrame, top: float, bar: float, stage: int, colours: Colours
-) -> Iterator[Shape]:
-    """Draw a band of each kind on top of those before it, in steps; there is no band where no worker runs that kind."""
-    lower = np.zeros(max((len(row) for row in shares.values()), default=0))
-    for kind in filter(shares.__contains__, KINDS):
-        upper = lower + shares[kind]
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], shares[kind] > 0, [False]]).astype(np.int8)))
-        for first, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            roof = _steps(upper, first, end, frame, top + bar, bar)
-            floor = _steps(lower, first, end, frame, top + bar, bar)
-            yield Polygon((*roof, *reversed(floor)), colours.ops[kind], f"stage {stage}: {OP_WORDS[kind]}")
-        lower = upper
-
-
-def _steps(
-    heights: NDArray[np.float64], first: int, end: int, frame: ChartFrame, bottom: float, bar: float
-) -> list[Point]:
-    """Return the corner points from column `first` to behind the last, without repeated heights."""
-    width = frame.width / len(heights)
-    levels = bottom - np.minimum(1.0, heights[first:end]) * bar
-    points: list[Point] = []
-    before: float | None = None
-    for i, y in enumerate(levels.tolist(), first):
-        if before is None or abs(y - before) > 0.01:
-            if before is not None:
-                points.append((frame.left + i * width, before))
-            points.append((frame.left + i * width, y))
-            before = y
-    return [*points, (frame.left + end * width, before if before is not None else bottom)]
+def _overview(drawing: Drawing, image: NDArray[np.uint8], frame: ChartFrame, colours: Colours) -> Iterator[Shape]:
+    for place, worker in model.row_marks(drawing):
+        yield Text(frame.left - 8, frame.top + place * frame.height, str(worker), SMALL, colours.text, "end")
+    yield Rect(frame.left, frame.top, frame.width, frame.height, colours.track)
+    width = frame.x(drawing.schedule.end) - frame.left
+    yield Raster(frame.left, frame.top, width, frame.height, raster_png(image, colours))
 
 
 # -- the small picture ------------------------------------------------------------------------------
@@ -465,9 +422,12 @@ def _element(shape: Shape) -> Iterator[str]:
     match shape:
         case Rect():
             yield from _svg_rect(shape)
-        case Polygon():
-            points = " ".join(f"{_number(x)},{_number(y)}" for x, y in shape.points)
-            yield _closed(f'<polygon points="{points}" fill="{shape.fill}"', "polygon", shape.tooltip)
+        case Raster():
+            yield (
+                f'<image x="{_number(shape.x)}" y="{_number(shape.y)}" width="{_number(shape.width)}" '
+                f'height="{_number(shape.height)}" preserveAspectRatio="none" image-rendering="pixelated" '
+                f'href="data:image/png;base64,{base64.b64encode(shape.png).decode()}"/>'
+            )
         case Line((x0, y0), (x1, y1)):
             dash = f' stroke-dasharray="{_number(shape.dash[0])} {_number(shape.dash[1])}"' if shape.dash else ""
             yield (
@@ -540,15 +500,26 @@ def draw_png(picture: Picture) -> bytes:
     image = Image.new("RGB", size, picture.background)
     canvas = ImageDraw.Draw(image)
     for shape in picture.shapes:
-        _draw(canvas, shape)
+        if isinstance(shape, Raster):
+            (x0, y0), (x1, y1) = _scaled((shape.x, shape.y)), _scaled((shape.x + shape.width, shape.y + shape.height))
+            place = round(x0), round(y0), round(x1), round(y1)
+            pixels = Image.open(io.BytesIO(shape.png)).convert("RGB")
+            size = place[2] - place[0], place[3] - place[1]
+            image.paste(pixels.resize(size, Image.Resampling.NEAREST), place)
+        else:
+            _draw(canvas, shape)
     out = io.BytesIO()
     image.save(out, "PNG")
     return out.getvalue()
 
 
 def raster_png(image: NDArray[np.uint8], colours: Colours) -> bytes:
-    """Encode a raster of planner.plans.drawing.raster, with one pixel per cell."""
-    from PIL import Image
+    """Encode a raster of planner.plans.drawing.raster, with one pixel per cell. Raises PlannerError where Pillow is not
+    installed."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise PlannerError("large plans are drawn with the package pillow, which is not installed") from None
 
     made = Image.fromarray(image).convert("P")
     made.putpalette([int(fill[i : i + 2], 16) for fill in raster_fills(colours) for i in (1, 3, 5)])
@@ -557,12 +528,10 @@ def raster_png(image: NDArray[np.uint8], colours: Colours) -> bytes:
     return out.getvalue()
 
 
-def _draw(canvas: ImageDraw, shape: Shape) -> None:
+def _draw(canvas: ImageDraw, shape: Rect | Line | Text) -> None:
     match shape:
         case Rect():
             _png_rect(canvas, shape)
-        case Polygon():
-            canvas.polygon([_scaled(point) for point in shape.points], fill=shape.fill)
         case Line():
             _line(canvas, shape)
         case Text():

@@ -1,5 +1,5 @@
 """A plan as text: a trace for Perfetto, the CSV of torch.distributed.pipelining, a CSV with one line per op, and the
-plan document as YAML for people, with one op per line. `parse_yaml` reads the YAML back into an equal plan.
+plan document as YAML for people, with one op per line.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.layers.migration import SECONDS
-from openrecycle.planner.plans.plan import Plan, PlanError, first_problem
+from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op, Schedule
 
 if TYPE_CHECKING:
@@ -291,7 +289,7 @@ def _no_formula(text: str) -> str:
 
 # -- the plan document as YAML, for people ------------------------------------------------------
 
-# PyYAML takes 0.1 ms per op to write and as much to read.
+# PyYAML takes 0.1 ms per op.
 MAX_OPS = 50_000
 
 
@@ -321,33 +319,3 @@ def to_yaml(plan: Plan) -> str:
         width=1_000_000,
         allow_unicode=True,
     )
-
-
-def parse_yaml(text: str | bytes, *, source: str = "plan") -> Plan:
-    """Read a plan. Raises PlanError when `text` is not one. Aliases are refused, since they can expand without
-    limit."""
-    import yaml
-
-    class WithoutAliases(yaml.SafeLoader):
-        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-            if self.check_event(yaml.AliasEvent):
-                raise yaml.YAMLError("aliases are not accepted")
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-            if len(found) < len(node.value):
-                keys = [str(key.value) for key, _ in node.value]
-                twice = next((key for key in keys if keys.count(key) > 1), "")
-                raise yaml.YAMLError(f"the key {twice[:80]!r} is there twice in one object")
-            return found
-
-    try:
-        document = yaml.load(text, Loader=WithoutAliases)
-    # PyYAML does not wrap what its own constructors raise, for instance for the date 2021-13-45 or `!!bool x`.
-    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise PlanError(f"{source} is not YAML: {' '.join(str(error).split())[:200]}") from None
-    try:
-        return Plan.model_validate(document)
-    except ValidationError as error:
-        raise PlanError(f"{source} is not a plan: {first_problem(error)}") from None

@@ -20,7 +20,7 @@ from openrecycle.planner.plans import schedule as schedules
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.schedule import Op, Schedule
 
-# In the order of legends, and of the stacked areas of a stage.
+# In the order of legends.
 OP_WORDS = {
     "F": "Forward",
     "I": "Backward, input (I)",
@@ -400,34 +400,8 @@ def raster_fills(colours: Colours) -> list[str]:
     return [colours.track, *(colours.ops[kind] for kind in CODES), colours.failed, colours.muted]
 
 
-def kinds_that_last(drawing: Drawing) -> set[str]:
-    """Return the op kinds that have a duration anywhere in the rows."""
-    ops = drawing.schedule.arrays_of(drawing.living)
-    return {schedules.KINDS[kind] for kind in np.unique(ops.kind[ops.duration > 0]).tolist()}
-
-
-def shares(drawing: Drawing, stage: int, end: float, columns: int) -> dict[str, NDArray[np.float64]]:
-    """Return for each op kind of a stage the fraction of its living workers that run it, averaged over each of
-    `columns` equal parts of 0 to `end`."""
-    living = [w for w in drawing.living if w.stage == stage]
-    if not living:
-        return {}
-    ops = drawing.schedule.arrays_of(living)
-    edges = np.linspace(0.0, end, columns + 1, dtype=np.float64)
-    found = {}
-    for kind in KINDS:
-        own = ops.kind == schedules.KINDS.index(kind)
-        if (ops.duration[own] > 0).any():
-            ran = _passed(ops.start[own], edges) - _passed(ops.end[own], edges)
-            share = np.diff(ran) * columns / end / len(living)
-            found[kind] = np.where(share > 1e-9, share, 0.0)  # less is rounding
-    return found
-
-
-def _passed(moments: NDArray[np.int64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return at each edge the sum of the times since the earlier moments."""
-    moments = np.sort(moments)
-    count = np.searchsorted(moments, edges)
-    before = np.concatenate([[0], np.cumsum(moments)])
-    passed: NDArray[np.float64] = count * edges - before[count]
-    return passed
+def row_marks(drawing: Drawing) -> list[tuple[float, Worker]]:
+    """Return a few of the workers, with the middle of their row in a raster, as a fraction of its height."""
+    workers = drawing.rows.workers
+    rows = sorted({round(i) for i in np.linspace(0, len(workers) - 1, min(len(workers), 9))})
+    return [((row + 0.5) / len(workers), workers[row]) for row in rows]

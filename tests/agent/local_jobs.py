@@ -104,7 +104,7 @@ class LocalJob:
             job.partition or partition,
             origin=None
             if checkpoints is None
-            else Origin(Identity("tiny", stages, stages, pipelines, micro_batches, 0, {})),
+            else Origin(Identity("tiny", stages, stages, pipelines, micro_batches, 0)),
             divided=divided,
             shared_gpus=bool(computes_on.check(pipelines * stages * computes_on.ranks_per_worker)),
         )

@@ -25,13 +25,10 @@ from openrecycle.agent.checkpoints import (
     Checkpointer,
     CheckpointError,
     Identity,
-    OldCheckpointError,
     Origin,
     claim,
     find,
     go_back,
-    kept_rate,
-    learning_rates,
     load_layers,
     prepare,
     set_aside_later,
@@ -48,7 +45,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from tests.golden import golden
 
-JOB = Identity("tests:job", layers=2, stages=2, pipelines=2, micro_batches=3, seed=7, recipe={"clip_norm": 1.0})
+JOB = Identity("tests:job", layers=2, stages=2, pipelines=2, micro_batches=3, seed=7)
 
 
 def _stage(seed: int, steps: int = 0, layer: int = 0) -> StageOptimizer:
@@ -250,7 +247,7 @@ def test_parts_that_another_writer_removes_meanwhile_leave_no_checkpoint_out(tmp
 
 
 def test_all_writers_at_once_make_one_checkpoint(tmp_path: Path) -> None:
-    identity = Identity("tests:job", 8, 8, 1, 1, 0, {})
+    identity = Identity("tests:job", 8, 8, 1, 1, 0)
     states = [_whole(_stage(s, 2, s)) for s in range(8)]
     whole: list[bool] = []
     threads = [
@@ -336,11 +333,11 @@ def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("manifest", ["junk", '{"format": "openrecycle-checkpoint", "version": 6}'])
-def test_one_that_is_damaged_or_of_a_later_release_is_not_passed_over_in_silence(manifest: str, tmp_path: Path) -> None:
+def test_one_that_is_damaged_or_of_another_release_is_not_passed_over_in_silence(manifest: str, tmp_path: Path) -> None:
     """Nor does a job begin anew beside it, and write its own over it."""
     _write(tmp_path, 2)
     (tmp_path / "iteration-0000000002" / "manifest.json").write_text(manifest)
-    for resume in ("if-any", "newest", "newest-intact"):
+    for resume in (None, "if-any", "newest", "newest-intact"):
         with pytest.raises(InputError, match="iteration-0000000002"):
             prepare(Checkpoints(directory=tmp_path, resume=resume), JOB, 9, print)
     _write(tmp_path, 1)
@@ -353,18 +350,6 @@ def test_one_that_is_damaged_or_of_a_later_release_is_not_passed_over_in_silence
 def test_what_names_no_checkpoint_is_told_what_does(resume: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="newest-intact, if-any"):
         prepare(Checkpoints(directory=tmp_path, resume=resume), JOB, 9, print)
-
-
-@pytest.mark.parametrize("version", [2, 3, 4])
-def test_older_forms_are_refused_by_name(version: int, tmp_path: Path) -> None:
-    """And not taken for missing, so that nothing is written over them."""
-    _write(tmp_path, 1)
-    manifest = tmp_path / "iteration-0000000001" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": version}))
-    with pytest.raises(OldCheckpointError, match=f"version {version}"):
-        find(tmp_path, "newest-intact")
-    with pytest.raises(InputError):
-        prepare(Checkpoints(directory=str(tmp_path), resume="if-any"), JOB, 10, print)
 
 
 class _Harm:
@@ -391,7 +376,7 @@ def _crafted(folder: Path) -> Path:
         (part / ".metadata").write_bytes(by_annotation if stage else pickle.dumps(_Harm()))
         (part / "__0_0.distcp").write_bytes(pickle.dumps(_Harm()))
         digests.append({f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in part.iterdir()})
-    job = {"workload": "tests:job", "stages": 2, "pipelines": 2, "micro_batches": 3, "seed": 7, "recipe": {}}
+    job = {"workload": "tests:job", "stages": 2, "pipelines": 2, "micro_batches": 3, "seed": 7}
     manifest = {"format": "openrecycle-checkpoint", "version": 1, "iteration": 5, "job": job, "stages": digests}
     (path / "manifest.json").write_text(json.dumps(manifest))
     return path
@@ -409,11 +394,11 @@ def test_a_pickled_checkpoint_is_refused_and_nothing_in_it_runs(
         lambda: load_layers(path, range(1, 2)),
     ]
     for attempt in tries:
-        with pytest.raises(CheckpointError, match=golden("version-1-which-is-not-read-any")):
+        with pytest.raises(CheckpointError, match=path.name):
             attempt()
     # Nor is it written over by a job that begins anew in its folder.
     for resume in (None, "newest"):
-        with pytest.raises(InputError, match=golden("version-1-which-is-not-read")):
+        with pytest.raises(InputError, match=path.name):
             prepare(Checkpoints(directory=str(tmp_path / "checkpoints"), resume=resume), JOB, 10, print)
     # Called the new form, it has no files of that form.
     manifest = json.loads((path / "manifest.json").read_text())
@@ -488,7 +473,6 @@ def test_files_that_are_too_long_are_not_read(tmp_path: Path, monkeypatch: pytes
         {"seed": "7"},
         {"seed": True},
         {"stages": 3},
-        {"recipe": []},
         {"workload": {}},
         {"pipelines": -1},
     ],
@@ -507,7 +491,7 @@ def test_a_manifest_of_wrong_types_is_no_checkpoint(change: dict[str, object], t
 
 def test_a_copy_is_written_only_when_its_last_step_is_final(tmp_path: Path) -> None:
     said: list[tuple[int, str | None]] = []
-    identity = Identity("tests:job", 1, 1, 1, 1, 0, {})
+    identity = Identity("tests:job", 1, 1, 1, 1, 0)
     wish = Checkpoints(directory=str(tmp_path), every=2)
     keeper = Checkpointer(wish, Origin(identity), 0, 1, lambda *what: said.append(what), lambda: False)
     stage = _stage(0, 1)
@@ -577,17 +561,16 @@ def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=golden("iterations-got-2-expected-more")):
         prepare(newest, JOB, 2, said.append)
     for other, complaint in (
-        (Identity("tests:job", 3, 3, 2, 3, 7, {}), "job.stages: got 3, expected '2"),
-        (Identity("tests:job", 2, 2, 2, 3, 8, {}), "seed: got 8, expected '7"),
+        (Identity("tests:job", 3, 3, 2, 3, 7), "job.stages: got 3, expected '2"),
+        (Identity("tests:job", 2, 2, 2, 3, 8), "seed: got 8, expected '7"),
     ):
         with pytest.raises(InputError, match=complaint.replace("'", "")):
             prepare(newest, other, 10, said.append)
     assert said == []
-    options = prepare(newest, Identity("tests:job", 2, 2, 3, 2, 7, {"clip_norm": 2.0}), 10, said.append)
+    options = prepare(newest, Identity("tests:job", 2, 2, 3, 2, 7), 10, said.append)
     assert options.resumed_at == 2 and options.resumed is not None
     assert golden("resumes-after-2-iterations", tmp_path) in said[0]
     assert golden("2-x-3-micro-batches-an") in said[1]
-    assert said[2] == "note: clip_norm was 1.0 and is 2.0 from here"
     assert prepare(Checkpoints(directory=str(tmp_path), resume="1"), JOB, 10, said.append).resumed_at == 1
     assert [c.iteration for c in whole_checkpoints(tmp_path)] == [1] and set_aside_later(tmp_path, 1) == []
 
@@ -611,7 +594,7 @@ def test_the_last_checkpoint_waits_for_the_one_before_however_long_that_takes(
     said: list[tuple[int, str | None]] = []
     wish = Checkpoints(directory=str(tmp_path), every=2)
     keeper = Checkpointer(
-        wish, Origin(Identity("tests:job", 1, 1, 1, 1, 0, {})), 0, 1, lambda *what: said.append(what), interrupted
+        wish, Origin(Identity("tests:job", 1, 1, 1, 1, 0)), 0, 1, lambda *what: said.append(what), interrupted
     )
     stage = _stage(0, 2)
     keeper.boundary(stage, 1, Writer())
@@ -686,21 +669,3 @@ def test_wishes_that_make_no_sense(arguments: dict[str, object], field: str, tmp
         checkpoints = Checkpoints(**({"directory": str(tmp_path)} | arguments))  # type: ignore[arg-type]
         TrainingOptions(job=Job(2, 2, 2), checkpoints=checkpoints).check()
     assert caught.value.field == field
-
-
-def test_a_learning_rate_is_the_scripts_before_a_scheduler_has_changed_it() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-
-    def begun(*rates: float) -> torch.optim.Optimizer:
-        groups = [{"params": [p], "lr": rate} for p, rate in zip(parameters, rates, strict=True)]
-        return torch.optim.SGD(groups, lr=0.0)
-
-    kept = begun(0.1, 0.2)
-    scheduler = torch.optim.lr_scheduler.StepLR(kept, step_size=1, gamma=0.5)
-    kept.step()
-    scheduler.step()
-    said = learning_rates(kept.param_groups)
-    assert not kept_rate(learning_rates(begun(0.1, 0.2).param_groups), said)
-    assert kept_rate(learning_rates(begun(0.1, 0.3).param_groups), said).startswith(
-        golden("the-checkpoints-learning-rate", "0.2", "0.3")
-    )

@@ -109,7 +109,7 @@ def test_a_state_is_taken_apart_and_put_together() -> None:
 
 def test_a_checkpoint_is_read_by_stages_that_are_cut_elsewhere(tmp_path) -> None:
     _, whole, optimizers = _train(GPT, (2, 1, 3), CLIPPED)
-    identity = Identity("gpt", LAYERS, 3, 1, 2, 0, {})
+    identity = Identity("gpt", LAYERS, 3, 1, 2, 0)
     for stage, optimizer in enumerate(optimizers):
         for peer in range(2):
             write_share(tmp_path, optimizer.share(Writer(peer, 2)), stage, (2, 1, 3)[stage], identity, 1, 3)

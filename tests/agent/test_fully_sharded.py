@@ -615,7 +615,7 @@ def test_a_rank_keeps_its_part_alone_of_what_it_reads(tmp_path: Path) -> None:
     alone = build_layers(task, range(1), 2, 0)
     optimizer = stage_optimizer(task, alone, SUM_OF["fast"](alone.parameters(), terms=1), Optimization())
     for peer in range(2):
-        identity = Identity("", 1, 1, 2, 1, 0, {})
+        identity = Identity("", 1, 1, 2, 1, 0)
         write_share(tmp_path, optimizer.share(Writer(peer, 2)), 0, 1, identity, 1, 1)
     with compat.imagined_ranks(2) as mesh:
         module = build_layers(Parallelized(task, mesh, torch.clone, divided=True), range(1), 2, 0)  # type: ignore[arg-type]

@@ -454,7 +454,7 @@ def spec_of(workload: Any) -> WorkerSpec:
     )
     stage_io = ((TensorSpec((2, 3), "float32"), TensorSpec((2,), "int64", False)),) * 2
     options = everything_changed(job=job)
-    origin = Origin(Identity("a:b", 6, 3, 2, 4, 1, {"mode": "fast"}), "folder/3", 3)
+    origin = Origin(Identity("a:b", 6, 3, 2, 4, 1), "folder/3", 3)
     run = RunSpec(options, workload, (2, 1, 3), stage_io, origin, 0.5, True)
     return WorkerSpec(Worker(1, 2), "abc", run, True, threads=2, address="10.0.0.7")
 

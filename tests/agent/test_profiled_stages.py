@@ -145,7 +145,7 @@ def test_of_inputs_of_several_shapes_the_largest_are_measured() -> None:
 def test_the_bytes_of_a_profile_are_those_of_the_largest_inputs() -> None:
     held = []
     for name in ("openrecycle.agent.examples.gpt:Gpt", f"{__name__}:OfAnyLength"):
-        effort = ProfilingEffort(1, 0, "cpu")
+        effort = ProfilingEffort(1, 0)
         measured = measure_workload(name, TINY, (1, 1, 1), Optimization(), effort, lambda _: None)
         held.append([(part.activation_bytes, part.weight_backward_bytes) for part in measured.parts])
     assert held[0] == held[1]
@@ -173,7 +173,7 @@ def test_data_that_can_not_be_read_end_no_profile_with_a_traceback() -> None:
 @pytest.mark.processes
 def test_stages_are_measured_in_processes_of_their_own() -> None:
     said: list[str] = []
-    found = measure_stages(GPT, Job(1, 2, 2), Optimization(), ProfilingEffort(3, 1, "cpu"), said.append)
+    found = measure_stages(GPT, Job(1, 2, 2), Optimization(), ProfilingEffort(3, 1), said.append)
     assert len(found) == 2 and all(stage.keys() == {"F", "I", "W", "O"} for stage in found)
     assert all(len(times) % 3 == 0 and min(times) > 0 for stage in found for times in stage.values())
     assert "stage 0" in " ".join(said)

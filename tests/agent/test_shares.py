@@ -38,7 +38,7 @@ from openrecycle.planner.jobs.job import Worker
 from tests.conftest import at_length, examples
 
 LAYERS = 3
-JOB = Identity("tests:job", LAYERS, 1, 1, 1, 0, {})
+JOB = Identity("tests:job", LAYERS, 1, 1, 1, 0)
 sizes_of_tensors = st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 2, 4, 8, 16])), max_size=30)
 
 

@@ -168,7 +168,7 @@ def after_a_step(folder: Path, optimizer: Any) -> CheckpointWeights:
     for parameter in sums.parameters:
         sums.add(parameter, torch.ones(parameter.shape))
     stage.step()
-    write_share(folder, stage.share(Writer(0, 1)), 0, 2, Identity("", 2, 1, 1, 1, 0, {}), 1, 1)
+    write_share(folder, stage.share(Writer(0, 1)), 0, 2, Identity("", 2, 1, 1, 1, 0), 1, 1)
     return CheckpointWeights(folder, 1, lambda: task, 2, 0)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from PIL import Image
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -38,7 +39,6 @@ from openrecycle.app.server import create_routes
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.cli import app as planner_cli
-from openrecycle.planner.export.text_formats import parse_yaml
 from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlannedOps, job_doc
@@ -65,7 +65,7 @@ def opened(name: str, content: bytes, plan: Plan) -> None:
     elif name == "json":
         assert Plan.from_json(content) == plan
     elif name == "yaml":
-        assert parse_yaml(content) == plan
+        assert Plan.model_validate(yaml.safe_load(content)) == plan
     elif name == "svg":
         assert ElementTree.fromstring(content.decode()).tag.endswith("svg")
     elif name == "png":

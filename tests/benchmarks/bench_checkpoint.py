@@ -44,7 +44,7 @@ def work(peer: int, peers: int, sharded: bool, folder: str, together: Any, answe
     sums = SUM_OF["deterministic"](model.parameters(), terms=1)
     made = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = StageOptimizer(model, made, sums, pipelines=peers if sharded else None)
-    writer, identity = Writer(peer, peers), Identity("bench", 1, 1, peers, 1, 0, {})
+    writer, identity = Writer(peer, peers), Identity("bench", 1, 1, peers, 1, 0)
     if (shards := optimizer.shards) is not None:
         living = [Worker(p, 0) for p in range(peers)]
         held = dict.fromkeys(living, shards.shards_held)

@@ -116,7 +116,7 @@ def write(layers: int, folder: str) -> None:
     for parameter in stage.gradients.parameters:
         stage.gradients.add(parameter, torch.randn(parameter.shape))
     stage.step()
-    identity = Identity("bench", 1, 1, 1, MICRO_BATCHES, 0, {})
+    identity = Identity("bench", 1, 1, 1, MICRO_BATCHES, 0)
     write_share(Path(folder), stage.share(Writer()), 0, 1, identity, 1, 1)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from openrecycle.agent.config.devices import Autocast
 from openrecycle.agent.examples.gpt import Block
-from openrecycle.agent.profiling import kept_bytes, size_of
+from openrecycle.agent.models.compat import LiveBytes
 from openrecycle.agent.stages.backward import Deferred, Fused, Strategy, TorchSplit
 from openrecycle.agent.stages.gradients import FastSum, GradientSum
 from openrecycle.agent.stages.stage import Stage
@@ -69,12 +69,15 @@ def held(way: type[Strategy]) -> tuple[int, int]:
     stage = _stage(way)
     x, dy = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, LENGTH, WIDTH)
     for _ in range(2):  # the first one also fills torch's caches
-        _, after_f = kept_bytes(lambda: stage.forward(KEY, x, seed=1))
-        dx, change = kept_bytes(lambda: stage.input_backward(KEY, dy))
+        live = LiveBytes()
+        with live:
+            stage.forward(KEY, x, seed=1)
+            after_f = live.now
+            stage.input_backward(KEY, dy)
+            after_i = live.now
         stage.weight_backward(KEY)
         stage.abandon()
-    assert isinstance(dx, torch.Tensor)
-    return after_f, after_f + change - size_of(dx)
+    return after_f, after_i
 
 
 def exact() -> bool:

@@ -80,13 +80,6 @@ def test_torch_csv_of_a_healthy_plan(healthy_file: Path) -> None:
     assert invoke("export", healthy_file, "--format", "torch-csv", "--pipeline", "2").stdout == text
 
 
-def test_yaml_comes_back_in(tmp_path: Path, plan_file: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    assert invoke("export", plan_file, "--format", "yaml", "--out", path).exit_code == 0
-    again = invoke("export", path, "--format", "json")
-    assert Plan.from_json(again.stdout) == Plan.load(plan_file)
-
-
 @pytest.mark.processes
 def test_a_reader_that_stops_early_is_no_error(plan_file: Path) -> None:
     read, write = os.pipe()
@@ -120,15 +113,9 @@ def test_bad_options(plan_file: Path, args: list[str], says: str, capsys: pytest
     assert says in refusal(capsys, "export", plan_file, *args)
 
 
-@pytest.mark.parametrize("name", ["plan.json", "plan.yaml"])
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff\x00"])
-def test_unreadable_plans(
-    tmp_path: Path,
-    name: str,
-    content: bytes | None,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = tmp_path / name
+def test_unreadable_plans(tmp_path: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
     if content is not None:
         path.write_bytes(content)
     for args in (["export", path, "--format", "svg"], ["compare", path, path]):
@@ -155,12 +142,10 @@ def test_compare_shows_a_table(plan_file: Path, healthy_file: Path) -> None:
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
-def test_compare_in_json_and_with_yaml(tmp_path: Path, plan_file: Path, healthy_file: Path) -> None:
-    in_yaml = tmp_path / "plan.yaml"
-    in_yaml.write_bytes(EXPORTERS["yaml"].render(Plan.load(plan_file)))
-    result = invoke("compare", healthy_file, plan_file, in_yaml, "--json")
+def test_compare_in_json(plan_file: Path, healthy_file: Path) -> None:
+    result = invoke("compare", healthy_file, plan_file, plan_file, "--json")
     answer = json.loads(result.stdout)
-    assert answer["plans"] == [str(healthy_file), str(plan_file), str(in_yaml)]
+    assert answer["plans"] == [str(healthy_file), str(plan_file), str(plan_file)]
     assert answer["period"][1] == answer["period"][2] == Plan.load(plan_file).metrics.period
     assert answer["rerouted_ops"][0] == 0 < answer["rerouted_ops"][1] == answer["rerouted_ops"][2]
     assert all(len(values) == 3 for values in answer.values())

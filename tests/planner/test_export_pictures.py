@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from collections import Counter
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from hypothesis import given
 from PIL import Image
 
 from openrecycle.planner.export import EXPORTERS
-from openrecycle.planner.export import picture as picture_module
-from openrecycle.planner.export.picture import SCALE, Polygon, Rect, Text, draw_png, draw_svg, gantt, hatch_lines
+from openrecycle.planner.export.picture import SCALE, Rect, Text, draw_png, draw_svg, gantt, hatch_lines
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.plans.drawing import LIGHT
-from openrecycle.planner.plans.schedule import Op
+from openrecycle.planner.plans.drawing import LIGHT, Drawing, raster, raster_fills
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
@@ -139,62 +139,24 @@ def test_one_pipeline_of_a_plan() -> None:
     assert pixels(EXPORTERS["png"].render(plan, pipeline=1)).height < pixels(EXPORTERS["png"].render(plan)).height
 
 
-def test_a_large_plan_is_drawn_by_stage() -> None:
-    problem = Problem(Job.uniform(64, 8, 4), frozenset({Worker(3, 2), Worker(9, 2)}))
-    plan = make_plan(problem, solver="list", look_ahead=False)
+@pytest.mark.parametrize(("pipelines", "stages"), [(64, 8), (1, 300)])
+def test_a_large_plan_is_the_raster_between_its_axes(pipelines: int, stages: int) -> None:
+    failed = frozenset({Worker(3, 2), Worker(9, 2)}) if pipelines > 1 else frozenset()
+    plan = make_plan(Problem(Job.uniform(pipelines, stages, 4), failed), solver="list", look_ahead=False)
+    codes = raster(Drawing.of(plan.schedule(), plan.job.job().workers()))
+    fills = [rgb(fill) for fill in raster_fills(LIGHT)]
     text = EXPORTERS["svg"].render(plan).decode()
-    assert [w for w in words(text) if w.startswith("stage ")] == [f"stage {s}" for s in range(8)]
-    assert "2 of 64 out" in words(text)
-    assert any(golden("each-row-is-a-stage") in w for w in words(text))
-    image = pixels(EXPORTERS["png"].render(plan))
-    assert {rgb(LIGHT.ops[kind]) for kind in "FIW"} <= {colour for _, colour in image.getcolors(1 << 20) or []}
-
-
-@examples(25)
-@given(problem=problems())
-def test_areas_of_the_overview_are_the_busy_shares(problem: Problem) -> None:
-    plan = listed(problem)
-    schedule = plan.schedule()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(picture_module, "MAX_ROWS", 0)
-        drawing = gantt(plan)
-    tracks = [s for s in drawing.shapes if isinstance(s, Rect) and s.fill == LIGHT.track and s.width > 100]
-    assert len(tracks) == problem.job.stages
-    for stage, track in enumerate(tracks):
-        living = [w for w in schedule.ops if w.stage == stage]
-        ticks: Counter[str] = Counter()
-        for worker in living:
-            for op in schedule.ops[worker]:
-                ticks[LIGHT.ops[op.kind]] += op.duration
-        areas: Counter[str] = Counter()
-        for shape in drawing.shapes:
-            if isinstance(shape, Polygon) and shape.tooltip.startswith(f"stage {stage}:"):
-                areas[shape.fill] += _area(shape) / (track.width * track.height)  # type: ignore[assignment]
-        end = max(op.end for op in _all_ops(schedule.ops.values()))
-        for colour, busy in ticks.items():
-            share = busy / len(living)
-            # The axis may be longer than the last op (it reaches to 1F1B's end).
-            assert areas[colour] <= share / end + 1e-3
-            assert (areas[colour] > 0) == (busy > 0)
-        present = [c for c, busy in ticks.items() if busy]
-        ratios = [areas[c] / ticks[c] for c in present]
-        assert max(ratios) == pytest.approx(min(ratios), rel=0.02)
-
-
-def _all_ops(rows: object) -> list[Op]:
-    return [op for ops in rows for op in ops]  # type: ignore[attr-defined]
-
-
-def _area(shape: Polygon) -> float:
-    points = shape.points
-    return abs(sum(a[0] * b[1] - b[0] * a[1] for a, b in zip(points, points[1:] + points[:1], strict=True))) / 2
-
-
-def test_too_many_stages_are_refused_with_a_way_out() -> None:
-    plan = make_plan(Problem(Job.uniform(1, 300, 1)), solver="list", look_ahead=False)
-    for name in ("svg", "png"):
-        with pytest.raises(PlannerError, match=golden("the-plan-has-300-workers")):
-            EXPORTERS[name].render(plan)
+    (image,) = (e for e in elements(text) if e.tag == f"{NS}image")
+    shown = pixels(base64.b64decode(image.attrib["href"].partition(",")[2]))
+    assert shown.size == (codes.shape[1], codes.shape[0]) == (codes.shape[1], pipelines * stages)
+    assert [fills[code] for code in codes.ravel().tolist()] == list(
+        map(tuple, np.asarray(shown).reshape(-1, 3).tolist())
+    )
+    rows = [w for w in words(text) if w[:1] == "W" and "_" in w]
+    assert (rows[0], rows[-1]) == ("W0_0", str(Worker(pipelines - 1, stages - 1)))
+    assert any(golden("each-line-of-pixels") in w for w in words(text))
+    colours = {colour for _, colour in pixels(EXPORTERS["png"].render(plan)).getcolors(1 << 20) or []}
+    assert {fills[code] for code in set(codes.ravel().tolist())} <= colours
 
 
 def test_a_picture_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

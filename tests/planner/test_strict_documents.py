@@ -11,7 +11,6 @@ import pytest
 
 from openrecycle.planner.catalogs.catalog import CatalogInfo
 from openrecycle.planner.check import check
-from openrecycle.planner.export.text_formats import parse_yaml, to_yaml
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.packed import CatalogQuestion
@@ -19,7 +18,6 @@ from openrecycle.planner.plans.plan import Plan, job_doc
 from openrecycle.planner.profiles import load, load_profile, shipped
 from openrecycle.planner.simulation.traces import read_replay
 from openrecycle.planner.solvers.portfolio import make_plan
-from tests.golden import golden
 
 Reader = Callable[[str, Path], object]
 
@@ -81,17 +79,6 @@ def test_what_is_nested_without_an_end_is_refused_in_a_sentence(kind: str, plan:
     for text in ("[" * 100_000, '{"a":' * 100_000, "[" * 5_000 + "]" * 5_000):
         with pytest.raises(PlannerError):
             read_it(text, tmp_path)
-
-
-def test_yaml_too(plan: Plan) -> None:
-    text = to_yaml(plan)
-    assert parse_yaml(text) == plan
-    for old, new in (("failed:", "failed: [W0_0]\nfailed:"), ("kind: F", "kind: W, kind: F")):
-        assert old in text
-        with pytest.raises(PlannerError, match=golden("is-there-twice")):
-            parse_yaml(text.replace(old, new, 1))
-    with pytest.raises(PlannerError):
-        parse_yaml("[" * 100_000)
 
 
 def test_whole_numbers_are_as_json_schema_has_them(plan: Plan, tmp_path: Path) -> None:

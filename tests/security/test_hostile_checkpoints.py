@@ -20,7 +20,7 @@ STATE = StageState({"committed": 3, "x": encode({"a": (1, 2)}, "x", {})}, {"mode
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_share(tmp_path, share_of_state(STATE, Writer()), 0, 1, Identity("w", 1, 1, 1, 1, 0, {}), 1, 3)
+    write_share(tmp_path, share_of_state(STATE, Writer()), 0, 1, Identity("w", 1, 1, 1, 1, 0), 1, 3)
     assert find(tmp_path).load(range(1)).document == STATE.document
     return tmp_path
 
