@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import random
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 from pydantic import ValidationError
 
@@ -333,6 +335,10 @@ class WhatIf:
         usual = WhatIf().words()
         return {name: word for name, word in self.words().items() if word != usual[name]}
 
+    def in_a_word(self) -> str:
+        """Returns the whole question as one word of a URL, with a saved profile written out. Raises PlannerError."""
+        return urlencode((self.with_own() if self.named is not None else self).params())
+
     def words(self) -> dict[str, str]:
         """Returns all parameters that a URL may have."""
         return {
@@ -348,6 +354,22 @@ class WhatIf:
             "heals": f"{self.heals_in:g}",
             "partition": self.partition,
         }
+
+
+def at_random(question: WhatIf, count: int, noise: random.Random) -> WhatIf:
+    """Returns `question` with `count` more workers failed at random; each stage keeps a living one."""
+    dead = set(question.failed)
+    left = [question.pipelines] * question.stages
+    for name in dead:
+        left[Worker.parse(name).stage] -= 1
+    workers = [Worker(p, s) for p in range(question.pipelines) for s in range(question.stages)]
+    noise.shuffle(workers)
+    for worker in workers:
+        if count and str(worker) not in dead and left[worker.stage] > 1:
+            dead.add(str(worker))
+            left[worker.stage] -= 1
+            count -= 1
+    return question.with_failed(dead)
 
 
 PARAMS = tuple(WhatIf().words())
@@ -384,6 +406,14 @@ def parse(params: Mapping[str, str], kept: SavedProfile | None = None) -> tuple[
     except InputError as error:
         wrong.append(error)
     return made, wrong
+
+
+def parse_word(word: str) -> WhatIf:
+    """Parses what `WhatIf.in_a_word` has made. Raises InputError if it can't be understood."""
+    made, wrong = parse(dict(parse_qsl(word)))
+    if wrong:
+        raise wrong[0]
+    return made
 
 
 def _grid(text: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "schedule": (*_SHARED, "plan", "follow", "draw", "path", "first-row", "box"),
     "planner": (
-        *(*PARAMS, "saved", "example", "show", "window", "details"),
+        *(*PARAMS, "saved", "example", "before", "show", "window", "details"),
         *("planner-stage-times", "planner-bytes"),
     ),
     "compare": (*_SHARED, "plans", "baseline"),

@@ -26,7 +26,7 @@ from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.plans.solving import PlanAsked, Solve
-from openrecycle.app.plans.whatif import LIMITS, PARAMS, STEPS, Checked, WhatIf, checked, step_of
+from openrecycle.app.plans.whatif import LIMITS, PARAMS, STEPS, Checked, WhatIf, checked, parse_word, step_of
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, facts, planner_controls, tables
 from openrecycle.app.ui.access import acting, actor, say_error, told
@@ -35,6 +35,7 @@ from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card, gap_words, many_words
 from openrecycle.app.ui.plan_pickers import export_button
 from openrecycle.app.ui.planner_controls import (
+    BEFORE,
     PAGE,
     SAVED_PARAM,
     SHOW,
@@ -49,6 +50,7 @@ from openrecycle.app.ui.planner_controls import (
 )
 from openrecycle.app.ui.tables import beside_html, differences, workers_table
 from openrecycle.planner.export.compare import comparable
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import AUTO, Job, Worker
 from openrecycle.planner.layers.migration import SECONDS, Migrations
 from openrecycle.planner.plans.drawing import FAILED, Drawing
@@ -617,7 +619,7 @@ NAME = "planner-save-name"
 # How many earlier plans the page keeps, and the most ops that such a plan may have.
 MAX_BEFORE = 4
 MAX_BEFORE_OPS = 10_000
-THIS, REFERENCE, BEFORE = "this", "1f1b", "before"
+THIS, REFERENCE = "this", "1f1b"
 # The rows of the comparison, out of all that there are (planner.export.compare).
 FIGURES = (
     "failed",
@@ -636,16 +638,19 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Shown:
-    """A plan with its name on the page."""
+    """A plan with its name on the page. link: its word in a link, which is `saved:` and its fingerprint, or its whole
+    question."""
 
     name: str
     plan: Plan
+    link: str = ""
 
 
 def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve | None, colours: Palette) -> None:
     """Draws a plan. solve: the search that made it; None for a saved plan."""
     schedule = schedule_of(plan)
-    before = _before(Shown(question_words(question), plan))
+    link = question.in_a_word() if solve is not None else f"{SAVED_PARAM}:{plan.fingerprint}"
+    before = _before(console, Shown(question_words(question), plan, link))
     large_one = plan.op_count > charts.MAX_BARS
     compared = {THIS: Shown("This plan", plan)}
     if not large_one:
@@ -754,15 +759,39 @@ def _forget(console: ConsoleService, plan: Plan) -> None:
 # -- details ------------------------------------------------------------------------------------
 
 
-def _before(shown: Shown) -> Shown | None:
-    """Notes the plan that is shown. Returns the newest other plan that was shown before in this session, if there is
-    one for the same grid and unit."""
+def _before(console: ConsoleService, shown: Shown) -> Shown | None:
+    """Notes the plan that is shown. Returns the newest other plan that was shown before, here or to the sender of the
+    link, if it is for the same grid and unit."""
     known: list[Shown] = st.session_state.setdefault(RESULTS, [])
+    if not known and (sent := st.query_params.get(BEFORE)) and (found := _sent(console, sent)):
+        known.append(found)
     if shown.plan.op_count <= MAX_BEFORE_OPS and (not known or known[-1].plan.fingerprint != shown.plan.fingerprint):
         others = [s for s in known if s.plan.fingerprint != shown.plan.fingerprint]
         known[:] = [*others[-MAX_BEFORE:], shown]
     others = [s for s in reversed(known) if s.plan.fingerprint != shown.plan.fingerprint]
-    return next((s for s in others if comparable(shown.plan, s.plan)), None)
+    before = next((s for s in others if comparable(shown.plan, s.plan)), None)
+    if before is not None:
+        st.query_params[BEFORE] = before.link
+    elif st.query_params.get(BEFORE) and known[:1] == others[-1:]:
+        components.quiet("What was planned before is of another grid or unit, so nothing stands beside this plan.")
+    return before
+
+
+def _sent(console: ConsoleService, link: str) -> Shown | None:
+    """Returns the plan that the sender of a link saw beside it. If it is not there, the page says so."""
+    try:
+        if link.startswith(f"{SAVED_PARAM}:"):
+            plan = console.plans.library.saved_plan(link.partition(":")[2])
+            return Shown(question_words(WhatIf.of_plan(plan)), plan, link)
+        asked = parse_word(link)
+        solve = console.plans.solves.find(asked.asked())
+        if solve is not None and solve.plan is not None:
+            return Shown(question_words(asked), solve.plan, link)
+        words = f"plan {question_words(asked)} to see it"
+    except (ConsoleError, PlannerError):
+        words = "the link does not say which it was"
+    components.quiet(f"The plan that the link was compared with is not kept: {words}.")
+    return None
 
 
 def _reference(plan: Plan) -> Plan:

@@ -9,6 +9,7 @@ under a name.
 from __future__ import annotations
 
 import hashlib
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ from openrecycle.app.plans.whatif import (
     Checked,
     Keeper,
     WhatIf,
+    at_random,
     follow,
     own_profile,
     parse,
@@ -68,8 +70,8 @@ from openrecycle.planner.solvers.portfolio import SOLVERS
 QUESTION = "planner-question"
 # Names in a link beside the question: a saved plan that answers it, and the paper's example.
 SAVED_PARAM, EXAMPLE = "saved", "example"
-# Further names: which plan is drawn, and which part of it.
-SHOW, WINDOW = "show", "window"
+# Further names: the question of the plan before, which is shown beside it; which plan is drawn; and which part of it.
+BEFORE, SHOW, WINDOW = "before", "show", "window"
 MESSAGE = "planner-message"
 PAGE = "page"
 PROFILE_NOTE = "profile-note"
@@ -436,11 +438,16 @@ def _clicked(key: str, state: Mapping[str, Any]) -> set[str]:
 
 
 def _by_hand(question: WhatIf, *, buttons: bool) -> None:
-    """Draws a field for dead workers by name, for large grids and for keyboards, and the button that revives all."""
+    """Draws a field for dead workers by name, for large grids and for keyboards, and a choice of some at random."""
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-dead"):
         if not buttons:
             draw = partial(st.text_input, "Dead workers", placeholder="W3_5, W20_9", width=330, max_chars=200_000)
             control(draw, "planner-dead-names", ", ".join(question.failed), _named)
+        with st.popover("At random", key="planner-random"):
+            most = question.stages * (question.pipelines - 1)
+            st.number_input("How many", 0, max(most, 0), min(1, most), key="planner-random-count")
+            st.number_input("Seed", 0, 2**31, 0, key="planner-random-seed", help="The same seed, the same workers.")
+            st.button("Mark them dead", key="planner-random-go", on_click=_random, disabled=most < 1)
         st.button(
             "All alive",
             key="planner-revive",
@@ -459,6 +466,11 @@ def _named(words: str) -> None:
             last = Worker(question.pipelines - 1, question.stages - 1)
             raise InputError("dead workers", left_out[0], f"workers of the grid, W0_0 to {last}")
         change(made)
+
+
+def _random() -> None:
+    noise = random.Random(int(st.session_state["planner-random-seed"]))
+    change(at_random(now(), int(st.session_state["planner-random-count"]), noise))
 
 
 # -- the profile of the question ----------------------------------------------------------------
