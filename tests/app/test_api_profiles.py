@@ -107,14 +107,6 @@ def test_a_plan_takes_its_op_times_by_name(client: TestClient) -> None:
     refused(client.post(f"{API}/solves", json=body), 422, "expected none of them beside job")
 
 
-def test_a_catalog_takes_its_op_times_by_name(client: TestClient) -> None:
-    asked = {"profile_name": "uneven", "pipelines": 2, "stages": 3, "micro_batches": 2, "tolerance": 0}
-    made = client.post(f"{API}/catalogs", json=asked)
-    assert made.status_code == 202
-    wrong = {**asked, "durations": {"F": 1}}
-    refused(client.post(f"{API}/catalogs", json=wrong), 422, "profile_name: got it beside")
-
-
 @pytest.mark.parametrize(
     ("name", "document", "status", "words"),
     [
