@@ -898,17 +898,16 @@ class Launcher:
         self._record_relayout()
         now = time.monotonic_ns()
         why = {"generation": deployment.generation, "reason": deployment.reason}
-        moved, displaced = self._pool.place(event.places, deployment.generation)
+        came, displaced = self._pool.place(event.places, deployment.generation)
         for entry in displaced:
             self._remove(entry, now)
-        moves = {entry.worker: entry.came_from for entry in moved if entry.came_from is not None}
-        for entry in moved:
-            entry.whole = False
+        moves = {to: source for to, source in came.items() if self._pool.running[to].member}
         for to, source in moves.items():
+            self._pool.running[to].whole = False
             self._listener({"move": {"worker": str(source), "to": str(to), **why}})
             self._left_by.setdefault(str(source), True)
         self._record.moved(moves)
-        self._restarts = restarts.moved(self._restarts, {str(to): str(source) for to, source in moves.items()})
+        self._restarts = restarts.moved(self._restarts, {str(to): str(source) for to, source in came.items()})
         self._restarts = restarts.without(self._restarts, deployment.leaving)
         joining = {Worker.parse(name) for name in deployment.joining}
         self._certain(self._record.generation_opened(deployment.generation, living, now, after, joining))

@@ -638,9 +638,10 @@ class ProcessPool:
         """All workers whose processes have not ended, including those that were removed from the job."""
         return [*self.running.values(), *self._aside]
 
-    def place(self, places: Mapping[str, Worker], generation: int) -> tuple[list[WorkerProcess], list[WorkerProcess]]:
-        """Puts each process of `places` (by incarnation) that lives into its place, from `generation` on. Returns the
-        members that have moved, and those that stood in their way and have no place any more.
+    def place(self, places: Mapping[str, Worker], generation: int) -> tuple[dict[Worker, Worker], list[WorkerProcess]]:
+        """Puts each process of `places` (by incarnation) that lives into its place, from `generation` on. Returns where
+        each process was that has another place now, by that place, and the members that stood in somebody's way and
+        have no place any more.
 
         A process that is being started, and is in no generation yet, makes room: it takes a place that was left.
         """
@@ -649,18 +650,16 @@ class ProcessPool:
         for source in left:
             del self.running[source]
         displaced = [e for one in moving if (e := self.running.pop(places[one.incarnation], None)) is not None]
-        moved = [entry for entry in moving if entry.member]
-        for entry in moved:
-            entry.came_from, entry.since = entry.worker, generation
-        for entry in moving:
-            entry.worker = places[entry.incarnation]
-            self.running[entry.worker] = entry
-        empty = iter([source for source in left if source not in self.running])
-        for entry in displaced:
-            if not entry.member:
-                entry.worker = next(empty)
-                self.running[entry.worker] = entry
-        return moved, [entry for entry in displaced if entry.member]
+        taken = {places[one.incarnation] for one in moving}
+        empty = iter([source for source in left if source not in taken])
+        moves = [(entry, places[entry.incarnation]) for entry in moving]
+        moves += [(entry, next(empty)) for entry in displaced if not entry.member]
+        came = {to: entry.worker for entry, to in moves}
+        for entry, to in moves:
+            if entry.member:
+                entry.came_from, entry.since = entry.worker, generation
+            entry.worker, self.running[to] = to, entry
+        return came, [entry for entry in displaced if entry.member]
 
     def vacancy(self, worker: Worker, cells: Iterable[Worker]) -> Worker | None:
         """Returns the place for a new process for `worker`: its own; if a process has moved in there, the place which
@@ -669,10 +668,12 @@ class ProcessPool:
         occupant = self.running.get(worker)
         if occupant is not None and occupant.came_from is None:
             return None
+        there = dict(self.running)
         place: Worker | None = worker
-        while place is not None and (entry := self.running.get(place)) is not None:
+        while place is not None and (entry := there.pop(place, None)) is not None:  # some may have moved in a circle
             place = entry.came_from
-        return place if place is not None else next((c for c in cells if c not in self.running), None)
+        empty = place is not None and place not in self.running
+        return place if empty else next((c for c in cells if c not in self.running), None)
 
     def fence(self, entry: WorkerProcess, reason: str, *, silent: bool = False) -> None:
         """Makes room for a successor: tells the process to end, and kills it. If it hangs, only SIGKILL reaches it; on

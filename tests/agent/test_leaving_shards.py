@@ -62,8 +62,8 @@ class _Pool:
     def forget(self, entry: WorkerProcess) -> None:
         self.running.pop(entry.worker, None)
 
-    def place(self, places: dict[str, Worker], generation: int) -> tuple[list[WorkerProcess], list[WorkerProcess]]:
-        return [], []
+    def place(self, places: dict[str, Worker], generation: int) -> tuple[dict[Worker, Worker], list[WorkerProcess]]:
+        return {}, []
 
     def spare(self, entry: WorkerProcess) -> None: ...
 

@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 
+from openrecycle.agent.launcher import restarts
 from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess
 from openrecycle.planner.jobs.job import Job, Worker
 
@@ -59,10 +60,10 @@ def test_a_process_that_is_being_started_makes_room_for_one_that_moves_in() -> N
     first, second = Worker.parse("W0_0"), Worker.parse("W0_1")
     moves, starts = pool.running[first], pool.running[second]
     starts.member = False
-    assert _move(pool, first, second) == ([moves], [])
+    assert _move(pool, first, second) == ({second: first, first: second}, [])
     assert pool.running[second] is moves and pool.running[first] is starts
     assert (moves.worker, starts.worker) == (second, first)
-    assert pool.place({moves.incarnation: second}, 3) == ([], []), "said twice, it has moved"
+    assert pool.place({moves.incarnation: second}, 3) == ({}, []), "said twice, it has moved"
     assert pool.running[second] is moves and pool.running[first] is starts
     assert pool.vacancy(second, CELLS) not in (first, second, None)
 
@@ -70,7 +71,8 @@ def test_a_process_that_is_being_started_makes_room_for_one_that_moves_in() -> N
 def test_a_member_without_a_place_is_named() -> None:
     pool = pool_of("W0_0", "W0_1")
     moves, stays = pool.running.values()
-    assert _move(pool, moves.worker, stays.worker) == ([moves], [stays])
+    source, to = moves.worker, stays.worker
+    assert _move(pool, source, to) == ({to: source}, [stays])
     assert list(pool.running.values()) == [moves]
 
 
@@ -79,13 +81,38 @@ def test_processes_that_move_in_a_row_or_a_circle_all_find_their_places() -> Non
     a, b, c, starts = pool.running.values()
     starts.member = False
     places = {a.incarnation: b.worker, b.incarnation: starts.worker}
-    was = a.worker
-    assert pool.place(places, 2) == ([a, b], [])
+    was, first, last = a.worker, b.worker, starts.worker
+    assert pool.place(places, 2) == ({first: was, last: first, was: last}, [])
     assert {str(w): e for w, e in pool.running.items()} == {"W0_1": a, "W1_0": c, "W1_1": b, "W0_0": starts}
     assert starts.worker == was and starts.came_from is None
-    assert pool.place({a.incarnation: b.worker, b.incarnation: a.worker}, 3) == ([a, b], [])
+    assert pool.place({a.incarnation: last, b.incarnation: first}, 3) == ({last: first, first: last}, [])
     assert (str(a.worker), str(b.worker), a.came_from, b.came_from) == ("W1_1", "W0_1", b.worker, a.worker)
+    assert pool.vacancy(first, CELLS) not in {*pool.running}, "each of the two came from where the other is"
 
 
-def _move(pool: ProcessPool, source: Worker, to: Worker) -> tuple[list[WorkerProcess], list[WorkerProcess]]:
+@pytest.mark.parametrize("order", [("W0_0", "W1_0"), ("W1_0", "W0_0")])
+def test_what_waits_for_a_place_that_was_taken_waits_for_an_empty_one(order: tuple[str, str]) -> None:
+    """Two processes move: one to where a newcomer is being started, the other to where one is to be started later."""
+    pool = pool_of(*order, "W0_1")
+    pool.running[Worker.parse("W0_1")].member = False
+    to = {"W0_0-1": Worker.parse("W0_1"), "W1_0-1": Worker.parse("W1_1")}
+    came, _ = pool.place(to, 2)
+    _waits_for_an_empty_place(pool, "W1_1", came)
+
+
+def test_a_newcomer_that_is_given_the_place_for_which_another_waits_leaves_it_its_own() -> None:
+    pool = pool_of("W0_0", "W0_1")
+    pool.running[Worker.parse("W0_1")].member = False
+    came, _ = pool.place({"W0_1-1": Worker.parse("W1_1")}, 2)
+    _waits_for_an_empty_place(pool, "W1_1", came)
+
+
+def _waits_for_an_empty_place(pool: ProcessPool, place: str, came: dict[Worker, Worker]) -> None:
+    waiting = restarts.DueRestart(place, number=1, due=9.0, node=0, incarnation="gone", committed=0)
+    state = restarts.moved(restarts.Restarts((waiting,)), {str(to): str(source) for to, source in came.items()})
+    found = restarts.due(state, 9.0, lambda node: True, lambda worker: Worker.parse(worker) not in pool.running)
+    assert len(found.start) == 1
+
+
+def _move(pool: ProcessPool, source: Worker, to: Worker) -> tuple[dict[Worker, Worker], list[WorkerProcess]]:
     return pool.place({pool.running[source].incarnation: to}, 2)
