@@ -315,13 +315,12 @@ def _incarnations(
     generation: Generation, members: Mapping[str, Member], pending: PendingGeneration | None
 ) -> dict[str, str]:
     """Returns the process at each place of the generation in force, of those that are still somewhere."""
-    now_at = dict(pending.moves) if pending else {}
-    found: dict[str, str] = {}
-    for name in generation.living:
-        member = members[now_at.get(name, name)]
-        stays = member.generation in (generation.number, STATELESS)
-        if member.incarnation and (stays or name in now_at):
-            found[name] = member.incarnation
+    stay = (members[n] for n in generation.living if members[n].generation in (generation.number, STATELESS))
+    found = {member.name: member.incarnation for member in stay if member.incarnation}
+    for source, to in pending.moves if pending else ():
+        member = members[to]
+        if member.generation == 0 and member.incarnation:  # it has moved since
+            found[source] = member.incarnation
     return found
 
 

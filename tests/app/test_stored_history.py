@@ -75,6 +75,25 @@ def test_moves_outlive_the_console_that_decided_on_them(world: World) -> None:
     assert world.at("W0_0") is world.processes["i5"]
 
 
+def test_who_came_where_another_has_left_stands_there_after_a_restart(database: FlakyDatabase) -> None:
+    """Both with one generation, which the launcher hears of from the next console."""
+    database.heal()
+    grid = {"pipelines": 3, "stages": 2, "micro_batches": 2, "iterations": 9}
+    world = World(database, JobSpec(name="job", **grid, checkpoints=True))
+    world.begin().plans_take_time()
+    for incarnation in ("i1", "i3", "i5"):
+        world.die(world.processes[incarnation])
+    world.start("W0_1")
+    world.plan_arrives(*world.wanted[-1:])
+    world.die(world.processes["i0"])
+    current = world.job.state.current
+    assert current is not None and {current.incarnations["W0_1"], current.incarnations["W2_0"]} == {"i4", "i6"}
+    world.restart_console()
+    deployment = world.poll()
+    assert deployment is not None and deployment.generation == current.number
+    assert deployment.incarnations == current.incarnations
+
+
 def test_a_worker_that_was_asked_to_leave_does_so_in_order_after_a_restart(world: World) -> None:
     world.begin()
     world.operators.drain(world.job_id, "W1_0", "ada")
