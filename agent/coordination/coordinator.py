@@ -140,14 +140,15 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
 
 def _room_for(state: State, member: Member) -> Member:
     """Returns the place for a process that asks for that of `member`. Where another process has been given it since,
-    and may not have been told, that is an empty one. The launcher does the same where one stands in another's way."""
-    if member.state is not REJOINING or member.acknowledged:
+    and may not have been told, that is an empty one. The launcher does the same where one stands in another's way.
+
+    A process that the launcher itself started there, and that is in the way, has ended: that is known by now. An own
+    loop, whose processes are never moved, has nobody who says so."""
+    if state.own_loop or member.state is not REJOINING or member.acknowledged:
         return member
-    came = {to: source for source, to in moves_of(state)}
-    if member.name not in came:
-        return member
-    places = (state.members[came[member.name]], *state.members.values())
-    return next((place for place in places if place.state is FAILED and not place.goes), member)
+    came = (state.members[source] for source, to in moves_of(state) if to == member.name)
+    empty = (place for place in (*came, *state.members.values()) if place.state is FAILED and not place.goes)
+    return next(empty, member)
 
 
 def _one_more(name: str, before: int, line: str, many: str) -> list[Note]:

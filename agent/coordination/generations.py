@@ -140,10 +140,11 @@ def _lost_since(state: State) -> tuple[str, ...]:
     current = state.current
     if current is None:
         return ()
-    there = {m.incarnation for m in state.members.values() if m.state is not FAILED}
+    moved = {m.incarnation for m in state.members.values() if m.state is REJOINING}
 
     def lost(member: Member) -> bool:
-        if current.incarnations.get(member.name) in there:
+        process = current.incarnations.get(member.name)
+        if process in moved or (process == member.incarnation and member.state is not FAILED):
             return False
         return member.let_go is None if member.state is FAILED else member.generation == 0
 
@@ -152,21 +153,18 @@ def _lost_since(state: State) -> tuple[str, ...]:
 
 def moves_of(state: State) -> tuple[tuple[str, str], ...]:
     """Returns (from, to) of each process that takes the state of another place than it had: since the generation in
-    force, or with that one, as long as it doesn't have that state yet."""
-    current = state.current
-    if current is None:
+    force, or with that one, as long as it has not had that state."""
+    current, takes = state.current, [m for m in state.members.values() if m.state is REJOINING]
+    if current is None or not takes:
         return ()
     stood = {incarnation: name for name, incarnation in current.incarnations.items()}
     came = {to: source for source, to in current.moves}
 
     def source(member: Member) -> str:
-        place = stood.get(member.incarnation or "")
-        if place == member.name and member.state is REJOINING:
-            return came.get(place, place)
-        return place or member.name
+        place = stood.get(member.incarnation or "", member.name)
+        return came.get(place, place) if place == member.name and member.generation == current.number else place
 
-    present = ((source(m), m.name) for m in state.members.values() if m.state in PRESENT)
-    return tuple((place, name) for place, name in present if place != name)
+    return tuple((source(m), m.name) for m in takes if source(m) != m.name)
 
 
 def _on_request(state: State) -> Iterator[str]:
@@ -379,7 +377,8 @@ def staff(state: State) -> tuple[State, tuple[tuple[str, str], ...]]:
         if not empty or len(fullest) < 2:
             return replace(state, members=members), tuple(made)
         source = fullest[-1]
-        target = next(m for m in members.values() if m.stage == empty[0])
+        # Not where somebody was asked to leave and is still there, if that can be.
+        target = min((m for m in members.values() if m.stage == empty[0]), key=lambda member: member.goes)
         move(members, source.name, target.name)
         made.append((source.name, target.name))
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from openrecycle.agent.coordination.membership import (
     PRESENT,
     AckState,
+    DrainAsked,
     Exited,
     GenerationAcknowledged,
     LeadChanged,
@@ -56,6 +57,35 @@ def test_a_process_that_moved_is_not_fenced_while_it_does_not_know_yet() -> None
     assert moved in run.member(target).retired
     ((other, there),) = run.opened[-1].moves
     assert other != source and there == target and run.opened[-1].restore
+
+
+def test_a_newcomer_that_was_given_another_place_keeps_it_when_the_next_one_asks_for_that() -> None:
+    """Nobody was left. The second to come back moves before it has trained, and the launcher does not know of it."""
+    run = Run(2, 2, checkpoints=True).start()
+    for name in run.names:
+        run.exit(name)
+    run.plans = False
+    for name in ("W0_1", "W1_1"):
+        run.back(name)
+    assert {run.member(name).incarnation for name in ("W0_1", "W0_0")} == {"W0_1-again1", "W1_1-again2"}
+    run.plans = True
+    run.back("W0_0")
+    here = {m.incarnation for m in run.state.members.values() if m.state in PRESENT}
+    assert here == {"W0_1-again1", "W1_1-again2", "W0_0-again3"} == {*run.opened[-1].incarnations.values()}
+    run.back("W1_0")  # the launcher has not been told of that generation either
+    run.resume()
+    assert not run.state.pending and {*run.opened[-1].incarnations.values()} == here | {"W1_0-again4"}
+
+
+def test_who_moves_leaves_the_place_of_one_that_was_asked_to_leave_to_it() -> None:
+    """It is still there, and is told to leave in order."""
+    run = Run(3, 2, checkpoints=True).start()
+    run.plans = False
+    run.send(DrainAsked("W0_1", "ada"))
+    run.exit("W1_1")
+    run.exit("W2_1")
+    assert run.state.pending is not None and run.state.pending.moves == (("W2_0", "W1_1"),)
+    assert run.member("W0_1").goes
 
 
 def test_moves_into_a_place_that_was_given_up_are_told_again_however_many_die_meanwhile() -> None:
