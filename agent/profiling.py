@@ -816,7 +816,7 @@ def measure_workload(
     kept, sizes = list[dict[str, int]](), list[int]()
     if getattr(workload, "varies", False):
         say("inputs have several shapes: all times and bytes are those of the largest micro-batch")
-    say(f"measuring the bytes that {alone.stages} {what}s of {path} keep")
+    say(f"measuring the bytes that {alone.stages} {what}s keep")
     for number in range(alone.stages):
         last = number == alone.stages - 1
         with _sentence(f"{what} {number} can't be run"):

@@ -170,7 +170,7 @@ class Database:
             if not known:
                 raise DatabaseError(
                     f"database {self.shown_url} was used by another version of this program, whose tables this one "
-                    "does not know: run that version, or name another database"
+                    "does not know: run that version, or name another database (--database-url)"
                 )
 
     def check_file(self) -> None:

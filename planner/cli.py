@@ -343,7 +343,7 @@ MAX_COMPARED = 4
 
 
 def export_command(
-    path: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan document, JSON or YAML.")],
+    path: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan document.")],
     format_name: Annotated[str, typer.Option("--format", help=", ".join(EXPORTERS) + ".")],
     out: Annotated[Path | None, typer.Option(help="Write to this file; otherwise to standard output.")] = None,
     pipeline: Annotated[int | None, typer.Option(help="This pipeline alone (torch-csv, svg, png).")] = None,

@@ -236,21 +236,23 @@ PICTURE_OPS = 20_000
 
 class CatalogPart(NamedTuple):
     """The catalog in a bundle. files: of its folder, by their path below `catalog`; none: it is left out. about: what
-    it has, or why there is none."""
+    it has, or why there is none. failures: the most that one of its plans is for."""
 
     files: dict[str, bytes]
     about: str
+    failures: int = 0
 
 
 def catalog_part(catalog: Catalog | None) -> CatalogPart:
     if catalog is None or not len(catalog):
         return CatalogPart({}, "no plans were made ahead for this job")
-    size = sum(made.op_count for made in catalog.plans)
+    plans = catalog.plans
+    size, failures = sum(made.op_count for made in plans), max(len(made.failed) for made in plans)
     if size > CATALOG_OPS:
-        return CatalogPart({}, f"{len(catalog)} plans with {size:,} ops in all; make it with the line below")
+        return CatalogPart({}, f"{len(plans)} plans with {size:,} ops in all; make it with the line below", failures)
     info = CatalogInfo.of(CatalogQuestion(catalog.job, catalog.technique, catalog.memory))
-    about = f"The plans made ahead, {len(catalog)} failure patterns; the line below goes on from them."
-    return CatalogPart(folder_files(info, catalog.packed()), about)
+    about = f"The plans made ahead, {len(plans)} failure patterns; the line below goes on from them."
+    return CatalogPart(folder_files(info, catalog.packed()), about, failures)
 
 
 def make_bundle(plan: Plan, name: str, spec: JobSpec | None, catalog: CatalogPart) -> bytes:
@@ -282,7 +284,7 @@ def make_bundle(plan: Plan, name: str, spec: JobSpec | None, catalog: CatalogPar
         files |= {f"catalog/{name}": data for name, data in catalog.files.items()}
     else:
         left_out.append(f"catalog/: {catalog.about}.")
-    files["README.md"] = _readme(plan, name, spec, about, left_out).encode()
+    files["README.md"] = _readme(plan, name, spec, about, left_out, catalog.failures).encode()
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
         for file_name, content in sorted(files.items()):
@@ -313,18 +315,23 @@ def launch_line(plan: Plan, spec: JobSpec | None) -> str:
     return shlex.join(words)
 
 
-def plan_line(plan: Plan, *, command: str = "plan") -> str:
-    """Returns the command that makes the plan, or its catalog, anew."""
-    words = ["openrecycle", command, "--profile", "profile.json"]
-    if command == "plan":
-        for worker in plan.failed:
-            words += ["--fail", worker]
+def plan_line(plan: Plan) -> str:
+    """Returns the command that makes the plan anew."""
+    words = ["openrecycle", "plan", "--profile", "profile.json"]
+    for worker in plan.failed:
+        words += ["--fail", worker]
     words += ["--technique", plan.technique.value, "--memory", plan.memory]
-    if command == "plan" and plan.partition != plan.job.partition:
+    if plan.partition != plan.job.partition:
         words += ["--partition", ",".join(map(str, plan.partition))]
-    if command == "catalog":
-        words += ["--tolerance", str(len(plan.failed)), "--out", "catalog"]
     return shlex.join(words)
+
+
+def catalog_line(plan: Plan, failures: int) -> str:
+    """Returns the command that makes, or goes on from, the catalog that has plans for so many failures and for the
+    plan's."""
+    words = ["openrecycle", "catalog", "--profile", "profile.json"]
+    words += ["--technique", plan.technique.value, "--memory", plan.memory]
+    return shlex.join([*words, "--tolerance", str(max(failures, len(plan.failed))), "--out", "catalog"])
 
 
 def _slots(job: JobDoc) -> bool:
@@ -332,7 +339,7 @@ def _slots(job: JobDoc) -> bool:
     return job.job() == Job.uniform(job.pipelines, job.stages, job.micro_batches)
 
 
-def _readme(plan: Plan, name: str, spec: JobSpec | None, files: dict[str, str], left_out: list[str]) -> str:
+def _readme(plan: Plan, name: str, spec: JobSpec | None, files: dict[str, str], left_out: list[str], failures: int) -> str:
     job, metrics, unit = plan.job, plan.metrics, plan.job.time_unit
     lines = [
         f"# {' '.join(name.split())}",
@@ -356,7 +363,7 @@ def _readme(plan: Plan, name: str, spec: JobSpec | None, files: dict[str, str], 
         "```sh",
         "openrecycle check plan.json",
     ]
-    lines += [plan_line(plan), plan_line(plan, command="catalog"), "```", ""]
+    lines += [plan_line(plan), catalog_line(plan, failures), "```", ""]
     lines += [
         "Start a job with this grid and these op times. Add `--workload MODULE:FACTORY` for your model: without it, "
         "the example GPT is trained. Add `--console http://HOST:PORT` to watch it:",

@@ -247,8 +247,12 @@ def _head(
     y = MARGIN + 8
     yield Text(MARGIN, y, _title(plan, pipeline), TITLE, colours.text, bold=True)
     y += 6
-    note = [] if image is None else ["Each line of pixels is a worker; a dark one is out."]
-    for line in _wrapped(_facts(plan), room) + note:
+    notes = []
+    if image is not None:
+        workers, shown = len(drawing.rows.workers), len(image)
+        note = "Each line of pixels is a worker; a dark one is out."
+        notes = [note if shown == workers else f"{note} {shown:,} of {workers:,} are shown, dark ones first."]
+    for line in _wrapped(_facts(plan), room) + notes:
         y += LINE_HEIGHT
         yield Text(MARGIN, y, line, BODY, colours.muted)
     y += LINE_HEIGHT + 9

@@ -378,9 +378,12 @@ COLUMNS, MAX_ROWS = 1_600, 600
 
 
 def raster(drawing: Drawing, columns: int = COLUMNS) -> NDArray[np.uint8]:
-    """Return [rows, columns] of op codes over the whole iteration. Rows are the drawing's, thinned out to MAX_ROWS."""
+    """Return [rows, columns] of op codes over the whole iteration. Rows are the drawing's, thinned out to MAX_ROWS: of
+    neighbours one stays, if possible one without ops."""
     schedule, workers = drawing.schedule, drawing.rows.workers
-    shown = workers[:: -(-len(workers) // MAX_ROWS)]
+    step = -(-len(workers) // MAX_ROWS)
+    neighbours = [workers[first : first + step] for first in range(0, len(workers), step)]
+    shown = [next((worker for worker in those if worker not in schedule.ops), those[0]) for those in neighbours]
     centres = (np.arange(columns) + 0.5) * schedule.end / columns
     image = np.zeros((len(shown), columns), dtype=np.uint8)
     for row, worker in enumerate(shown):

@@ -356,10 +356,6 @@ class Schedule:
         """The ops of all workers, in the order of `ops`."""
         return self.ops.arrays if isinstance(self.ops, OpsByWorker) else OpArrays.of(self.ops.values())
 
-    def arrays_of(self, workers: Iterable[Worker]) -> OpArrays:
-        """Returns the ops of these workers."""
-        return self.arrays.rows([self._places[worker] for worker in workers])
-
     def part(self, worker: Worker) -> slice:
         """Returns where the worker's ops are in `arrays`."""
         return self.arrays.part(self._places[worker])

@@ -294,11 +294,6 @@ class Measurements(DocumentModel):
         """The largest spread of any part; transfers and reductions are left out."""
         return max(part.spread for part in self.parts)
 
-    @property
-    def sharding(self) -> Literal["none", "zero1"]:
-        """The value of the agent's option for sharding."""
-        return "zero1" if self.sharded_over else "none"
-
     def job_for(self, pipelines: int, stages: int, micro_batches: int) -> Job:
         """Makes the job of this model on a grid. Raises InputError when the model can't be cut into these stages."""
         Job.uniform(pipelines, stages, micro_batches)  # the sizes are refused before anything is built

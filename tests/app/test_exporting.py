@@ -26,6 +26,7 @@ from openrecycle.app.plans import files
 from openrecycle.app.plans.files import (
     CatalogPart,
     Export,
+    catalog_line,
     file_stem,
     launch_line,
     make_bundle,
@@ -156,7 +157,8 @@ def test_the_bundle_holds_the_catalog_and_lines_that_can_be_run(
     job = Job(2, 2, 3, (StageProfile(2.5, 2, 1, 1), StageProfile(3, 3, 2, 1)), (0.5,), time_unit="ms")
     plan = make_plan_for(job)
     catalog = Catalog(job, plan.problem().technique, plan.problem().memory)
-    catalog.add(plan)
+    for failed in (frozenset[Worker](), frozenset({Worker(1, 0)}), frozenset({Worker(1, 1)})):
+        catalog.add(make_plan(catalog.problem(failed), solver="list"))
     content = render(Export(plan, "uneven", catalog=lambda: catalog), offer_named(plan, "uneven", "bundle"))
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         archive.extractall(tmp_path)
@@ -173,11 +175,13 @@ def test_the_bundle_holds_the_catalog_and_lines_that_can_be_run(
     assert "--profile profile.json" in lines[-1]
     monkeypatch.chdir(tmp_path)
     again = CliRunner().invoke(planner_cli, [*shlex.split(lines[2])[1:], "--json"])
-    assert again.exit_code == 0 and json.loads(again.stdout)["planned"] == 0, "it goes on from the bundle's"
+    made = json.loads(again.stdout)
+    assert (again.exit_code, made["kept"], made["planned"]) == (0, 3, 0), "it goes on from all of the bundle's"
 
 
 def test_what_is_made_anew_has_the_plans_failures_and_layers() -> None:
-    assert plan_line(make_plan_for(Job.uniform(1, 2, 2)), command="catalog").count("--tolerance 0 ") == 1
+    assert "--tolerance 2 " in catalog_line(make_plan_for(Job.uniform(3, 2, 2)), 2)
+    assert "--tolerance 1 " in catalog_line(made_plan(("W1_2",)), 0)
     job = Job.uniform(2, 2, 2, layers=4)
     assert "--partition" not in plan_line(make_plan_for(job))
     assert plan_line(make_plan_for(job.with_partition((3, 1)))).endswith("--partition 3,1")

@@ -188,6 +188,12 @@ def test_raster_has_the_op_that_runs_at_each_moment() -> None:
             assert image[row, column] == (model.CODES[running[0].kind] if running else 0)
 
 
+def test_a_raster_of_fewer_rows_than_workers_shows_those_that_are_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "MAX_ROWS", 5)
+    image = model.raster(Drawing.of(schedule_of(("W1_2", "W0_1"), unit="slot"), out={"W1_2": "failed"}))
+    assert [row.min() for row in image] == [model.CODE_OUT, 0, model.CODE_FAILED, 0]  # three workers a row
+
+
 def test_box_selects_the_workers_and_the_time_it_covers() -> None:
     schedule = schedule_of(("W1_2",), unit="slot")
     workers = list(schedule.problem.job.workers())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections import Counter
 from xml.etree import ElementTree
 
@@ -157,6 +158,12 @@ def test_a_large_plan_is_the_raster_between_its_axes(pipelines: int, stages: int
     assert any(golden("each-line-of-pixels") in w for w in words(text))
     colours = {colour for _, colour in pixels(EXPORTERS["png"].render(plan)).getcolors(1 << 20) or []}
     assert {fills[code] for code in set(codes.ravel().tolist())} <= colours
+
+
+def test_a_picture_says_that_it_shows_fewer_workers_than_there_are() -> None:
+    plan = make_plan(Problem(Job.uniform(64, 16, 2)), solver="list", look_ahead=False)
+    (note,) = [w for w in words(EXPORTERS["svg"].render(plan).decode()) if golden("each-line-of-pixels") in w]
+    assert re.findall(r"[\d,]+\d", note) == ["512", "1,024"]
 
 
 def test_a_picture_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
