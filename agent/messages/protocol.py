@@ -519,7 +519,7 @@ class Restart(Message):
 
 
 class FailureReport(Message):
-    """POST /jobs/{job_id}/failures. Something broke.
+    """Something broke.
 
     cause `exit`: the launcher saw the process of `worker` end. `exception`: an op of a micro-batch raised in it, and
     all must connect anew with what the launcher decides about that micro-batch. `state-lost`: the state of its stage
@@ -540,6 +540,14 @@ class FailureReport(Message):
     generation: Count = 0
     spare: Annotated[tuple[RankNumber, ...], Field(max_length=RANKS, fail_fast=True)] = ()
     restart: Restart | None = None
+
+
+class Failures(Message):
+    """POST /jobs/{job_id}/failures -> BatchReply. From a launcher: all that it has seen in one turn, in order, such as
+    the ends of all workers of a lost node: the job goes on in one generation without them. Each is taken or refused by
+    itself."""
+
+    failures: Annotated[tuple[FailureReport, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
 
 
 class Iteration(Message):

@@ -9,6 +9,7 @@ report. Beyond the bound, reports of validations are dropped first, and then the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import socket
 import threading
@@ -16,7 +17,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from openrecycle.agent.coordination.launcher import (
@@ -44,6 +45,7 @@ from openrecycle.agent.messages.client import (
     Say,
 )
 from openrecycle.agent.messages.protocol import (
+    BATCH,
     INTERIM_DOCUMENT,
     LONGEST_MS,
     Acknowledgement,
@@ -52,6 +54,7 @@ from openrecycle.agent.messages.protocol import (
     Commands,
     Deployment,
     FailureReport,
+    Failures,
     InterimPlan,
     Iteration,
     IterationReport,
@@ -96,10 +99,12 @@ ends; otherwise it has all workers connect anew, with the dead one among them. A
 decision."""
 
 
+FAILURES_BYTES = 3 * 2**20
+"""A batch of failures has at most so many bytes: a console takes one of 4 MiB."""
 SEQ_AHEAD = 1_000_000
 """A leader's number of heartbeats is copied now and then. It may have sent up to so many since the last copy."""
 _REPORTS: dict[str, type[Message]] = {
-    "/failures": FailureReport,
+    "/failures": Failures,
     "/interim": InterimPlan,
     "/relayouts": Relayout,
     "/iterations": IterationReport,
@@ -123,9 +128,13 @@ class QueuedReport(NamedTuple):
         age = max(0.0, time.monotonic() - self.at)
         if isinstance(self.message, IterationReport):
             return self.message.model_copy(update={"age": age})
-        if isinstance(self.message, FailureReport):
-            return self.message.model_copy(update={"age_milliseconds": min(1000 * age, LONGEST_MS)})
+        if isinstance(self.message, Failures):
+            return Failures.model_construct(failures=tuple(_older(one, age) for one in self.message.failures))
         return self.message
+
+
+def _older(report: FailureReport, seconds: float) -> FailureReport:
+    return report.model_copy(update={"age_milliseconds": min(report.age_milliseconds + 1000 * seconds, LONGEST_MS)})
 
 
 def create_job(
@@ -182,6 +191,20 @@ def merge_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport |
     return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
 
 
+def failure_batches(reports: Iterable[FailureReport]) -> Iterator[Failures]:
+    """Yields reports in batches that a console takes: nearly always it is one."""
+    batch, size = list[FailureReport](), 0
+    for report in reports:
+        more = len(report.model_dump_json().encode())
+        if batch and (len(batch) == BATCH or size + more > FAILURES_BYTES):
+            yield Failures(failures=tuple(batch))
+            batch, size = [], 0
+        batch.append(report)
+        size += more
+    if batch:
+        yield Failures(failures=tuple(batch))
+
+
 def outbox() -> Outbox[QueuedReport]:
     """Makes the outbox of a launcher's reports. Ends of processes, and of the job, are never dropped for others;
     iterations only when no ValidationReport is left. These come again and again, so they have the least weight."""
@@ -196,7 +219,7 @@ def _saved(report: QueuedReport) -> tuple[str, dict[str, Any]]:
     if isinstance(report.message, IterationReport):
         iterations = report.message.iterations
         return report.path, {"first": iterations[0].iteration, "last": iterations[-1].iteration}
-    return report.path, report.message.model_dump(mode="json")
+    return report.path, report.body.model_dump(mode="json")
 
 
 def _restored(
@@ -408,6 +431,9 @@ class ConsoleCoordination(Coordination):
         self._job_id, self._decide = job_id, decide
         self._decided: deque[QueuedReport] = deque()
         """Reports that are with `decide`."""
+        self._failures: list[tuple[FailureReport, float]] = []
+        """Those of this turn, each with when it was made, in monotonic seconds. The console is told of them together:
+        it would open a generation for each of the workers that a lost node had."""
         newest: tuple[int, int] = (0, 0) if saved is None else (saved["generation"], saved["command"])
         self._generation, self._command = newest
         """The newest generation and command that the launcher was told."""
@@ -513,11 +539,11 @@ class ConsoleCoordination(Coordination):
             generation=generation,
             spare=tuple(spare),
         )
-        self._report(report)
+        self._collect(report)
 
     def restarts(self, worker: Worker, incarnation: str, restart: Restart) -> None:
         about = {"worker": str(worker), "incarnation": incarnation, "cause": "exit", "reporter": "launcher"}
-        self._report(FailureReport.model_validate(about | {"restart": restart}))
+        self._collect(FailureReport.model_validate(about | {"restart": restart}))
 
     def opened(self, generation: int, incarnations: Iterable[str]) -> None:
         self._phases.expect(generation, incarnations)
@@ -560,7 +586,7 @@ class ConsoleCoordination(Coordination):
         self._report(JobFinished(state=state, reason=encodable(reason[:2000])))  # type: ignore[arg-type]
 
     def saved(self) -> dict[str, Any]:
-        reports = [*self._sender.waiting, *self._decided]
+        reports = [*self._sender.waiting, *self._decided, *self._collected()]
         return {
             "job": self._job_id,
             "token": self._token,
@@ -602,6 +628,7 @@ class ConsoleCoordination(Coordination):
         """
         begin = time.monotonic()
         self._closing.set()
+        self._pass_failures()
         self._sender.stop()
         self._sender.join(STOPPED_TIMEOUT_SECONDS)
         if self._sender.is_alive() and not hurried():
@@ -618,18 +645,39 @@ class ConsoleCoordination(Coordination):
             self._waking.close()
 
     def _tell(self, now: float) -> None:
-        """Passes on, together, all that workers have said in one turn of the launcher. So a launcher that stood still
-        has heard all its workers before it tells the console of any of them."""
+        """Passes on, together, all that workers have said in one turn of the launcher, and which of them failed. So a
+        launcher that stood still has heard all its workers before it tells the console of any of them."""
+        self._pass_failures()
         said, self._said = self._said, {}
         if said:
             self._workers.heard(said)
         for acknowledgements in self._phases.due(now):
             self._workers.acknowledge(acknowledgements)
 
-    # -- threads ------------------------------------------------------------------------------
+    def _collect(self, report: FailureReport) -> None:
+        """Has the next `poll` report it. That is at once: a report may also be made in a turn after its `poll`."""
+        self._failures.append((report, time.monotonic()))
+        self._wake()
+
+    def _collected(self) -> list[QueuedReport]:
+        """Returns the batches of the failures that have been collected."""
+        now = time.monotonic()
+        reports = (_older(report, now - at) for report, at in self._failures)
+        return [QueuedReport(_PATHS[Failures], batch, now) for batch in failure_batches(reports)]
+
+    def _pass_failures(self) -> None:
+        for batch in self._collected():
+            self._queue(batch)
+        self._failures.clear()  # afterwards, so that they are always somewhere
 
     def _report(self, message: Message) -> None:
-        self._decided.append(QueuedReport(_PATHS[type(message)], message, time.monotonic()))
+        self._pass_failures()  # they were first
+        self._queue(QueuedReport(_PATHS[type(message)], message, time.monotonic()))
+
+    # -- threads ------------------------------------------------------------------------------
+
+    def _queue(self, report: QueuedReport) -> None:
+        self._decided.append(report)
         self._decide(self._pass_on)
 
     def _pass_on(self) -> None:
@@ -638,6 +686,9 @@ class ConsoleCoordination(Coordination):
 
     def _put(self, event: Event) -> None:
         self._events.put(event)
+        self._wake()
+
+    def _wake(self) -> None:
         with self._using, contextlib.suppress(OSError):  # full, and so readable already; or closed
             self._waking.send(b"!")
 
@@ -680,11 +731,10 @@ class ConsoleCoordination(Coordination):
     def _may_register(self, registration: Registration) -> bool:
         """Says whether the console has been told of the end of the process before in that place. If it heard of the
         next one first, as when it is back after both, it would never learn why that one ended."""
-        reports = [*self._decided.copy(), *self._sender.waiting]  # a copy, since another thread changes it
-        return not any(
-            isinstance(report.message, FailureReport) and report.message.worker == registration.worker
-            for report in reports
-        )
+        collected = [report for report, _ in self._failures.copy()]  # copies, since another thread changes them
+        queued = [report.message for report in (*self._decided.copy(), *self._sender.waiting)]
+        batches = [message.failures for message in queued if isinstance(message, Failures)]
+        return all(report.worker != registration.worker for report in itertools.chain(collected, *batches))
 
     def _say_who_is_refused(self, answer: BatchReply | ConsoleRefused) -> None:
         """Says that the console refuses all workers, as one of another version does: the job would never begin. A

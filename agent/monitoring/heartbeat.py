@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from openrecycle.agent.messages.protocol import (
     Acknowledgements,
     BatchReply,
     FailureReport,
+    Failures,
     Heartbeat,
     Heartbeats,
     LogLines,
@@ -131,7 +133,7 @@ class WorkerReports(threading.Thread):
         self._logs_from = ""
         """The incarnation of the process whose lines are posted next."""
         self._lock = threading.Lock()
-        self._outbox: Outbox[Acknowledgements | FailureReport] = Outbox(QUEUE)
+        self._outbox: Outbox[Acknowledgements | Failures] = Outbox(QUEUE)
         self._measured: Outbox[tuple[dict[str, Any], Offset]] = Outbox(QUEUE)
         self._wake, self._stop_asked = threading.Event(), threading.Event()
 
@@ -177,16 +179,15 @@ class WorkerReports(threading.Thread):
 
     def broken(self, worker: str, incarnation: str, generation: int, detail: str, peer: str = "") -> None:
         """Queues a report that a transfer of `worker` with `peer` ("": not known) broke in `generation`."""
-        self._put(
-            FailureReport(
-                worker=peer or worker,
-                incarnation=incarnation,
-                cause="transfer",
-                reporter=worker,
-                detail=encodable(detail[:2000]),
-                generation=generation,
-            )
+        report = FailureReport(
+            worker=peer or worker,
+            incarnation=incarnation,
+            cause="transfer",
+            reporter=worker,
+            detail=encodable(detail[:2000]),
+            generation=generation,
         )
+        self._put(Failures(failures=(report,)))
 
     def wrote(self, incarnation: str, lines: Iterable[tuple[float, str]], skipped: int) -> None:
         """Takes lines that a process has written, each with its POSIX time in seconds. skipped: how many lines before
@@ -247,7 +248,7 @@ class WorkerReports(threading.Thread):
         self._wake.wait(seconds)
         self._wake.clear()
 
-    def _put(self, message: Acknowledgements | FailureReport) -> None:
+    def _put(self, message: Acknowledgements | Failures) -> None:
         self._outbox.put(message)
         self._wake.set()
 
@@ -322,14 +323,14 @@ class WorkerReports(threading.Thread):
     def _deliver(self, due: float) -> None:
         """Sends queued reports, oldest first, for as long as there is time until the next heartbeats."""
         while (message := self._outbox.take()) is not None:
-            if isinstance(message, FailureReport):
-                self._of_one(message.incarnation, "failures", message)
+            reports: Sequence[Acknowledgement | FailureReport]
+            if isinstance(message, Failures):
+                route, reports = "failures", message.failures
             else:
-                try:
-                    reply = self._client.post(f"{self._path}/acknowledgements", message, BatchReply)
-                    self._look_at(reply, [a.incarnation for a in message.acknowledgements])
-                except ConsoleRefused:
-                    pass  # they are out of date
+                route, reports = "acknowledgements", message.acknowledgements
+            with suppress(ConsoleRefused):  # they are out of date
+                reply = self._client.post(f"{self._path}/{route}", message, BatchReply)
+                self._look_at(reply, [report.incarnation for report in reports])
             self._outbox.sent()
             if self._is_late(due):
                 return

@@ -20,6 +20,7 @@ from openrecycle.agent.messages.protocol import (
     Commands,
     Deployment,
     FailureReport,
+    Failures,
     Heartbeats,
     InterimPlan,
     IterationReport,
@@ -59,7 +60,7 @@ Sender = Annotated[LeadTerm | None, Depends(_lead_of)]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 # The most messages of one transaction, so that others who wait for the job's lock, such as its tick, get it in between.
 MOST = 1024
-M = TypeVar("M", Registration, Acknowledgement)
+M = TypeVar("M", Registration, Acknowledgement, FailureReport)
 
 
 class JobWanted(JobSpec):
@@ -120,7 +121,9 @@ class Together(Generic[M]):
                 return
 
 
-def _split(reply: BatchReply, parts: Sequence[Sequence[Registration | Acknowledgement]]) -> Iterator[BatchReply]:
+def _split(
+    reply: BatchReply, parts: Sequence[Sequence[Registration | Acknowledgement | FailureReport]]
+) -> Iterator[BatchReply]:
     """Yields the answer to each part of messages that were taken together."""
     at = 0
     for messages in parts:
@@ -133,6 +136,7 @@ def _split(reply: BatchReply, parts: Sequence[Sequence[Registration | Acknowledg
 
 def router(console: ConsoleService) -> APIRouter:
     registrations, acknowledgements = Together(console.reports.register), Together(console.reports.acknowledge)
+    failures = Together(console.reports.failures)
 
     async def of_lead(request: Request, lead: LeadHeader = None) -> None:
         """The launcher that leads a job of several nodes says so with every request; 409: another node leads by now."""
@@ -201,9 +205,11 @@ def router(console: ConsoleService) -> APIRouter:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
         return _json(await acknowledgements.post(job_id, message.acknowledgements, sender))
 
-    @api.post("/{job_id}/failures")
-    async def failure(job_id: str, message: FailureReport, sender: Sender) -> ReportOutcome:
-        return ReportOutcome(reason=await in_thread(console.reports.failure, job_id, message, sender))
+    @api.post("/{job_id}/failures", response_model=BatchReply)
+    async def fail(job_id: str, message: Failures, sender: Sender) -> Response:
+        """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken. One generation
+        follows from all of them."""
+        return _json(await failures.post(job_id, message.failures, sender))
 
     @api.post("/{job_id}/interim")
     async def interim(job_id: str, message: InterimPlan, sender: Sender) -> ReportOutcome:

@@ -433,52 +433,35 @@ class Reports:
 
     def heartbeats(self, job_id: str, beats: Sequence[Heartbeat]) -> BatchReply:
         """Takes heartbeats; each is taken or refused by itself. Touches no database and waits for nothing."""
-        job, answers = self._find(job_id), list[int | ConsoleError]()
+        job, refusals = self._find(job_id), list[ConsoleError | None]()
         for beat in beats:
             try:
-                answers.append(job.heard(beat))
+                job.heard(beat)
+                refusals.append(None)
             except ConsoleError as error:
-                answers.append(error)
-        return self._reply(job, beats, answers)
+                refusals.append(error)
+        return self._reply(job, beats, refusals)
 
     def _reply(
         self,
         job: LiveJob,
-        reports: Sequence[Registration | Heartbeat | Acknowledgement],
-        answers: Sequence[object],
+        reports: Sequence[Registration | Heartbeat | Acknowledgement | FailureReport],
+        refusals: Sequence[membership.Refuse | ConsoleError | None],
     ) -> BatchReply:
-        """Makes the reply to a batch. answers: the result of each report; a ConsoleError means that it was refused."""
+        """Makes the reply to a batch. refusals: for each report why it was refused; None: it was not."""
         refused = tuple(
-            RefusedReport(index=index, worker=report.worker, code=answer.code, detail=answer.detail)
-            for index, (report, answer) in enumerate(zip(reports, answers, strict=True))
-            if isinstance(answer, ConsoleError)
+            RefusedReport(index=index, worker=report.worker, code=refusal.code, detail=refusal.detail)
+            for index, (report, refusal) in enumerate(zip(reports, refusals, strict=True))
+            if refusal is not None
         )
         taken = len(reports) - len(refused)
         return BatchReply(generation=job.state.generation, measure=self._measure(job), taken=taken, refused=refused)
 
-    def failure(self, job_id: str, message: FailureReport, sender: LeadTerm | None = None) -> str:
-        """Takes a report that a worker has ended, raised, lost its state, or can't exchange data with a peer. Returns
-        the coordinator's reason."""
+    def failures(self, job_id: str, said: Sequence[FailureReport], sender: LeadTerm | None = None) -> BatchReply:
+        """Takes reports that workers have ended, raised, lost their state, or can't exchange data with a peer; each is
+        taken or refused by itself. What one batch says of a generation is followed by one."""
         job = self._find(job_id)
-        if message.cause == "exit":
-            late = message.age_milliseconds / 1000
-            seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
-            detail = plain(message.detail) + seen
-            event = membership.Exited(message.worker, message.incarnation, message.reporter, detail)
-            restart = PlannedRestart.of(message.restart, time.time() - late) if message.restart else None
-            known = bool(message.spare or restart)
-            beside = [IncomingReport(event, spare=message.spare, restart=restart)] if known else ()
-            return job.apply(event, beside=beside, sender=sender)
-        if message.cause in ("exception", "state-lost"):
-            what = membership.OpRaised if message.cause == "exception" else membership.StateLost
-            raised = what(message.worker, message.incarnation, message.generation, plain(message.detail))
-            return job.apply(raised, sender=sender)
-        return job.apply(
-            membership.TransferBroken(
-                message.reporter, message.incarnation, message.worker, message.generation, plain(message.detail)
-            ),
-            sender=sender,
-        )
+        return self._reply(job, said, job.apply_all([_failure(one) for one in said], sender))
 
     def acknowledge(self, job_id: str, said: Sequence[Acknowledgement], sender: LeadTerm | None = None) -> BatchReply:
         """Takes acknowledgements; each is taken or refused by itself."""
@@ -613,6 +596,24 @@ class Reports:
             told = deployment_of(generation, leaving, own_loop=state.own_loop)
             known = self._deployments[job] = key, told.model_dump_json().encode()
         return known[1]
+
+
+def _failure(message: FailureReport) -> IncomingReport:
+    worker, incarnation, detail = message.worker, message.incarnation, plain(message.detail)
+    match message.cause:
+        case "exit":
+            late = message.age_milliseconds / 1000
+            seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
+            event = membership.Exited(worker, incarnation, message.reporter, detail + seen)
+            restart = PlannedRestart.of(message.restart, time.time() - late) if message.restart else None
+            return IncomingReport(event, spare=message.spare, restart=restart)
+        case "exception":
+            return IncomingReport(membership.OpRaised(worker, incarnation, message.generation, detail))
+        case "state-lost":
+            return IncomingReport(membership.StateLost(worker, incarnation, message.generation, detail))
+        case "transfer":
+            broken = membership.TransferBroken(message.reporter, incarnation, worker, message.generation, detail)
+            return IncomingReport(broken)
 
 
 # Between two writes of the newest heartbeats. A console that is killed forgets as much; workers send anew each second.

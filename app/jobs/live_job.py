@@ -49,6 +49,7 @@ from openrecycle.agent.coordination.membership import (
     NeedPlan,
     Note,
     OpenGeneration,
+    OpRaised,
     PendingGeneration,
     PlanReady,
     PlanRefused,
@@ -56,7 +57,9 @@ from openrecycle.agent.coordination.membership import (
     Release,
     Stalled,
     State,
+    StateLost,
     Tick,
+    TransferBroken,
     WorkerRegistered,
     back_to,
     may_speak_as_lead,
@@ -531,31 +534,41 @@ class IncomingReport:
     does about the exit. acknowledgement: a database row.
     """
 
-    event: WorkerRegistered | GenerationAcknowledged | Exited
+    event: WorkerRegistered | GenerationAcknowledged | Exited | OpRaised | StateLost | TransferBroken
     process: Arrival | None = None
     spare: tuple[int, ...] = ()
     restart: PlannedRestart | None = None
     acknowledgement: Mapping[str, Any] | None = None
 
 
+class Taken(NamedTuple):
+    """Reports that were taken together. states: the one before, each from which processes moved to other places, and
+    the one after. decisions: of all. refused: for each report, why it was refused; None: it was not."""
+
+    states: list[State]
+    decisions: list[Decision]
+    refused: list[Refuse | None]
+
+
 def run_together(
     state: State, reports: Sequence[IncomingReport], now: float, failure_timeouts: FailureTimeouts
-) -> tuple[State, list[Note], list[str | Refuse]]:
-    """Takes reports until one asks for a plan or opens a generation; that one and those after it are not taken.
-
-    Returns the state after those taken, their lines for the event feed, and for each its reason or refusal.
-    """
-    notes: list[Note] = []
-    answers: list[str | Refuse] = []
+) -> Taken:
+    """Takes reports one after the other, with no plan in between."""
+    states, decisions, refused = [state], list[Decision](), list[Refuse | None]()
     for report in reports:
-        after = coordinator.step(state, report.event, now, failure_timeouts)
-        said = [decision for decision in after.decisions if isinstance(decision, Note)]
-        if len(said) < len(after.decisions) - (after.refusal is not None):
-            break
-        notes += said
-        answers.append(after.refusal or after.reason)
-        state = after.state
-    return state, notes, answers
+        before, after = state, coordinator.step(state, report.event, now, failure_timeouts)
+        refused.append(after.refusal)
+        if after.refusal is None:
+            decisions += after.decisions
+            state = after.state
+        # A place may be filled, emptied and filled again: then the last state alone does not tell by whom.
+        if _moves(state) != _moves(before) and before is not states[-1]:
+            states.append(before)
+    return Taken([*states, state], decisions, refused)
+
+
+def _moves(state: State) -> tuple[tuple[str, str], ...]:
+    return state.pending.moves if state.pending else ()
 
 
 class LiveJob:
@@ -695,7 +708,6 @@ class LiveJob:
         self,
         event: Event,
         *,
-        beside: Sequence[IncomingReport] = (),
         plan: Plan | None = None,
         audit: Record | None = None,
         now: float | None = None,
@@ -703,70 +715,75 @@ class LiveJob:
     ) -> str:
         """Takes one event, stores what follows from it, and returns the reason.
 
-        beside: the report that the event came in, if any. audit: a row that is stored if the event is accepted. plan:
-        the plan that a PlanReady names. now: monotonic seconds when it happened; None: this moment. sender: see
-        `taking`. Raises ConsoleError when the event is refused or can't be stored; then nothing has changed.
+        audit: a row that is stored if the event is accepted. plan: the plan that a PlanReady names. now: monotonic
+        seconds when it happened; None: this moment. sender: see `taking`. Raises ConsoleError when the event is refused
+        or can't be stored; then nothing has changed.
         """
         with self.taking(sender):
             old, now = self.state, self._clock() if now is None else now
             step = coordinator.step(old, event, now, self.failure_timeouts)
             if step.refusal:
                 raise refused(step.refusal.code, step.refusal.detail)
-            if (step.state is old or step.passing) and not (step.decisions or beside or audit):
+            if (step.state is old or step.passing) and not (step.decisions or audit):
                 self.state = step.state  # most ticks end here, without a search among thousands of workers
                 return step.reason
-            decisions, wanted = list(step.decisions), None
-            state, reason = step.state, step.reason
-            for need in [d for d in step.decisions if isinstance(d, NeedPlan)]:
-                self.plans.cut(need.partition)
-                found = self.plans.plan_now(need.failed)
-                if found is None:
-                    wanted = need.failed
-                    continue
-                answer, plan = found
-                step = coordinator.step(state, answer, now, self.failure_timeouts)
-                decisions += step.decisions
-                state, reason = step.state, step.reason
-            change = self._take(old, state, decisions, plan, beside, audit)
-        self._publish(change)
-        if wanted is not None:
-            self.ask_for(wanted)
-        if change.generation:
-            self._on_generation(self)
-        return reason
+            change, wanted, reason = self._settle([old, step.state], step.decisions, now, plan=plan, audit=audit)
+        self._publish(change, wanted)
+        return reason or step.reason
 
-    def apply_all(self, reports: Sequence[IncomingReport], sender: LeadTerm | None = None) -> list[str | ConsoleError]:
-        """Takes reports as `apply` would take each, but in few transactions. Returns the reason or the error of each.
+    def apply_all(self, reports: Sequence[IncomingReport], sender: LeadTerm | None = None) -> list[Refuse | None]:
+        """Takes reports as `apply` would take each, but in one transaction: of the generations that they ask for, only
+        the last one opens. Returns for each why it was refused, or None.
 
-        Raises ConsoleError when the database fails (nobody knows which reports are stored, and all have to be sent
-        again) or when another node leads than the one that sends them.
+        Raises ConsoleError when the database fails (nobody knows whether the reports are stored, and all have to be
+        sent again) or when another node leads than the one that sends them.
         """
-        out: list[str | ConsoleError] = []
-        while left := reports[len(out) :]:
-            try:
-                out += self._apply_quiet(left, sender) or [self.apply(left[0].event, beside=left[:1], sender=sender)]
-            except ConsoleError as error:
-                if error.status == 503 or error.code == DEPOSED:
-                    raise
-                out.append(error)
-        return out
-
-    def _apply_quiet(self, reports: Sequence[IncomingReport], sender: LeadTerm | None) -> list[str | ConsoleError]:
-        """Takes the reports before the first that asks for a plan or opens a generation, in one transaction. Raises
-        ConsoleError if that fails."""
         with self.taking(sender):
-            state, notes, answers = run_together(self.state, reports, self._clock(), self.failure_timeouts)
-            taken = [report for report, answer in zip(reports, answers, strict=False) if isinstance(answer, str)]
-            change = self._take(self.state, state, notes, None, taken, None)
-        self._publish(change)
-        return [refused(answer.code, answer.detail) if isinstance(answer, Refuse) else answer for answer in answers]
+            now = self._clock()
+            taken = run_together(self.state, reports, now, self.failure_timeouts)
+            counted = [report for report, refusal in zip(reports, taken.refused, strict=True) if refusal is None]
+            change, wanted, _ = self._settle(taken.states, taken.decisions, now, counted)
+        self._publish(change, wanted)
+        return taken.refused
 
-    def _publish(self, change: JobUpdate) -> None:
+    def _settle(
+        self,
+        states: Sequence[State],
+        decisions: Sequence[Decision],
+        now: float,
+        reports: Sequence[IncomingReport] = (),
+        *,
+        plan: Plan | None = None,
+        audit: Record | None = None,
+    ) -> tuple[JobUpdate, tuple[str, ...] | None, str]:
+        """Opens the generation that waits for a plan, if the decisions ask for one and it is here; then stores all.
+
+        Returns what was stored, the failed workers of the plan that has to be made elsewhere, if any, and the reason of
+        the coordinator's answer to the plan ("": it was given none).
+        """
+        pending, wanted, reason = states[-1].pending, None, ""
+        # An earlier one is superseded by the last, or by what the job waits for or has halted for since.
+        if pending and pending.until is None and any(isinstance(decision, NeedPlan) for decision in decisions):
+            self.plans.cut(pending.partition)
+            if (found := self.plans.plan_now(pending.failed)) is None:
+                wanted = pending.failed
+            else:
+                answer, plan = found
+                step = coordinator.step(states[-1], answer, now, self.failure_timeouts)
+                states, decisions, reason = [*states, step.state], [*decisions, *step.decisions], step.reason
+        return self._take(states, decisions, plan, reports, audit), wanted, reason
+
+    def _publish(self, change: JobUpdate, wanted: tuple[str, ...] | None) -> None:
+        """Says what has changed to all that wait for it, and has the plan without the workers `wanted` made."""
         if change:
             self.topic.publish()
         if self._published_generation != self.state.generation:
             self._published_generation = self.state.generation
             self.generation_topic.publish()
+        if wanted is not None:
+            self.ask_for(wanted)
+        if change.generation:
+            self._on_generation(self)
 
     def heard(self, beat: Heartbeat) -> int:
         """Takes a heartbeat, without lock or database; returns the newest generation.
@@ -908,15 +925,14 @@ class LiveJob:
 
     def _take(
         self,
-        old: State,
-        new: State,
+        states: Sequence[State],
         decisions: Sequence[Decision],
         plan: Plan | None,
         reports: Sequence[IncomingReport],
         audit: Record | None,
     ) -> JobUpdate:
-        """Stores the change from `old` to `new`, then makes it visible here."""
-        now = time.time()
+        """Stores the change from the first of `states` to the last, then makes it visible here."""
+        now, old, new = time.time(), states[0], states[-1]
         before = old.members
         workers = [
             member_row(m) for name, m in new.members.items() if m is not before[name] and differs(m, before[name])
@@ -924,13 +940,13 @@ class LiveJob:
         # To find changed roles takes a look at every role; most reports of a large job change none, so it is skipped.
         spare = {r.event.incarnation: r.spare for r in reports if r.spare}
         restarts = {r.event.incarnation: (r.event.worker, r.restart) for r in reports if r.restart}
-        changed, states = dict[str, ProcessState](), list[Record]()
+        changed, changed_states = dict[str, ProcessState](), list[Record]()
         if workers or spare or restarts:
             came = {r.event.incarnation: r.process for r in reports if r.process}
-            changed = follow(self.processes, old, new, came, now, spare, restarts)
+            changed = follow(self.processes, states, came, now, spare, restarts)
         known = {**self.processes, **changed} if changed else self.processes
         if workers or changed:
-            states = state_rows(WorkerStates(old, self.processes), WorkerStates(new, known), now)
+            changed_states = state_rows(WorkerStates(old, self.processes), WorkerStates(new, known), now)
         rows = {row["name"]: row for row in workers}
         changed_rows, known = process_rows(known, changed)
         for row in changed_rows:
@@ -949,7 +965,7 @@ class LiveJob:
             # In a job that is over no acknowledgement counts any more.
             acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement and not old.over],
             audit=audit,
-            states=states,
+            states=changed_states,
             repeats=repeats,
         )
         self._save(change)

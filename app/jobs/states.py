@@ -9,10 +9,11 @@ Everything that shows the state of a worker takes it from here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -185,14 +186,13 @@ def lost_name(process: ProcessState, held: bool) -> str:
 
 def follow(
     known: Mapping[str, ProcessState],
-    old: State,
-    new: State,
+    states: Sequence[State],
     came: Mapping[str, Arrival],
     at: float,
     spare: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     restarts: Mapping[str, tuple[str, PlannedRestart]] = MappingProxyType({}),
 ) -> dict[str, ProcessState]:
-    """Returns the processes that differ from `known`, by incarnation, after `old` has become `new`.
+    """Returns the processes that differ from `known`, by incarnation, after each of `states` has become the next.
 
     By incarnation, as reported in between: came: processes that registered; spare: the spare ranks of processes that
     ended; restarts: their places, and what their launchers do about their ends. at: POSIX seconds.
@@ -206,10 +206,11 @@ def follow(
         host, pid, ranks, made_of = came.get(incarnation, Arrival())
         return ProcessState(incarnation, host, pid, ((role, at),), ranks=ranks, made_of=made_of)
 
-    for name, member in new.members.items():
-        before = old.members[name]
+    changes = ((m, old.members[name]) for old, new in pairwise(states) for name, m in new.members.items())
+    for member, before in changes:
         if member is before:
             continue
+        name = member.name
         if (incarnation := member.incarnation) is not None and incarnation != before.incarnation:
             process = known_as(incarnation, name)
             if process.role != name:
@@ -234,7 +235,7 @@ def follow(
         if ended_now is not None and left:
             changed[incarnation] = replace(ended_now, spare=left)
     for incarnation, (role, restart) in restarts.items():
-        found, member = changed.get(incarnation) or known.get(incarnation), new.members[role]
+        found, member = changed.get(incarnation) or known.get(incarnation), states[-1].members[role]
         if found is None and member.state is WorkerState.FAILED:
             # The process ended before it registered: the restart is noted at the one that held the place before.
             found = changed.get(member.incarnation or "") or known.get(member.incarnation or "")

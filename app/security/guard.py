@@ -162,6 +162,7 @@ _LARGER = {
     "/workers": 4 * _MIB,
     "/heartbeats": 4 * _MIB,
     "/acknowledgements": 4 * _MIB,
+    "/failures": 4 * _MIB,
     "/jobs": 2 * _MIB,
     "/solves": 2 * _MIB,
     "/iterations": 512 * _KIB,

@@ -71,7 +71,7 @@ class Run:
         came = {}
         if isinstance(event, WorkerRegistered):
             came[event.incarnation] = Arrival("node1", len(self.processes) + 1)
-        self.processes |= follow(self.processes, self.state, step.state, came, self.now)
+        self.processes |= follow(self.processes, [self.state, step.state], came, self.now)
         self.state = step.state
         for decision in step.decisions:
             self._take(decision)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 import math
+import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 
@@ -19,9 +20,15 @@ from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt, Launc
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.launcher.record import iteration_line, iteration_of
 from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleUnavailable
-from openrecycle.agent.messages.protocol import Deployment, Iteration, JobSpec
+from openrecycle.agent.messages.protocol import BATCH, Deployment, FailureReport, Iteration, JobSpec, Restart
 from openrecycle.agent.monitoring import console_link
-from openrecycle.agent.monitoring.console_link import AWAY_SECONDS, Absence, ConsoleCoordination, create_job
+from openrecycle.agent.monitoring.console_link import (
+    AWAY_SECONDS,
+    Absence,
+    ConsoleCoordination,
+    create_job,
+    failure_batches,
+)
 from openrecycle.agent.nodes.succession import Spool
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
@@ -53,6 +60,7 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
     monkeypatch.setattr(console_link, "STOPPED_TIMEOUT_SECONDS", 0.0)
     link = ConsoleCoordination(lambda: ConsoleClient(f"http://127.0.0.1:{port}"), "job", lambda text: None)
     link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
+    link.poll(0.0)
     assert all(event.wait(TIMEOUT) for event in enough.values())
     link.close(lambda: True)
     for name, pauses in waits.items():
@@ -138,6 +146,11 @@ class Console(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
+    @property
+    def failures(self) -> list[list[dict[str, Any]]]:
+        """The batches of failures that it has taken."""
+        return [body["failures"] for path, body in self.taken if path.endswith("/failures")]
+
 
 @pytest.fixture
 def console(monkeypatch: pytest.MonkeyPatch) -> Iterator[Console]:
@@ -207,10 +220,95 @@ def test_a_console_hears_of_an_end_before_it_hears_who_has_come_in_that_place(co
     try:
         link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
         link.ready(Worker(0, 1), "i2", "host", [7])
+        link.poll(0.0)
         until(lambda: "workers" in console.came, "the next one to be registered", TIMEOUT)
     finally:
         link.close(lambda: True)
     assert console.came[0] == "failures"
+
+
+def connected(console: Console, **options: Any) -> ConsoleCoordination:
+    client = ConsoleClient(f"http://127.0.0.1:{console.server_port}", known=True)
+    return ConsoleCoordination(lambda: client, "job", lambda _: None, **options)
+
+
+def node_is_lost(link: ConsoleCoordination, pipeline: int) -> None:
+    for stage in range(3):
+        link.failed(Failure("exit", Worker(pipeline, stage), f"i{pipeline}{stage}", detail="was lost with its node"))
+        link.restarts(Worker(pipeline, stage), f"i{pipeline}{stage}", Restart(number=1, most=3, node=pipeline))
+
+
+def told(batch: Sequence[dict[str, Any]]) -> list[tuple[str, str, bool]]:
+    return [(report["worker"], report["incarnation"], report["restart"] is not None) for report in batch]
+
+
+def of_node(pipeline: int) -> list[tuple[str, str, bool]]:
+    return [(f"W{pipeline}_{s}", f"i{pipeline}{s}", restart) for s in range(3) for restart in (False, True)]
+
+
+def test_all_failures_of_one_turn_are_one_batch_and_those_of_two_are_two(console: Console) -> None:
+    """A console opened a generation for each of the workers that a lost node had."""
+    console.back.set()
+    link = connected(console)
+    try:
+        node_is_lost(link, 1)
+        link.poll(0.0)
+        node_is_lost(link, 2)
+        link.failed(Failure("exception", Worker(0, 0), "i00", 1, "all form anew"))
+        link.poll(0.0)
+        until(lambda: len(console.taken) == 2, "the reports", TIMEOUT)
+    finally:
+        link.close(lambda: True)
+    assert [told(batch) for batch in console.failures] == [of_node(1), [*of_node(2), ("W0_0", "i00", False)]]
+
+
+def test_a_failure_after_the_poll_of_a_turn_wakes_the_launcher_and_is_in_a_copy_before_it_is_sent(
+    console: Console,
+) -> None:
+    console.back.set()
+    link = connected(console)
+    try:
+        link.poll(0.0)
+        assert not select.select([link.wake_fd], [], [], 0.0)[0]
+        node_is_lost(link, 1)
+        assert select.select([link.wake_fd], [], [], 0.0)[0]
+        copy = json.loads(json.dumps(link.saved()))
+        assert not console.taken
+    finally:
+        link.close(lambda: False)
+    assert [told(batch) for batch in console.failures] == [of_node(1)], "it is told at the end, too"
+    after = connected(console, saved=copy)
+    try:
+        until(lambda: len(console.taken) == 2, "what the lead before could not tell", TIMEOUT)
+    finally:
+        after.close(lambda: True)
+    assert told(console.failures[1]) == of_node(1)
+
+
+def test_failures_come_before_what_is_reported_after_them(console: Console) -> None:
+    console.back.set()
+    link = connected(console)
+    try:
+        node_is_lost(link, 1)
+        link.committed([Iteration(iteration=7, loss=1.0, loss_hex="0x1p+0", seconds=0.5, generation=1, living=4)])
+        node_is_lost(link, 2)
+        link.poll(0.0)
+        until(lambda: len(console.taken) == 3, "the reports", TIMEOUT)
+    finally:
+        link.close(lambda: True)
+    assert [path.rsplit("/", 1)[1] for path, _ in console.taken] == ["failures", "iterations", "failures"]
+
+
+def test_a_batch_of_failures_is_no_larger_than_a_console_takes() -> None:
+    def reports(count: int, detail: str) -> list[FailureReport]:
+        about = {"incarnation": "a", "cause": "exit", "reporter": "launcher", "detail": detail}
+        return [FailureReport.model_validate(about | {"worker": f"W{n}_0"}) for n in range(count)]
+
+    for made, batches in ((reports(2048, "was lost with node 1"), 1), (reports(2048, "\N{SNOWMAN}" * 2000), 5)):
+        cut = list(failure_batches(made))
+        assert [report for batch in cut for report in batch.failures] == made and len(cut) == batches
+        assert max(len(batch.model_dump_json().encode()) for batch in cut) < 4 * 2**20
+    assert [len(batch.failures) for batch in failure_batches(reports(BATCH + 1, ""))] == [BATCH, 1]
 
 
 def test_what_a_console_hears_of_workers_lost_with_the_lead_says_what_their_processes_did(console: Console) -> None:
@@ -220,10 +318,11 @@ def test_what_a_console_hears_of_workers_lost_with_the_lead_says_what_their_proc
     link = ConsoleCoordination(lambda: ConsoleClient(address, known=True), "job", lambda _: None)
     try:
         link.lead_changed({Worker(0, 1): "i1"}, "node 7 has vanished", time.monotonic())
+        link.poll(0.0)
         until(lambda: console.taken, "the report", TIMEOUT)
     finally:
         link.close(lambda: True)
-    (_, body), *_ = console.taken
+    (body,) = console.failures[0]
     assert (body["worker"], body["detail"]) == ("W0_1", "ended: node 7 has vanished")
 
 
@@ -303,7 +402,7 @@ def test_a_console_that_does_not_know_the_job_ends_no_training(console: Console)
         assert len(told) == 1 and isinstance(told[0], LauncherWarning) and "this console" in told[0].text
         console.strange = False
         until(lambda: len(console.taken) == 2, "the reports to arrive", TIMEOUT)
-        assert {body["cause"] for _, body in console.taken} == {"exit", "transfer"}
+        assert {one["cause"] for batch in console.failures for one in batch} == {"exit", "transfer"}
         until(lambda: any(isinstance(e, Deploy) for e in link.poll(time.monotonic())), "the generation", TIMEOUT)
         assert not said
     finally:
@@ -369,7 +468,7 @@ def test_that_a_console_takes_no_reports_is_found_by_what_it_says(console: Conso
         console.full, console.standby = True, False
         console.back.set()
         until(lambda: said(0.0) == [golden("the-console-takes-reports-again")], "it to say so", TIMEOUT)
-        assert [body["cause"] for _, body in console.taken] == ["exit"]
+        assert [one["cause"] for batch in console.failures for one in batch] == ["exit"]
     finally:
         link.close(lambda: True)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.messages.client import Outbox
-from openrecycle.agent.messages.protocol import FailureReport, Iteration, IterationReport, ValidationReport
+from openrecycle.agent.messages.protocol import FailureReport, Failures, Iteration, IterationReport, ValidationReport
 from openrecycle.agent.monitoring.console_link import MAX_REPORTS, REPORTED_ITERATIONS, QueuedReport, outbox
 from openrecycle.agent.own_loops.reporter import MAX_ITERATIONS, newest_iterations
 
@@ -51,15 +51,17 @@ def iterations(first: int, count: int = 1) -> QueuedReport:
     return QueuedReport("/iterations", IterationReport(iterations=made), first - 1e6)
 
 
-FAILURE = QueuedReport(
-    "/failures", FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone"), 0.0
-)
+GONE = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
+FAILURE = QueuedReport("/failures", Failures(failures=(GONE,)), 0.0)
 
 
 def test_an_end_that_is_told_late_says_so() -> None:
     """A console that was away must not take it for a death of this moment."""
-    sent = FAILURE._replace(at=time.monotonic() - 60.0).body
-    assert isinstance(sent, FailureReport) and sent.age_milliseconds >= 60_000
+    before = GONE.model_copy(update={"age_milliseconds": 5_000})
+    sent = FAILURE._replace(message=Failures(failures=(before, GONE)), at=time.monotonic() - 60.0).body
+    assert isinstance(sent, Failures)
+    first, second = (report.age_milliseconds for report in sent.failures)
+    assert second >= 60_000 and first - second == pytest.approx(5_000)
 
 
 def test_iterations_share_reports_that_a_console_takes() -> None:

@@ -201,7 +201,7 @@ class Agents:
             "detail": "was killed by SIGKILL",
             "age_milliseconds": 2,
         }
-        return self.server.post(self.path("/failures"), body)
+        return self.server.post(self.path("/failures"), {"failures": [body]})
 
     def deployment(self, after: int, wait: float = 20) -> dict[str, Any]:
         answer = self.server.get(self.path("/deployment"), params={"after": after, "wait": wait})

@@ -63,7 +63,7 @@ def lived_job(console: ConsoleService, *, finished: bool = True) -> str:
     console.reports.committed(job_id, losses)
     console.operators.kill(job_id, "W1_0", "Ann")
     exit_report = FailureReport(worker="W1_0", incarnation="W1_0-a", cause="exit", reporter="launcher", detail="gone")
-    console.reports.failure(job_id, exit_report)
+    console.reports.failures(job_id, [exit_report])
     _resume(console, job_id, [n for n in NAMES if n != "W1_0"], 2)
     times = {"detected_ms": 1.0, "unblocked_ms": 2.5, "reformed_ms": 3.0, "resumed_ms": 1e-3}
     console.reports.recovered(job_id, Recovery(worker="W1_0", generation=2, **times))

@@ -345,7 +345,7 @@ class History(RuleBasedStateMachine):
         assert commands == [(row["seq"], row["kind"], row["worker"] or None) for row in store.commands(job_id)]
 
 
-_ROUTES = ("register", "failure", "acknowledge", "committed", "recovered", "finish")
+_ROUTES = ("register", "failures", "acknowledge", "committed", "recovered", "finish")
 
 
 def key(message: Message | dict[str, object], *fields: str) -> tuple[object, ...]:

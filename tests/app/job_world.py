@@ -172,7 +172,7 @@ class World:
 
         def call() -> None:
             message = report.message
-            if isinstance(message, Registration | Acknowledgement):
+            if isinstance(message, Registration | Acknowledgement | FailureReport):
                 taken = not route(self.job_id, [message]).refused
             else:
                 route(self.job_id, message.iterations if isinstance(message, IterationReport) else message)
@@ -218,7 +218,7 @@ class World:
         body = FailureReport(
             worker=str(place), incarnation=process.incarnation, cause="exit", reporter="launcher", detail=detail
         )
-        self.send(Report("failure", body))
+        self.send(Report("failures", body))
 
     def acknowledge(self, process: Process, step: str, generation: int) -> None:
         body = Acknowledgement(worker=process.name, incarnation=process.incarnation, generation=generation, state=step)  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ class World:
             reporter=process.name,
             generation=process.generation,
         )
-        self.send(Report("failure", body, process))
+        self.send(Report("failures", body, process))
 
     def commit(self, first: int, count: int) -> None:
         rows = tuple(
@@ -307,7 +307,7 @@ class World:
                 body = FailureReport(
                     worker=str(place), incarnation=process.incarnation, cause="exit", reporter="launcher", detail="out"
                 )
-                self.send(Report("failure", body))
+                self.send(Report("failures", body))
         return found
 
     def take_up(self) -> None:

@@ -456,7 +456,7 @@ def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     job.resume(2)
     until(lambda: len(asked) == 1, "advice is asked for")
     broken = FailureReport(worker="W0_1", incarnation="W0_0-a", cause="transfer", reporter="W0_0", generation=2)
-    here.console.reports.failure(job.job_id, broken)
+    here.console.reports.failures(job.job_id, [broken])
     until(lambda: job.console.queries.view(job.job_id).generation == 3, "all connect anew")
     asked[0](Recommendation("re-route", "re-route", "too late"), "")
     assert here.console.queries.view(job.job_id).advice is None
@@ -515,7 +515,7 @@ def test_a_repair_takes_no_longer_than_a_restart_that_is_due(
 
     def say(restart: Restart) -> None:
         gone = FailureReport(worker="W1_2", incarnation="W1_2-a", cause="exit", reporter="launcher", restart=restart)
-        here.console.reports.failure(job.job_id, gone)
+        here.console.reports.failures(job.job_id, [gone])
 
     say(Restart(number=3, most=3, seconds=500.0))
     job.resume(2)

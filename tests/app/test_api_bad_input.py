@@ -152,10 +152,8 @@ def test_a_refused_method_names_all_that_the_path_takes(server: ConsoleServer) -
 
 def test_a_worker_outside_the_grid(agents: Agents) -> None:
     ended = {"worker": "W9_9", "incarnation": "a", "cause": "exit", "reporter": "launcher"}
-    answer = agents.server.post(agents.path("/failures"), ended)
-    assert_problem(
-        answer, 404, "unknown_worker", "worker: got 'W9_9', expected a worker of the job's grid, W0_0 to W2_3"
-    )
+    (refused,) = agents.server.post(agents.path("/failures"), {"failures": [ended]}).json()["refused"]
+    assert (refused["index"], refused["worker"], refused["code"]) == (0, "W9_9", "unknown_worker")
 
 
 def test_a_stranger_that_registers_keeps_nobody_out(agents: Agents) -> None:
@@ -188,8 +186,8 @@ def test_a_heartbeat_of_a_stranger(agents: Agents) -> None:
 @ONE_DATABASE
 def test_bodies_have_limits(agents: Agents) -> None:
     server = agents.server
-    assert_problem(raw(server, agents.path("/failures"), b" " * (64 * 1024 + 1)), 413, "too_large", "65,536 bytes")
-    assert raw(server, agents.path("/failures"), b" " * (64 * 1024)).status_code == 422
+    assert_problem(raw(server, agents.path("/finish"), b" " * (64 * 1024 + 1)), 413, "too_large", "65,536 bytes")
+    assert raw(server, agents.path("/finish"), b" " * (64 * 1024)).status_code == 422
     assert_problem(raw(server, "/jobs", b" " * (2 * 1024 * 1024 + 1)), 413, "too_large", "2,097,152 bytes")
     assert_problem(
         raw(server, "/measured-by-nobody/measured", b" " * (4 * 1024 * 1024 + 1)), 413, "too_large", "4,194,304"
@@ -200,7 +198,7 @@ def test_bodies_have_limits(agents: Agents) -> None:
             yield b" " * 1024
 
     # Without a Content-Length the limit is found while reading.
-    answer = requests.post(server.base + agents.path("/failures"), data=chunks(), timeout=30)
+    answer = requests.post(server.base + agents.path("/finish"), data=chunks(), timeout=30)
     assert_problem(answer, 413, "too_large", "65,536 bytes")
 
 

@@ -99,12 +99,17 @@ BODIES = {
         )
     ),
     "/{job}/failures": message(
-        worker=worker,
-        incarnation=incarnation,
-        cause=st.sampled_from(["transfer", "exit"]),
-        reporter=worker,
-        detail=short,
-        generation=number,
+        failures=st.lists(
+            message(
+                worker=worker,
+                incarnation=incarnation,
+                cause=st.sampled_from(["transfer", "exit"]),
+                reporter=worker,
+                detail=short,
+                generation=number,
+            ),
+            max_size=3,
+        )
     ),
     "/{job}/choice": message(name=st.sampled_from(["re-route", "stand by", ""]), failed=st.lists(worker)),
     "/{job}/iterations": message(iterations=st.lists(iteration, max_size=3)),

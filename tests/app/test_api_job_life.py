@@ -46,6 +46,26 @@ def test_what_a_launcher_reckons_that_workers_take_is_kept_and_may_be_left_out(s
     assert Agents(server, pipelines=1, stages=2).job()["spec"]["stage_bytes"] == []
 
 
+def test_a_lost_node_is_one_generation(agents: Agents) -> None:
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    lost = [f"W1_{stage}" for stage in range(3)]
+    ends = [
+        {"worker": name, "incarnation": agents.incarnations[name], "cause": "exit", "reporter": "launcher"}
+        for name in lost
+    ]
+    told = [report for end in ends for report in (end, {**end, "restart": {"number": 1, "most": 3, "node": 1}})]
+    for _ in range(2):  # the first answer may be lost
+        answer = agents.server.post(agents.path("/failures"), {"failures": told}).json()
+        assert (answer["generation"], answer["taken"], answer["refused"]) == (2, len(told), [])
+    generations = agents.server.get(agents.path("/generations")).json()["generations"]
+    assert [(g["generation"], g["failed"]) for g in generations] == [(1, []), (2, lost)]
+    assert plan_of(agents, generations[1]["plan_fingerprint"]).failed == tuple(lost)
+    workers = {w["name"]: w for w in agents.server.get(agents.path("/workers")).json()["workers"]}
+    assert [name for name, worker in workers.items() if worker["state"] == "failed"] == lost
+    assert all("(1 of 3)" in workers[name]["detail"] for name in lost), "who starts them again is known of all"
+
+
 def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     first = agents.register_all()
     assert (first["generation"], first["failed"], first["joining"]) == (1, [], [])
@@ -56,7 +76,8 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     reply = agents.heartbeat("W1_2")
     assert (reply.status_code, reply.json()["generation"], reply.json()["taken"]) == (200, 1, 1)
 
-    assert agents.exit("W1_2").json() == {"reason": golden("w1-2-its-process-was")}
+    answer = agents.exit("W1_2").json()
+    assert (answer["taken"], answer["refused"], answer["generation"]) == (1, [], 2)
     second = agents.deployment(after=1)
     survivors = [name for name in agents.names if name != "W1_2"]
     assert (second["generation"], second["failed"], second["living"]) == (2, ["W1_2"], survivors)
@@ -239,13 +260,12 @@ def test_a_broken_transfer_is_taken_from_members_only(agents: Agents) -> None:
         "detail": "reset",
         "generation": 1,
     }
-    answer = agents.server.post(agents.path("/failures"), report)
-    assert answer.json() == {"reason": golden("w0-1-cant-exchange-data")}
+    stranger = {**report, "incarnation": "other"}
+    answer = agents.server.post(agents.path("/failures"), {"failures": [stranger, report]}).json()
+    assert (answer["taken"], [(r["index"], r["code"]) for r in answer["refused"]]) == (1, [(0, "fenced")])
     for name in agents.names:
         agents.heartbeat(name)
     assert agents.deployment(after=1)["reason"].startswith(golden("the-link-between-w0-1"))
-    fenced = agents.server.post(agents.path("/failures"), {**report, "incarnation": "other"})
-    assert fenced.json()["code"] == "fenced"
 
 
 @ONE_DATABASE

@@ -133,7 +133,7 @@ def test_what_can_not_be_stored_has_not_happened(console: ConsoleService, store:
     store.refuse = refuse
     for _ in range(2):  # before it has read the job back, and after that
         with pytest.raises(ConsoleError) as error:
-            console.reports.failure(created.job_id, exited("W1_1"))
+            console.reports.failures(created.job_id, [exited("W1_1")])
         assert (error.value.status, error.value.code) == (503, "disk_full")
         said = console.queries.sentence(console.jobs.find(created.job_id))
         assert said == golden("the-console-can-decide-nothing")
@@ -141,7 +141,7 @@ def test_what_can_not_be_stored_has_not_happened(console: ConsoleService, store:
     assert console.reports.deployment(created.job_id, 1) is None
     # The launcher sends its report again, and now there is room.
     store.refuse = None
-    console.reports.failure(created.job_id, exited("W1_1"))
+    console.reports.failures(created.job_id, [exited("W1_1")])
     deployment = Deployment.model_validate_json(console.reports.deployment(created.job_id, 1) or "")
     assert deployment.failed == ("W1_1",)
     job = console.jobs.find(created.job_id)
@@ -195,10 +195,10 @@ def test_a_commit_whose_answer_was_lost_is_found_again(console: ConsoleService, 
 
     store.lose = connection_lost
     with pytest.raises(ConsoleError) as error:
-        console.reports.failure(created.job_id, exited("W1_1"))
+        console.reports.failures(created.job_id, [exited("W1_1")])
     assert error.value.status == 503
     store.lose = None
-    assert console.reports.failure(created.job_id, exited("W1_1")) == golden("w1-1-was-out-already")
+    assert not console.reports.failures(created.job_id, [exited("W1_1")]).refused
     deployment = Deployment.model_validate_json(console.reports.deployment(created.job_id, 1) or "")
     assert (deployment.generation, deployment.failed) == (2, ("W1_1",))
     resume(console, created.job_id, 2, [name for name in NAMES if name != "W1_1"])
@@ -215,7 +215,7 @@ def test_a_plan_for_a_large_grid_comes_from_the_child(
     console.jobs.find(created.job_id).plans.inline_ops = 0
     register_all(console, created.job_id)
     until(lambda: console.jobs.find(created.job_id).state.generation == 1)
-    console.reports.failure(created.job_id, exited("W2_0"))
+    console.reports.failures(created.job_id, [exited("W2_0")])
     until(lambda: console.jobs.find(created.job_id).state.generation == 2)
     deployment = Deployment.model_validate_json(console.reports.deployment(created.job_id, 1) or "")
     assert console.plans.cache.plan(deployment.plan_fingerprint).failed == ("W2_0",)
@@ -237,7 +237,7 @@ def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
             raise OperationalError("insert", {}, Exception("database is locked"))
 
     store.refuse = no_generations
-    console.reports.failure(created.job_id, exited("W2_0"))
+    console.reports.failures(created.job_id, [exited("W2_0")])
     assert refused.wait(30)
     store.refuse = None
     until(lambda: console.jobs.find(created.job_id).state.generation == 2)
@@ -280,7 +280,7 @@ def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Consol
             )
             start.wait()
             if name in ("W0_0", "W1_1", "W2_0", "W3_1"):
-                console.reports.failure(created.job_id, exited(name))
+                console.reports.failures(created.job_id, [exited(name)])
             else:
                 resume(console, created.job_id, 1, [name])
         except BaseException as error:
@@ -324,7 +324,7 @@ def test_after_each_failure_beyond_the_tolerance_the_next_is_planned(store: Stor
         resume(console, created.job_id, 1, NAMES)
         until(lambda: {len(p["failed"]) for p in console.queries.job_plans(created.job_id)} == {0, 1})
         until(lambda: job.plans.ahead.made == job.plans.ahead.wanted == 3)
-        console.reports.failure(created.job_id, exited("W0_1"))
+        console.reports.failures(created.job_id, [exited("W0_1")])
         until(lambda: {len(p["failed"]) for p in console.queries.job_plans(created.job_id)} == {0, 1, 2})
         assert golden("planned-ahead-for-1-failed") in console.queries.view(created.job_id).events[0].text
     finally:

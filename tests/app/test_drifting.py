@@ -117,7 +117,7 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
     # What fails next is planned with that speed, too.
     workers.resume()
     failed = FailureReport(worker="W0_0", incarnation="W0_0-a", cause="exit", reporter="launcher", detail="gone")
-    console.reports.failure(workers.job_id, failed)
+    console.reports.failures(workers.job_id, [failed])
     assert workers.plan.job.speeds == {"W1_1": 0.5} and workers.plan.failed == ("W0_0",)
 
     # A console that starts anew knows it from the plan in force.

@@ -110,7 +110,9 @@ def test_what_waits_while_another_takes_the_lead_changes_nothing(here: ConsoleHe
     old = Lead(here, job.job_id, "1/0")
     assert old.asks() == (200, "")
     posts: dict[str, dict[str, Any]] = {
-        "failures": {"worker": "W0_1", "incarnation": "W0_1-a", "cause": "exit", "reporter": "launcher"},
+        "failures": {
+            "failures": [{"worker": "W0_1", "incarnation": "W0_1-a", "cause": "exit", "reporter": "launcher"}]
+        },
         "finish": {"state": "stopped", "reason": "no worker is left"},
         "acknowledgements": {"acknowledgements": [ACKNOWLEDGED]},
         "iterations": {"iterations": [ITERATION]},

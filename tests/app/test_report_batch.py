@@ -6,11 +6,12 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.agent.coordination.membership import LeadTerm
+from openrecycle.agent.coordination.membership import LeadTerm, Mode, ModeSet
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
@@ -98,7 +99,7 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(
 def test_what_comes_together_is_stored_in_few_transactions(console: ConsoleService, store: Counting) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
     console.reports.register(job_id, REGISTRATIONS)
-    assert len(store.changes) == 2  # three registrations; the fourth, which opens the generation
+    assert [change.generation is not None for change in store.changes] == [True]
     store.changes.clear()
     console.reports.acknowledge(job_id, ACKNOWLEDGEMENTS)
     assert [len(change.acknowledgements) for change in store.changes] == [len(ACKNOWLEDGEMENTS)]
@@ -118,7 +119,7 @@ def test_what_launchers_act_on_lasts_and_no_acknowledgement_but_the_last_waits_f
             console.reports.acknowledge(job_id, [said])
     assert [change.lasting for change in store.changes] == [False] * 11 + [True]
     exited = FailureReport(worker="W0_0", incarnation="W0_0-a", cause="exit", reporter="launcher", detail="gone")
-    console.reports.failure(job_id, exited)
+    console.reports.failures(job_id, [exited])
     assert store.changes[-1].lasting
 
 
@@ -131,6 +132,105 @@ def test_a_refused_report_does_not_keep_out_the_others(console: ConsoleService) 
     assert reply.taken == len(ACKNOWLEDGEMENTS)
     assert console.jobs.find(job_id).state.settled
     assert len(console.queries.generations(job_id)[0]["acknowledgements"]) == 12
+
+
+def ended(name: str, detail: str = "was killed", **more: Any) -> FailureReport:
+    about = {"worker": name, "incarnation": f"{name}-a", "cause": "exit", "reporter": "launcher", "detail": detail}
+    return FailureReport.model_validate(about | more)
+
+
+@pytest.fixture
+def training(console: ConsoleService) -> LiveJob:
+    """A job of three pipelines and two stages, which all train."""
+    return began(console)
+
+
+def began(console: ConsoleService, **fields: Any) -> LiveJob:
+    spec = JobSpec.model_validate(SPEC.model_dump() | {"pipelines": 3} | fields)
+    job = console.jobs.find(console.jobs.create(spec)[0].job_id)
+    names = list(job.state.members)
+    console.reports.register(
+        job.job_id, [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in names]
+    )
+    said = [{"worker": n, "incarnation": f"{n}-a", "generation": 1, "state": s} for s in STATES for n in names]
+    console.reports.acknowledge(job.job_id, [Acknowledgement.model_validate(one) for one in said])
+    assert job.state.settled
+    return job
+
+
+def test_failures_that_come_together_are_one_transaction_and_one_generation(
+    console: ConsoleService, store: Counting, training: LiveJob
+) -> None:
+    store.changes.clear()
+    raised = ended("W0_0", cause="exception", generation=1)
+    assert not console.reports.failures(training.job_id, [ended("W1_0"), raised, ended("W1_1")]).refused
+    assert [change.generation and change.generation["failed"] for change in store.changes] == [("W1_0", "W1_1")]
+    said = [row["worker"] for row in store.changes[0].events if row["kind"] == "failure"]
+    assert said == ["W1_0", "W0_0", "W1_1"]
+
+
+def test_a_fenced_process_keeps_no_failure_out(console: ConsoleService, training: LiveJob) -> None:
+    fenced = ended("W0_1", cause="exception", generation=1, incarnation="of-old")
+    reports = [ended("W1_0"), fenced, ended("W9_9"), ended("W1_1")]
+    for _ in range(2):  # the first answer may be lost
+        reply = console.reports.failures(training.job_id, reports)
+        codes = [(one.index, one.worker, one.code) for one in reply.refused]
+        assert codes == [(1, "W0_1", "fenced"), (2, "W9_9", "unknown_worker")]
+        assert (reply.taken, reply.generation) == (2, 2)
+    assert training.state.current is not None and training.state.current.failed == ("W1_0", "W1_1")
+
+
+def test_a_job_that_has_halted_by_the_last_of_them_opens_no_generation(
+    console: ConsoleService, store: Counting, training: LiveJob
+) -> None:
+    store.changes.clear()
+    assert not console.reports.failures(training.job_id, [ended(f"W{p}_1") for p in range(3)]).refused
+    assert training.state.halted and training.state.generation == 1 and len(store.changes) == 1
+    assert training.plans.asked_for is None
+
+
+def test_a_failure_that_an_operator_is_asked_about_ends_the_wait_for_the_plan_before(
+    console: ConsoleService, training: LiveJob
+) -> None:
+    training.apply(ModeSet(Mode.MANUAL, 600.0, "ada"))
+    raised = ended("W0_0", cause="exception", generation=1)
+    console.reports.failures(training.job_id, [raised, ended("W1_0"), ended("W1_1")])
+    assert training.state.choosing and training.state.generation == 1
+    assert training.state.pending is not None and training.state.pending.failed == ("W1_0", "W1_1")
+
+
+def test_without_a_database_no_failure_has_happened(
+    console: ConsoleService, store: Counting, training: LiveJob
+) -> None:
+    before, store.broken = training.state, True
+    with pytest.raises(ConsoleError) as failed:
+        console.reports.failures(training.job_id, [ended("W1_0"), ended("W1_1")])
+    assert failed.value.status == 503 and training.state is before
+    store.broken = False
+    assert console.reports.failures(training.job_id, [ended("W1_0"), ended("W1_1")]).generation == 2
+
+
+def test_who_has_moved_and_died_is_known_to_have(console: ConsoleService, store: Counting) -> None:
+    """The last worker of a stage is gone, so one of another stage takes its place; that one is gone, too."""
+    job = began(console, checkpoints=True)
+    names = ("W0_1", "W1_1", "W2_1", "W2_0")
+    assert not console.reports.failures(job.job_id, [ended(name, f"died as {name}") for name in names]).refused
+    current = job.state.current
+    assert current is not None and (current.number, len(current.living)) == (2, 2)
+    assert {*current.incarnations.values()} == {"W0_0-a", "W1_0-a"}
+    gone = {f"{name}-a" for name in names}
+    assert {i for i, process in job.processes.items() if process.ended} == gone
+    assert read_processes(store.workers(job.job_id)) == job.processes
+
+
+def test_workers_that_come_back_together_join_in_one_generation(console: ConsoleService, training: LiveJob) -> None:
+    console.reports.failures(training.job_id, [ended("W1_0"), ended("W1_1")])
+    survivors = [n for n in training.state.members if not n.startswith("W1")]
+    said = [{"worker": n, "incarnation": f"{n}-a", "generation": 2, "state": s} for s in STATES for n in survivors]
+    console.reports.acknowledge(training.job_id, [Acknowledgement.model_validate(one) for one in said])
+    back = [Registration(worker=n, incarnation=f"{n}-b", host="h", pid=7) for n in ("W1_0", "W1_1")]
+    assert console.reports.register(training.job_id, back).generation == 3
+    assert training.state.current is not None and training.state.current.joining == ("W1_0", "W1_1")
 
 
 def test_who_follows_generations_itself_is_told_which_are_not_its_own(console: ConsoleService) -> None:
@@ -177,7 +277,7 @@ def test_acknowledgements_do_not_wake_those_that_wait_for_a_generation(console: 
         await asyncio.sleep(0)
         await asyncio.to_thread(console.reports.acknowledge, job_id, ACKNOWLEDGEMENTS)
         death = FailureReport(worker="W0_1", incarnation="W0_1-a", cause="exit", reporter="launcher")
-        await asyncio.to_thread(console.reports.failure, job_id, death)
+        await asyncio.to_thread(console.reports.failures, job_id, [death])
         assert await waiting == 2
         return len(looks)
 

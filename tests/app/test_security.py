@@ -84,8 +84,8 @@ def test_cookies_that_were_set_over_tls_stay_there() -> None:
 
 def test_bodies_arrive_whole_and_others_are_left_alone() -> None:
     limited = client(BodyLimit(INNER))
-    assert limited.post("/api/v1/jobs/1/failures", content=b"x" * 65536).text.endswith(" 65536")
-    assert limited.post("/api/v1/jobs/1/failures", content=b"x" * 65537).status_code == 413
+    assert limited.post("/api/v1/jobs/1/finish", content=b"x" * 65536).text.endswith(" 65536")
+    assert limited.post("/api/v1/jobs/1/finish", content=b"x" * 65537).status_code == 413
     assert limited.put("/_stcore/upload_file/x", content=b"x" * 100_000).text.endswith(" 100000")
     assert limited.get("/api/v1/jobs").status_code == 200
     assert guarded().post("/login", content=b"x" * 5000).status_code == 413

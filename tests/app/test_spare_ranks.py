@@ -51,7 +51,7 @@ class Job(PlayedJob):
         report = FailureReport(
             worker=name, incarnation=f"{name}-a", cause="exit", reporter="launcher", detail=detail, spare=(1 - rank,)
         )
-        self.console.reports.failure(self.id, report)
+        self.console.reports.failures(self.id, [report])
         members = self.console.jobs.find(self.id).state.members.values()
         living = {m.name: m.incarnation for m in members if m.state == "running" and m.incarnation}
         self.take_up(self.console.jobs.find(self.id).state.generation, living)

@@ -151,7 +151,7 @@ def test_what_died_at_an_empty_place_before_it_registered_stays_out(world: World
     world.job.apply(Offered(("W0_0",), Offer(("W0_0",), (candidate,), MIGRATE)))
     world.take_up()
     ended = FailureReport(worker="W2_1", incarnation="new", cause="exit", reporter="launcher")
-    world.reports.failure(world.job_id, ended)
+    world.reports.failures(world.job_id, [ended])
     late = Registration(worker="W2_1", incarnation="new", host="node1", pid=9)
     (refused,) = world.reports.register(world.job_id, [late]).refused
     assert refused.code == "fenced"

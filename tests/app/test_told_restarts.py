@@ -46,7 +46,7 @@ class Job(PlayedJob):
     def report(self, name: str, incarnation: str, restart: Restart | None = None, age: float = 0.0) -> None:
         about = {"worker": name, "incarnation": incarnation, "cause": "exit", "reporter": "launcher"}
         report = FailureReport.model_validate(about | {"detail": "was killed", "age_milliseconds": 1000 * age})
-        self.console.reports.failure(self.id, report.model_copy(update={"restart": restart}))
+        self.console.reports.failures(self.id, [report.model_copy(update={"restart": restart})])
 
     def dies(self, name: str, restart: Restart, age: float = 0.0) -> None:
         """As a launcher tells of it."""

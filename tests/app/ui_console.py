@@ -175,7 +175,7 @@ class JobHere:
             reporter="launcher node1",
             detail="killed by signal 9",
         )
-        self.console.reports.failure(self.job_id, report)
+        self.console.reports.failures(self.job_id, [report])
         return self
 
     def heal(self, name: str, generation: int) -> JobHere:

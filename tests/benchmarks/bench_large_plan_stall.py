@@ -104,7 +104,7 @@ def _measure(server: ConsoleServer) -> None:
     for turn, dead in enumerate(("W5_3", "W9_7"), start=2):
         with watched(server, f"replan without {dead}, to its generation"):
             body = {"worker": dead, "incarnation": "a", "cause": "exit", "reporter": "launcher"}
-            server.post(f"{job}/failures", body).raise_for_status()
+            server.post(f"{job}/failures", {"failures": [body]}).raise_for_status()
             until(partial(in_generation, turn))
     fingerprint = server.get(job).json()["plan_fingerprint"]
     with watched(server, "the plan's document"):

@@ -319,7 +319,7 @@ class Crowd:
             "reporter": "launcher",
             "detail": "was killed by SIGKILL",
         }
-        await self.post(self._first, "/failures", body)
+        await self.post(self._first, "/failures", {"failures": [body]})
         await self._there.wait()
         self.told.detected.append(self.loop.time() - began)
         await self._settled.wait()

@@ -147,7 +147,11 @@ ODD: list[tuple[str, str, Any]] = [
     (
         "POST",
         "/jobs/{job}/failures",
-        {"worker": "W0_0", "incarnation": "a", "cause": "exit", "reporter": "l", "detail": OBEYED + "\0"},
+        {
+            "failures": [
+                {"worker": "W0_0", "incarnation": "a", "cause": "exit", "reporter": "l", "detail": OBEYED + "\0"}
+            ]
+        },
     ),
 ]
 
