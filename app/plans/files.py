@@ -339,7 +339,9 @@ def _slots(job: JobDoc) -> bool:
     return job.job() == Job.uniform(job.pipelines, job.stages, job.micro_batches)
 
 
-def _readme(plan: Plan, name: str, spec: JobSpec | None, files: dict[str, str], left_out: list[str], failures: int) -> str:
+def _readme(
+    plan: Plan, name: str, spec: JobSpec | None, files: dict[str, str], left_out: list[str], failures: int
+) -> str:
     job, metrics, unit = plan.job, plan.metrics, plan.job.time_unit
     lines = [
         f"# {' '.join(name.split())}",
