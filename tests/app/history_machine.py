@@ -47,6 +47,7 @@ class History(RuleBasedStateMachine):
             migrate=True,
             profile=layered,
             relayout="auto",
+            checkpoints=True,  # so that who is left moves to a stage that lost everybody
         )
         self.world = World(self.database, spec)
         self.accepted_audits: Counter[str] = Counter()

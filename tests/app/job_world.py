@@ -37,6 +37,7 @@ from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.observing.goodput import WaitingTimes
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.store import Record, Store
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import layers_moved
 from tests.agent.coordinator_run import FAILURE_TIMEOUTS
@@ -154,11 +155,13 @@ class World:
         return next(row for row in self.store.jobs() if row["id"] == self.job_id)
 
     def plan_arrives(self, failed: tuple[str, ...], refused: bool = False) -> None:
-        if refused:
-            self.attempt(lambda: self.job.plans.plan_made(failed, None, "no schedule exists"))
-            return
-        plan, _ = self.job.plans.catalog.plan_for(frozenset(map(Worker.parse, failed)))
-        self.attempt(lambda: self.job.plans.plan_made(failed, plan, ""))
+        plan, why_not = None, "no schedule exists"
+        if not refused:
+            try:
+                plan, why_not = self.job.plans.catalog.plan_for(frozenset(map(Worker.parse, failed)))[0], ""
+            except PlannerError as error:  # as in a stage that nobody could be moved to
+                why_not = str(error)
+        self.attempt(lambda: self.job.plans.plan_made(failed, plan, why_not))
 
     # -- reports ----------------------------------------------------------------------------
 
