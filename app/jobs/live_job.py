@@ -541,7 +541,7 @@ class IncomingReport:
     acknowledgement: Mapping[str, Any] | None = None
 
 
-class Taken(NamedTuple):
+class TakenTogether(NamedTuple):
     """Reports that were taken together. states: the one before, each from which processes moved to other places, and
     the one after. decisions: of all. refused: for each report, why it was refused; None: it was not."""
 
@@ -552,7 +552,7 @@ class Taken(NamedTuple):
 
 def run_together(
     state: State, reports: Sequence[IncomingReport], now: float, failure_timeouts: FailureTimeouts
-) -> Taken:
+) -> TakenTogether:
     """Takes reports one after the other, with no plan in between."""
     states, decisions, refused = [state], list[Decision](), list[Refuse | None]()
     for report in reports:
@@ -564,7 +564,7 @@ def run_together(
         # A place may be filled, emptied and filled again: then the last state alone does not tell by whom.
         if _moves(state) != _moves(before) and before is not states[-1]:
             states.append(before)
-    return Taken([*states, state], decisions, refused)
+    return TakenTogether([*states, state], decisions, refused)
 
 
 def _moves(state: State) -> tuple[tuple[str, str], ...]:
