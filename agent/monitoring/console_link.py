@@ -348,8 +348,8 @@ class Phases:
 
 class Absence:
     """Decides when the launcher says that the console is away, or takes no reports: once when this has lasted for
-    AWAY_SECONDS, once more when the job stands still for that reason, and once when it is over. It has no clock of its
-    own.
+    AWAY_SECONDS, once more when the job stands still for that reason, and once when it is over. If what was said is no
+    longer so, and this has lasted as long, it is said anew. It has no clock of its own.
 
     Workers train on without a console. But if one of them is lost, all others stop until the console has decided who
     goes on. begun: has the console ever decided that?
@@ -359,9 +359,13 @@ class Absence:
         self._lost = frozenset[str]()
         self._undecided = not begun
         """Can workers not go on with each other, although none of them is known to be lost?"""
-        self._told = ""
-        """What the console did not do when that was last said; "": it has done so since."""
-        self._told_to_stand = False
+        self._told: tuple[str, bool] | None = None
+        """What the console did not do, and whether the job stood still, when that was last said; None: all is well
+        since."""
+        self._found: tuple[str, bool] | None = None
+        """The same as the last turn found it."""
+        self._changed = 0.0
+        """When that became so."""
 
     def lost(self, worker: str) -> None:
         self._lost |= {worker}
@@ -384,22 +388,27 @@ class Absence:
         """Returns what is to be said now; "": nothing. away: since when the console has not answered, and its error;
         None: it answers. clock: the time of day. refusing: since when it answers, but takes no reports, as when its
         disk is full."""
-        found = away or refusing
-        if found is None:
-            told, self._told = self._told, ""
-            return f"the console {told} again" if told else ""
-        since, how = found
-        stands = bool(self._lost) or self._undecided
-        if now - since < AWAY_SECONDS or (self._told and (self._told_to_stand or not stands)):
+        missing = away or refusing
+        if missing is None:
+            told, self._told, self._found = self._told, None, None
+            return f"the console {told[0]} again" if told else ""
+        since, how = missing
+        what, stands = "answers" if away else "takes reports", bool(self._lost) or self._undecided
+        if (what, stands) != self._found:
+            self._found, self._changed = (what, stands), now
+        news = self._told is None or (stands and not self._told[1])
+        # A console that is back takes its reports a moment later, and what was on its way when links broke still comes.
+        changed = self._told != self._found and now - self._changed >= AWAY_SECONDS
+        if now - since < AWAY_SECONDS or not (news or changed):
             return ""
-        self._told, self._told_to_stand = "answers" if away else "takes reports", stands
+        self._told = self._found
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(clock - (now - since)))
         says = f"the console has {'not answered' if away else 'taken no reports'} since {at} ({how})"
         if not stands:
             return f"{says}; training goes on, but if a worker is lost, all wait until the console is back"
         lost = f"{names(sorted(self._lost), last=' and ')} lost: " if self._lost else ""
         again = ". Start the console again with the same database" if away else ""
-        return f"{lost}the job stands still until the console {self._told} again; {says}{again}"
+        return f"{lost}the job stands still until the console {what} again; {says}{again}"
 
 
 class ConsoleCoordination(Coordination):

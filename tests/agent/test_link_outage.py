@@ -449,6 +449,43 @@ def test_a_console_that_answers_and_takes_no_reports_is_said_to() -> None:
     assert absence.turn(8, None, 1e9) == golden("the-console-takes-reports-again")
 
 
+def test_a_console_that_is_back_and_takes_no_reports_is_no_longer_said_to_be_away() -> None:
+    """Its disk is full, and to start it once more would not help; or it has stopped since, and must be started."""
+    absence, away, full = Absence(begun=True), (0.0, "it does not answer"), (0.0, "503 (the disk is full)")
+    absence.lost("W0_1")
+    assert golden("the-job-stands-still-until-it-answers") in absence.turn(60, away, 1e9, full)
+    assert absence.turn(61, None, 1e9, full) == "", "it may take them in a moment"
+    assert absence.turn(62, away, 1e9, full) == "", "as was said"
+    assert absence.turn(63, None, 1e9, full) == ""
+    text = absence.turn(63 + AWAY_SECONDS, None, 1e9, full)
+    assert golden("the-job-stands-still-until-it-takes") in text and full[1] in text
+    assert absence.turn(100, (99, away[1]), 1e9, full) == ""
+    text = absence.turn(100 + AWAY_SECONDS, (99, away[1]), 1e9, full)
+    assert golden("the-job-stands-still-until-it-answers") in text and away[1] in text
+    assert absence.turn(120, None, 1e9) == golden("the-console-answers-again")
+
+
+def test_a_job_that_trains_again_is_no_longer_said_to_stand_still() -> None:
+    """Without that, nobody would be told when the next worker is lost, either."""
+    absence, stands = Absence(begun=True), golden("the-job-stands-still")
+    absence.lost("W0_1")
+    assert stands in absence.turn(60, (0, "x"), 1e9)
+    absence.decided(["W0_0", "W1_0", "W1_1"])  # the console answered for less than a turn
+    assert absence.turn(61, (61, "x"), 1e9) == ""
+    assert golden("training-goes-on-but-once") in absence.turn(61 + AWAY_SECONDS, (61, "x"), 1e9)
+    absence.broken()
+    assert stands in absence.turn(70, (61, "x"), 1e9)
+    absence.trains()
+    assert absence.turn(71, (61, "x"), 1e9) == "", "it may have been on its way"
+    absence.broken()
+    assert absence.turn(72, (61, "x"), 1e9) == "", "as was said"
+    absence.trains()
+    absence.turn(73, (61, "x"), 1e9)
+    assert golden("training-goes-on-but-once") in absence.turn(73 + AWAY_SECONDS, (61, "x"), 1e9)
+    absence.lost("W1_1")
+    assert stands in absence.turn(90, (61, "x"), 1e9)
+
+
 @pytest.mark.parametrize("what", ["full", "standby"])
 def test_that_a_console_takes_no_reports_is_found_by_what_it_says(console: Console, what: str) -> None:
     """To what is sent to it, or to all: then its database is away, and to start it again would not help."""
