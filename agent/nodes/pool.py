@@ -156,7 +156,8 @@ class RemoteProcess:
         self.exitcode: int | None = None
         self.spare: tuple[int, ...] = ()
         self.ends = None
-        self.sentinel, self._write = os.pipe()
+        self.sentinel, write = os.pipe()
+        self._write: int | None = write
         self._over = threading.Event()
         self._kill = kill
 
@@ -175,10 +176,16 @@ class RemoteProcess:
     def ended(self, exitcode: int | None, spare: tuple[int, ...] = ()) -> None:
         """Notes that the process has ended. exitcode: None: it can't be known. spare: see
         agent.launcher.processes.WorkerProcess.spare_ranks."""
+        self.over(exitcode, spare)
+        write, self._write = self._write, None
+        if write is not None:
+            os.close(write)
+
+    def over(self, exitcode: int | None, spare: tuple[int, ...] = ()) -> None:
+        """As `ended`, but `sentinel` does not tell yet."""
         if not self._over.is_set():
             self.exitcode, self.spare = exitcode, spare
             self._over.set()
-            os.close(self._write)
 
 
 @dataclass
@@ -187,6 +194,10 @@ class RemoteWorker(WorkerProcess):
 
     elsewhere: ClassVar[bool] = True
     node: NodeLink = field(kw_only=True)
+
+    def has_ended(self, ready: Collection[object]) -> bool:
+        # Those of a lost node end in one turn, though their sentinels can be read one after the other.
+        return super().has_ended([*ready, self.process.sentinel] if self.process.is_ending() else ready)
 
     def kill(self) -> None:
         self.node.kill(self.incarnation, fenced=self.fenced)
@@ -348,6 +359,8 @@ class NodeLink:
         with self._lock:
             self.alive = False
             workers, self._workers = self._workers, {}
+        for process, _ in workers.values():  # first of all: the first pipe to close may wake the launcher
+            process.over(None)
         for process, pipe in workers.values():
             pipe.close()
             process.ended(None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import os
 import socket
 import tempfile
 import threading
@@ -12,7 +14,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -178,6 +180,31 @@ def test_whoever_decides_reads_no_record_for_a_node_that_comes_back() -> None:
         assert spool.handed > 1
     finally:
         link.close()
+
+
+def test_all_workers_of_a_lost_node_have_ended_once_the_launcher_can_know_of_one() -> None:
+    """Each turn of the launcher that finds some of them costs a generation."""
+    frames, found, over = SlowFrames(), list[bool](), threading.Event()
+    link = NodeLink(frames, 1, "host", lambda _: over.set(), time.monotonic() + 10)
+    entries = list[RemoteWorker]()
+
+    class Waking:
+        """The end of a pipe, which wakes the launcher when it is closed."""
+
+        def close(self) -> None:
+            found.extend(entry.has_ended([]) for entry in entries)
+
+    with contextlib.ExitStack() as ends:
+        for stage in range(3):
+            process = link.adopt(f"i{stage}", cast("Any", Waking()))
+            ends.callback(os.close, process.sentinel)
+            ours, theirs = multiprocessing.Pipe()
+            ends.enter_context(ours)
+            ends.enter_context(theirs)
+            entries.append(RemoteWorker(Worker(0, stage), f"i{stage}", process, ours, 0.0, node=link))
+        frames.close()
+        assert over.wait(20) and found == [True] * 9
+    link.close()
 
 
 def test_a_line_of_a_long_record_takes_little_memory() -> None:
