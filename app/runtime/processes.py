@@ -285,63 +285,71 @@ class _Child:
 
 
 class PendingAnswer:
-    """A question and the child that answers it. stopped: when the answer was no longer wanted, in monotonic seconds."""
+    """A question, and the child that answers it or is to. stopped: when the answer was no longer wanted, in monotonic
+    seconds."""
 
     def __init__(
         self, children: Children, child: _Child, question: tuple[Any, ...], timeout: float | None, grace: float
     ) -> None:
-        self._children, self._child, self._question = children, child, question
+        self._children, self.child, self._question = children, child, question
         self._timeout, self._grace = timeout, grace
         self.stopped: float | None = None
 
     @property
     def process(self) -> BaseProcess:
-        return self._child.process
+        return self.child.process
 
     def messages(self) -> Generator[bytes]:
         """Sends the question and yields the messages of the answer, for one reader. Raises ChildEnded. If the reader
         stops before the end, the process is ended."""
-        child, whole = self._child, False
-        with child.turn:
-            begin = time.monotonic()
-            try:
-                child.pipe.send_bytes(pickle.dumps(self._question))
-                self._question = ()
-                if self.stopped is not None:
-                    self._tell()
-                while True:
-                    limit = self._limit(begin)
-                    if not child.pipe.poll(min(_SLICE, max(0.0, limit - time.monotonic()))):
-                        if time.monotonic() < limit:
-                            continue
-                        if self.stopped is not None:
-                            raise ChildEnded(late=True)
-                        self.stop()
-                    elif message := child.pipe.recv_bytes():
-                        yield message
-                    else:
-                        whole = True
-                        return
-            except (EOFError, OSError):
-                raise ChildEnded(exitcode=child.process.exitcode if child.ended(5) else None) from None
-            finally:
-                self._children._rest(self, whole=whole)
+        while True:
+            child = self.child
+            with child.turn:
+                if self.child is child:  # otherwise it was killed for the question before, and there is another
+                    yield from self._answer(child)
+                    return
+
+    def _answer(self, child: _Child) -> Generator[bytes]:
+        whole = False
+        begin = time.monotonic()
+        try:
+            child.pipe.send_bytes(pickle.dumps(self._question))
+            self._question = ()
+            if self.stopped is not None:
+                self._tell()
+            while True:
+                limit = self._limit(begin)
+                if not child.pipe.poll(min(_SLICE, max(0.0, limit - time.monotonic()))):
+                    if time.monotonic() < limit:
+                        continue
+                    if self.stopped is not None:
+                        raise ChildEnded(late=True)
+                    self.stop()
+                elif message := child.pipe.recv_bytes():
+                    yield message
+                else:
+                    whole = True
+                    return
+        except (EOFError, OSError):
+            raise ChildEnded(exitcode=child.process.exitcode if child.ended(5) else None) from None
+        finally:
+            self._children._rest(self, whole=whole)
 
     def ended(self, timeout: float = 0.0) -> bool:
         """Says whether its process ends within `timeout` seconds."""
-        return self._child.ended(timeout)
+        return self.child.ended(timeout)
 
     def waiting(self) -> bool:
         """Says whether `messages` has something to read now: a message, or that the process is gone."""
         with suppress(OSError):
-            return self._child.pipe.poll()
+            return self.child.pipe.poll()
         return True
 
     def stop(self) -> None:
         """Tells the child that the rest of the answer is not wanted. The answer ends soon, with what there is by
         then."""
         with self._children._lock:
-            if self.stopped is None and self in self._child.asked:
+            if self.stopped is None and self in self.child.asked:
                 self.stopped = time.monotonic()
                 if not self._question:
                     self._tell()
@@ -349,12 +357,12 @@ class PendingAnswer:
     def end(self) -> None:
         """Kills its process. Messages that it has sent can still be read."""
         with self._children._lock:
-            if self in self._child.asked:
-                self._child.kill()
+            if self in self.child.asked:
+                self.child.kill()
 
     def _tell(self) -> None:
         with suppress(OSError):
-            self._child.pipe.send_bytes(b"")
+            self.child.pipe.send_bytes(b"")
 
     def _limit(self, begin: float) -> float:
         """Returns until when to wait for the answer, in monotonic seconds."""
@@ -411,9 +419,13 @@ class Children:
             free = (c for c in alive if not c.asked or (self._keep and len(c.asked) == 1 and c.asked[0].stopped))
             child = min(free, key=lambda c: len(c.asked), default=None) or self._begin()
             asked = PendingAnswer(self, child, question, timeout, grace)
-            child.asked.append(asked)
-            child.uses += 1
+            self._give(child, asked)
             return asked
+
+    def _give(self, child: _Child, asked: PendingAnswer) -> None:
+        asked.child = child
+        child.asked.append(asked)
+        child.uses += 1
 
     def ask(self, *question: Any, timeout: float | None = None, wait: float | None = None) -> bytes:
         """Returns the whole answer, its messages joined. wait: seconds to wait while `most` others are answered; None:
@@ -453,7 +465,7 @@ class Children:
 
     def _rest(self, asked: PendingAnswer, *, whole: bool) -> None:
         """Notes that an answer is over. whole: it came to its end, so that the process can take another question."""
-        child = asked._child
+        child = asked.child
         with self._lock:
             child.asked.remove(asked)
             if child.asked and whole:
@@ -462,6 +474,11 @@ class Children:
             if whole and self._keep and not idle and not self._closed:
                 self._expire(child)
                 return
+            # Those that waited for their turn have another process. If none can be started, they find this one ended.
+            with suppress(OSError):
+                while child.asked and not self._closed:
+                    self._give(self._begin(), child.asked[-1])
+                    child.asked.pop()
             self._drop(child)
         child.ended(5)
 

@@ -136,6 +136,37 @@ def test_what_is_not_wanted_any_more_ends_soon_and_its_process_goes_on() -> None
     children.close()
 
 
+def slow_to_heed(channel: Channel, deaf: bool) -> None:
+    """The child: one that is deaf does not look whether its answer is wanted."""
+    channel.say(b"begun")
+    while deaf:
+        time.sleep(60.0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_question_behind_one_that_is_stopped_too_late_has_another_process(closes: bool) -> None:
+    children = Children(slow_to_heed, name="slow", keep=TIMEOUT)
+    deaf = children.begin(True, grace=TIMEOUT if closes else 0.2)
+    messages = deaf.messages()
+    next(messages)
+    deaf.stop()
+    after = children.begin(False)
+    assert after.process is deaf.process
+    with ThreadPoolExecutor(1) as reader:
+        answer = reader.submit(lambda: list(after.messages()))
+        if closes:
+            children.close()
+        with pytest.raises(ChildEnded):
+            next(messages)
+        if closes:
+            with pytest.raises(ChildEnded):
+                answer.result(TIMEOUT)
+        else:
+            assert answer.result(TIMEOUT) == [b"begun"] and after.process is not deaf.process
+    children.close()
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("question", "killed"), [(-1, True), (0, False)])
 def test_one_that_dies_or_fails_says_so_and_the_next_question_has_another(question: int, killed: bool) -> None:
