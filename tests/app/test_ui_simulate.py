@@ -52,7 +52,12 @@ def html(test: AppTest) -> str:
 
 
 def until_done(test: AppTest) -> AppTest:
-    until(lambda: "parts are there." in html(test.run()), "it is simulated")
+    def done() -> bool:
+        page = html(test.run())
+        assert not test.error, [said.value for said in test.error]
+        return "parts are there." in page
+
+    until(done, "it is simulated")
     return test
 
 
