@@ -3,8 +3,9 @@ PYTHON ?= python3
 PORT ?= 8501
 # FAST=1: without the tests that start processes, or need a browser or PostgreSQL.
 FAST ?=
-# Test processes, on two cores. The whole takes 549 s with three, 508 with four and 507 with five; with FAST=1 118 s with
-# two, 95 with three, 87 with four and 94 with five: each waits now and then, for the disk, and in tests of those who wait.
+# Test processes, on two cores. The whole took 549 s with three, 508 with four and 507 with five, and takes 464 to 487 with
+# four since; FAST=1 118 s with two, 95 with three, 87 to 90 with four and 94 with five: each waits now and then, for the
+# disk, and in tests of those who wait.
 JOBS ?= 4
 BIN := .venv/bin
 export PYTHON
