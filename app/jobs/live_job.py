@@ -867,8 +867,9 @@ class LiveJob:
         of a second, and with a full disk that would be done four times a second, in vain. Only ticks count for this:
         others may fail at each moment, with changes of their own that can't be stored.
         """
-        if self._doubtful and self._clock() < self._again_at:
-            raise ConsoleError(503, "unavailable", self._refused or "the database has just failed; try again")
+        with self.lock:  # whoever reads the job back has it until it is known whether that could be stored
+            if self._doubtful and self._clock() < self._again_at:
+                raise ConsoleError(503, "unavailable", self._refused or "the database has just failed; try again")
         try:
             self._tick()
         except ConsoleError:
