@@ -884,9 +884,9 @@ def until_written(
     write: Callable[[], None],
     pause: Callable[[float], object],
     say: Callable[[str], None],
-    patience: float = WEIGHTS_SECONDS,
+    retry_seconds: float = WEIGHTS_SECONDS,
 ) -> None:
-    """Calls `write`, again and again while it raises a WeightsError that may pass, for `patience` seconds in all.
+    """Calls `write`, again and again while it raises a WeightsError that may pass, for `retry_seconds` in all.
     pause: waits for so many seconds between two tries. say: gets a sentence after the first failure. Raises
     WeightsError."""
     wait, waited = 0.5, 0.0
@@ -895,10 +895,10 @@ def until_written(
             write()
             return
         except WeightsError as error:
-            if not error.passes or waited >= patience:
+            if not error.passes or waited >= retry_seconds:
                 raise
             if not waited:
-                say(f"{error}; it is tried again for {patience / 60:.0f} min")
+                say(f"{error}; it is tried again for {retry_seconds / 60:.0f} min")
         pause(wait)
         waited, wait = waited + wait, min(2 * wait, 10.0)
 

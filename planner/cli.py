@@ -36,6 +36,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import (
     AUTO,
+    SECONDS,
     Job,
     MemoryLimit,
     Over,
@@ -46,12 +47,7 @@ from openrecycle.planner.jobs.job import (
     parse_partition,
 )
 from openrecycle.planner.jobs.words import count, gigabytes, layers_move, number_of, plural
-from openrecycle.planner.layers.migration import (
-    COPY_BANDWIDTH,
-    SECONDS,
-    best_migrations,
-    check_copy_cost,
-)
+from openrecycle.planner.layers.migration import COPY_BANDWIDTH, best_migrations, check_copy_cost
 from openrecycle.planner.layers.partition import Layout, best_at_home, best_relayout, lay_out
 from openrecycle.planner.output import check_out, console, is_stdout, run, write_out
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort

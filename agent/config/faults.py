@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job, Problem, Worker
-from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.jobs.job import SECONDS, Job, Problem, Worker
 
 # -- ops stretched to given times, as an accelerator of that speed would take -------------------
 

@@ -80,12 +80,12 @@ def restore_point(
     checkpoint: Callable[[], str | None],
     reason: str,
     pause: Callable[[float], object],
-    patience: float = CHECKPOINT_SECONDS,
+    retry_seconds: float = CHECKPOINT_SECONDS,
 ) -> str | Halt:
     """Returns the checkpoint that all workers go back to, or a Halt if there is none.
 
-    checkpoint: returns it, or None. It is called again while it raises OSError, with `pause` in between, for `patience`
-    seconds in all. reason: why all go back, in words.
+    checkpoint: returns it, or None. It is called again while it raises OSError, with `pause` in between, for
+    `retry_seconds` in all. reason: why all go back, in words.
     """
     wait, waited = 0.1, 0.0
     while True:
@@ -93,8 +93,8 @@ def restore_point(
             found = checkpoint()
             return Halt(f"{reason}; and there is no whole checkpoint yet") if found is None else found
         except OSError as error:
-            if waited >= patience:
-                return Halt(f"{reason}; and no checkpoint could be read for {patience:g} s ({error})")
+            if waited >= retry_seconds:
+                return Halt(f"{reason}; and no checkpoint could be read for {retry_seconds:g} s ({error})")
         except Exception as error:
             return Halt(f"{reason}; and no checkpoint could be read ({type(error).__name__}: {error})")
         pause(wait)

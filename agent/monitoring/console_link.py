@@ -415,7 +415,7 @@ class ConsoleCoordination(Coordination):
     """The coordination of a launcher for which a console decides.
 
     say: called in another thread with the console's sentence when the job does not train. checkpoint: returns the
-    checkpoint to go back to when the console says so; it is asked again for `patience` seconds while it raises OSError.
+    checkpoint to go back to when the console says so; it is asked again for `retry_seconds` while it raises OSError.
     interval: seconds between two posts of the workers' heartbeats. decide: given an action, does it as soon as this
     launcher may (agent.launcher.processes); of several nodes another one may lead by then. saved: what another launcher
     has `saved`, to go on from; recorded: returns that job's iterations from one number to another.
@@ -430,7 +430,7 @@ class ConsoleCoordination(Coordination):
         say: Say,
         *,
         checkpoint: Callable[[], str | None] = lambda: None,
-        patience: float = CHECKPOINT_SECONDS,
+        retry_seconds: float = CHECKPOINT_SECONDS,
         interval: float = 1.0,
         decide: Callable[[Callable[[], None]], None] = lambda send: send(),
         saved: Mapping[str, Any] | None = None,
@@ -446,7 +446,7 @@ class ConsoleCoordination(Coordination):
         newest: tuple[int, int] = (0, 0) if saved is None else (saved["generation"], saved["command"])
         self._generation, self._command = newest
         """The newest generation and command that the launcher was told."""
-        self._checkpoint, self._patience = checkpoint, patience
+        self._checkpoint, self._retry_seconds = checkpoint, retry_seconds
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._closing = threading.Event()
         # Sockets, not a pipe: a thread that outlives `close` then writes to a closed socket, and not to a file that has
@@ -732,7 +732,7 @@ class ConsoleCoordination(Coordination):
     def _event(self, deployment: Deployment, plan: Plan) -> Event:
         if not deployment.restore:
             return Deploy(deployment, plan)
-        restore = restore_point(self._checkpoint, deployment.reason, self._closing.wait, self._patience)
+        restore = restore_point(self._checkpoint, deployment.reason, self._closing.wait, self._retry_seconds)
         if isinstance(restore, Halt):
             return restore
         return Deploy(deployment, plan, restore)

@@ -261,7 +261,7 @@ class NodeLink:
         self.handed = 0
         """The number of the newest copy that was sent to it."""
         self._asked_at = 0.0
-        """Since when it owes an answer, if it has not acknowledged the newest copy."""
+        """Since when its answer is pending, if it has not acknowledged the newest copy."""
         self.process = ""
         """Identifies the launcher there, as it says; "": it does not say."""
         self.forgot = False

@@ -872,7 +872,7 @@ class ConsoleService:
             self._seldom.warn("heartbeats could not be stored", reason=unstored.detail)
         # After a success, the mark also goes from jobs that send no more heartbeats.
         for job in beats if refused else self.jobs.live():
-            job.measurements.refused = refused
+            job.measurements.written(refused)
 
 
 _console: ConsoleService | None = None

@@ -49,8 +49,7 @@ from openrecycle.app.jobs.throughput import (
 from openrecycle.app.plans.library import PlanCache
 from openrecycle.app.runtime.errors import plain, storing, unknown_plan, unknown_worker
 from openrecycle.db.store import Record, Store
-from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.jobs.job import SECONDS, Worker
 from openrecycle.planner.plans.plan import Plan
 
 # -- how the newest generation's plan is taken up -----------------------------------------------

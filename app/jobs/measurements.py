@@ -70,6 +70,11 @@ class JobMeasurements:
             del self._unsaved[name]
         return [_contact_row(name, self.contacts[name]) for name in names]
 
+    def written(self, refused: str) -> None:
+        """Notes that heartbeats were written to the database, or why they could not be. refused: in words; empty: they
+        were."""
+        self.refused = refused
+
     def read(self, worker_rows: Iterable[Record]) -> None:
         """Takes each worker's newest heartbeat from the rows of the database."""
         for row in worker_rows:

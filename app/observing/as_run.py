@@ -12,8 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from openrecycle.agent.messages.protocol import MeasuredOps
-from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Worker
-from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.jobs.job import SECONDS, Job, Problem, StageProfile, Worker
 from openrecycle.planner.plans.plan import MEASURED, MetricsDoc, Plan, SolverDoc
 from openrecycle.planner.plans.schedule import Op, Schedule
 

@@ -25,7 +25,7 @@ from openrecycle.app.observing.as_run import IterationAsRun, MeasuredIteration, 
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.jobs.job import SECONDS
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 

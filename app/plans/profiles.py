@@ -19,8 +19,7 @@ from openrecycle.app.runtime.errors import ConsoleError, named, storing
 from openrecycle.db import plan_rows as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.job import MAX_DECIMALS, Job, StageProfile
-from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.jobs.job import MAX_DECIMALS, SECONDS, Job, StageProfile
 from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc, first_problem, job_doc, read_model
 from openrecycle.planner.profiles import Profile, job_on, load_profile, shape_name, shipped
 

@@ -54,10 +54,9 @@ from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog_build import LISTED
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import canonical_pattern
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Worker
+from openrecycle.planner.jobs.job import SECONDS, Job, MemoryLimit, Worker
 from openrecycle.planner.jobs.words import counts, grid, names, percent
 from openrecycle.planner.layers.drift import Drift, DriftLimits, DriftState, Ratios, assumed, drifted, forget, observe
-from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.packed import CatalogQuestion, plan_name
 from openrecycle.planner.plans.plan import Plan, job_doc
 from openrecycle.planner.plans.schedule import steady_period

@@ -27,6 +27,9 @@ openrecycle.forking         Python 3.11 (multiprocessing's fork server)
     Gives: of two threads that wait for a process both see its exit status; a forked process uses the server it is from.
     It is right or wrong, not faster: there is no figure.
     Not needed once tests/app/test_children.py (all who wait see it end) and test_fork_server.py pass without it.
+openrecycle.scratch         Python 3.11 (`_config` of the current process: where multiprocessing puts its sockets)
+    Gives: what a killed process leaves is removed by the next one. It is right or wrong: there is no figure.
+    Not needed once multiprocessing takes a folder in public; tests/agent/test_fork_server.py fails where it changes.
 openrecycle.cli             Python 3.11 (thresholds of garbage collection, for every command)
     Gives: torch is imported in five sixths of the time.
     Not needed once `python -m tests.benchmarks.bench_start` is as fast without it.

@@ -14,9 +14,8 @@ from openrecycle.app.jobs.live_job import INTERIM, LAST, SOON
 from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, Condition, Loss, RoleState, lost_name, words_of
 from openrecycle.app.jobs.throughput import Baseline, has_settled, recent_rate, share_of
 from openrecycle.app.observing.as_run import MeasuredIteration
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.job import SECONDS, Job
 from openrecycle.planner.jobs.words import names
-from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule, critical_path, waited
 

@@ -51,8 +51,8 @@ from openrecycle.app.ui.planner_controls import (
 from openrecycle.app.ui.tables import beside_html, differences, workers_table
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.jobs.job import AUTO, Job, Worker
-from openrecycle.planner.layers.migration import SECONDS, Migrations
+from openrecycle.planner.jobs.job import AUTO, SECONDS, Job, Worker
+from openrecycle.planner.layers.migration import Migrations
 from openrecycle.planner.plans.drawing import FAILED, Drawing
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule

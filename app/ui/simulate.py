@@ -29,7 +29,7 @@ from openrecycle.app.ui import address, components
 from openrecycle.app.ui.access import say_error
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import Table, rows_html
-from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.jobs.job import SECONDS
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.engine import Crossing
 from openrecycle.planner.simulation.traces import public_traces

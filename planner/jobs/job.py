@@ -24,6 +24,8 @@ from openrecycle.planner.jobs.words import names, number_of
 # -- what the ops of a stage or a layer take ----------------------------------------------------
 
 MAX_DECIMALS = 6
+# Seconds of each unit of time that a profile may be in. Any other unit, such as a slot, is no unit of time.
+SECONDS = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 # Stands for the best partition of the layers, where a caller could give layers per stage instead.
 AUTO = "auto"
 MAX_BYTES = 1 << 60

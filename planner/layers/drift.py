@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import FASTEST, SLOWEST, Job, Worker
-from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.jobs.job import FASTEST, SECONDS, SLOWEST, Job, Worker
 
 
 @dataclass(frozen=True)

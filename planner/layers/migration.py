@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import failures_per_stage
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker, check_bytes
+from openrecycle.planner.jobs.job import SECONDS, Job, MemoryLimit, Problem, Technique, Worker, check_bytes
 from openrecycle.planner.jobs.words import planned
 from openrecycle.planner.plans.bounds import CountBounds
 from openrecycle.planner.plans.plan import WorkerName
@@ -297,8 +297,6 @@ def check_copy_cost(job: Job, state_bytes: Sequence[int] | None, bandwidth: floa
 # How many distributions of each period model are planned with the list scheduler.
 PLANNED = 3
 
-# Seconds of each unit of time that a profile may be in. Any other unit, such as a slot, is no unit of time.
-SECONDS = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 # Far beyond these, times in seconds become 0 or infinite.
 LEAST_UNIT, MOST_UNIT = 1e-30, 1e9
 # Thirty years: far beyond, differences of iterations are no numbers.

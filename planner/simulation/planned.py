@@ -14,6 +14,7 @@ from openrecycle.planner.jobs.job import (
     MAX_DECIMALS,
     MAX_LAYERS,
     MAX_TICKS,
+    SECONDS,
     SIZES,
     TIMES,
     Job,
@@ -24,7 +25,7 @@ from openrecycle.planner.jobs.job import (
     Technique,
     Worker,
 )
-from openrecycle.planner.layers.migration import SECONDS, Counts, best_distributions, check_unit, models
+from openrecycle.planner.layers.migration import Counts, best_distributions, check_unit, models
 from openrecycle.planner.layers.partition import Layout, best_at_home, lay_out, layer_bounds, staffed, with_stages
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.packed import CatalogQuestion

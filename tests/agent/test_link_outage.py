@@ -365,7 +365,7 @@ def test_a_folder_of_checkpoints_that_can_not_be_read_is_read_again_or_ends_the_
         "job",
         lambda text: None,
         checkpoint=newest,
-        patience=TIMEOUT if again else 0.0,
+        retry_seconds=TIMEOUT if again else 0.0,
     )
     deadline = time.monotonic() + TIMEOUT
     while not (events := link.poll(time.monotonic())) and time.monotonic() < deadline:

@@ -100,7 +100,7 @@ def test_weights_that_find_no_room_are_tried_again() -> None:
             if len(tries) <= fails:
                 raise error
 
-        until_written(once, paused.append, said.append, patience=100.0)
+        until_written(once, paused.append, said.append, retry_seconds=100.0)
         return paused
 
     said = list[str]()

@@ -28,7 +28,7 @@ from openrecycle.app.security.access import (
     WrongTokens,
     from_header,
 )
-from openrecycle.app.security.guard import BodyLimit, HostGuard
+from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -251,10 +251,11 @@ def test_8192_agents_of_one_token_at_1_hz_are_never_limited() -> None:
 
 def test_strangers_run_into_their_own_limit() -> None:
     access = Access(TOKEN)
-    app = guarded(access)
-    answers = [app.get("/x").status_code for _ in range(int(UNKNOWN.burst) + 60)]
-    assert answers[0] == 401
-    assert 429 in answers[int(UNKNOWN.burst) :]
+    guard = AccessGuard(INNER, access)
+    guard.limits = RateLimits(lambda: 0.0)  # a second, in which a busy machine does not get to send ten
+    app = client(guard)
+    answers = [app.get("/x").status_code for _ in range(int(UNKNOWN.burst) + 1)]
+    assert (set(answers[:-1]), answers[-1]) == ({401}, 429)
     assert app.get("/x", headers=bearer(TOKEN)).status_code == 200
     assert guarded(access, "10.0.0.2").get("/x").status_code == 401
 
