@@ -63,11 +63,13 @@ def test_what_a_superseded_generation_waits_for_in_its_groups_is_cancelled(store
     living = [Worker(0, 0), Worker(0, 1)]
     patient = Timeouts(form=60.0, transfer=700.0, group=800.0)
     mine = {w: Communicator(patient, transport="ordered") for w in living}
+    before = threading.enumerate()  # some of other tests may still end
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(mine[living[0]].form, 1, living[0], living, store.address, neighbours=[living[1]])
         silent = pool.submit(mine[living[1]].form, 1, living[1], living, store.address)
         assert silent.result(60).generation == 1
-        (connecting,) = (t for t in threading.enumerate() if t.name == "connect-generation-1")
+        here = [thread for thread in threading.enumerate() if thread not in before]
+        (connecting,) = (thread for thread in here if thread.name == "connect-generation-1")
         connecting.join(0.2)
         assert connecting.is_alive() and not waiting.done()
         mine[living[0]].cancel(2)

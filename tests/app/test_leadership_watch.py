@@ -165,7 +165,7 @@ def test_an_only_console_whose_connection_broke_says_so_and_leads_on(
     stack: ExitStack, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database has not noticed that the connection is gone: its session, and the lock, live on."""
-    only = watch(stack, url, "a", LeaseTimes(renew=LONG, lease=LONG, poll=LONG))
+    only = watch(stack, url, "a", LeaseTimes(renew=LONG, lease=LONG, poll=1.0))
     only.start()
     assert only._session is not None
     stack.callback(only._session.close)
@@ -176,7 +176,7 @@ def test_an_only_console_whose_connection_broke_says_so_and_leads_on(
         only._step()
         only._step()
     assert only.status.term is None
-    assert only.status.sentence == (golden("this-consoles-lead-is-in-doubt-the", f"{LONG:g}"))
+    assert only.status.sentence == (golden("this-consoles-lead-is-in-doubt-the", "1"))
     only._step()
     assert only.status.doubt and golden("the-lead-of-term-1") in only.status.reason
     only.look()
