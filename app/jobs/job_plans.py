@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -11,14 +10,14 @@ import structlog
 
 from openrecycle.agent.coordination.membership import PlanReady, PlanRefused
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.runtime.patches import LARGE_OPS, OP_BYTES, building
+from openrecycle.app.runtime.patches import LARGE_OPS
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.plans.packed import CatalogQuestion, storable, unpack
-from openrecycle.planner.plans.plan import Plan, PlanError
+from openrecycle.planner.plans.packed import CatalogQuestion, packed, unpack
+from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
 
@@ -29,24 +28,12 @@ LookUp = Callable[[CatalogQuestion, frozenset[Worker]], tuple[Plan, str] | None]
 
 
 def stored_plan(store: Store, fingerprint: str) -> Plan | None:
-    """Reads a plan from the database, from its packed columns where there are any, else from its JSON document.
+    """Reads a plan from the database.
 
-    Returns None if there is no such plan. Raises PlanError for a document that can't be read, and SQLAlchemyError.
+    Returns None if there is no such plan. Raises PlanError for one that is damaged, and SQLAlchemyError.
     """
-    data = store.plan_columns(fingerprint)
-    if data is not None:
-        try:
-            return unpack(data, source=f"plan {fingerprint}")
-        except PlanError as error:
-            log.warning("the columns of a plan can't be read; its document is", reason=str(error))
-    try:
-        document = store.plan(fingerprint)
-    except (zlib.error, UnicodeDecodeError) as error:
-        raise PlanError(f"plan {fingerprint}: what is stored of it is damaged ({error})") from None
-    if document is None:
-        return None
-    with building(len(document) // OP_BYTES):
-        return Plan.from_json(document, source=fingerprint)
+    data = store.plan(fingerprint)
+    return None if data is None else unpack(data, source=f"plan {fingerprint}")
 
 
 @dataclass(frozen=True)
@@ -206,7 +193,7 @@ class JobPlans:
             if plan.job.speeds != {str(worker): speed for worker, speed in self.job.speeds}:
                 return
             self.take_plan(plan)
-        if self._store.put_plan(self._job_id, plan.fingerprint, storable(plan), plan.failed, True):
+        if self._store.put_plan(self._job_id, plan.fingerprint, packed(plan), plan.failed, True):
             self._stored()
 
     def plan_now(self, failed: tuple[str, ...]) -> tuple[PlanReady | PlanRefused, Plan | None] | None:

@@ -149,8 +149,6 @@ def begin_without_pages() -> None:
 
 # A plan of fewer ops than this is searched in a few milliseconds.
 LARGE_OPS = 20_000
-# Bytes of an op in JSON, about.
-OP_BYTES = 80
 # Seconds between two whole rounds, and between two rounds over the objects that are new since the last one of either
 # kind. A round over new objects leaves them out from then on: cycles among them are found by the next whole round.
 WHOLE_SECONDS, NEW_SECONDS = 900.0, 60.0

@@ -474,8 +474,7 @@ def test_a_damaged_plan_does_not_stop_its_job(store: Store, monkeypatch: pytest.
     register_all(console, created.job_id)
     console.close()
     with store.database.write() as session:
-        session.execute(text("delete from plan_columns"))
-        session.execute(text("update plan set document = :rubbish"), {"rubbish": b"rubbish"})
+        session.execute(text("update plan set data = :rubbish"), {"rubbish": b"rubbish"})
     again, looked_after = ConsoleService(store), threading.Event()
     monkeypatch.setattr(again.plans.ahead, "make_ahead", lambda job: None)  # the same one would be made anew
     monkeypatch.setattr(again.accounts, "consider", lambda job: looked_after.set())  # the last that a tick does
