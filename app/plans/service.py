@@ -176,7 +176,10 @@ class JobPlanner:
             self._fill(job, found)
 
     def consider(self, job: LiveJob) -> None:
-        """Has plans made ahead if that failed because enough catalogs were being filled; called once per tick."""
+        """Has plans made ahead if that failed because enough catalogs were being filled, and those for the next failure
+        packed; called once per tick."""
+        if (current := job.state.current) is not None and not job.state.over:
+            job.plans.make_ready(job.state.generation, current.failed)
         catalog = self._crowded_out.get(job.job_id)
         if catalog is not None and self._catalogs.has_room(catalog):
             self.make_ahead(job)
