@@ -10,7 +10,6 @@ import structlog
 
 from openrecycle.agent.coordination.membership import PlanReady, PlanRefused
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.runtime.patches import LARGE_OPS
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import checked
@@ -23,6 +22,8 @@ log = structlog.get_logger()
 
 # A missing plan of up to this many ops is made by the thread that needs it, in a few milliseconds.
 INLINE_OPS = 1_500
+# One of more ops takes longer even to look up and to rename.
+LARGE_OPS = 20_000
 
 LookUp = Callable[[CatalogQuestion, frozenset[Worker]], tuple[Plan, str] | None]
 
