@@ -47,10 +47,9 @@ from openrecycle.db.models import (
     WorkerRow,
     WorkerStateRow,
 )
-from openrecycle.db.plan_rows import keep_plan, plan_document
+from openrecycle.db.plan_rows import keep_plan
 from openrecycle.db.session import Database
 from openrecycle.db.session import Record as Record
-from openrecycle.planner.plans.packed import Packed
 
 # -- rows that are deleted beyond some number ---------------------------------------------------
 
@@ -226,14 +225,12 @@ class JobRows:
             return None
         return HiddenJob(job["id"], IMPORTING, note)
 
-    def add(
-        self, name: str, job_id: str, rows: Sequence[Record], plans: Iterable[tuple[str, str | Packed]] = ()
-    ) -> None:
-        """Adds rows, all with the same columns. plans: (fingerprint, document as `keep_plan` takes it) of plans that
-        these rows refer to and that may not be stored yet."""
+    def add(self, name: str, job_id: str, rows: Sequence[Record], plans: Iterable[tuple[str, bytes]] = ()) -> None:
+        """Adds rows, all with the same columns. plans: (fingerprint, packed form) of plans that these rows refer to and
+        that may not be stored yet."""
         with self._database.write() as session:
-            for fingerprint, document in plans:
-                keep_plan(self._database, session, fingerprint, document)
+            for fingerprint, data in plans:
+                keep_plan(self._database, session, fingerprint, data)
             session.connection().execute(insert(table(name)), [{"job_id": job_id, **row} for row in rows])
 
     def exists(self, job_id: str) -> bool:
@@ -306,8 +303,10 @@ class Snapshot:
             for row in result.mappings():
                 yield dict(row)
 
-    def plan(self, fingerprint: str) -> str | None:
-        return plan_document(self._connection, fingerprint)
+    def plan(self, fingerprint: str) -> bytes:
+        """Returns a stored plan in its packed form."""
+        found = self._connection.scalars(select(PlanRow.data).where(PlanRow.fingerprint == fingerprint))
+        return found.one()
 
     def fingerprints(self, job_id: str) -> list[str]:
         """Returns the fingerprints of all plans that the job has or has run."""

@@ -114,24 +114,13 @@ class WorkerRow(Base):
 
 
 class PlanRow(Base):
-    """A Plan document, deflated. Equal plans share a fingerprint and so one row, across all jobs."""
+    """A plan, packed (planner.plans.packed). Equal plans share a fingerprint and so one row, across all jobs."""
 
     __tablename__ = "plan"
 
     fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
-    document: Mapped[bytes] = mapped_column(LargeBinary)
-    created_at: Mapped[float] = mapped_column(Double)
-
-
-class PlanColumnsRow(Base):
-    """The packed form of a large plan (planner.plans.packed.pack), in addition to its document."""
-
-    __tablename__ = "plan_columns"
-
-    fingerprint: Mapped[str] = mapped_column(
-        String(64), ForeignKey("plan.fingerprint", ondelete="CASCADE"), primary_key=True
-    )
     data: Mapped[bytes] = mapped_column(LargeBinary)
+    created_at: Mapped[float] = mapped_column(Double)
 
 
 class SavedPlanRow(Base):

@@ -1,28 +1,29 @@
-"""Plan documents in the `plan` table, which jobs and saved plans share; and the plans and profiles that people save
-under a name.
+"""Plans in the `plan` table, which jobs and saved plans share; and the plans and profiles that people save under a
+name.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 import zlib
 from typing import Any
 
-from sqlalchemy import Connection, delete, exists, select, update
+from sqlalchemy import delete, exists, select, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Session
 
-from openrecycle.db.models import GenerationRow, JobPlanRow, PlanColumnsRow, PlanRow, ProfileRow, SavedPlanRow
+from openrecycle.db.models import GenerationRow, JobPlanRow, PlanRow, ProfileRow, SavedPlanRow
 from openrecycle.db.session import Database
-from openrecycle.planner.plans.packed import Packed, bound_of
+from openrecycle.planner.plans.packed import decode_header
+from openrecycle.planner.plans.plan import PlanError
 
-# -- plan documents, and the plans that people save under a name --------------------------------
+# -- plans, and those that people save under a name ---------------------------------------------
 
 
-def keep_plan(database: Database, session: Session, fingerprint: str, document: str | Packed) -> bool:
-    """Stores a plan unless it is stored already, and locks its row until the transaction ends. document: JSON; or a
-    Packed, which is stored as it is.
+def keep_plan(database: Database, session: Session, fingerprint: str, data: bytes) -> bool:
+    """Stores a plan unless it is stored already, and locks its row until the transaction ends. data: its packed form.
 
     A fingerprint is of the ops alone, so the same plan may come again with a better proof; it then replaces the stored
     one. Returns False if the stored one has the better proof.
@@ -30,8 +31,7 @@ def keep_plan(database: Database, session: Session, fingerprint: str, document: 
     Without the lock, a transaction that deletes unused plans could delete this one just before a row refers to it.
     SQLite has one writer and needs no lock.
     """
-    given = document if isinstance(document, Packed) else Packed(b"", zlib.compress(document.encode()))
-    row = {"fingerprint": fingerprint, "document": given.document, "created_at": time.time()}
+    row = {"fingerprint": fingerprint, "data": data, "created_at": time.time()}
     if database.is_sqlite:
         put = database.insert_new(PlanRow).values(row)
     else:
@@ -39,30 +39,21 @@ def keep_plan(database: Database, session: Session, fingerprint: str, document: 
         insert = postgresql.insert(PlanRow).values(row)
         put = insert.on_conflict_do_update(index_elements=[PlanRow.fingerprint], set_=held)
     if session.scalar(put.returning(PlanRow.created_at)) != row["created_at"]:  # it was stored before
-        said, stored = bound_of(given), bound_of(_stored(session, fingerprint))
-        if said < stored:
+        stored = session.scalars(select(PlanRow.data).where(PlanRow.fingerprint == fingerprint)).one()
+        said, known = (0.0, 0.0) if stored == data else (_bound(data), _bound(stored))
+        if said < known:
             return False
-        if said > stored:
-            session.execute(update(PlanRow).where(PlanRow.fingerprint == fingerprint).values(document=given.document))
-            session.execute(delete(PlanColumnsRow).where(PlanColumnsRow.fingerprint == fingerprint))
-    if given.columns:
-        columns = {"fingerprint": fingerprint, "data": given.columns}
-        session.execute(database.insert_new(PlanColumnsRow).values(columns))
+        if said > known:
+            session.execute(update(PlanRow).where(PlanRow.fingerprint == fingerprint).values(data=data))
     return True
 
 
-def _stored(session: Session, fingerprint: str) -> Packed:
-    """Return the packed form of a stored plan or, where it has none, its document."""
-    columns = session.scalar(select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint))
-    if columns:
-        return Packed(columns, b"")
-    return Packed(b"", session.scalars(select(PlanRow.document).where(PlanRow.fingerprint == fingerprint)).one())
-
-
-def plan_document(session: Session | Connection, fingerprint: str) -> str | None:
-    """Return a plan's document as JSON."""
-    data = session.scalar(select(PlanRow.document).where(PlanRow.fingerprint == fingerprint))
-    return None if data is None else zlib.decompress(data).decode()
+def _bound(data: bytes) -> float:
+    """Read the lower bound that a plan claims, without its ops. Returns -inf if the plan is damaged."""
+    try:
+        return decode_header(data).metrics.lower_bound
+    except PlanError:
+        return -math.inf
 
 
 class SavedPlans:
@@ -71,15 +62,15 @@ class SavedPlans:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def save(self, fingerprint: str, document: str | Packed, name: str, summary: dict[str, Any]) -> bool:
+    def save(self, fingerprint: str, data: bytes, name: str, summary: dict[str, Any]) -> bool:
         """Saves a plan. One that is saved already gets the new name, and keeps the time when it was first saved.
 
-        summary: plain data for lists of plans, which `saved` returns. Returns False if the plan is stored with a better
-        proof, so that the stored summary stays.
+        data: its packed form. summary: plain data for lists of plans, which `saved` returns. Returns False if the plan
+        is stored with a better proof, so that the stored summary stays.
         """
         row = {"fingerprint": fingerprint, "name": name, "summary": json.dumps(summary), "created_at": time.time()}
         with self._database.write() as session:
-            taken = keep_plan(self._database, session, fingerprint, document)
+            taken = keep_plan(self._database, session, fingerprint, data)
             session.execute(self._database.insert_new(SavedPlanRow).values(row))
             change = {"name": name, **({"summary": row["summary"]} if taken else {})}
             session.execute(update(SavedPlanRow).where(SavedPlanRow.fingerprint == fingerprint).values(change))
@@ -103,13 +94,6 @@ class SavedPlans:
     def has(self, fingerprint: str) -> bool:
         query = select(SavedPlanRow.fingerprint).where(SavedPlanRow.fingerprint == fingerprint)
         return self._database.scalar(query) is not None
-
-    def document(self, fingerprint: str) -> str | None:
-        """Returns the Plan document as JSON; None when no plan is saved under that fingerprint."""
-        if not self.has(fingerprint):
-            return None
-        with self._database.read() as session:
-            return plan_document(session, fingerprint)
 
     def forget(self, fingerprint: str) -> bool:
         """Forgets a saved plan. The plan itself is deleted too, unless a job has it. Returns False if it is not

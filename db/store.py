@@ -32,17 +32,15 @@ from openrecycle.db.models import (
     JobPlanRow,
     JobRow,
     MeasuredIterationRow,
-    PlanColumnsRow,
     PlanRow,
     RecoveryRow,
     WorkerRow,
     WorkerStateRow,
     listed,
 )
-from openrecycle.db.plan_rows import keep_plan, plan_document
+from openrecycle.db.plan_rows import keep_plan
 from openrecycle.db.session import Database
 from openrecycle.db.session import Record as Record
-from openrecycle.planner.plans.packed import Packed
 
 # -- all queries about jobs ---------------------------------------------------------------------
 
@@ -58,14 +56,14 @@ class JobUpdate:
     """What one step of the coordinator adds to a job's history; it is stored in one transaction.
 
     job: columns of the job row that changed. workers, generation, events, acknowledgements, states, audit: rows
-    without their job_id. plan: (fingerprint, document as for `keep_plan`, failed workers, made ahead). states: workers
-    that came into another state. later: (number of a stored generation, its columns that changed). audit: an
-    operator's action. repeats: changed columns of events that are stored already, with their seq.
+    without their job_id. plan: (fingerprint, its packed form, failed workers, made ahead). states: workers that came
+    into another state. later: (number of a stored generation, its columns that changed). audit: an operator's action.
+    repeats: changed columns of events that are stored already, with their seq.
     """
 
     job: Record = field(default_factory=dict)
     workers: Sequence[Record] = ()
-    plan: tuple[str, str | Packed, Sequence[str], bool] | None = None
+    plan: tuple[str, bytes, Sequence[str], bool] | None = None
     generation: Record | None = None
     events: Sequence[Record] = ()
     acknowledgements: Sequence[Record] = ()
@@ -312,16 +310,14 @@ class Store:
 
     # -- plans ------------------------------------------------------------------------------
 
-    def put_plan(
-        self, job_id: str, fingerprint: str, document: str | Packed, failed: Sequence[str], ahead: bool
-    ) -> bool:
-        """Stores a plan of a job. A plan that is stored already, for this or another job, is not stored twice. Returns
-        False, and stores nothing, if the job has been deleted or is being deleted."""
+    def put_plan(self, job_id: str, fingerprint: str, data: bytes, failed: Sequence[str], ahead: bool) -> bool:
+        """Stores a plan of a job. data: its packed form. A plan that is stored already, for this or another job, is not
+        stored twice. Returns False, and stores nothing, if the job has been deleted or is being deleted."""
         with self.database.write() as session:
             job = select(JobRow.id).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN))
             if session.scalar(job.with_for_update(read=True, key_share=True)) is None:
                 return False
-            self._put_plan(session, job_id, fingerprint, document, failed, ahead)
+            self._put_plan(session, job_id, fingerprint, data, failed, ahead)
             return True
 
     def link_plan(self, job_id: str, fingerprint: str, failed: Sequence[str]) -> bool:
@@ -334,24 +330,9 @@ class Store:
             self._link_plan(session, job_id, fingerprint, failed, False)
             return True
 
-    def plan(self, fingerprint: str) -> str | None:
-        """Returns the plan document as JSON."""
-        with self.database.read() as session:
-            return plan_document(session, fingerprint)
-
-    def plan_columns(self, fingerprint: str) -> bytes | None:
-        """Returns a large plan in its packed form (planner.plans.packed); None if only its document is stored."""
-        found: bytes | None = self.database.scalar(
-            select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint)
-        )
-        return found
-
-    def deflated_plan(self, fingerprint: str, job_id: str) -> bytes | None:
-        """Returns the document of one of the job's plans, still deflated: another process has more time to inflate
-        it."""
-        of_job = (JobPlanRow.fingerprint == fingerprint) & (JobPlanRow.job_id == job_id)
-        query = select(PlanRow.document).where(PlanRow.fingerprint == fingerprint)
-        found: bytes | None = self.database.scalar(query.where(select(JobPlanRow.job_id).where(of_job).exists()))
+    def plan(self, fingerprint: str) -> bytes | None:
+        """Returns a plan in its packed form (planner.plans.packed)."""
+        found: bytes | None = self.database.scalar(select(PlanRow.data).where(PlanRow.fingerprint == fingerprint))
         return found
 
     def has_plan(self, fingerprint: str) -> bool:
@@ -642,11 +623,11 @@ class Store:
         session: Session,
         job_id: str,
         fingerprint: str,
-        document: str | Packed,
+        data: bytes,
         failed: Sequence[str],
         ahead: bool,
     ) -> None:
-        keep_plan(self.database, session, fingerprint, document)
+        keep_plan(self.database, session, fingerprint, data)
         self._link_plan(session, job_id, fingerprint, failed, ahead)
 
     def _link_plan(self, session: Session, job_id: str, fingerprint: str, failed: Sequence[str], ahead: bool) -> None:

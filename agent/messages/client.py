@@ -45,8 +45,9 @@ from openrecycle.agent.messages.protocol import (
     ProblemDetails,
     clock_name,
 )
-from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.plans.plan import read_model
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.plans.packed import unpack
+from openrecycle.planner.plans.plan import Plan, read_model
 
 Say = Callable[[str], None]
 """Takes a line for the person who has started this program."""
@@ -508,11 +509,18 @@ class ConsoleClient:
         query: dict[str, str | float] = {**params} | ({"wait": wait} if wait else {})
         return self._call("GET", path, reply, params=query, extra_time=wait)
 
+    def plan(self, path: str) -> Plan:
+        """GETs a plan in its packed form. Raises as `post`."""
+        found = self._call("GET", path, Plan, lambda _, data: unpack(data), params={"packed": "true"})
+        assert found is not None
+        return found
+
     def _call(
         self,
         method: str,
         path: str,
         reply: type[M] | None,
+        read: Callable[[type[M], bytes], M] = read_model,
         *,
         data: bytes | None = None,
         headers: dict[str, str] | None = None,
@@ -531,8 +539,8 @@ class ConsoleClient:
         if reply is None or answer.status_code == 204:
             return None
         try:
-            return read_model(reply, answer.content)
-        except ValidationError:
+            return read(reply, answer.content)
+        except (ValidationError, PlannerError):
             raise ConsoleUnavailable(f"{self.url}{API}{path} answered something else than {reply.__name__}") from None
 
     def _ask(self, method: str, path: str, extra_time: float, body: dict[str, Any]) -> requests.Response:

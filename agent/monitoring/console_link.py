@@ -174,8 +174,7 @@ def next_deployment(
     if deployment is None or deployment.generation <= after:
         return None
     name = deployment.plan_fingerprint
-    plan = plans.get(name) or client.get(f"{job_path}/plans/{name}", Plan)
-    assert plan is not None
+    plan = plans.get(name) or client.plan(f"{job_path}/plans/{name}")
     keep_newest(plans, name, plan)
     return deployment, plan
 

@@ -7,7 +7,6 @@ It takes the planner's advice (planner.simulation.policy) and limits it to the o
 from __future__ import annotations
 
 import math
-from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,7 +30,7 @@ from openrecycle.planner.jobs.words import (
 )
 from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.layers.room import LayerRoom
-from openrecycle.planner.plans.packed import to_bytes
+from openrecycle.planner.plans.packed import to_text
 from openrecycle.planner.plans.plan import JobDoc, Plan
 from openrecycle.planner.simulation.engine import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
@@ -158,7 +157,7 @@ def recommendation_document(asked: AdviceRequest) -> bytes:
         left=left,
         until=until,
     )
-    plans = tuple(b64encode(to_bytes(plan)).decode() for _, plan in made if plan is not None)
+    plans = tuple(to_text(plan) for _, plan in made if plan is not None)
     return _RECOMMENDATION.dump_json(replace(recommendation, plans=plans))
 
 

@@ -8,7 +8,6 @@ choose.
 from __future__ import annotations
 
 import time
-from base64 import b64decode
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import count
-from openrecycle.planner.plans.packed import from_bytes, storable
+from openrecycle.planner.plans.packed import from_text, packed
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.engine import RecoveryCosts
 
@@ -169,14 +168,14 @@ class Advising:
     def _with_plans(self, job: LiveJob, recommendation: Recommendation) -> tuple[Candidate, ...]:
         """Returns the candidates, each with the fingerprint of the best plan that the job has for it by now."""
         for data in recommendation.plans if not job.plans.job.speeds else ():
-            job.plans.file_plan(from_bytes(b64decode(data), source="the advising process"))
+            job.plans.file_plan(from_text(data))
         named = []
         for candidate in recommendation.candidates:
             with job.lock:
                 catalog = job.plans.catalog.at(candidate.partition)
                 plan = catalog.find(Worker.parse(name) for name in candidate.failed)
             if plan is not None:
-                self._store.put_plan(job.job_id, plan.fingerprint, storable(plan), plan.failed, True)
+                self._store.put_plan(job.job_id, plan.fingerprint, packed(plan), plan.failed, True)
                 candidate = replace(candidate, plan=plan.fingerprint)
             named.append(candidate)
         return tuple(named)

@@ -6,13 +6,12 @@ jobs; and take the operators' commands.
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, StrictBool
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
@@ -45,6 +44,7 @@ from openrecycle.app.api.models import (
     ReportOutcome,
     Wait,
     Workers,
+    document_of,
     page,
 )
 from openrecycle.app.console.operators import Choice
@@ -56,6 +56,7 @@ from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.observing.recorder import Series
 from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS
+from openrecycle.app.plans.sources import OfJob, Source
 from openrecycle.app.runtime.errors import named
 from openrecycle.app.runtime.runner import answer_in_thread, in_thread
 from openrecycle.app.security.access import caller_of
@@ -65,8 +66,8 @@ from openrecycle.planner.plans.plan import INTEGER, Plan
 
 # -- what people and dashboards read of a job ---------------------------------------------------
 
-_DEFLATE = re.compile(r"\bdeflate\b(?! *; *q *= *0(?:\.0*)?(?:,|$))", re.IGNORECASE)
 Limit = Annotated[int, Query(ge=1, le=5000)]
+PACKED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}}}
 
 
 def router(console: ConsoleService) -> APIRouter:
@@ -124,25 +125,13 @@ def router(console: ConsoleService) -> APIRouter:
         rows, following = page(f"plans of {job_id}", made, _place_of_plan, after, limit)
         return PlansPage(plans=[PlanInfo(**row) for row in rows], next=following)
 
-    @api.get("/{job_id}/plans/{fingerprint}", response_model=dict[str, Any], responses={304: {}})
-    async def plan(
-        job_id: str,
-        fingerprint: str,
-        request: Request,
-        if_none_match: Annotated[str | None, Header()] = None,
-    ) -> Response:
-        """The Plan document. It never changes: its ETag is the fingerprint. It comes deflated, as it is stored, where
-        Accept-Encoding has that."""
-        small = _DEFLATE.search(request.headers.get("Accept-Encoding", "")) is not None
-        tag = f'"{fingerprint}-deflate"' if small else f'"{fingerprint}"'
-        headers = {"ETag": tag, "Cache-Control": "private, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
-        read = console.queries.deflated_plan if small else console.queries.plan_document
-        document = await in_thread(read, job_id, fingerprint)
-        if if_none_match and (if_none_match.strip() == "*" or tag in if_none_match):
-            return Response(status_code=304, headers=headers)
-        if small:
-            headers["Content-Encoding"] = "deflate"
-        return Response(document, media_type="application/json", headers=headers)
+    @api.get("/{job_id}/plans/{fingerprint}", response_model=dict[str, Any], responses=PACKED)
+    async def plan(job_id: str, fingerprint: str, packed: bool = False) -> Response:
+        """The Plan document. packed: the bytes that launchers read (planner.plans.packed) instead."""
+        if packed:
+            data = await in_thread(console.queries.packed_plan, job_id, fingerprint)
+            return Response(data, media_type="application/octet-stream")
+        return await document_of(_plan, console, job_id, fingerprint)
 
     @api.post("/{job_id}/workers/{worker}/kill", status_code=202, tags=["operator"])
     async def kill(job_id: str, worker: str, x_actor: Actor = "API") -> ReportOutcome:
@@ -170,6 +159,12 @@ def _workers(console: ConsoleService, job_id: str) -> Workers:
 
 def _generations(console: ConsoleService, job_id: str, after: int, limit: int) -> Generations:
     return Generations(generations=[GenerationInfo(**row) for row in console.queries.generations(job_id, after, limit)])
+
+
+def _plan(console: ConsoleService, job_id: str, fingerprint: str) -> Plan:
+    source = console.sources.find(OfJob(job_id, fingerprint))
+    assert isinstance(source, Source), "plans of jobs are there or are not"
+    return source.plan
 
 
 def _place_of_plan(row: Record) -> tuple[float, str, float, str]:

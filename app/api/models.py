@@ -29,13 +29,15 @@ from pydantic import BaseModel, BeforeValidator, Field
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.console.view import WorkerView
 from openrecycle.app.jobs.states import JobSummary
+from openrecycle.app.plans.files import document, is_small
 from openrecycle.app.plans.profiles import NAME
 from openrecycle.app.plans.solving import Point, Solve, SolveState
 from openrecycle.app.runtime.errors import ConsoleError, bounded, refuse_repeats, sentence
+from openrecycle.app.runtime.runner import exporting, in_thread
 from openrecycle.app.security.access import MAX_ACTOR, actor_of
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.layers.migration import Migrations
-from openrecycle.planner.plans.plan import read_json
+from openrecycle.planner.plans.plan import Plan, read_json
 
 # -- what a route takes -------------------------------------------------------------------------
 
@@ -198,6 +200,14 @@ def _wrong(cursor: str) -> ConsoleError:
 Actor = Annotated[str, Header(max_length=MAX_ACTOR, alias="X-Actor"), BeforeValidator(actor_of)]
 Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new, at most")]
 ProfileName = Annotated[str, Field(pattern=NAME)]
+
+
+async def document_of(find: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Response:
+    """Answers with the document of the plan that `find` returns; that of a large one is made as an export is. Raises
+    ConsoleError."""
+    plan = await in_thread(find, *args, **kwargs)
+    made = await (in_thread if is_small(plan) else exporting)(document, plan)
+    return Response(made, media_type="application/json")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from openrecycle.app.api.models import (
     ReadBeside,
     ReportOutcome,
     SolveInfo,
+    document_of,
     is_json,
     page,
     solve_info,
@@ -157,8 +158,7 @@ def router(console: ConsoleService) -> APIRouter:
     @api.get("/plans/{fingerprint}", response_model=dict[str, Any], tags=["plans"])
     async def plan(fingerprint: str) -> Response:
         """The Plan document."""
-        document = await in_thread(console.plans.library.document, fingerprint)
-        return Response(document, media_type="application/json")
+        return await document_of(console.plans.library.saved_plan, fingerprint)
 
     @api.delete("/plans/{fingerprint}", status_code=204, tags=["plans"])
     async def forget(fingerprint: str, x_actor: Actor = "API") -> None:
@@ -200,8 +200,7 @@ def router(console: ConsoleService) -> APIRouter:
     @api.get("/solves/{solve_id}/plan", response_model=dict[str, Any], tags=["plans"])
     async def made(solve_id: str) -> Response:
         """The Plan document, once it is there."""
-        document = await in_thread(_plan_of(console, solve_id).to_json)
-        return Response(document, media_type="application/json")
+        return await document_of(_plan_of, console, solve_id)
 
     @api.post("/solves/{solve_id}/stop", status_code=202, tags=["plans"])
     async def stop(solve_id: str, x_actor: Actor = "API") -> SolveInfo:
@@ -567,8 +566,7 @@ def catalogs_router(console: ConsoleService) -> APIRouter:
     @api.get("/catalogs/{fingerprint}/plans/{name}", response_model=dict[str, Any])
     async def plan(fingerprint: Fingerprint, name: PlanName) -> Response:
         """The Plan document."""
-        made = await in_thread(catalogs.plan, fingerprint, name)
-        return Response(await in_thread(made.to_json), media_type="application/json")
+        return await document_of(catalogs.plan, fingerprint, name)
 
     @api.get("/catalogs/{fingerprint}/export", response_class=Response)
     async def export(fingerprint: Fingerprint) -> Response:

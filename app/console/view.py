@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, starmap
@@ -627,18 +626,15 @@ class Queries:
         still, unstorable = job.stood_still(now), job.unstorable
         return sentence(states, now, self._failure_timeouts, share=share, stood_still=still, unstorable=unstorable)
 
-    def plan_document(self, job_id: str, fingerprint: str) -> str:
-        """Returns a plan's JSON as it is stored. Raises ConsoleError (404)."""
-        return zlib.decompress(self.deflated_plan(job_id, fingerprint)).decode()
-
-    def deflated_plan(self, job_id: str, fingerprint: str) -> bytes:
-        """Returns the same JSON, deflated as it is stored (a tenth of its size, or less). Raises ConsoleError (404)."""
+    def packed_plan(self, job_id: str, fingerprint: str) -> bytes:
+        """Returns one of the job's plans as it is stored (planner.plans.packed). Raises ConsoleError (404)."""
         self._find(job_id)
         with storing():
-            document = self._store.deflated_plan(plain(fingerprint), job_id)
-        if document is None:
+            is_of_job = self._store.is_plan_of(job_id, plain(fingerprint))
+            data = self._store.plan(fingerprint) if is_of_job else None
+        if data is None:
             raise unknown_plan(fingerprint)
-        return document
+        return data
 
     def job_plans(self, job_id: str) -> list[Record]:
         """The job's plans, fewest failures first: fingerprint, failed, ahead, created_at."""

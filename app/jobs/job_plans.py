@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -11,52 +10,42 @@ import structlog
 
 from openrecycle.agent.coordination.membership import PlanReady, PlanRefused
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.runtime.patches import LARGE_OPS, OP_BYTES, building
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.plans.packed import CatalogQuestion, storable, unpack
-from openrecycle.planner.plans.plan import Plan, PlanError
+from openrecycle.planner.plans.packed import CatalogQuestion, packed, unpack
+from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
 
 # A missing plan of up to this many ops is made by the thread that needs it, in a few milliseconds.
 INLINE_OPS = 1_500
+# One of more ops takes longer even to look up and to rename.
+LARGE_OPS = 20_000
 
 LookUp = Callable[[CatalogQuestion, frozenset[Worker]], tuple[Plan, str] | None]
 
 
 def stored_plan(store: Store, fingerprint: str) -> Plan | None:
-    """Reads a plan from the database, from its packed columns where there are any, else from its JSON document.
+    """Reads a plan from the database.
 
-    Returns None if there is no such plan. Raises PlanError for a document that can't be read, and SQLAlchemyError.
+    Returns None if there is no such plan. Raises PlanError for one that is damaged, and SQLAlchemyError.
     """
-    data = store.plan_columns(fingerprint)
-    if data is not None:
-        try:
-            return unpack(data, source=f"plan {fingerprint}")
-        except PlanError as error:
-            log.warning("the columns of a plan can't be read; its document is", reason=str(error))
-    try:
-        document = store.plan(fingerprint)
-    except (zlib.error, UnicodeDecodeError) as error:
-        raise PlanError(f"plan {fingerprint}: what is stored of it is damaged ({error})") from None
-    if document is None:
-        return None
-    with building(len(document) // OP_BYTES):
-        return Plan.from_json(document, source=fingerprint)
+    data = store.plan(fingerprint)
+    return None if data is None else unpack(data, source=f"plan {fingerprint}")
 
 
 @dataclass(frozen=True)
 class Ahead:
     """How many plans for failures that may come are made, and how many are wanted. patterns: the failure patterns that
-    were asked for, in canonical form."""
+    were asked for, in canonical form. ready_for: the generation for whose next failure they are packed."""
 
     made: int = 0
     wanted: int = 0
     patterns: frozenset[frozenset[Worker]] = frozenset()
+    ready_for: int = 0
 
 
 class JobPlans:
@@ -174,6 +163,17 @@ class JobPlans:
         with self._lock:
             self.ahead = replace(self.ahead, made=made, wanted=self.ahead.wanted if wanted is None else wanted)
 
+    def make_ready(self, generation: int, failed: Iterable[str]) -> None:
+        """Once all plans ahead are made, has those for one failure more than `failed` packed in a thread, once for each
+        generation: then the failure's plan is stored some milliseconds sooner."""
+        with self._lock:
+            ahead = self.ahead
+            if not 0 < ahead.wanted <= ahead.made or ahead.ready_for == generation or self.ops > LARGE_OPS:
+                return
+            self.ahead = replace(ahead, ready_for=generation)
+        given = (_workers(failed),)
+        threading.Thread(target=self.catalog.make_ready, args=given, name="planning-ready", daemon=True).start()
+
     # -- plans that are needed now ------------------------------------------------------------
 
     def is_for(self, plan: Plan, failed: tuple[str, ...]) -> bool:
@@ -206,7 +206,7 @@ class JobPlans:
             if plan.job.speeds != {str(worker): speed for worker, speed in self.job.speeds}:
                 return
             self.take_plan(plan)
-        if self._store.put_plan(self._job_id, plan.fingerprint, storable(plan), plan.failed, True):
+        if self._store.put_plan(self._job_id, plan.fingerprint, packed(plan), plan.failed, True):
             self._stored()
 
     def plan_now(self, failed: tuple[str, ...]) -> tuple[PlanReady | PlanRefused, Plan | None] | None:

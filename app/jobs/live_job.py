@@ -82,7 +82,7 @@ from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, u
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.db.store import JobUpdate, Record, Store
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.plans.packed import storable
+from openrecycle.planner.plans.packed import packed
 from openrecycle.planner.plans.plan import Plan
 
 # -- the event feed of a job --------------------------------------------------------------------
@@ -959,7 +959,7 @@ class LiveJob:
         change = JobUpdate(
             job=job_columns(old, new) | ({"waits": json.dumps(choices)} if choices != self.choices else {}),
             workers=list(rows.values()),
-            plan=(plan.fingerprint, storable(plan), plan.failed, False) if (opened or later) and plan else None,
+            plan=(plan.fingerprint, packed(plan), plan.failed, False) if (opened or later) and plan else None,
             generation=generation_row(opened) if opened else None,
             later=later,
             events=events,

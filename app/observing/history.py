@@ -79,7 +79,8 @@ from openrecycle.db.session import Database
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MAX_LAYERS
-from openrecycle.planner.plans.packed import SMALL_OPS, Packed, pack
+from openrecycle.planner.plans.packed import pack
+from openrecycle.planner.plans.packed import unpack as unpack_plan
 from openrecycle.planner.plans.plan import INTEGER, Plan, read_model
 from openrecycle.scratch import scratch
 
@@ -332,7 +333,8 @@ def export(database: Database, job_id: str, out: Path, *, audit: bool = True) ->
     """Writes a job's history to `out`, which exists only once it is whole. Returns None if there is no such job. audit:
     includes the lines of the audit log about the job.
 
-    Takes little memory for any history, since rows are written as they are read. Raises OSError, SQLAlchemyError.
+    Takes little memory for any history, since rows are written as they are read. Raises OSError, SQLAlchemyError, and
+    HistoryError for a stored plan that is damaged.
     """
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     try:
@@ -351,8 +353,10 @@ def export(database: Database, job_id: str, out: Path, *, audit: bool = True) ->
                     digest, size, count = _write(archive, table_file(name), lines)
                     tables[name] = TableEntry(bytes=size, sha256=digest, rows=count)
                 for fingerprint in snapshot.fingerprints(job_id):
-                    document = snapshot.plan(fingerprint)
-                    assert document is not None, "a foreign key holds it"
+                    try:
+                        document = unpack_plan(snapshot.plan(fingerprint), source=f"plan {fingerprint}").to_json()
+                    except PlannerError as error:
+                        raise HistoryError(str(error)) from None
                     digest, size, _ = _write(archive, plan_file(fingerprint), [document.encode()])
                     plans[fingerprint] = Entry(bytes=size, sha256=digest)
                 manifest = Manifest(
@@ -783,15 +787,9 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
             if form.name == "worker":  # in a job that is over the coordinator leaves no worker living
                 batch = [row | {"state": WorkerState.FINISHED} if row["state"] in _ALIVE else row for row in batch]
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
-            rows.add(form.name, job_id, batch, ((f, _storable(history.plan(f))) for f in sorted(named)))
+            rows.add(form.name, job_id, batch, ((f, pack(Plan.from_json(history.plan(f)))) for f in sorted(named)))
             known |= named
             rest(REST)
-
-
-def _storable(document: str) -> str | Packed:
-    """Does the same as planner.plans.packed.storable, but keeps the document byte for byte."""
-    plan = Plan.from_json(document)
-    return Packed(pack(plan), zlib.compress(document.encode())) if plan.op_count > SMALL_OPS else document
 
 
 def _batches(history: History, form: TableFormat) -> Iterator[list[Record]]:

@@ -35,7 +35,7 @@ from openrecycle.planner.check import check, further
 from openrecycle.planner.export import EXPORTERS, text_formats
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job
-from openrecycle.planner.plans.packed import CatalogQuestion, Packed, packed
+from openrecycle.planner.plans.packed import CatalogQuestion, packed, unpack
 from openrecycle.planner.plans.plan import MEASURED, JobDoc, Plan
 
 # -- large plans that come from outside ---------------------------------------------------------
@@ -79,12 +79,12 @@ class PlanToSave(BaseModel):
 
 
 class ReadPlan(NamedTuple):
-    """A plan that was read and checked, with the bytes to store. summary: see `summary_of`."""
+    """A plan that was read and checked, in its packed form. summary: see `summary_of`."""
 
     name: str
     fingerprint: str
     summary: dict[str, object]
-    stored: Packed
+    packed: bytes
 
 
 class Reading:
@@ -132,8 +132,7 @@ class Uploads:
             raise ConsoleError(422, "invalid", why)
         if "solve" in said:
             return PlanToSave(name=said["name"], solve=said["solve"])
-        stored = Packed(rest[: said["columns"]], rest[said["columns"] :])
-        return ReadPlan(said["name"], said["fingerprint"], said["summary"], stored)
+        return ReadPlan(said["name"], said["fingerprint"], said["summary"], rest)
 
     def begin(self, name: str, document: bytes, keep: Callable[[ReadPlan], str]) -> Reading:
         """Reads the Plan document of a file in a thread of its own, and keeps the plan under the file's name.
@@ -181,8 +180,8 @@ def read_upload(channel: Channel, body: bytes) -> None:
 
 
 def answer(body: bytes) -> bytes:
-    """Returns a line of JSON: {"wrong": sentence}, {"name", "solve"}, or the fields of a ReadPlan with the length of
-    its columns. In the last case the columns and the document follow as bytes."""
+    """Returns a line of JSON: {"wrong": sentence}, {"name", "solve"}, or the fields of a ReadPlan, whose packed
+    form follows as bytes."""
     try:
         size = len(body)
         containers, fields = max(MOST_CONTAINERS, size // CONTAINER_BYTES), max(MOST_FIELDS, size // FIELD_BYTES)
@@ -199,14 +198,8 @@ def answer(body: bytes) -> bytes:
     plan = message.plan
     if plan is None:
         return json.dumps({"name": message.name, "solve": message.solve}).encode()
-    columns, document = packed(plan)
-    head = {
-        "name": message.name,
-        "fingerprint": plan.fingerprint,
-        "summary": summary_of(plan),
-        "columns": len(columns),
-    }
-    return json.dumps(head).encode() + b"\n" + columns + document
+    head = {"name": message.name, "fingerprint": plan.fingerprint, "summary": summary_of(plan)}
+    return json.dumps(head).encode() + b"\n" + packed(plan)
 
 
 def summary_of(plan: Plan) -> dict[str, Any]:
@@ -445,9 +438,21 @@ def render(export: Export, offer: ExportOffer, pipeline: int | None = None) -> b
     if offer.refusal is not None:
         raise offer.refusal
     pipeline = offer.pipeline if pipeline is None else pipeline
-    if export.plan.op_count <= OPS_HERE:
+    if is_small(export.plan):
         return _made(export.plan, export.name, export.spec, _part(export, offer.name), offer.name, pipeline)
     return _in_child(export, offer.name, pipeline)
+
+
+def is_small(plan: Plan) -> bool:
+    """Says whether files of the plan are made in the console's own process, within milliseconds."""
+    return plan.op_count <= OPS_HERE
+
+
+def document(plan: Plan) -> bytes:
+    """Returns the Plan document. Raises ConsoleError (503). Blocks; that of a large plan is made in a child process."""
+    if is_small(plan):
+        return plan.to_json().encode()
+    return _in_child(Export(plan, ""), "json", None).removesuffix(b"\n")
 
 
 def file_stem(plan: Plan, name: str, job_id: str | None = None, at: float | None = None) -> str:
@@ -504,11 +509,11 @@ def _made(
 
 def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
     spec = export.spec.model_dump_json() if export.spec else ""
-    document, catalog = export.plan.to_json(), _part(export, name)
+    data, catalog = packed(export.plan), _part(export, name)
     try:
         with starting():
             said = _CHILDREN.ask(
-                document, export.name, spec, catalog, name, pipeline, timeout=CHILD_SECONDS, wait=CHILD_SECONDS
+                data, export.name, spec, catalog, name, pipeline, timeout=CHILD_SECONDS, wait=CHILD_SECONDS
             )
     except TimeoutError:
         raise ConsoleError(503, "unavailable", "other exports are being made; try again in a minute") from None
@@ -524,12 +529,12 @@ def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
 
 
 def make_file(
-    channel: Channel, document: str, called: str, spec: str, catalog: CatalogPart, name: str, pipeline: int | None
+    channel: Channel, data: bytes, called: str, spec: str, catalog: CatalogPart, name: str, pipeline: int | None
 ) -> None:
     """Makes a file, in the child: sends it, or the reason why there is none."""
     try:
         parsed = JobSpec.model_validate_json(spec) if spec else None
-        channel.say(made(_made(Plan.from_json(document), called, parsed, catalog, name, pipeline)))
+        channel.say(made(_made(unpack(data), called, parsed, catalog, name, pipeline)))
     except ConsoleError as error:
         channel.say(why_not(error.detail))
 

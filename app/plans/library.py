@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from cachetools import LRUCache
@@ -16,7 +15,7 @@ from openrecycle.app.runtime.processes import Seldom
 from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.plans.packed import Packed, storable
+from openrecycle.planner.plans.packed import packed
 from openrecycle.planner.plans.plan import Plan
 
 # The most ops of parsed plans in memory (about 40 MB). Each plan counts as at least _LEAST_OPS; one of more than
@@ -96,21 +95,21 @@ class Library:
 
     def save(self, plan: Plan, name: str) -> str:
         """Keeps `plan` and returns its fingerprint. A plan that is kept already takes the new name."""
-        return self._save(plan.fingerprint, lambda: storable(plan), name, summary_of(plan))
+        return self._save(plan.fingerprint, packed(plan), name, summary_of(plan))
 
     def save_read(self, plan: ReadPlan) -> str:
         """Does the same as `save` for a plan that a child process has read and checked."""
-        return self._save(plan.fingerprint, lambda: plan.stored, plan.name, plan.summary)
+        return self._save(plan.fingerprint, plan.packed, plan.name, plan.summary)
 
-    def _save(self, fingerprint: str, document: Callable[[], str | Packed], name: str, summary: dict[str, Any]) -> str:
+    def _save(self, fingerprint: str, data: bytes, name: str, summary: dict[str, Any]) -> str:
         name = " ".join(name.split())
         if not name or len(name) > MAX_NAME or not name.isprintable():
             raise ConsoleError(422, "invalid", f"name: got {name!r}, expected 1 to {MAX_NAME} printable characters")
         with storing():
-            best = self._rows.save(fingerprint, document(), name, summary)
+            best = self._rows.save(fingerprint, data, name, summary)
             self._plans.stored_anew(fingerprint)
             if not best and (stored := self._plans.get(fingerprint)):
-                self._rows.save(fingerprint, storable(stored), name, summary_of(stored))
+                self._rows.save(fingerprint, packed(stored), name, summary_of(stored))
         return fingerprint
 
     def saved(self) -> list[dict[str, Any]]:
@@ -127,14 +126,6 @@ class Library:
         if not is_saved:
             raise unknown_plan(fingerprint)
         return self._plans.plan(fingerprint)
-
-    def document(self, fingerprint: str) -> str:
-        """Returns a saved plan's JSON as it is stored. Raises ConsoleError (404)."""
-        with storing():
-            document = self._rows.document(fingerprint) if _stored(fingerprint) else None
-        if document is None:
-            raise unknown_plan(fingerprint)
-        return document
 
     def forget(self, fingerprint: str) -> None:
         """Removes a plan from the library; jobs that have the plan keep it. Raises ConsoleError (404)."""

@@ -30,6 +30,7 @@ from openrecycle.agent.coordination.membership import Note, UsePlan
 from openrecycle.agent.messages.protocol import OpKind
 from openrecycle.app.catalogs.contents import MOST, CatalogRequest, PlansNeeded, needed
 from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
+from openrecycle.app.jobs.job_plans import LARGE_OPS
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.files import Uploads
 from openrecycle.app.plans.library import Library, PlanCache
@@ -46,7 +47,6 @@ from openrecycle.app.plans.solving import (
     plan_maker,
 )
 from openrecycle.app.runtime.errors import ConsoleError, named, passing, storing
-from openrecycle.app.runtime.patches import LARGE_OPS, building
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
 from openrecycle.db.access import audit_row
@@ -176,7 +176,10 @@ class JobPlanner:
             self._fill(job, found)
 
     def consider(self, job: LiveJob) -> None:
-        """Has plans made ahead if that failed because enough catalogs were being filled; called once per tick."""
+        """Has plans made ahead if that failed because enough catalogs were being filled, and those for the next failure
+        packed; called once per tick."""
+        if (current := job.state.current) is not None and not job.state.over:
+            job.plans.make_ready(job.state.generation, current.failed)
         catalog = self._crowded_out.get(job.job_id)
         if catalog is not None and self._catalogs.has_room(catalog):
             self.make_ahead(job)
@@ -221,18 +224,17 @@ class JobPlanner:
         def look_up() -> None:
             workers = [Worker.parse(name) for name in failed]
             found: tuple[Plan, str] | None = None
-            with building(job.plans.ops):
-                if job.plans.catalog.has(workers):
-                    found = job.plans.catalog.plan_for(workers)
-                elif job.plans.ops <= LARGE_OPS:
-                    found = self._catalogs.find(job.plans.question, workers)
-                elif located := self._catalogs.located(job.plans.question, failed):
-                    fitted = partial(take_fitted, located.origin)
-                    request = LookUpRequest(job.job_id, located.info, failed, located.name, located.stored)
-                    self._maker.submit(request, fitted, priority=URGENT)
-                    return
-                if found is not None and not job.plans.is_for(found[0], failed):
-                    found = None
+            if job.plans.catalog.has(workers):
+                found = job.plans.catalog.plan_for(workers)
+            elif job.plans.ops <= LARGE_OPS:
+                found = self._catalogs.find(job.plans.question, workers)
+            elif located := self._catalogs.located(job.plans.question, failed):
+                fitted = partial(take_fitted, located.origin)
+                request = LookUpRequest(job.job_id, located.info, failed, located.name, located.stored)
+                self._maker.submit(request, fitted, priority=URGENT)
+                return
+            if found is not None and not job.plans.is_for(found[0], failed):
+                found = None
             if found is None:
                 self._maker.submit(_request(job, failed), done, priority=URGENT)
                 return

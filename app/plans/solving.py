@@ -24,7 +24,6 @@ from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field
 
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.patches import OP_BYTES, building
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, answered, unexpected
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.catalogs.catalog import CatalogInfo, MappedBlobs, StoredCatalog
@@ -42,7 +41,7 @@ from openrecycle.planner.layers.migration import (
     check_copy_cost,
 )
 from openrecycle.planner.layers.partition import Layout, best_relayout, lay_out
-from openrecycle.planner.plans.packed import from_bytes, to_bytes
+from openrecycle.planner.plans.packed import packed, unpack
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, WorkerName
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan, reference_plan
@@ -73,7 +72,7 @@ class PlanRequest:
         return plain and self.job.ops <= SEARCHED_OPS
 
     def read(self, document: bytes) -> Plan:
-        return from_bytes(document, source="the planning process")
+        return unpack(document, source="the planning process")
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class LookUpRequest:
     makes: bool = False
 
     def read(self, document: bytes) -> Plan:
-        return from_bytes(document, source="the planning process")
+        return unpack(document, source="the planning process")
 
 
 def plan_maker(name: str = "planning", *, on_made: Callable[[Plan], None] = lambda made: None) -> TaskQueue:
@@ -100,7 +99,7 @@ def plan_maker(name: str = "planning", *, on_made: Callable[[Plan], None] = lamb
 
 def serve_at_once(channel: Channel, request: PlanRequest | LookUpRequest) -> None:
     """Answers one request, in the child."""
-    channel.say(answered(lambda: to_bytes(_plan(request))))
+    channel.say(answered(lambda: packed(_plan(request))))
 
 
 def _plan(asked: PlanRequest | LookUpRequest) -> Plan:
@@ -385,7 +384,7 @@ def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
     )
     metrics = checked(plan).metrics
     report((round(time.monotonic() - begin, 4), metrics.period, metrics.lower_bound, plan.solver.name))
-    return PLAN + to_bytes(plan)
+    return PLAN + packed(plan)
 
 
 def _migrations(request: MigrationsAsked) -> Migrations:
@@ -596,8 +595,7 @@ class Solves:
                 raise ValueError(f"unknown message {sorted(message)}")
 
     def _take_plan(self, solve: Solve, document: bytes) -> None:
-        with building(len(document) // OP_BYTES):
-            solve.plan = from_bytes(document, source="the planning process")
+        solve.plan = unpack(document, source="the planning process")
         self._on_made(solve.plan)
         self._over(solve)
 

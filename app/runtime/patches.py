@@ -83,7 +83,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
 from multiprocessing import spawn
@@ -140,17 +139,13 @@ def begin_without_pages() -> None:
 #
 # When cyclic garbage is searched for, and which objects are left out of the search.
 #
-# A console holds millions of objects: some hundred for each worker of a large job, half a million for a plan of 2,048.
-# Python begins a round whenever the number of objects has grown by some amount, over the young objects or over all. But
-# each heartbeat replaces another, so with thousands of workers most live objects are young: rounds took half of the
-# processor's time and up to 0.5 s each, in which no heartbeat is answered. So `GarbageCollection` makes the rounds of
-# the console's process, rarely. (Streamlit's rounds, after every run of a script, so also after each refresh of each
-# viewer's page, are off: see app.server.)
+# A console holds millions of objects: some hundred for each worker of a large job. Python begins a round whenever the
+# number of objects has grown by some amount, over the young objects or over all. But each heartbeat replaces another,
+# so with thousands of workers most live objects are young: rounds took half of the processor's time and up to 0.5 s
+# each, in which no heartbeat is answered. So `GarbageCollection` makes the rounds of the console's process, rarely.
+# (Streamlit's rounds, after every run of a script, so also after each refresh of each viewer's page, are off: see
+# app.server.)
 
-# A plan of fewer ops than this is searched in a few milliseconds.
-LARGE_OPS = 20_000
-# Bytes of an op in JSON, about.
-OP_BYTES = 80
 # Seconds between two whole rounds, and between two rounds over the objects that are new since the last one of either
 # kind. A round over new objects leaves them out from then on: cycles among them are found by the next whole round.
 WHOLE_SECONDS, NEW_SECONDS = 900.0, 60.0
@@ -163,11 +158,6 @@ NEW_OBJECTS, NEW_BYTES = 200_000, 256 * 2**20
 GROWTH, GROWN_BYTES, GROWN_SECONDS = 1.25, 64 * 2**20, 300.0
 LOOK_SECONDS = 1.0
 
-_lock = threading.Lock()
-_building = 0
-_kept = False  # whether GarbageCollection makes the rounds of this process
-_last_whole = -WHOLE_SECONDS
-
 
 class GarbageCollection:
     """Makes the garbage collection rounds of this process in place of Python, in a thread, from `start` to `close`."""
@@ -177,19 +167,13 @@ class GarbageCollection:
         self._thread = threading.Thread(target=self._keep_house, name="house-keeping", daemon=True)
 
     def start(self) -> None:
-        global _kept
-        with _lock:
-            _kept = True
-            gc.disable()
+        gc.disable()
         self._thread.start()
 
     def close(self) -> None:
-        global _kept
         self._stop.set()
         self._thread.join()
-        with _lock:
-            _kept = False
-            gc.enable()
+        gc.enable()
 
     def _keep_house(self) -> None:
         whole = new = timed(whole=False)  # not whole: objects of the server that this was forked from stay left out
@@ -238,20 +222,12 @@ def due(now: float, last: Round, last_whole: Round, more: int, resident: int) ->
 
 def make_round(*, whole: bool) -> int:
     """Collects garbage among new objects, or among all, and leaves the live ones out from then on. Returns the bytes
-    that the process then holds. Collects nothing while a large plan is built."""
-    with _lock:
-        if not _building:
-            _look(whole=whole)
-    return resident_bytes()
-
-
-def _look(*, whole: bool) -> None:
-    global _last_whole
+    that the process then holds."""
     if whole:
         gc.unfreeze()
-        _last_whole = time.monotonic()
     gc.collect()
     gc.freeze()
+    return resident_bytes()
 
 
 def resident_bytes() -> int:
@@ -260,32 +236,6 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
-
-
-@contextmanager
-def building(ops: int) -> Iterator[None]:
-    """Stops garbage collection while a plan of `ops` ops is read or made. Objects that live at the end are left out of
-    later rounds over new objects.
-
-    Objects without references are freed as ever, and cycles by a round that a later call makes.
-    """
-    global _building
-    if ops <= LARGE_OPS:
-        yield
-        return
-    with _lock:
-        if not (_kept or _building) and time.monotonic() - _last_whole >= WHOLE_SECONDS:
-            _look(whole=True)
-        _building += 1
-        gc.disable()
-    try:
-        yield
-    finally:
-        with _lock:
-            gc.freeze()
-            _building -= 1
-            if not (_building or _kept):
-                gc.enable()
 
 
 # -- Streamlit: its page --------------------------------------------------------------------------

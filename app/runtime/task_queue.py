@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from openrecycle.app.runtime.patches import OP_BYTES, building
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, read_answer
 
 log = structlog.get_logger()
@@ -130,6 +129,5 @@ class TaskQueue:
                 continue
             if made is None:
                 return None, why
-            with building(len(made) // OP_BYTES):
-                return request.read(made), ""
+            return request.read(made), ""
         return None, "the planning process died over it"

@@ -43,6 +43,7 @@ from openrecycle.planner.plans.packed import (
     merit,
     name_prefix,
     pack,
+    packed,
     plan_name,
     unpack,
 )
@@ -146,10 +147,8 @@ class Catalog:
                 continue
             if (room := room - stored[0].op_count) < 0:
                 return
-            if (plan := self.find([*failed, worker])) is None:
-                continue
-            columns, document = plan.workers.stored
-            plan.workers.stored = columns or pack(plan), document
+            if (plan := self.find([*failed, worker])) is not None:
+                packed(plan)
 
     def at(self, partition: tuple[int, ...]) -> Catalog:
         """Returns the catalog of the same job with this partition; (): this one. Raises InputError."""

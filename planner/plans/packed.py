@@ -4,10 +4,11 @@
 
 The payload is arrays of how long each op waits beyond its precedence (see `_waits`). Most waits are 0 and repeat from
 one micro-batch to the next, so they deflate well; pipelines with equal rows share one. A plan that does not fit these
-arrays is kept as its JSON. Either way the plan comes back exactly, in less than a second for 8,192 workers, whose
-document has 16 MB. The header says which problem the plan is for, except in a catalog, whose plans all have the same.
+arrays is kept as its JSON. Either way the plan comes back exactly, in less than a second for 8,192 workers, and its
+document as it was, byte for byte. The header says which problem the plan is for, except in a catalog, whose plans all
+have the same.
 
-The process that makes a large plan also writes its document; others pass that on deflated, as it is (`Packed`).
+The process that makes a plan also packs it; others pass the bytes on as they are (`packed`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
-import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -46,11 +45,6 @@ DIGEST = hashlib.sha256().digest_size
 # Checked before more memory is taken: a header lists the failed workers and little else.
 MAX_HEADER = 64 << 20
 MAX_JSON = 4 << 30
-_LOWER_BOUND = re.compile(rb'"lower_bound":\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)')
-# The documents of plans with fewer ops are read in ten milliseconds.
-SMALL_OPS = 3_000
-# zlib's level: as small as with the usual 6, in half the time.
-_LEVEL = 5
 
 
 class Effort(BaseModel):
@@ -165,7 +159,7 @@ def pack(plan: Plan, effort: Effort | None = None) -> bytes:
     # (1.0 equals 1, but is written differently, so arrays of Python's numbers are kept as JSON.)
     plain = all(column.dtype != object for column in plan.workers.arrays.columns)
     items = _items(schedule) if plain else None
-    if items is None or plan != _plan(schedule, plan.metrics, plan.solver, plan.fingerprint):
+    if items is None or not _plan(schedule, plan.metrics, plan.solver, plan.fingerprint).is_written_as(plan):
         plan = plan if plan.fingerprint else plan.hashed()  # only its JSON can hold it
         header = _header(problem, plan.metrics, plan.solver, effort, "json")
         header = header.model_copy(update={"asked": asked, "fingerprint": plan.fingerprint})
@@ -195,11 +189,10 @@ def unpack(data: bytes, question: CatalogQuestion | None = None, *, source: str 
     """Unpack a plan. question: that of its catalog; None: the plan stands alone. hashed: False to leave out the
     fingerprint, whose computation takes as long as all else. Raises PlanError when the data is damaged."""
     header, found = _read(data, question, source)
-    if isinstance(found, Plan):
-        return found
-    plan = _plan(found, header.metrics, header.solver, header.fingerprint or "")
+    known = header.fingerprint or ""
+    plan = found if isinstance(found, Plan) else _plan(found, header.metrics, header.solver, known)
     if question is None:
-        plan.workers.stored = data, b""
+        plan.workers.packed = data
     return plan.hashed() if hashed and not plan.fingerprint else plan
 
 
@@ -242,35 +235,19 @@ def _schedule(header: Header, data: bytes, question: CatalogQuestion) -> Schedul
     return Schedule(problem, OpsByWorker(problem.living_workers(), lambda: OpArrays.of_items(problem, *items)))
 
 
-# -- from solvers, over pipes ----------------------------------------------------------------
+# -- for pipes, databases and messages -------------------------------------------------------
 
 
-class Packed(NamedTuple):
-    """A plan in the form that is stored. columns: its packed form. document: its JSON, deflated."""
-
-    columns: bytes
-    document: bytes
-
-
-def to_bytes(plan: Plan) -> bytes:
-    """Return the packed form and the deflated document in one string, for `from_bytes`."""
-    columns, document = packed(plan)
-    return struct.pack("<I", len(columns)) + columns + document
-
-
-def from_bytes(data: bytes, *, source: str = "plan") -> Plan:
-    """Read `to_bytes`. The document is not read, but kept for `packed`. Raises PlanError."""
-    if len(data) < 4:
-        raise PlanError(f"{source} is not a plan: it has {len(data)} bytes")
-    end = 4 + int(struct.unpack("<I", data[:4])[0])
-    plan = unpack(data[4:end], source=source)
-    plan.workers.stored = data[4:end], data[end:]
-    return plan
+def packed(plan: Plan) -> bytes:
+    """Return the packed form of a plan that stands alone, which is made once. Raises PlannerError when its problem is
+    not valid."""
+    plan.workers.packed = plan.workers.packed or pack(plan)
+    return plan.workers.packed
 
 
 def to_text(plan: Plan) -> str:
-    """Return the packed form alone, for messages in JSON. Raises PlannerError when its problem is not valid."""
-    return base64.b64encode(plan.workers.stored[0] or pack(plan)).decode()
+    """Return the packed form for messages in JSON. Raises PlannerError when its problem is not valid."""
+    return base64.b64encode(packed(plan)).decode()
 
 
 def from_text(text: str) -> Plan:
@@ -289,29 +266,6 @@ def _decoded(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except ValueError:
         raise PlanError("plan is not a stored plan: it is no base64") from None
-
-
-def packed(plan: Plan) -> Packed:
-    """Return both forms in which a plan is stored."""
-    columns, document = plan.workers.stored
-    return Packed(columns or pack(plan), document or zlib.compress(plan.to_json().encode(), _LEVEL))
-
-
-def storable(plan: Plan) -> str | Packed:
-    """Return what db.store takes: for a small plan the document, which is read as quickly as the packed form."""
-    return packed(plan) if plan.op_count > SMALL_OPS else plan.to_json()
-
-
-def bound_of(plan: Packed) -> float:
-    """Read the lower bound that the plan claims, without its ops. Returns -inf if the plan has none, or is damaged."""
-    try:
-        if plan.columns:
-            return decode_header(plan.columns).metrics.lower_bound
-        text = zlib.decompress(plan.document)
-    except (PlanError, zlib.error):
-        return -math.inf
-    found = _LOWER_BOUND.match(text, max(0, text.rfind(b'"lower_bound"')))
-    return float(found[1]) if found else -math.inf
 
 
 # -- columns ---------------------------------------------------------------------------------
@@ -494,7 +448,7 @@ def _opened(blob: bytes, source: str) -> tuple[Header, bytes]:
         raise PlanError(f"{source} is not a stored plan (it does not begin with {MAGIC.decode()})")
     body, digest = blob[:-DIGEST], blob[-DIGEST:]
     if hashlib.sha256(body).digest() != digest:
-        raise PlanError(f"{source} is damaged (its checksum differs); make the catalog again to replace it")
+        raise PlanError(f"{source} is damaged (its checksum differs); make it again to replace it")
     (length,) = struct.unpack("<I", body[len(MAGIC) : begin])
     try:
         header = read_model(Header, _inflate(body[begin : begin + length], MAX_HEADER))

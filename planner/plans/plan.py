@@ -257,16 +257,16 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
     whole; float64 where some have fractions (a whole one is then written without a fraction); and Python's own numbers
     where the document has a number such as 1.0, or one with more digits than these types hold. A micro-batch of -1
     means null, and is O's; in a document where they do not go together, micro-batches are Python's own values.
-    stored: the plan's packed form and its deflated document, kept to be passed on unchanged; empty where the plan came
-    without. schedule: the schedule that the plan was made of, if it was.
+    packed: the plan's packed form, kept to be passed on unchanged; empty until it is made (planner.plans.packed).
+    schedule: the schedule that the plan was made of, if it was.
     """
 
-    __slots__ = ("arrays", "names", "schedule", "stored")
+    __slots__ = ("arrays", "names", "packed", "schedule")
 
     def __init__(self, names: Iterable[str], arrays: OpArrays) -> None:
         self.names = {name: row for row, name in enumerate(names)}
         self.arrays = arrays
-        self.stored = (b"", b"")
+        self.packed = b""
         self.schedule: Schedule | None = None
 
     @classmethod
@@ -557,7 +557,7 @@ class Plan(DocumentModel):
         return {str(worker): count for worker, count in self.schedule().rerouted_forwards.items()}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copies the plan, without the schedule and the stored bytes that its ops were made from."""
+        """Copies the plan, without the schedule that its ops were made from, and its packed form."""
         workers = PlannedOps.of((update or {}).get("workers", self.workers))
         update = {**(update or {}), "workers": PlannedOps(workers, workers.arrays)}
         return super().model_copy(update=update, deep=deep)
@@ -578,9 +578,16 @@ class Plan(DocumentModel):
 
     # -- JSON --------------------------------------------------------------------------------
 
+    def is_written_as(self, other: Plan) -> bool:
+        """Says whether both have the same `to_json`: equal plans may not, as 1.0 equals 1. Their ops' times must be in
+        arrays of numpy's numbers."""
+        return self.workers == other.workers and self._without_ops() == other._without_ops()
+
+    def _without_ops(self) -> str:
+        return Plan.model_construct(**{**self.__dict__, "workers": {}}).model_dump_json()
+
     def to_json(self) -> str:
-        head = Plan.model_construct(**{**self.__dict__, "workers": {}}).model_dump_json()
-        before, empty, after = head.partition(_NO_WORKERS)
+        before, empty, after = self._without_ops().partition(_NO_WORKERS)
         workers = ",".join(f'"{name}":{ops}' for name, ops in self.workers.documents())
         return f"{before}{empty[:-1]}{workers}}}{after}"
 

@@ -162,6 +162,11 @@ def test_one_that_hangs_is_not_asked_first_again(stack: ExitStack) -> None:
     assert len(silent.asked) == 1
 
 
+def test_an_answer_that_is_no_plan_is_none(stack: ExitStack) -> None:
+    with pytest.raises(ConsoleUnavailable):
+        ConsoleClient(answering(stack, GOOD).url).plan("/jobs/a/plans/b")
+
+
 @pytest.mark.parametrize("text", ["", "-----BEGIN CERTIFICATE-----\nnone\n-----END CERTIFICATE-----\n"])
 def test_a_file_of_authorities_that_names_none_is_said_to(
     text: str, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

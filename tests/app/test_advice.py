@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -34,7 +33,7 @@ from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from openrecycle.planner.layers.room import LayerRoom
-from openrecycle.planner.plans.packed import from_bytes
+from openrecycle.planner.plans.packed import from_text
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.engine import RecoveryCosts
 from openrecycle.planner.simulation.planned import Rate
@@ -289,7 +288,7 @@ def test_the_process_makes_the_plans_of_all_ways_that_the_job_can_take() -> None
     assert to in ("W0_2", "W1_2") and source.endswith(("_0", "_1", "_3")) and best.failed != stay.failed
     assert stay.failed == ("W0_2", "W1_2")
     assert stood_by.failed == tuple(f"W{p}_{s}" for p in (0, 1) for s in range(4))
-    plans = {plan.fingerprint: plan for plan in (from_bytes(b64decode(data)) for data in recommendation.plans)}
+    plans = {plan.fingerprint: plan for plan in map(from_text, recommendation.plans)}
     for way in recommendation.candidates:
         assert plans[way.plan].failed == way.failed and check(plans[way.plan]) == []
         assert way.rate == pytest.approx(18 / (plans[way.plan].metrics.period / 1000))
@@ -342,7 +341,7 @@ def test_layers_that_may_move_do_so_where_that_pays_within_the_hour() -> None:
     best = recommendation.candidates[0]
     assert (best.name, recommendation.better, recommendation.way) == (REPARTITION, REPARTITION, REPARTITION)
     assert best.failed == ("W1_2",) and sum(best.partition) == 44 and best.partition != (11,) * 4
-    plan = next(p for p in map(from_bytes, map(b64decode, recommendation.plans)) if p.fingerprint == best.plan)
+    plan = next(p for p in map(from_text, recommendation.plans) if p.fingerprint == best.plan)
     assert plan.partition == best.partition and plan.metrics.bound_over == "partitions" and check(plan) == []
     assert best.share > 0.88, "of 11/12"
     after = recommend(partition=best.partition)

@@ -12,6 +12,7 @@ import requests
 from console_server import Agents, ConsoleServer
 
 from openrecycle.planner.check import check
+from openrecycle.planner.plans.packed import unpack
 from openrecycle.planner.plans.plan import Plan
 from tests.conftest import at_length
 from tests.golden import golden
@@ -184,25 +185,13 @@ def test_plans_are_made_ahead_for_every_failure(agents: Agents) -> None:
         assert check(plan_of(agents, listed["fingerprint"])) == []
 
 
-def test_a_plan_is_not_sent_twice(agents: Agents) -> None:
+def test_a_launcher_gets_the_same_plan_as_people(agents: Agents) -> None:
     fingerprint = agents.register_all()["plan_fingerprint"]
-    path, documents = agents.path(f"/plans/{fingerprint}"), []
-    for accepted, coding, tag in (
-        ("gzip, deflate", "deflate", f'"{fingerprint}-deflate"'),
-        ("gzip, deflate;q=0", None, f'"{fingerprint}"'),
-        ("identity", None, f'"{fingerprint}"'),
-    ):
-        first = agents.server.get(path, headers={"Accept-Encoding": accepted})
-        assert (first.headers.get("Content-Encoding"), first.headers["ETag"]) == (coding, tag)
-        assert first.headers["Vary"] == "Accept-Encoding"
-        documents.append(first.json())
-        both = {"If-None-Match": tag, "Accept-Encoding": accepted}
-        again = agents.server.get(path, headers=both)
-        assert (again.status_code, again.content) == (304, b"")
-    assert documents[0]["fingerprint"] == fingerprint
-    assert documents[0] == documents[1] == documents[2]
-    missing = agents.server.get(agents.path("/plans/nothing"))
-    assert (missing.status_code, missing.json()["code"]) == (404, "unknown_plan")
+    packed = agents.server.get(agents.path(f"/plans/{fingerprint}?packed=true"))
+    assert unpack(packed.content) == plan_of(agents, fingerprint)
+    for query in ("", "?packed=true"):
+        missing = agents.server.get(agents.path(f"/plans/nothing{query}"))
+        assert (missing.status_code, missing.json()["code"]) == (404, "unknown_plan")
 
 
 @ONE_DATABASE

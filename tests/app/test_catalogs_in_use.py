@@ -14,6 +14,7 @@ from openrecycle.app.catalogs.contents import CatalogRequest
 from openrecycle.app.catalogs.service import Filling, info_of
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.packed import unpack
 from openrecycle.planner.plans.plan import Plan
 from tests.golden import golden
 
@@ -143,8 +144,8 @@ def test_a_large_plan_is_fitted_beside_the_console(
     assert expected is not None and view.plan is not None
     assert damaged or view.plan.fingerprint == expected[0].fingerprint, "made for W1_2 itself, it has other ties"
     assert check(view.plan) == []
-    document = here.console.queries.plan_document(job.job_id, view.plan.fingerprint)
-    assert Plan.from_json(document) == view.plan, "agents get the same"
+    data = here.console.queries.packed_plan(job.job_id, view.plan.fingerprint)
+    assert unpack(data) == view.plan, "agents get the same"
     here.close()
 
 

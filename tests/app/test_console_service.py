@@ -41,6 +41,7 @@ from openrecycle.db.access import audit_row
 from openrecycle.db.job_rows import JobRows
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Record, Store
+from openrecycle.planner.jobs.job import Worker
 from tests.app.flaky_database import FlakyDatabase
 from tests.databases import sqlite_in
 from tests.golden import golden
@@ -474,8 +475,7 @@ def test_a_damaged_plan_does_not_stop_its_job(store: Store, monkeypatch: pytest.
     register_all(console, created.job_id)
     console.close()
     with store.database.write() as session:
-        session.execute(text("delete from plan_columns"))
-        session.execute(text("update plan set document = :rubbish"), {"rubbish": b"rubbish"})
+        session.execute(text("update plan set data = :rubbish"), {"rubbish": b"rubbish"})
     again, looked_after = ConsoleService(store), threading.Event()
     monkeypatch.setattr(again.plans.ahead, "make_ahead", lambda job: None)  # the same one would be made anew
     monkeypatch.setattr(again.accounts, "consider", lambda job: looked_after.set())  # the last that a tick does
@@ -487,6 +487,18 @@ def test_a_damaged_plan_does_not_stop_its_job(store: Store, monkeypatch: pytest.
         assert created.job_id in again.metrics.text("")[0].decode()
     finally:
         again.close()
+
+
+def test_the_plans_for_the_next_failure_are_packed_before_it(console: ConsoleService) -> None:
+    created, _ = console.jobs.create(SPEC)
+    register_all(console, created.job_id)
+    catalog = console.jobs.find(created.job_id).plans.catalog
+
+    def packed(worker: Worker) -> bool:
+        plan = catalog.find([worker])
+        return plan is not None and bool(plan.workers.packed)
+
+    until(lambda: all(map(packed, catalog.job.workers())))
 
 
 def test_plans_of_a_job_that_is_over_are_in_the_database_alone(console: ConsoleService) -> None:

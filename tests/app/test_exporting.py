@@ -27,6 +27,7 @@ from openrecycle.app.plans.files import (
     CatalogPart,
     Export,
     catalog_line,
+    document,
     file_stem,
     launch_line,
     make_bundle,
@@ -121,6 +122,7 @@ def test_a_large_plan_is_exported_by_a_child_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(files, "OPS_HERE", 0)
     for name, content in here.items():
         assert render(Export(plan, "demo"), offer_named(plan, "demo", name)) == content
+    assert document(plan) == plan.to_json().encode()
     with pytest.raises(ConsoleError, match="pipeline: got 9"):
         render(Export(plan, "demo"), offer_named(plan, "demo", "svg"), pipeline=9)
 

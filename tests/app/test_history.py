@@ -21,7 +21,6 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.jobs.job_plans import stored_plan
 from openrecycle.app.observing import history as histories
 from openrecycle.app.observing.history import (
     EXPORTED,
@@ -126,22 +125,23 @@ def test_there_and_back_again_equal_row_by_row(
     import_history(target, tmp_path / "again.zip")
     assert everything(target, job_id) == wanted
     with source.read() as a, target.read() as b:
-        query = select(PlanRow.fingerprint, PlanRow.document).order_by(PlanRow.fingerprint)
-        plans = {row.fingerprint: row.document for row in a.execute(query)}
-        assert {row.fingerprint: row.document for row in b.execute(query)}.items() <= plans.items()
+        query = select(PlanRow.fingerprint, PlanRow.data).order_by(PlanRow.fingerprint)
+        plans = {row.fingerprint: row.data for row in a.execute(query)}
+        assert {row.fingerprint: row.data for row in b.execute(query)}.items() <= plans.items()
         assert b.scalar(select(func.count()).select_from(PlanRow)) == done.plans
         assert [row.action for row in b.scalars(select(AuditRow))] == ["import"], "the audit log is never imported"
 
 
-def test_large_plans_are_stored_in_columns_too(
-    origin: tuple[Database, str, Path], target: Database, monkeypatch: pytest.MonkeyPatch
+def test_a_damaged_plan_is_named_and_leaves_no_file(
+    origin: tuple[Database, str, Path], target: Database, tmp_path: Path
 ) -> None:
-    source, job_id, path = origin
-    monkeypatch.setattr(histories, "SMALL_OPS", 10)
+    _, job_id, path = origin
     import_history(target, path)
-    for row in Store(target).job_plans(job_id):
-        assert Store(target).plan_columns(row["fingerprint"]) is not None
-        assert stored_plan(Store(target), row["fingerprint"]) == stored_plan(Store(source), row["fingerprint"])
+    with target.write() as session:
+        session.execute(update(PlanRow).values(data=b"nonsense"))
+    with pytest.raises(HistoryError):
+        export(target, job_id, tmp_path / "damaged.zip")
+    assert not list(tmp_path.glob("damaged*"))
 
 
 def test_an_imported_job_is_looked_at_as_any_other(origin: tuple[Database, str, Path], target: Database) -> None:

@@ -16,6 +16,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.store import Store
 from openrecycle.planner.export.picture import Line, Rect, gantt
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.packed import packed
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 from tests.golden import golden
@@ -144,7 +145,7 @@ def test_without_its_plan_an_iteration_is_not_shown(here: ConsoleHere, asking: A
     here.damage(plan.fingerprint)
     assert asking.measuring.iteration(asking.live) is None
     # Other tests' jobs have the same plan. A damaged one is replaced when it is stored again.
-    here.store.put_plan(asking.job.job_id, plan.fingerprint, plan.to_json(), plan.failed, False)
+    here.store.put_plan(asking.job.job_id, plan.fingerprint, packed(plan), plan.failed, False)
     assert asking.measuring.iteration(asking.live) is not None
 
 

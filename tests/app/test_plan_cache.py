@@ -1,10 +1,11 @@
-"""Plans that are read: large ones come from their columns."""
+"""Stored plans that are read."""
 
 from __future__ import annotations
 
 import pytest
 
 from openrecycle.app.plans.library import PlanCache
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -17,7 +18,7 @@ from openrecycle.planner.solvers.portfolio import make_plan
 @pytest.fixture
 def plan(database: Database) -> Plan:
     plan = make_plan(Problem(Job.uniform(3, 4, 6), frozenset({Worker(1, 2)})), solver="list")
-    SavedPlans(database).save(plan.fingerprint, plan.to_json(), "a plan", {})
+    SavedPlans(database).save(plan.fingerprint, packed(plan), "a plan", {})
     return plan
 
 
@@ -27,21 +28,18 @@ def read(database: Database, plan: Plan) -> Plan | None:
     return cache.get(plan.fingerprint)
 
 
-def test_small_plans_are_stored_as_documents(database: Database, plan: Plan) -> None:
+def test_a_plan_is_read_as_it_was_saved(database: Database, plan: Plan) -> None:
     found = read(database, plan)
-    assert found == plan
-    assert Store(database).plan_columns(plan.fingerprint) is None
+    assert found == plan and found.to_json() == plan.to_json()
 
 
-def test_a_plan_in_columns_is_read_from_them_and_they_go_with_it(database: Database, plan: Plan) -> None:
+def test_a_damaged_plan_is_none_until_it_is_saved_again(database: Database, plan: Plan) -> None:
+    cache, data = PlanCache(Store(database)), packed(plan)
     SavedPlans(database).forget(plan.fingerprint)
-    SavedPlans(database).save(plan.fingerprint, packed(plan)._replace(document=b"nonsense"), "a plan", {})
-    assert read(database, plan) == plan
-    SavedPlans(database).forget(plan.fingerprint)
-    assert Store(database).plan_columns(plan.fingerprint) is None
-
-
-def test_damaged_columns_do_no_harm(database: Database, plan: Plan) -> None:
-    SavedPlans(database).forget(plan.fingerprint)
-    SavedPlans(database).save(plan.fingerprint, packed(plan)._replace(columns=b"nonsense"), "a plan", {})
-    assert read(database, plan) == plan
+    SavedPlans(database).save(plan.fingerprint, data[:-1] + bytes([data[-1] ^ 1]), "a plan", {})
+    assert cache.get(plan.fingerprint) is None and cache.rerouted(plan.fingerprint) == {}
+    with pytest.raises(ConsoleError) as refused:
+        cache.plan(plan.fingerprint)
+    assert refused.value.status == 404
+    SavedPlans(database).save(plan.fingerprint, data, "a plan", {})
+    assert cache.get(plan.fingerprint) == plan

@@ -23,7 +23,7 @@ from openrecycle.app.plans.sources import (
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plans.packed import storable
+from openrecycle.planner.plans.packed import packed
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
@@ -176,7 +176,7 @@ def test_plans_for_other_layers_say_so(here: ConsoleHere) -> None:
     layered = Job.uniform(3, 4, 6, time_unit="ms", layers=8)
     job = JobHere(here.console, "layers", durations={}, profile=job_doc(layered), paced=False, demo=False).register()
     moved = make_plan(Problem(layered.with_partition((3, 2, 2, 1))), solver="list")
-    here.store.put_plan(job.job_id, moved.fingerprint, storable(moved), moved.failed, True)
+    here.store.put_plan(job.job_id, moved.fingerprint, packed(moved), moved.failed, True)
     named = here.console.sources.names(job.job_id)
     told = [reference for reference, name in named.items() if "3, 2, 2, 1" in name]
     assert told == [str(OfJob(job.job_id, moved.fingerprint))] and not any("2, 2, 2, 2" in n for n in named.values())

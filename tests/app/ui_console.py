@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import delete, update
+from sqlalchemy import update
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
@@ -24,7 +24,7 @@ from openrecycle.agent.messages.protocol import (
     Registration,
 )
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.db.models import PlanColumnsRow, PlanRow
+from openrecycle.db.models import PlanRow
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.databases import sqlite_in
@@ -72,8 +72,7 @@ class ConsoleHere:
     def damage(self, fingerprint: str) -> None:
         """What is stored of a plan is no plan any more."""
         with self.database.write() as session:
-            session.execute(update(PlanRow).where(PlanRow.fingerprint == fingerprint).values(document=b"nonsense"))
-            session.execute(delete(PlanColumnsRow).where(PlanColumnsRow.fingerprint == fingerprint))
+            session.execute(update(PlanRow).where(PlanRow.fingerprint == fingerprint).values(data=b"nonsense"))
         self.console.plans.cache.stored_anew(fingerprint)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import requests
 
 from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.packed import unpack
 from openrecycle.planner.plans.plan import job_doc
 from tests.app.console_server import ConsoleServer
 from tests.benchmarks.machine import describe
@@ -110,6 +111,8 @@ def _measure(server: ConsoleServer) -> None:
     with watched(server, "the plan's document"):
         size = len(server.get(f"{job}/plans/{fingerprint}").content)
     print(f"  ({size / 1e6:.0f} MB)")
+    with watched(server, "the plan as launchers get it"):
+        unpack(server.get(f"{job}/plans/{fingerprint}?packed=true").content)
     with watched(server, "a solve, to its end, and its document"):
         doc = job_doc(Job.uniform(64, 32, 64)).model_dump(mode="json")
         asked = server.post("/solves", {"kind": "plan", "job": doc, "failed": ["W1_0"], "solver": "list"})

@@ -7,7 +7,7 @@ from openrecycle.db.store import JobUpdate, Store
 
 def generation(number: int, living: list[str]) -> JobUpdate:
     row = {"generation": number, "plan_fingerprint": "f", "living": living, "failed": [], "joining": [], "reason": "r"}
-    return JobUpdate(plan=("f", "{}", [], False), generation={**row, "moves": [], "restore": False, "opened_at": 1.0})
+    return JobUpdate(plan=("f", b"{}", [], False), generation={**row, "moves": [], "restore": False, "opened_at": 1.0})
 
 
 def test_states_and_a_line_of_each_that_is_over(store: Store) -> None:

@@ -66,7 +66,7 @@ def test_plans_that_are_made_ready_are_found_renamed_and_packed() -> None:
         plan = catalog.find({dead, worker})
         assert plan is not None and plan is catalog.find({worker, dead})
         assert {Worker.parse(name) for name in plan.failed} == {dead, worker}
-        assert plan.workers.stored[0] and dict(schedule_from_text(to_text(plan)).ops) == dict(plan.schedule().ops)
+        assert plan.workers.packed and dict(schedule_from_text(to_text(plan)).ops) == dict(plan.schedule().ops)
 
 
 @examples(50)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from openrecycle.planner.check import check
-from openrecycle.planner.plans.packed import from_bytes, to_bytes
+from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import Plan, PlanError
 from tests.conftest import at_length
 
@@ -23,7 +23,7 @@ def is_what_it_was(document: dict[str, Any], fingerprint: str, wrong: int) -> No
     assert plan.compute_fingerprint() == fingerprint
     plan = plan.model_copy(update={"fingerprint": fingerprint})
     assert len(check(plan)) == wrong
-    for again in (Plan.from_json(plan.to_json()), Plan.from_json(plan.model_dump_json()), from_bytes(to_bytes(plan))):
+    for again in (Plan.from_json(plan.to_json()), Plan.from_json(plan.model_dump_json()), unpack(pack(plan))):
         assert again == plan
         assert again.to_json() == plan.to_json()
         assert again.compute_fingerprint() == fingerprint
