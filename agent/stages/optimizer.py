@@ -352,7 +352,7 @@ class StageOptimizer:
             keep, kept = validation is None and self._clips, list[tuple[nn.Parameter, Tensor | None]]()
             leaves_gradients = self._leaves_gradients
             if keep and not self._kept_memory:
-                self._kept_memory = list(map(self._snapshot.memory_beside, self._stepped))
+                self._kept_memory = list(map(self._snapshot.memory_beside, self.stepped))
             for bucket in self._in_buckets():
                 wanted = bucket.parameters
                 memory = self._kept_memory[bucket.place] if keep else self.gradients.scratch_for(wanted)
@@ -411,7 +411,7 @@ class StageOptimizer:
         return True
 
     @property
-    def _stepped(self) -> list[nn.Parameter]:
+    def stepped(self) -> list[nn.Parameter]:
         """The parameters that are stepped here, or segments of them."""
         shards = self.shards
         return self._trained if shards is None else [shards.parts[number] for number in sorted(shards.held)]
@@ -423,7 +423,7 @@ class StageOptimizer:
             # torch's Adafactor takes its eps from the type of the first of all that it steps: which this is depends on
             # where the model is cut. So it gets parameters of one type at a time.
             by_type = type(self.optimizer) is torch.optim.Adafactor and not self.has_own_hooks
-            each, groups, stepped = self.steps_apart, self.optimizer.param_groups, self._stepped
+            each, groups, stepped = self.steps_apart, self.optimizer.param_groups, self.stepped
             apart = each or by_type
             at, size = 0, 0
             for end, parameter in enumerate(stepped, start=1):
@@ -944,7 +944,7 @@ class _Snapshot:
         """What hooks of the step may change, and its old values."""
         self.before = PostValidation(), Slot(), CLEAN
         self._before: dict[nn.Parameter, _Saved] = {}
-        """What was saved for the step before: if tensors are the same, so are their places."""
+        """Where parameters are saved in a step. If tensors are the same as in the step before, so are their places."""
         self._grouped = False
         self._spare: list[Tensor] = []
         """The memory, as bytes, of the sums of segments that other workers step."""
@@ -980,23 +980,28 @@ class _Snapshot:
             self._grouped, self._before = True, {}
             others = (part for number, part in enumerate(shards.parts) if number not in shards.held)
             self._spare = [stage.gradients.memory_of(part) for part in others]
+        # For all before any is stepped: glibc puts small objects that stay between the memory that a step takes for a
+        # moment, which then is never used again for the same. That was up to 0.7 bytes a parameter.
+        self._before = {parameter: self._prepared(parameter) for parameter in stage.stepped}
+
+    def _prepared(self, parameter: nn.Parameter) -> _Saved:
+        state: dict[str, Any] = self._stage.optimizer.state.get(parameter, {})
+        keys, known = [k for k, v in state.items() if isinstance(v, Tensor)], self._before.get(parameter)
+        if known is None or known.keys != keys or any(map(operator.is_not, map(state.get, keys), known.tensors)):
+            tensors = [*(state[k] for k in keys), parameter.detach()]
+            known = _Saved(tensors, keys, self._places(parameter, tensors))
+        return known
 
     def save(self, parameters: Sequence[nn.Parameter]) -> None:
         """Saves these parameters right before they are stepped. Their gradients have been read from the sums, in whose
         memory they are saved."""
         states, mine, live = self._stage.optimizer.state, list[Tensor](), list[Tensor]()
         for parameter in parameters:
-            state: dict[str, Any] = states.get(parameter, {})
-            keys = [k for k, v in state.items() if isinstance(v, Tensor)]
-            known = self._before.get(parameter)
-            if known is None or known.keys != keys or any(map(operator.is_not, map(state.get, keys), known.tensors)):
-                tensors = [*(state[k] for k in keys), parameter.detach()]
-                known = _Saved(tensors, keys, self._places(parameter, tensors))
-            else:
-                self._stage.gradients.lend(parameter)
+            known = self._before[parameter]
+            self._stage.gradients.lend(parameter)
             known.plain = None
             if parameter in states:
-                known.plain = copy.deepcopy({k: v for k, v in state.items() if k not in keys})
+                known.plain = copy.deepcopy({k: v for k, v in states[parameter].items() if k not in known.keys})
             self._saved[parameter] = known
             mine += known.places
             live += known.tensors
@@ -1006,7 +1011,7 @@ class _Snapshot:
             compat.copy(into, values)
 
     def _places(self, parameter: nn.Parameter, tensors: Sequence[Tensor]) -> list[Tensor]:
-        memory, at, out = self._stage.gradients.lend(parameter), 0, list[Tensor]()
+        memory, at, out = self._stage.gradients.memory_of(parameter), 0, list[Tensor]()
         for tensor in tensors:
             each = tensor.element_size()
             size = tensor.numel() * each
