@@ -3,7 +3,8 @@
 There are four threads, each with its own HTTP session. One delivers the launcher's reports in order (`ReportSender`),
 one those of its workers (agent.monitoring.heartbeat); one long-polls for generations, and one for operators' commands.
 A console that is down is tried again with back-off. Meanwhile reports wait in bounded memory, where iterations share a
-report. Beyond the bound, reports of validations are dropped first, and then the oldest iterations.
+report, and so do failures: the console opens one generation for all of them. Beyond the bound, reports of validations
+are dropped first, and then the oldest iterations.
 """
 
 from __future__ import annotations
@@ -179,15 +180,19 @@ def next_deployment(
     return deployment, plan
 
 
-def merge_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport | None:
-    """Merges two reports of iterations into one; None if they are others, or it would be too long."""
+def merge_reports(older: QueuedReport, newer: QueuedReport) -> QueuedReport | None:
+    """Merges two reports of iterations, or of failures, into one; None if they are others, or it would be too long."""
     first, second = older.message, newer.message
-    if not isinstance(first, IterationReport) or not isinstance(second, IterationReport):
-        return None
-    both = first.iterations + second.iterations
-    if len(both) > REPORTED_ITERATIONS:
-        return None
-    return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
+    if isinstance(first, IterationReport) and isinstance(second, IterationReport):
+        both = first.iterations + second.iterations
+        if len(both) <= REPORTED_ITERATIONS:
+            return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
+    elif isinstance(first, Failures) and isinstance(second, Failures):
+        since = max(0.0, newer.at - older.at)
+        batch, *more = failure_batches([*(_older(one, since) for one in first.failures), *second.failures])
+        if not more:
+            return newer._replace(message=batch)
+    return None
 
 
 def failure_batches(reports: Iterable[FailureReport]) -> Iterator[Failures]:
@@ -209,7 +214,7 @@ def outbox() -> Outbox[QueuedReport]:
     iterations only when no ValidationReport is left. These come again and again, so they have the least weight."""
 
     weights: dict[type[Message], int] = {ValidationReport: 0, IterationReport: 1}
-    return Outbox(MAX_REPORTS, merge=merge_iterations, weight=lambda report: weights.get(type(report.message), 2))
+    return Outbox(MAX_REPORTS, merge=merge_reports, weight=lambda report: weights.get(type(report.message), 2))
 
 
 def _saved(report: QueuedReport) -> tuple[str, dict[str, Any]]:
@@ -293,6 +298,7 @@ class ReportSender(threading.Thread):
                 client.post(f"{self._path()}{report.path}", report.body)
             except ConsoleUnavailable as error:
                 self.refusing = (self.refusing or (time.monotonic(), ""))[0], str(error)
+                self._reports.unsent()
                 if not self._stopping.is_set():
                     self._stopping.wait(backoff.seconds())
                 elif self._last_tries:
