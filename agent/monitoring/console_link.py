@@ -357,10 +357,11 @@ class Absence:
     longer so, and this has lasted as long, it is said anew. It has no clock of its own.
 
     Workers train on without a console. But if one of them is lost, all others stop until the console has decided who
-    goes on. begun: has the console ever decided that?
+    goes on. begun: has the console ever decided that? paused: has an operator paused the job? Set by the owner.
     """
 
-    def __init__(self, *, begun: bool) -> None:
+    def __init__(self, *, begun: bool, paused: bool = False) -> None:
+        self.paused = paused
         self._lost = frozenset[str]()
         self._undecided = not begun
         """Can workers not go on with each other, although none of them is known to be lost?"""
@@ -410,6 +411,8 @@ class Absence:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(clock - (now - since)))
         says = f"the console has {'not answered' if away else 'taken no reports'} since {at} ({how})"
         if not stands:
+            if self.paused:
+                return f"{says}; the job is paused, and nobody can resume it until the console is back"
             return f"{says}; training goes on, but if a worker is lost, all wait until the console is back"
         lost = f"{names(sorted(self._lost), last=' and ')} lost: " if self._lost else ""
         again = ". Start the console again with the same database" if away else ""
@@ -462,7 +465,7 @@ class ConsoleCoordination(Coordination):
         self._waking.setblocking(False)
         self.wake_fd = self._woken.fileno()
         self._sender = ReportSender(connect, lambda: self._path, outbox())
-        self._absence = Absence(begun=newest[0] > 0)
+        self._absence = Absence(begun=newest[0] > 0, paused=saved is not None and saved["paused"])
         self._away: tuple[float, str] | None = None
         """Since when the console has not answered, and its error. Set by the thread that asks for generations."""
         self._there = False
@@ -606,6 +609,7 @@ class ConsoleCoordination(Coordination):
             "token": self._token,
             "generation": self._generation,
             "command": self._command,
+            "paused": self._absence.paused,
             "workers": self._workers.saved(),
             "reports": [_saved(report) for report in reports],
         }
@@ -628,6 +632,8 @@ class ConsoleCoordination(Coordination):
                 self._absence.decided(self._living - {*event.deployment.joining})
             elif isinstance(event, Command):
                 self._command = event.seq
+                if event.kind in ("pause", "resume"):
+                    self._absence.paused = event.kind == "pause"
         away, refusing = self._away, self._sender.refusing
         if self._there:
             away, refusing = None, away or refusing
