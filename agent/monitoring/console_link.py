@@ -492,7 +492,7 @@ class ConsoleCoordination(Coordination):
         if saved is not None:
             for about in saved["workers"]:
                 registration = Registration.model_validate(about["registration"])
-                self._workers.add(registration, seq=about["seq"] + SEQ_AHEAD, worker=about["worker"])
+                self._workers.add(registration, seq=about["seq"] + SEQ_AHEAD)
             for report in _restored(saved["reports"], recorded):
                 self._report(report)
         self._workers.start()
