@@ -74,7 +74,7 @@ def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float
     if len(causes) > 3:
         reason += f"; and {len(causes) - 3:,} more"
     lines = {name: f"{name} failed: {cause}" for name, cause in causes.items()}
-    many = f"failed: {names([*causes])}: {'; '.join([*dict.fromkeys(causes.values())][:3])}"
+    many = f"failed: {names([*causes])}: {next(iter(causes.values()), '')}"  # nearly always the same for all
     notes += each_or_many("error", "failure", lines, many)
     return reconsider(replace(state, members=members), reason, notes, now, anew=anew)
 
