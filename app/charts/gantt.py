@@ -744,8 +744,11 @@ def picture(drawing: Drawing, colours: Colours) -> str:
 
 def thinned_words(drawing: Drawing) -> str:
     """Says in a sentence that the drawing's raster has not all workers; "": it has."""
-    shown, workers = len(raster_workers(drawing)), len(drawing.rows.workers)
-    return f"Of {workers:,} workers {shown:,} are drawn, those that are out first." if shown < workers else ""
+    shown, workers = len(raster_workers(drawing)), drawing.rows.workers
+    if shown == len(workers):
+        return ""
+    first = ", those that are out first" if len(drawing.living) < len(workers) else ""
+    return f"Of {len(workers):,} workers {shown:,} are drawn{first}."
 
 
 def rows_words(drawing: Drawing) -> str:
