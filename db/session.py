@@ -43,6 +43,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from openrecycle.db.models import AuditRow, Base
+from openrecycle.planner.jobs import words
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -159,9 +160,18 @@ class Database:
         also where the tables are of another version of the program: rows would lack what one of the two needs."""
         # Importing alembic takes 0.15 CPU seconds, which child processes that only read need not spend.
         from alembic import command
+        from alembic.migration import MigrationContext
         from alembic.util import CommandError
 
         with explained(self.shown_url), self._alone(), _MIGRATING, self._writing() as connection:
+            there = inspect(connection).get_table_names()
+            taken = [table for table in there if table in Base.metadata.tables]
+            if taken and not MigrationContext.configure(connection).get_current_heads():
+                raise DatabaseError(
+                    f"database {self.shown_url} has tables that this program has ({words.names(taken)}), and no entry "
+                    "in alembic_version that says which version made them: another program uses it, or it is a copy "
+                    "that is not whole; name another database (--database-url)"
+                )
             try:
                 command.upgrade(alembic_config(connection), "head")
                 known = _has_our_columns(connection)

@@ -9,7 +9,7 @@ what operators and the advisor ask for. agent.coordination.blame decides whose l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,7 @@ from openrecycle.agent.coordination.membership import (
     PlanFrozen,
     PlanReady,
     PlanRefused,
+    Refuse,
     RestartAsked,
     Stalled,
     State,
@@ -485,8 +486,24 @@ def _stalled(state: State, event: Stalled, now: float, failure_timeouts: Failure
 
 
 def _exited(state: State, event: Exited, now: float, failure_timeouts: FailureTimeouts) -> Transition:
-    """Takes out the worker whose process ended, however near the job's end: a launcher does not report the end of a
-    worker that it no longer needs."""
+    after, (refusal,) = all_exited(state, [event], now)
+    return refuse(state, refusal.code, refusal.detail) if refusal else after
+
+
+def all_exited(state: State, events: Iterable[Exited], now: float) -> tuple[Transition, list[Refuse | None]]:
+    """Takes processes that ended together, as `step` would take each of them. But none of them is given a place that
+    another one leaves, and thousands of members are looked through only once. Returns what follows, and for each event
+    why it was refused; None: it was not."""
+    dead, refused, after = dict[str, str](), list[Refuse | None](), Transition(state)
+    for event in events:
+        after = _end(after.state, event, now, dead)
+        refused.append(after.refusal)
+    return lose(after.state, dead, [], now) if dead else Transition(after.state, reason=after.reason), refused
+
+
+def _end(state: State, event: Exited, now: float, dead: dict[str, str]) -> Transition:
+    """Takes the end of a process, however near the job's end: a launcher does not report the end of a worker that it no
+    longer needs. Adds the worker to `dead`, with the cause, if it is lost by that."""
     member = holder(state, event.worker, event.incarnation)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
@@ -501,14 +518,14 @@ def _exited(state: State, event: Exited, now: float, failure_timeouts: FailureTi
         # by then.
         gone = replace(member, generation=LEFT)
         return Transition(state.with_member(gone), reason=f"{event.worker} has left, as asked")
-    if member.state is FAILED:
+    if member.state is FAILED or member.name in dead:
         return Transition(state, reason=f"{event.worker} was out already")
     if member.state is FINISHED:
         state = _none_finished(state, now)
     if member.incarnation is None:
         state = state.with_member(replace(member, incarnation=event.incarnation))
-    detail = f"its process {event.detail or 'ended'}"
-    return lose(state, {member.name: detail}, [], now)
+    dead[member.name] = f"its process {event.detail or 'ended'}"
+    return Transition(state, reason=f"{member.name}: {dead[member.name]}")
 
 
 def _transfer_broken(state: State, event: TransferBroken, now: float, failure_timeouts: FailureTimeouts) -> Transition:

@@ -74,7 +74,7 @@ def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float
     if len(causes) > 3:
         reason += f"; and {len(causes) - 3:,} more"
     lines = {name: f"{name} failed: {cause}" for name, cause in causes.items()}
-    many = f"failed: {names([*causes])}: {next(iter(causes.values()), '')}"  # many are lost at once for one cause alone
+    many = f"failed: {names([*causes])}: {next(iter(causes.values()), '')}"  # nearly always the same for all
     notes += each_or_many("error", "failure", lines, many)
     return reconsider(replace(state, members=members), reason, notes, now, anew=anew)
 
@@ -112,11 +112,9 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
             notes.append(Note("error", "job", text))
         return Transition(replace(state, pending=None, broken=None).halt(text), tuple(notes), text)
     else:
-        in_generation = (state.members[name] for name in current.living)
-        died = any(
-            (m.state is not FINISHED and m.generation != state.generation) or m.state is FAILED for m in in_generation
-        )
-        wait = any(m.generation != state.generation for m in _present(state))
+        number, in_generation = current.number, (state.members[name] for name in current.living)
+        died = any((m.state is not FINISHED and m.generation != number) or m.state is FAILED for m in in_generation)
+        wait = any(m.generation != number for m in _present(state))
         wait = wait and not state.tally.unsettled and not state.frozen_by
         halted = state.halted and not state.unheard  # a halt for silence ends with a heartbeat, not with a generation
         if not (anew or died or wait or state.pending or halted):

@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 class Outbox(Generic[T]):
     """A queue of messages, oldest first. Any thread may call `put`, which never blocks. Only the sending thread calls
-    `take` and `sent`.
+    `take`, `sent` and `unsent`.
 
     limit: how many messages may wait; beyond it, the oldest message of the least `weight` is dropped. merge: joins a
     waiting message and a new one into one, or returns None. It is tried on the newest waiting message, and on earlier
@@ -92,12 +92,15 @@ class Outbox(Generic[T]):
 
     def put(self, message: T) -> None:
         with self._lock:
-            if self._merge is not None and self._merged(self._merge, message):
-                return
-            self._waiting.append(message)
-            if len(self._waiting) > self._limit:
-                del self._waiting[self._lightest()]
-                self.dropped += 1
+            self._add(message)
+
+    def _add(self, message: T) -> None:
+        if self._merge is not None and self._merged(self._merge, message):
+            return
+        self._waiting.append(message)
+        if len(self._waiting) > self._limit:
+            del self._waiting[self._lightest()]
+            self.dropped += 1
 
     def _merged(self, merge: Callable[[T, T], T | None], message: T) -> bool:
         for index in range(len(self._waiting) - 1, -1, -1):
@@ -129,6 +132,16 @@ class Outbox(Generic[T]):
     def sent(self) -> None:
         """The message of `take` was delivered, or is given up."""
         self._in_hand = None
+
+    def unsent(self) -> None:
+        """The message of `take` was not delivered, as far as is known. It waits as before, and later ones may be merged
+        into it."""
+        with self._lock:
+            waiting = [*([] if self._in_hand is None else [self._in_hand]), *self._waiting]
+            self._in_hand = None
+            self._waiting.clear()
+            for message in waiting:
+                self._add(message)
 
 
 # -- the newest lines that a worker process has written, kept for the console ------------------------

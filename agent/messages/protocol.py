@@ -543,9 +543,9 @@ class FailureReport(Message):
 
 
 class Failures(Message):
-    """POST /jobs/{job_id}/failures -> BatchReply. From a launcher: all that it has seen in one turn, in order, such as
-    the ends of all workers of a lost node: the job goes on in one generation without them. Each is taken or refused by
-    itself."""
+    """POST /jobs/{job_id}/failures -> BatchReply. From a launcher: all that it has seen in one turn, or since the
+    console took the last batch, in order, such as the ends of all workers of a lost node: the job goes on in one
+    generation without them. Each is taken or refused by itself."""
 
     failures: Annotated[tuple[FailureReport, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
 

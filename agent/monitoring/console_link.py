@@ -3,7 +3,8 @@
 There are four threads, each with its own HTTP session. One delivers the launcher's reports in order (`ReportSender`),
 one those of its workers (agent.monitoring.heartbeat); one long-polls for generations, and one for operators' commands.
 A console that is down is tried again with back-off. Meanwhile reports wait in bounded memory, where iterations share a
-report. Beyond the bound, reports of validations are dropped first, and then the oldest iterations.
+report, and so do failures: the console opens one generation for all of them. Beyond the bound, reports of validations
+are dropped first, and then the oldest iterations.
 """
 
 from __future__ import annotations
@@ -179,15 +180,19 @@ def next_deployment(
     return deployment, plan
 
 
-def merge_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport | None:
-    """Merges two reports of iterations into one; None if they are others, or it would be too long."""
+def merge_reports(older: QueuedReport, newer: QueuedReport) -> QueuedReport | None:
+    """Merges two reports of iterations, or of failures, into one; None if they are others, or it would be too long."""
     first, second = older.message, newer.message
-    if not isinstance(first, IterationReport) or not isinstance(second, IterationReport):
-        return None
-    both = first.iterations + second.iterations
-    if len(both) > REPORTED_ITERATIONS:
-        return None
-    return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
+    if isinstance(first, IterationReport) and isinstance(second, IterationReport):
+        both = first.iterations + second.iterations
+        if len(both) <= REPORTED_ITERATIONS:
+            return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
+    elif isinstance(first, Failures) and isinstance(second, Failures):
+        since = max(0.0, newer.at - older.at)
+        batch, *more = failure_batches([*(_older(one, since) for one in first.failures), *second.failures])
+        if not more:
+            return newer._replace(message=batch)
+    return None
 
 
 def failure_batches(reports: Iterable[FailureReport]) -> Iterator[Failures]:
@@ -209,7 +214,7 @@ def outbox() -> Outbox[QueuedReport]:
     iterations only when no ValidationReport is left. These come again and again, so they have the least weight."""
 
     weights: dict[type[Message], int] = {ValidationReport: 0, IterationReport: 1}
-    return Outbox(MAX_REPORTS, merge=merge_iterations, weight=lambda report: weights.get(type(report.message), 2))
+    return Outbox(MAX_REPORTS, merge=merge_reports, weight=lambda report: weights.get(type(report.message), 2))
 
 
 def _saved(report: QueuedReport) -> tuple[str, dict[str, Any]]:
@@ -293,6 +298,7 @@ class ReportSender(threading.Thread):
                 client.post(f"{self._path()}{report.path}", report.body)
             except ConsoleUnavailable as error:
                 self.refusing = (self.refusing or (time.monotonic(), ""))[0], str(error)
+                self._reports.unsent()
                 if not self._stopping.is_set():
                     self._stopping.wait(backoff.seconds())
                 elif self._last_tries:
@@ -351,10 +357,11 @@ class Absence:
     longer so, and this has lasted as long, it is said anew. It has no clock of its own.
 
     Workers train on without a console. But if one of them is lost, all others stop until the console has decided who
-    goes on. begun: has the console ever decided that?
+    goes on. begun: has the console ever decided that? paused: has an operator paused the job? Set by the owner.
     """
 
-    def __init__(self, *, begun: bool) -> None:
+    def __init__(self, *, begun: bool, paused: bool = False) -> None:
+        self.paused = paused
         self._lost = frozenset[str]()
         self._undecided = not begun
         """Can workers not go on with each other, although none of them is known to be lost?"""
@@ -404,6 +411,8 @@ class Absence:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(clock - (now - since)))
         says = f"the console has {'not answered' if away else 'taken no reports'} since {at} ({how})"
         if not stands:
+            if self.paused:
+                return f"{says}; the job is paused, and nobody can resume it until the console is back"
             return f"{says}; training goes on, but if a worker is lost, all wait until the console is back"
         lost = f"{names(sorted(self._lost), last=' and ')} lost: " if self._lost else ""
         again = ". Start the console again with the same database" if away else ""
@@ -456,7 +465,7 @@ class ConsoleCoordination(Coordination):
         self._waking.setblocking(False)
         self.wake_fd = self._woken.fileno()
         self._sender = ReportSender(connect, lambda: self._path, outbox())
-        self._absence = Absence(begun=newest[0] > 0)
+        self._absence = Absence(begun=newest[0] > 0, paused=saved is not None and saved["paused"])
         self._away: tuple[float, str] | None = None
         """Since when the console has not answered, and its error. Set by the thread that asks for generations."""
         self._there = False
@@ -483,7 +492,7 @@ class ConsoleCoordination(Coordination):
         if saved is not None:
             for about in saved["workers"]:
                 registration = Registration.model_validate(about["registration"])
-                self._workers.add(registration, seq=about["seq"] + SEQ_AHEAD, worker=about["worker"])
+                self._workers.add(registration, seq=about["seq"] + SEQ_AHEAD)
             for report in _restored(saved["reports"], recorded):
                 self._report(report)
         self._workers.start()
@@ -600,6 +609,7 @@ class ConsoleCoordination(Coordination):
             "token": self._token,
             "generation": self._generation,
             "command": self._command,
+            "paused": self._absence.paused,
             "workers": self._workers.saved(),
             "reports": [_saved(report) for report in reports],
         }
@@ -622,6 +632,8 @@ class ConsoleCoordination(Coordination):
                 self._absence.decided(self._living - {*event.deployment.joining})
             elif isinstance(event, Command):
                 self._command = event.seq
+                if event.kind in ("pause", "resume"):
+                    self._absence.paused = event.kind == "pause"
         away, refusing = self._away, self._sender.refusing
         if self._there:
             away, refusing = None, away or refusing

@@ -89,16 +89,19 @@ class Status:
 
 @dataclass
 class _ReportedProcess:
-    """A process that is reported. said: the fields of its next Heartbeat, None once that is posted. said_at: when the
-    process said this. worker: its present place, which may differ from the registration's."""
+    """A process that is reported. registration: with its present place. said: the fields of its next Heartbeat, None
+    once that is posted. said_at: when the process said this."""
 
     registration: Registration
     log: LogTail = field(default_factory=LogTail)
     registered: bool = False
-    worker: str = ""
     seq: int = 0
     said: Mapping[str, Any] | None = None
     said_at: float = 0.0
+
+    @property
+    def worker(self) -> str:
+        return self.registration.worker
 
 
 class WorkerReports(threading.Thread):
@@ -139,20 +142,17 @@ class WorkerReports(threading.Thread):
 
     # -- what is reported -----------------------------------------------------------------------
 
-    def add(self, registration: Registration, *, seq: int = 0, worker: str = "") -> None:
-        """Reports a process from now on. seq: the number of its newest heartbeat. worker: its place, if that has
-        changed since the registration."""
+    def add(self, registration: Registration, *, seq: int = 0) -> None:
+        """Reports a process from now on. seq: the number of its newest heartbeat."""
         with self._lock:
-            place = worker or registration.worker
-            self._processes[registration.incarnation] = _ReportedProcess(registration, worker=place, seq=seq)
+            self._processes[registration.incarnation] = _ReportedProcess(registration, seq=seq)
         self._wake.set()
 
     def saved(self) -> list[dict[str, Any]]:
         """Returns what another launcher that takes over must call `add` with."""
         with self._lock:
             return [
-                {"registration": p.registration.model_dump(mode="json"), "seq": p.seq, "worker": p.worker}
-                for p in self._processes.values()
+                {"registration": p.registration.model_dump(mode="json"), "seq": p.seq} for p in self._processes.values()
             ]
 
     def remove(self, incarnation: str) -> None:
@@ -168,7 +168,9 @@ class WorkerReports(threading.Thread):
         with self._lock:
             for incarnation, (worker, fields) in said.items():
                 if (process := self._processes.get(incarnation)) is not None:
-                    process.worker, process.said_at = worker, now
+                    if process.worker != worker:  # one that has not registered yet must not ask for its former place
+                        process.registration = process.registration.model_copy(update={"worker": worker})
+                    process.said_at = now
                     process.said = fields if process.said is None else with_op_times(process.said, fields)
                     process.seq += 1
 

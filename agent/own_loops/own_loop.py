@@ -238,6 +238,8 @@ class OwnLoop:
         workers have. They are handed over with this worker's state: the step may be all that is left of the
         iteration."""
         self._late = False
+        self.alone = False
+        """Have the others ended? They have taken the last step, which is all that is left to do here, too."""
         self._total = 0.0
         """What the last iteration's `reduce` has returned."""
         self._lost: tuple[str, str] = "", ""
@@ -247,6 +249,10 @@ class OwnLoop:
         """The op that the current iterator has reached; "": it is at its end."""
 
     # -- for the reporter -------------------------------------------------------------------------
+
+    def lacks_step(self, iteration: int) -> bool:
+        """Says whether this worker has reduced the iteration, and was kept from its step."""
+        return self.kept is not None and self.kept[0] == iteration != self._released
 
     def begin(self, iteration: int) -> Iterator[ScheduledOp]:
         """Returns the ops of an iteration, after all workers have agreed on them. Raises GroupLost, InputError or
@@ -269,6 +275,9 @@ class OwnLoop:
         if expected is not None and iteration != expected:
             raise InputError("iteration", iteration, f"{expected}, which is the next one on this worker")
         try:
+            if self.alone:
+                self._late, self._iteration, self._open = True, iteration, "its beginning"
+                return self._ops(iteration)
             if not known:
                 self._enter(world, iteration)
             elif self._agreed is not None:

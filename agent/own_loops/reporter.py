@@ -176,6 +176,8 @@ class Reporter:
         self._dead, self._refusal = 0.0, ""
         self._over = ""
         """Says that the job is over, if the console has said so."""
+        self._finished = False
+        """Has the console said that all iterations are done?"""
         self._in_vain = False
         """Did the last request to the console (for the job, a place in it, or a generation) fail?"""
         self._resumed, self._done = 0, (-1, 0.0)
@@ -241,11 +243,15 @@ class Reporter:
 
     def membership(self, timeout: float = 600.0) -> Membership:
         """Waits for a newer generation than the last call returned or `schedule` last ran, and returns which workers
-        form its process group, in which order. Raises TimeoutError after `timeout` seconds, and RuntimeError where the
+        form its process group, in which order: this one alone, where the others have finished the job and it lacks only
+        the last step. Raises TimeoutError after `timeout` seconds, and RuntimeError where the
         console goes on without this worker or the job is over."""
         lost = max(self._met, self._loop.generation if self._loop is not None else 0)
         began, reported = time.monotonic(), False
         while True:
+            if self._lacks_last_step():
+                # Somebody has taken it, and so all have reduced. The number is that of no other process group.
+                return Membership(self._newest_generation() + 1, (str(self._me),), 0)
             self._check_part()
             waited = time.monotonic() - began
             deployment = self._deployment
@@ -265,6 +271,12 @@ class Reporter:
                 self._reports.broken(str(self._me), self._incarnation, lost, why, peer)
                 reported = True
             self._wait_for_news(lost, 0.5)
+
+    def _lacks_last_step(self) -> bool:
+        """Says whether the others have finished the job, and this worker has only its last step to take."""
+        if self._finished and self._loop is not None and self._loop.lacks_step(self._spec.iterations - 1):
+            self._loop.alone = True
+        return self._loop is not None and self._loop.alone
 
     def _check_part(self) -> None:
         """Raises RuntimeError if the console goes on without this worker, or the job is over."""
@@ -380,6 +392,7 @@ class Reporter:
         """A worker that has come back just before the others ended would wait for them for ten minutes."""
         status = client.get(self._job_path, JobStatus)
         if status is not None and status.state in (JobState.FINISHED, JobState.STOPPED):
+            self._finished = status.state is JobState.FINISHED
             self._over = f"{self._me}: the job is {status.state}"
 
     def _asked_in_vain(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from openrecycle.app.runtime.processes import Channel, unexpected
 from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo, MappedBlobs
-from openrecycle.planner.catalogs.catalog_build import LISTED, fill, make_engine, targets
+from openrecycle.planner.catalogs.catalog_build import LISTED, fill, make_engine, most_failures, targets
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import patterns
 from openrecycle.planner.jobs.job import Job, Worker
@@ -39,11 +39,6 @@ class PlansNeeded:
         """Returns all patterns of up to `tolerance` failures; None if there are more than `most` (at most MOST)."""
         found = [pattern for pattern in self.patterns if len(pattern) <= tolerance]
         return found if len(found) <= most else None
-
-
-def most_failures(question: CatalogQuestion) -> int:
-    """Returns how many failures a job can have with a living worker left in each stage."""
-    return question.job.stages * (question.job.pipelines - 1) if question.technique.reroutes else 0
 
 
 def needed(question: CatalogQuestion, tolerance: int) -> PlansNeeded:

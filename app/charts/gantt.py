@@ -34,6 +34,7 @@ from openrecycle.planner.plans.drawing import (
     label,
     op_words,
     raster,
+    raster_workers,
     row_marks,
 )
 from openrecycle.planner.plans.plan import Plan
@@ -741,11 +742,22 @@ def picture(drawing: Drawing, colours: Colours) -> str:
     return "data:image/png;base64," + base64.b64encode(raster_png(raster(drawing), colours)).decode()
 
 
-def out_words(drawing: Drawing) -> str:
-    """Says in a sentence or two what rows without ops are; "": there are none."""
+def thinned_words(drawing: Drawing) -> str:
+    """Says in a sentence that the drawing's raster has not all workers; "": it has."""
+    shown, workers = len(raster_workers(drawing)), drawing.rows.workers
+    if shown == len(workers):
+        return ""
+    first = ", those that are out first" if len(drawing.living) < len(workers) else ""
+    return f"Of {len(workers):,} workers {shown:,} are drawn{first}."
+
+
+def rows_words(drawing: Drawing) -> str:
+    """Says in a few sentences what the rows of the drawing's raster are."""
     names = [str(worker) for worker in drawing.rows.workers if worker not in drawing.schedule.ops]
     failed = sum(drawing.out.get(name) == FAILED for name in names)
-    parts = [f"Red rows: {text.count(failed, 'failed worker')}."] if failed else []
+    parts = [thinned_words(drawing) or "One row per worker."]
+    if failed:
+        parts.append(f"Red rows: {text.count(failed, 'failed worker')}.")
     if rest := len(names) - failed:
         parts.append(f"Grey rows: {text.count(rest, 'place')} without a worker.")
     return " ".join(parts)

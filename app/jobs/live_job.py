@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple, cast
 
 import structlog
 from pydantic import TypeAdapter
@@ -60,6 +61,7 @@ from openrecycle.agent.coordination.membership import (
     StateLost,
     Tick,
     TransferBroken,
+    Transition,
     WorkerRegistered,
     back_to,
     may_speak_as_lead,
@@ -553,17 +555,25 @@ class TakenTogether(NamedTuple):
 def run_together(
     state: State, reports: Sequence[IncomingReport], now: float, failure_timeouts: FailureTimeouts
 ) -> TakenTogether:
-    """Takes reports one after the other, with no plan in between."""
+    """Takes reports one after the other, with no plan in between; ends of processes that follow each other at once."""
     states, decisions, refused = [state], list[Decision](), list[Refuse | None]()
-    for report in reports:
-        before, after = state, coordinator.step(state, report.event, now, failure_timeouts)
-        refused.append(after.refusal)
-        if after.refusal is None:
-            decisions += after.decisions
-            state = after.state
+
+    def take(after: Transition, refusals: Sequence[Refuse | None]) -> None:
+        nonlocal state, decisions
+        refused.extend(refusals)
+        before, state = state, after.state
+        decisions += [decision for decision in after.decisions if not isinstance(decision, Refuse)]
         # A place may be filled, emptied and filled again: then the last state alone does not tell by whom.
         if _moves(state) != _moves(before) and before is not states[-1]:
             states.append(before)
+
+    for kind, events in groupby((report.event for report in reports), type):
+        if kind is Exited:
+            take(*coordinator.all_exited(state, cast("Iterator[Exited]", events), now))
+            continue
+        for event in events:
+            after = coordinator.step(state, event, now, failure_timeouts)
+            take(after, [after.refusal])
     return TakenTogether([*states, state], decisions, refused)
 
 

@@ -26,11 +26,11 @@ from openrecycle.planner.jobs.words import counts, layers_move, layers_moved, na
 class RoleState(StrEnum):
     """The state of a role or of a process.
 
-    RUNNING: the process trains. REROUTED: it also runs micro-batches of other pipelines. SLOW: it trains, but takes
-    longer than its peers. WAITING: for a person to choose how the job goes on, or because the job is halted. PAUSED: it
-    waits because an operator has paused the job. SUSPECT: its heartbeats are overdue.
-    JOINING: it has registered and does not train yet. LEAVING: it was asked to go, and has not gone yet. FINISHED: it
-    left after the last iteration. ENDED: the job was stopped before that.
+    RUNNING: the process trains. REROUTED: it also runs micro-batches of other pipelines; it has committed an iteration
+    by such a plan. SLOW: it trains, but takes longer than its peers. WAITING: for a person to choose how the job goes
+    on, or because the job is halted. PAUSED: it waits because an operator has paused the job. SUSPECT: its heartbeats
+    are overdue. JOINING: it has registered and does not train yet. LEAVING: it was asked to go, and has not gone yet.
+    FINISHED: it left after the last iteration. ENDED: the job was stopped before that.
     A role that nobody holds is DRAINED or FAILED, as its last process ended; MOVED if that process holds another role;
     EMPTY if no process has held it yet, or its process moved on and has ended since.
     """
@@ -411,7 +411,8 @@ class WorkerStates:
             return RoleState.WAITING
         if self.slow.get(member.name):
             return RoleState.SLOW
-        return RoleState.REROUTED if self.rerouted.get(member.name) else RoleState.RUNNING
+        takes = member.acknowledged == "resumed" and self.rerouted.get(member.name)
+        return RoleState.REROUTED if takes else RoleState.RUNNING
 
     def of(self, process: ProcessState) -> RoleState:
         member = self.state.present_at.get(process.incarnation)

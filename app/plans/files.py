@@ -31,10 +31,11 @@ from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.runtime.errors import ConsoleError, bounded, sentence, starting
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, made, read_answer, why_not
 from openrecycle.planner.catalogs.catalog import Catalog, CatalogInfo, folder_files
+from openrecycle.planner.catalogs.catalog_build import most_failures
 from openrecycle.planner.check import check, further
 from openrecycle.planner.export import EXPORTERS, text_formats
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.job import Job, MemoryLimit
 from openrecycle.planner.plans.packed import CatalogQuestion, packed, unpack
 from openrecycle.planner.plans.plan import MEASURED, JobDoc, Plan
 
@@ -321,10 +322,12 @@ def plan_line(plan: Plan) -> str:
 
 def catalog_line(plan: Plan, failures: int) -> str:
     """Returns the command that makes, or goes on from, the catalog that has plans for so many failures and for the
-    plan's."""
+    plan's, and for one at least; "": there are no plans for failures."""
+    if not most_failures(CatalogQuestion(plan.job.job(), plan.technique, MemoryLimit(plan.memory))):
+        return ""
     words = ["openrecycle", "catalog", "--profile", "profile.json"]
     words += ["--technique", plan.technique.value, "--memory", plan.memory]
-    return shlex.join([*words, "--tolerance", str(max(failures, len(plan.failed))), "--out", "catalog"])
+    return shlex.join([*words, "--tolerance", str(max(failures, len(plan.failed), 1)), "--out", "catalog"])
 
 
 def _slots(job: JobDoc) -> bool:
@@ -352,13 +355,17 @@ def _readme(
     ]
     if left_out:
         lines += ["Left out:", "", *(f"- {sentence}" for sentence in left_out), ""]
+    ahead = catalog_line(plan, failures)
     lines += [
-        "Check the plan, make it anew, or plan ahead for failures:",
+        f"Check the plan, {'make it anew, or plan ahead for failures' if ahead else 'or make it anew'}:",
         "",
         "```sh",
         "openrecycle check plan.json",
+        plan_line(plan),
+        *filter(None, [ahead]),
+        "```",
+        "",
     ]
-    lines += [plan_line(plan), catalog_line(plan, failures), "```", ""]
     lines += [
         "Start a job with this grid and these op times. Add `--workload MODULE:FACTORY` for your model: without it, "
         "the example GPT is trained. Add `--console http://HOST:PORT` to watch it:",

@@ -18,7 +18,6 @@ from openrecycle.app.catalogs.contents import (
     CatalogRequest,
     CatalogSummary,
     CountLine,
-    most_failures,
     stale,
     whole_counts,
 )
@@ -32,6 +31,7 @@ from openrecycle.app.ui.access import acting, say_error, told
 from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo
+from openrecycle.planner.catalogs.catalog_build import most_failures
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
 SEEN = "catalog-filling-seen"

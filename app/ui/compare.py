@@ -8,7 +8,16 @@ from functools import partial
 import streamlit as st
 
 from openrecycle.app.charts import text
-from openrecycle.app.charts.gantt import MAX_BARS, MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
+from openrecycle.app.charts.gantt import (
+    MAX_BARS,
+    MAX_NODES,
+    Strip,
+    comparison,
+    last_time,
+    short_unit,
+    thinned_words,
+    time_factors,
+)
 from openrecycle.app.charts.theme import Palette
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.jobs.live_job import LiveJob
@@ -199,7 +208,9 @@ def _compare(console: ConsoleService, sources: list[Source], colours: Palette) -
     shown, turn = address.drawn_with("compare-chart", what, time.shown)
     pictured = sum(strip.ops for strip in strips) > MAX_BARS
     if pictured:
-        components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")
+        thinned = dict.fromkeys(filter(None, (thinned_words(strip.drawing) for strip in strips)))
+        shown_as = "So many ops are shown as pictures; the Schedule page shows each plan's ops."
+        components.quiet(" ".join([shown_as, *thinned]))
     components.legend_of([s.drawing for s in strips], ghost=not pictured)
     figure = comparison(strips, colours, shown=shown, revision=str(turn))
     alt = "Gantt charts below each other: " + "; ".join(map(facts.schedule_words, (s.plan for s in sources), schedules))

@@ -20,8 +20,8 @@ from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule, critical_path, waited
 
 OVER = (JobState.FINISHED, JobState.STOPPED)
-# Words for how far a worker has taken up a generation, in the order of ACK_ORDER.
-STEP_WORDS = ("waiting", "with the plan", "in groups", "training")
+# Words for how far a worker that does not train yet has taken up a generation, in the order of ACK_ORDER.
+STEP_WORDS = ("yet to take it up", "with the plan", "in groups")
 # Words in a cell while its worker takes up a new generation: the last worker must not look as if all were well.
 TRAINS = (RoleState.RUNNING, RoleState.REROUTED, RoleState.SLOW)
 ROLLING = {"": "waits", "adopted": "has the plan", "formed": "in its groups"}
@@ -225,14 +225,15 @@ def roll_out(view: JobView) -> str:
     steps = [w.acknowledged for w in view.workers if w.generation == view.generation and w.state in ALIVE]
     if view.state is not JobState.RECOVERING or all(s == "resumed" for s in steps):
         return ""
-    return f"of {text.count(len(steps), 'worker')} {roll_out_words([steps.count(step) for step in ACK_ORDER])}"
+    return roll_out_words([steps.count(step) for step in ACK_ORDER])
 
 
 def roll_out_words(at: Sequence[int]) -> str:
-    """Says how many workers are at each step. at: for each step of ACK_ORDER, how many have come to it and no
-    further."""
-    found = [f"{count:,} {words}" for count, words in zip(at, STEP_WORDS, strict=True) if count]
-    return ", ".join(found)
+    """Says how many workers train by the newest plan, and how far the others have taken it up. at: for each step of
+    ACK_ORDER, how many have come to it and no further."""
+    *others, train = at
+    found = [f"{count:,} {words}" for count, words in zip(others, STEP_WORDS, strict=True) if count]
+    return f"{train:,} of {text.count(sum(at), 'worker')} train by it so far; {', '.join(found)}"
 
 
 def gap_words(plan: Plan) -> str:

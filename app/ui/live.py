@@ -435,7 +435,7 @@ def roll_out_html(found: RollOut | None) -> str:
         last = max((w.resumed or 0.0 for w in found.workers), default=0.0)
         summary = f"all {text.count(total, 'worker')} train by it, the last after {text.milliseconds(last)}"
     else:
-        summary = f"of {text.count(total, 'worker')} {roll_out_words([found.now_at(step) for step in ACK_ORDER])}"
+        summary = roll_out_words([found.now_at(step) for step in ACK_ORDER])
     ordered = found.slowest_first()
     rows = (
         [escape(w.worker), *("waits" if at is None else f"+{text.milliseconds(at)}" for at in w.steps)]

@@ -715,7 +715,7 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
 
 def _picture(schedule: Schedule, colours: Palette) -> None:
     drawing = Drawing.of(schedule, out={str(worker): FAILED for worker in schedule.problem.failed})
-    components.quiet("One row per worker. Save the plan to look at it op by op on Schedule.")
+    components.quiet(f"{charts.rows_words(drawing)} Save the plan to look at it op by op on Schedule.")
     alt = f"Overview of {len(drawing.rows.workers):,} workers over one iteration."
     st.html(charts.overview(drawing, charts.picture(drawing, colours), alt))
 

@@ -177,8 +177,7 @@ def large_chart(
         st.html(charts.overview(drawing, drawn, alt))
         part = charts.box_of(drawing, detail)
         box_select(width, len(workers), part, key=PAD, on_box=partial(remember_box, wish.time))
-    if words := charts.out_words(drawing):
-        st.caption(words)
+    st.caption(charts.rows_words(drawing))
     components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
     part_drawing = Drawing.of(schedule, detail.workers, out, detail.window, plan.metrics.fault_free)
     components.legend_of([part_drawing], ghost=False)

@@ -366,10 +366,15 @@ def fill(
 # -- what to plan ----------------------------------------------------------------------------
 
 
+def most_failures(question: CatalogQuestion) -> int:
+    """Return the most failures that a plan can be for."""
+    return question.job.stages * (question.job.pipelines - 1) if question.technique.reroutes else 0
+
+
 def targets(question: CatalogQuestion, tolerance: int, per: str = "auto") -> list[Target]:
     """Return the plans of a catalog for up to `tolerance` failures. Raises InputError."""
     job = question.job
-    most = job.stages * (job.pipelines - 1) if question.technique.reroutes else 0
+    most = most_failures(question)
     if not 0 <= tolerance <= most:
         why = "each stage needs a living worker" if question.technique.reroutes else "fault-free plans take no failure"
         raise InputError("--tolerance", tolerance, f"a number of failures from 0 to {most}, as {why}")

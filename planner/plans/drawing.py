@@ -377,13 +377,18 @@ CODE_FAILED, CODE_OUT = 6, 7
 COLUMNS, MAX_ROWS = 1_600, 600
 
 
-def raster(drawing: Drawing, columns: int = COLUMNS) -> NDArray[np.uint8]:
-    """Return [rows, columns] of op codes over the whole iteration. Rows are the drawing's, thinned out to MAX_ROWS: of
-    neighbours one stays, if possible one without ops."""
+def raster_workers(drawing: Drawing) -> list[Worker]:
+    """Return the workers of a raster's rows: the drawing's, thinned out to MAX_ROWS. Of neighbours one stays, if
+    possible one without ops."""
     schedule, workers = drawing.schedule, drawing.rows.workers
     step = -(-len(workers) // MAX_ROWS)
     neighbours = [workers[first : first + step] for first in range(0, len(workers), step)]
-    shown = [next((worker for worker in those if worker not in schedule.ops), those[0]) for those in neighbours]
+    return [next((worker for worker in those if worker not in schedule.ops), those[0]) for those in neighbours]
+
+
+def raster(drawing: Drawing, columns: int = COLUMNS) -> NDArray[np.uint8]:
+    """Return [rows, columns] of op codes over the whole iteration, with a row for each of `raster_workers`."""
+    schedule, shown = drawing.schedule, raster_workers(drawing)
     centres = (np.arange(columns) + 0.5) * schedule.end / columns
     image = np.zeros((len(shown), columns), dtype=np.uint8)
     for row, worker in enumerate(shown):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ from openrecycle.agent.coordination.membership import (
     LastHeartbeat,
     LeadChanged,
     NeedPlan,
+    Note,
     OpRaised,
     PlanReady,
     PlanRefused,
@@ -29,7 +31,7 @@ from openrecycle.agent.coordination.membership import (
     WorkerRegistered,
 )
 from openrecycle.agent.messages.protocol import JobState, WorkerState
-from openrecycle.app.jobs.live_job import TICK_SECONDS, job_columns, read_broken
+from openrecycle.app.jobs.live_job import TICK_SECONDS, IncomingReport, job_columns, read_broken, run_together
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent.coordinator_run import FAILURE_TIMEOUTS, Run, fingerprint
 from tests.golden import golden
@@ -120,6 +122,22 @@ def test_two_exits_open_two_generations_and_agents_go_to_the_newest() -> None:
     run.exit("W1_0")
     run.exit("W2_1")
     assert [(e.number, e.failed) for e in run.opened[1:]] == [(2, ("W1_0",)), (3, ("W1_0", "W2_1"))]
+
+
+def test_workers_that_end_together_leave_in_one_generation_and_none_takes_the_place_of_another() -> None:
+    """W2_1 was moved to the stage that lost everybody, and then was found to have ended, too."""
+    run = Run(4, 2, checkpoints=True).start()
+    gone = [*(f"W{pipeline}_0" for pipeline in range(4)), "W3_1"]
+    ends = [Exited(name, f"{name}-1", "launcher", "was killed by SIGKILL") for name in gone]
+    stranger = replace(ends[0], worker="W9_9", incarnation="never")
+    reports = [IncomingReport(event) for event in (*ends, stranger, ends[1])]
+    taken = run_together(run.state, reports, run.now, FAILURE_TIMEOUTS)
+    assert [refusal and refusal.code for refusal in taken.refused] == [None] * 5 + ["unknown_worker", None]
+    assert [type(decision) for decision in taken.decisions].count(NeedPlan) == 1
+    moved = [note.worker for note in taken.decisions if isinstance(note, Note) and note.kind == "recovery"]
+    after = taken.states[-1]
+    assert moved == ["W0_0"] and after.pending and after.pending.moves == (("W2_1", "W0_0"),)
+    assert {m.name for m in after.members.values() if m.state is WorkerState.FAILED} == {*gone, "W2_1"} - {"W0_0"}
 
 
 def test_a_failure_while_the_plan_is_made_replaces_the_pending_generation() -> None:

@@ -122,7 +122,7 @@ def reporting(
     status = Status()
 
     def gather() -> None:
-        reports.heard({f"{name}-a": (name, status.take()) for name in speaking or names})
+        reports.heard({f"{name}-a": (name, status.take()) for name in (names if speaking is None else speaking)})
 
     reports = Turns(
         client,
@@ -253,6 +253,14 @@ def test_registrations_that_were_lost_are_sent_again_with_those_that_have_come()
     reporting(client, [lambda reports: reports.add(registration("W0_1")), nothing])
     assert registered(client) == [["W0_0", "W0_1"]]
     assert client.posted == ["workers", "workers", "heartbeats"]
+
+
+def test_who_was_given_another_place_before_it_could_register_asks_for_that() -> None:
+    """Its former place has been given to another process and taken, which the console would take for gone."""
+    client = Recording(workers=1)
+    fields = Status().take()
+    reporting(client, [lambda reports: reports.heard({"W0_0-a": ("W1_0", fields)})], speaking=())
+    assert registered(client) == [["W1_0"]]
 
 
 def test_one_whose_registration_is_refused_keeps_nobody_out() -> None:

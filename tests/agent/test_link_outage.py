@@ -20,7 +20,7 @@ from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt, Launc
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.launcher.record import iteration_line, iteration_of
 from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleUnavailable
-from openrecycle.agent.messages.protocol import BATCH, Deployment, FailureReport, Iteration, JobSpec, Restart
+from openrecycle.agent.messages.protocol import BATCH, Command, Deployment, FailureReport, Iteration, JobSpec, Restart
 from openrecycle.agent.monitoring import console_link
 from openrecycle.agent.monitoring.console_link import (
     AWAY_SECONDS,
@@ -246,13 +246,14 @@ def of_node(pipeline: int) -> list[tuple[str, str, bool]]:
     return [(f"W{pipeline}_{s}", f"i{pipeline}{s}", restart) for s in range(3) for restart in (False, True)]
 
 
-def test_all_failures_of_one_turn_are_one_batch_and_those_of_two_are_two(console: Console) -> None:
+def test_all_failures_of_one_turn_are_one_batch(console: Console) -> None:
     """A console opened a generation for each of the workers that a lost node had."""
     console.back.set()
     link = connected(console)
     try:
         node_is_lost(link, 1)
         link.poll(0.0)
+        until(lambda: console.taken, "the first report", TIMEOUT)
         node_is_lost(link, 2)
         link.failed(Failure("exception", Worker(0, 0), "i00", 1, "all form anew"))
         link.poll(0.0)
@@ -291,12 +292,11 @@ def test_failures_come_before_what_is_reported_after_them(console: Console) -> N
     try:
         node_is_lost(link, 1)
         link.committed([Iteration(iteration=7, loss=1.0, loss_hex="0x1p+0", seconds=0.5, generation=1, living=4)])
-        node_is_lost(link, 2)
         link.poll(0.0)
-        until(lambda: len(console.taken) == 3, "the reports", TIMEOUT)
+        until(lambda: len(console.taken) == 2, "the reports", TIMEOUT)
     finally:
         link.close(lambda: True)
-    assert [path.rsplit("/", 1)[1] for path, _ in console.taken] == ["failures", "iterations", "failures"]
+    assert [path.rsplit("/", 1)[1] for path, _ in console.taken] == ["failures", "iterations"]
 
 
 def test_a_batch_of_failures_is_no_larger_than_a_console_takes() -> None:
@@ -508,6 +508,30 @@ def test_that_a_console_takes_no_reports_is_found_by_what_it_says(console: Conso
         assert [one["cause"] for batch in console.failures for one in batch] == ["exit"]
     finally:
         link.close(lambda: True)
+
+
+def test_a_paused_job_whose_console_is_away_is_not_said_to_train(console: Console) -> None:
+    console.offers["commands"] = json.dumps({"commands": [{"seq": 1, "kind": "pause"}]})
+    now, link = time.monotonic(), connected(console)
+
+    def said(link: ConsoleCoordination) -> list[str]:
+        nonlocal now
+        now += AWAY_SECONDS
+        return [event.text for event in link.poll(now) if isinstance(event, LauncherWarning)]
+
+    try:
+        until(lambda: any(isinstance(event, Command) for event in link.poll(now)), "the pause", TIMEOUT)
+        copy = json.loads(json.dumps({**link.saved(), "generation": 2}))
+    finally:
+        link.close(lambda: True)
+    console.offers.clear()
+    after = connected(console, saved=copy)
+    try:
+        told: list[str] = []
+        until(lambda: bool(told.extend(said(after)) or told), "it to be away", TIMEOUT)
+        assert golden("the-job-is-paused-and-nobody-can") in told[0]
+    finally:
+        after.close(lambda: True)
 
 
 def test_what_broke_in_an_earlier_generation_or_broke_nothing_stands_still_for_nobody(console: Console) -> None:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.messages.client import Outbox
-from openrecycle.agent.messages.protocol import FailureReport, Failures, Iteration, IterationReport, ValidationReport
-from openrecycle.agent.monitoring.console_link import MAX_REPORTS, REPORTED_ITERATIONS, QueuedReport, outbox
+from openrecycle.agent.messages.client import ConsoleClient, ConsoleUnavailable, Outbox
+from openrecycle.agent.messages.protocol import (
+    FailureReport,
+    Failures,
+    Iteration,
+    IterationReport,
+    Message,
+    Recovery,
+    ValidationReport,
+)
+from openrecycle.agent.monitoring.console_link import (
+    MAX_REPORTS,
+    REPORTED_ITERATIONS,
+    QueuedReport,
+    ReportSender,
+    outbox,
+)
 from openrecycle.agent.own_loops.reporter import MAX_ITERATIONS, newest_iterations
 
 
@@ -53,6 +69,9 @@ def iterations(first: int, count: int = 1) -> QueuedReport:
 
 GONE = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
 FAILURE = QueuedReport("/failures", Failures(failures=(GONE,)), 0.0)
+TIMES = Recovery(worker="W0_0", generation=2, detected_ms=1, unblocked_ms=2, reformed_ms=3, resumed_ms=4)
+RECOVERY = QueuedReport("/recoveries", TIMES, 0.0)
+TIMEOUT = 60.0
 
 
 def test_an_end_that_is_told_late_says_so() -> None:
@@ -85,6 +104,49 @@ def test_iterations_share_reports_that_a_console_takes() -> None:
     assert seen == list(range(REPORTED_ITERATIONS + 6))
 
 
+class Away:
+    """A console. It answers nothing the first time, and meanwhile `happens` is called."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        self.happens, self.came = happens, list[tuple[str, ...]]()
+
+    def post(self, path: str, message: Message) -> None:
+        workers = message.failures if isinstance(message, Failures) else ()
+        self.came.append(tuple(report.worker for report in workers))
+        if len(self.came) == 1:
+            self.happens()
+            raise ConsoleUnavailable
+
+
+def test_failures_of_several_turns_that_a_console_did_not_take_are_one_batch() -> None:
+    """It opened a generation for each when it was back."""
+    waiting = outbox()
+    more = [FAILURE._replace(message=Failures(failures=(GONE.model_copy(update={"worker": w}),))) for w in ("B", "C")]
+
+    def meanwhile() -> None:
+        for report in (more[0], iterations(0), more[1]):
+            waiting.put(report)
+
+    console = Away(meanwhile)
+    waiting.put(FAILURE)
+    sender = ReportSender(lambda: cast(ConsoleClient, console), str, waiting)
+    sender.stop()
+    sender.join(TIMEOUT)
+    assert console.came == [("W0_0",), ("W0_0", "B", "C"), ()]
+
+
+def test_each_of_several_failures_is_as_old_as_it_is() -> None:
+    now = time.monotonic()
+    waiting = outbox()
+    for seconds in (60, 20, 0):
+        waiting.put(FAILURE._replace(at=now - seconds))
+    (report,) = waiting.all
+    sent = report.body
+    assert isinstance(sent, Failures)
+    ages = [one.age_milliseconds for one in sent.failures]
+    assert [age - ages[-1] for age in ages] == pytest.approx([60_000, 20_000, 0])
+
+
 def test_an_own_loop_keeps_its_newest_iterations() -> None:
     outbox: Outbox[QueuedReport] = Outbox(1, merge=newest_iterations)
     for n in range(MAX_ITERATIONS + 5):
@@ -97,10 +159,10 @@ def test_an_own_loop_keeps_its_newest_iterations() -> None:
 
 def test_a_full_outbox_forgets_history_and_no_exit() -> None:
     waiting = outbox()
-    for n in range(MAX_REPORTS):
-        waiting.put(FAILURE)
-        waiting.put(iterations(n))
-    assert waiting.all == [FAILURE] * MAX_REPORTS
+    for n in range(MAX_REPORTS // 2):
+        for report in (FAILURE, RECOVERY, iterations(n)):
+            waiting.put(report)
+    assert waiting.all == [FAILURE, RECOVERY] * (MAX_REPORTS // 2)
 
 
 def test_steps_that_are_put_right_cost_no_iteration() -> None:

@@ -161,6 +161,18 @@ def test_a_step_that_others_took_is_taken_late(tmp_path: Path) -> None:
         assert len(running["W0_0"].ops(7)) > 1
 
 
+@pytest.mark.processes
+def test_the_last_step_that_all_others_took_is_taken_alone(tmp_path: Path) -> None:
+    """The job was finished, and the last step of stage 0 lost with the only worker that had reduced it and lived."""
+    last = ITERATIONS - 1
+    faults = {"W1_0": {"at": [last, "O", "after"]}, "W0_0": {"unsure": last}}
+    with console(tmp_path, *QUICK) as server, loops(server, tmp_path, faults) as running:
+        assert running.pop("W1_0").end() == -signal.SIGKILL
+        for loop in running.values():
+            loop.check()
+        assert running["W0_0"].ops(last) == ["O0.-1"]
+
+
 @pytest.mark.chaos
 @pytest.mark.processes
 def test_who_comes_back_at_once_takes_a_late_step_too(tmp_path: Path) -> None:

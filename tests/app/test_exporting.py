@@ -184,6 +184,8 @@ def test_the_bundle_holds_the_catalog_and_lines_that_can_be_run(
 def test_what_is_made_anew_has_the_plans_failures_and_layers() -> None:
     assert "--tolerance 2 " in catalog_line(make_plan_for(Job.uniform(3, 2, 2)), 2)
     assert "--tolerance 1 " in catalog_line(made_plan(("W1_2",)), 0)
+    assert "--tolerance 1 " in catalog_line(made_plan(), 0), "plans ahead are for failures"
+    assert catalog_line(make_plan_for(Job.uniform(1, 2, 2)), 0) == "", "of these there are none"
     job = Job.uniform(2, 2, 2, layers=4)
     assert "--partition" not in plan_line(make_plan_for(job))
     assert plan_line(make_plan_for(job.with_partition((3, 1)))).endswith("--partition 3,1")

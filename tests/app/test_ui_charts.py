@@ -211,7 +211,7 @@ def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(col
     out = {"W1_2": "failed", "W0_1": "moved to W2_2"}
     whole = Drawing.of(schedule, out=out)
     html = charts.overview(whole, charts.picture(whole, colours), 'say "all"')
-    assert charts.out_words(whole) == golden("red-rows-1-failed-worker")
+    assert charts.rows_words(whole) == golden("one-row-per-worker-red-rows")
     assert 'alt="say &quot;all&quot;"' in html and "(a&lt;b)" in html
     found = re.search(r'src="data:image/png;base64,([^"]+)"', html)
     assert found
@@ -240,6 +240,16 @@ def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(col
     end = schedule.problem.job.units(schedule.end)
     for left, words in times:
         assert float(left) == pytest.approx(100 * float(words.replace(",", "")) / end, abs=0.01)
+
+
+def test_a_picture_that_has_not_all_workers_says_so() -> None:
+    """A worker that is out has a row, whatever is left out beside it."""
+    schedule = schedule_of(("W301_1",), grid=(602, 2, 2), unit="slot")
+    whole = Drawing.of(schedule, out={"W301_1": "failed"})
+    image = model.raster(whole)
+    assert len(image) == 402 and (image == model.CODE_FAILED).any()
+    assert charts.rows_words(whole) == golden("of-1204-workers-402-are")
+    assert charts.thinned_words(Drawing.of(schedule, whole.rows.workers[:600])) == ""
 
 
 def test_a_detail_is_where_the_box_was() -> None:

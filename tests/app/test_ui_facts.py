@@ -137,7 +137,7 @@ def test_roll_out_is_counted_while_it_lasts() -> None:
     steps = {"W0_0": "adopted", "W0_1": "formed", "W0_2": "resumed"}
     workers = tuple(replace(w, acknowledged=steps.get(w.name, ""), generation=2) for w in base.workers)
     rolling = replace(base, state=JobState.RECOVERING, workers=workers)
-    assert facts.roll_out(rolling) == golden("of-11-workers-8-waiting")
+    assert facts.roll_out(rolling) == golden("of-11-workers-1-trains")
     assert card(rolling, golden("plan-in-force")).tone == "warn"
     assert facts.roll_out(replace(rolling, state=JobState.RUNNING)) == ""
     words = {w.name: facts.tile_words(w) for w in workers}
@@ -148,7 +148,7 @@ def test_roll_out_is_counted_while_it_lasts() -> None:
     )
     assert words["W1_0"] == words["W2_2"] == "waits", "whoever is last does not look as if it trained"
     nobody = replace(rolling, workers=tuple(replace(w, acknowledged="") for w in workers))
-    assert facts.roll_out(nobody) == "of 11 workers 11 waiting"
+    assert facts.roll_out(nobody) == golden("of-11-workers-none-trains")
 
 
 def test_a_slow_worker_is_shown_as_slow() -> None:

@@ -9,6 +9,7 @@ from ui_console import MAIN, JobHere, until
 from openrecycle.agent.messages.protocol import Acknowledgement
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import RollOut, Taken
+from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.ui.live import roll_out_html
 from tests.golden import golden
 
@@ -96,6 +97,8 @@ def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: ConsoleService) 
     acknowledge("W0_0", "adopted")
     acknowledge("W0_1", "adopted", "formed")
     acknowledge("W0_2", "adopted", "formed", "resumed")
+    states = {w.name: w.state for w in console.queries.view(job.job_id).workers}
+    assert (states["W0_2"], states["W2_2"]) == (RoleState.REROUTED, RoleState.RUNNING), "who has not said so does not"
     test = open_live(job.job_id)
     page = html(test)
     assert golden("generation-2-of-11-workers") in page

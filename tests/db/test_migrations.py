@@ -74,11 +74,22 @@ def test_a_table_of_somebody_else_is_left_to_them(database_url: str) -> None:
     database = Database(database_url)
     with database.engine.begin() as connection:
         connection.execute(text("create table job (id integer primary key, title varchar(9))"))
-    with pytest.raises(DatabaseError):
+    with pytest.raises(DatabaseError, match=golden("tables-of-no-version", "job")):
         database.upgrade()
     with database.engine.connect() as connection:
         connection.execute(text("select title from job"))
     database.close()
+
+
+@pytest.mark.parametrize("change", ["drop table alembic_version", "delete from alembic_version"])
+def test_a_copy_that_does_not_say_its_version_is_refused_as_it_is(database: Database, change: str) -> None:
+    """It was refused with what the database says to a table that is there twice."""
+    with database.engine.begin() as connection:
+        connection.execute(text(change))
+    before = tables(database)
+    with pytest.raises(DatabaseError, match=golden("tables-of-no-version", ".*")):
+        database.upgrade()
+    assert tables(database) == before
 
 
 def _upgrade_together(databases: Sequence[Database]) -> None:
