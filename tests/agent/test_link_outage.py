@@ -32,6 +32,7 @@ from openrecycle.agent.monitoring.console_link import (
 from openrecycle.agent.nodes.succession import Spool
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.packed import packed
 from tests.agent.consoles import until
 from tests.golden import golden
 
@@ -69,12 +70,12 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
 
 
 class Console(ThreadingHTTPServer):
-    """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no
-    registration, as one of another version, and counts those that it refuses. offers: what it answers, by how the path
-    ends; "": nothing. given: what it has, in order. full: what is only asked is answered, with nothing, and 503 is said
-    to reports. came: how the paths of all reports end, in order. unready: how often 503 is said to the end of a process
-    first. strange: its database is another one, without the job. standby: it answers all that is asked with 503,
-    and why."""
+    """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no registration, as one
+    of another version, and counts those that it refuses. offers: what it answers, by how the path ends; "":
+    nothing. given: the paths of what it has, in order. full: what is only asked is answered, with nothing, and
+    503 is said to reports. came: how the paths of all reports end, in order. unready: how often 503 is said to
+    the end of a process first. strange: its database is another one, without the job. standby: it answers all
+    that is asked with 503, and why."""
 
     daemon_threads = True
 
@@ -84,7 +85,7 @@ class Console(ThreadingHTTPServer):
         self.refused = self.unready = 0
         self.came: list[str] = []
         self.taken: list[tuple[str, dict[str, Any]]] = []
-        self.offers: dict[str, str] = {}
+        self.offers: dict[str, str | bytes] = {}
         self.given: list[str] = []
         console = self
 
@@ -102,14 +103,15 @@ class Console(ThreadingHTTPServer):
                     self.send_response(204)
                     self.end_headers()
                     return
-                if offered is None or (query and "after=0" not in query.split("&")):
+                if offered is None or (query and not {"after=0", "packed=true"}.intersection(query.split("&"))):
                     self.send_error(503)
                     return
+                data = offered if isinstance(offered, bytes) else offered.encode()
                 self.send_response(200)
-                self.send_header("Content-Length", str(len(offered)))
+                self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(offered.encode())
-                console.given.append(offered)
+                self.wfile.write(data)
+                console.given.append(path)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -351,7 +353,7 @@ def test_a_folder_of_checkpoints_that_can_not_be_read_is_read_again_or_ends_the_
     deployment = Deployment(
         generation=1, plan_fingerprint=plan.fingerprint, living=("W0_0",), failed=(), joining=(), restore=True
     )
-    console.offers |= {"deployment": deployment.model_dump_json(), plan.fingerprint: plan.to_json()}
+    console.offers |= {"deployment": deployment.model_dump_json(), plan.fingerprint: packed(plan)}
     asked: list[int] = []
 
     def newest() -> str:
@@ -384,7 +386,7 @@ def test_a_console_that_does_not_know_the_job_ends_no_training(console: Console)
     console.back.set()
     plan, _ = Catalog(Job(1, 1, 1), Technique.STAGGERED, MemoryLimit("uniform")).plan_for(())
     deployment = Deployment(generation=1, plan_fingerprint=plan.fingerprint, living=("W0_0",), failed=(), joining=())
-    console.offers |= {"deployment": deployment.model_dump_json(), plan.fingerprint: plan.to_json()}
+    console.offers |= {"deployment": deployment.model_dump_json(), plan.fingerprint: packed(plan)}
     said: list[str] = []
     link = ConsoleCoordination(
         lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}", known=True), "job", said.append
