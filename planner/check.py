@@ -44,8 +44,26 @@ MOST_VIOLATIONS = 1_000
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that is wrong. sentence: for the user; ops: the ops concerned, two where two clash."""
+    """One thing that is wrong. sentence: for the user; ops: the ops concerned, two where two clash.
 
+    rule: for programs, the rule that is broken.
+
+    - A plan as a document: `op-count` (too few ops for its job), `problem` (its job and losses are none), `spelling`
+      (of a worker), `doubled-worker` (among the failed), `ticks` (times finer than the job's).
+    - Its layers: `layers` (a stage is not what its layers are together).
+    - Workers: `failed-worker` (has ops), `missing-worker` (lives and has none).
+    - Each op: `range` (numbers that no job has), `row` (it is not of the worker in whose row it stands), `outside-grid`
+      (also: a row's worker is), `kind`, `micro-batch`, `technique` (it splits B or re-routes, and may not), `duration`,
+      `start` (before time 0).
+    - Each micro-batch: `missing-op`, `doubled-op`, `other-worker` (than that of F, which keeps the activation). The
+      first two are also said of a worker's O.
+    - Together: `order` (of a worker's ops), `step-last` (O is a worker's last op), `overlap`, `memory`, `precedence`,
+      `barrier` (of O).
+    - A plan's numbers: `fingerprint`, `metrics.NAME`, `unproven` (metrics.lower_bound is higher than what is proven),
+      `solver.seconds`, `solver.status`; `baseline` (the plan that slowdown_vs_best compares with is not valid).
+    """
+
+    rule: str
     sentence: str
     ops: tuple[Op, ...] = ()
 
@@ -65,12 +83,15 @@ def check(subject: Schedule | Plan, *, hashed: bool = True) -> list[Violation]:
     least = 2 * subject.job.ops // 3
     if subject.op_count < least:  # checked first: a small document may claim a job that would take all memory
         return [
-            Violation(f"the plan has {subject.op_count:,} ops, and an F and a B of all micro-batches are {least:,}")
+            Violation(
+                "op-count",
+                f"the plan has {subject.op_count:,} ops, and an F and a B of all micro-batches are {least:,}",
+            )
         ]
     try:
         schedule = subject.schedule()
     except PlannerError as error:
-        return [Violation(f"the plan describes no problem: {error}")]
+        return [Violation("problem", f"the plan describes no problem: {error}")]
     checker = _Checker(schedule)
     found = list(islice(chain(_document(subject, schedule), checker.violations()), MOST_VIOLATIONS))
     if found:
@@ -145,7 +166,7 @@ class _Checker:
     def violations(self) -> Iterator[Violation]:
         if self.beyond.any():
             for op in self._where(self.beyond):
-                yield Violation(f"an op of {op.worker} has numbers that no job has", (op,))
+                yield Violation("range", f"an op of {op.worker} has numbers that no job has", (op,))
             return
         broken = missing = False
         for violation in chain(self._stages(), self._workers(), self._each_op(), self._doubled()):
@@ -183,26 +204,30 @@ class _Checker:
             for name in ("forward", "input_backward", "weight_backward", "optimizer"):
                 total = sum(round(getattr(layer, name) * job.ticks_per_unit) for layer in members)
                 if round(getattr(profile, name) * job.ticks_per_unit) != total:
-                    yield Violation(f"{name} of stage {stage} is not that of its {count} layers")
+                    yield Violation("layers", f"{name} of stage {stage} is not that of its {count} layers")
             for name in ("activation_bytes", "weight_backward_bytes", "weight_bytes", "optimizer_bytes"):
                 if getattr(profile, name) != sum(getattr(layer, name) for layer in members):
-                    yield Violation(f"{name} of stage {stage} is not that of its {count} layers")
+                    yield Violation("layers", f"{name} of stage {stage} is not that of its {count} layers")
             if stage < job.stages - 1:
                 back = members[-1].transfer if members[-1].backward_transfer is None else members[-1].backward_transfer
                 if (job.transfers[stage], job.backward_transfers[stage]) != (members[-1].transfer, back):
-                    yield Violation(f"the transfers behind stage {stage} are not those behind its last layer")
+                    yield Violation("layers", f"the transfers behind stage {stage} are not those behind its last layer")
         if job.layers and (at != len(job.layers) or len(job.partition) != job.stages):
-            yield Violation(f"{len(job.layers)} layers are not cut into {job.stages} stages by {job.partition}")
+            yield Violation(
+                "layers", f"{len(job.layers)} layers are not cut into {job.stages} stages by {job.partition}"
+            )
 
     def _workers(self) -> Iterator[Violation]:
         job = self.job
         there = set(self.workers)
         expected = {Worker(p, s) for p in range(job.pipelines) for s in range(job.stages)} - self.problem.failed
         for worker in there - expected:
-            why = "has failed" if worker in self.problem.failed else "is not of the grid"
-            yield Violation(f"{worker} has ops and {why}", self.ops[worker][:1])
+            failed = worker in self.problem.failed
+            why = "has failed" if failed else "is not of the grid"
+            rule = "failed-worker" if failed else "outside-grid"
+            yield Violation(rule, f"{worker} has ops and {why}", self.ops[worker][:1])
         for worker in sorted(expected - there):
-            yield Violation(f"{worker} lives and has no ops, not even its O")
+            yield Violation("missing-worker", f"{worker} lives and has no ops, not even its O")
 
     def _each_op(self) -> Iterator[Violation]:
         """Rules for each op alone: its worker, its place in the grid, its kind, its duration."""
@@ -218,22 +243,24 @@ class _Checker:
         guest = self.pipeline != own_pipeline
         for place in np.flatnonzero(misplaced).tolist():
             op, worker = self.op(place), self.workers[int(self.row[place])]
-            yield Violation(f"{self.show(op)} of stage {op.stage} stands in the row of {worker}", (op,))
+            yield Violation("row", f"{self.show(op)} of stage {op.stage} stands in the row of {worker}", (op,))
         for op in self._where(~misplaced & outside):
-            yield Violation(f"{self.show(op)} is outside the grid of the job", (op,))
+            yield Violation("outside-grid", f"{self.show(op)} is outside the grid of the job", (op,))
         placed = ~misplaced & ~outside
         for op in self._where(placed & ~compute & guest):
-            yield Violation(f"{self.show(op)} is entered under pipeline {op.pipeline}", (op,))
+            yield Violation("row", f"{self.show(op)} is entered under pipeline {op.pipeline}", (op,))
         for op in self._where(placed & (self.kind < 0)):
-            yield Violation(f"{op.worker} has an op of unknown kind {op.kind!r}", (op,))
+            yield Violation("kind", f"{op.worker} has an op of unknown kind {op.kind!r}", (op,))
         for op in self._where(placed & (self.kind >= 0) & unnumbered):
-            yield Violation(f"{self.show(op)}: the job's micro-batches are 0 to {job.micro_batches - 1}", (op,))
+            yield Violation(
+                "micro-batch", f"{self.show(op)}: the job's micro-batches are 0 to {job.micro_batches - 1}", (op,)
+            )
         if not technique.splits:
             for op in self._where((self.kind == I) | (self.kind == W)):
-                yield Violation(f"{self.show(op)}: {technique.value} does not split B", (op,))
+                yield Violation("technique", f"{self.show(op)}: {technique.value} does not split B", (op,))
         if not technique.reroutes:
             for op in self._where(placed & compute & guest):
-                yield Violation(f"{self.show(op)}: {technique.value} does not re-route", (op,))
+                yield Violation("technique", f"{self.show(op)}: {technique.value} does not re-route", (op,))
         known = placed & (self.kind >= 0)
         of_grid = (workers >= 0).all(1) & (workers[:, 0] < job.pipelines)
         inside = of_grid[self.row] & known
@@ -241,9 +268,9 @@ class _Checker:
         expected = self._durations().ravel().take(at, mode="clip")  # (what is clipped is not inside)
         for place in np.flatnonzero(inside & (self.duration != expected)).tolist():
             should = job.units(int(expected[place]))
-            yield Violation(f"{self.show(self.op(place))} lasts other than its {should}", (self.op(place),))
+            yield Violation("duration", f"{self.show(self.op(place))} lasts other than its {should}", (self.op(place),))
         for op in self._where(self.start < 0):
-            yield Violation(f"{self.show(op)} starts before time 0", (op,))
+            yield Violation("start", f"{self.show(op)} starts before time 0", (op,))
 
     def _durations(self) -> Ints:
         """[KINDS, stages, pipelines]: the duration that each op must have, by profiles and workers' speeds."""
@@ -280,7 +307,7 @@ class _Checker:
         at[kind, key] = places[known]
         for place in places[known][at[kind, key] != places[known]].tolist():
             op, other = self.op(place), self.op(int(at[self.kind[place], self._key()[place]]))
-            yield Violation(f"{self.show(other)} is there twice: {self.show(op)}", (op, other))
+            yield Violation("doubled-op", f"{self.show(other)} is there twice: {self.show(op)}", (op, other))
         self.at: Ints = at.reshape(O, job.pipelines, job.micro_batches, job.stages)
 
     def _completeness(self) -> Iterator[Violation]:
@@ -296,25 +323,30 @@ class _Checker:
             parts = [op for op in (found[I], found[W]) if op is not None]
             what = f"micro-batch {j} of pipeline {p} on stage {s}"
             if own is None:
-                yield Violation(f"{what} has no F")
+                yield Violation("missing-op", f"{what} has no F")
             if back is not None and parts:
-                yield Violation(f"{what} has both {self.show(back)} and {self.show(parts[0])}", (back, parts[0]))
+                yield Violation(
+                    "doubled-op", f"{what} has both {self.show(back)} and {self.show(parts[0])}", (back, parts[0])
+                )
             elif back is None and len(parts) < 2:
                 lacks = "B, and no I and W" if not parts else ("W" if parts[0].kind == "I" else "I")
-                yield Violation(f"{what} has no {lacks}", tuple(parts))
+                yield Violation("missing-op", f"{what} has no {lacks}", tuple(parts))
             for op in (*parts, *([back] if back else ())):
                 if own is not None and op.worker != own.worker:
                     text = f"{self.show(op)} is not on the worker of {self.show(own)}, which keeps its activation"
-                    yield Violation(text, (own, op))
+                    yield Violation("other-worker", text, (own, op))
         steps = np.bincount(self.row[self.kind == O], minlength=len(self.workers))
         for row_of in np.flatnonzero(steps != 1).tolist():
             worker = self.workers[row_of]
             ops = tuple(op for op in self.ops[worker] if op.kind == "O")
-            yield Violation(f"{worker} has {len(ops)} O, expected 1", ops[:2])
+            rule = "doubled-op" if ops else "missing-op"
+            yield Violation(rule, f"{worker} has {len(ops)} O, expected 1", ops[:2])
         last = self.bounds[1:][steps == 1] - 1
         for place in last[self.kind[last] != O].tolist():
             worker = self.workers[int(self.row[place])]
-            yield Violation(f"{self.show(self.op(place))} stands behind the O of {worker}", (self.op(place),))
+            yield Violation(
+                "step-last", f"{self.show(self.op(place))} stands behind the O of {worker}", (self.op(place),)
+            )
 
     def _overlaps(self) -> Iterator[Violation]:
         """The rule that a worker runs one op at a time, in the order of its row: workers keep to that order, not to
@@ -323,10 +355,10 @@ class _Checker:
             before, op = self.op(place), self.op(place + 1)
             if op.start < before.start or op.duration == 0:
                 worker = self.workers[int(self.row[place])]
-                text = f"the ops of {worker} are not in time order: {self.show(before)}, {self.show(op)}"
+                rule, text = "order", f"the ops of {worker} are not in time order: {self.show(before)}, {self.show(op)}"
             else:
-                text = f"{self.show(op)} overlaps {self.show(before)}"
-            yield Violation(text, (before, op))
+                rule, text = "overlap", f"{self.show(op)} overlaps {self.show(before)}"
+            yield Violation(rule, text, (before, op))
 
     def _releases(self) -> Ints:
         """By op, when the activation of its micro-batch and stage is free again; meaningless for O."""
@@ -377,6 +409,7 @@ class _Checker:
             mine = (self.row == row) & (self.kind == F) & (self.start <= op.start) & (self._releases() > op.start)
             oldest = self.op(min(np.flatnonzero(mine).tolist(), key=lambda i: int(self.start[i])))
             yield Violation(
+                "memory",
                 f"{self.show(op)} starts while {op.worker} holds {held[k] - 1} activations and may hold {limit}; "
                 f"the oldest is that of {self.show(oldest)}",
                 (oldest, op),
@@ -413,7 +446,9 @@ class _Checker:
             if op.worker not in told:
                 told.add(op.worker)
                 limit = self.job.capacity_bytes[op.stage]
-                yield Violation(f"{op.worker} holds {held[k]:,} bytes of {limit:,} with {self.show(op)}", (op,))
+                yield Violation(
+                    "memory", f"{op.worker} holds {held[k]:,} bytes of {limit:,} with {self.show(op)}", (op,)
+                )
 
     def _precedence(self) -> Iterator[Violation]:
         scale = self.job.ticks_per_unit
@@ -435,7 +470,7 @@ class _Checker:
             for p, j, s in np.argwhere(early).tolist():
                 a, b, wait = self.op(first[p, j, s]), self.op(then[p, j, s]), int(lag[s])
                 after = f" and a transfer of {self.job.units(wait)}" if wait else ""
-                yield Violation(f"{self.show(b)} starts before the end of {self.show(a)}{after}", (a, b))
+                yield Violation("precedence", f"{self.show(b)} starts before the end of {self.show(a)}{after}", (a, b))
 
     def _barriers(self) -> Iterator[Violation]:
         """The rule for O. Staggered: a stage's O's start when its last peer has finished. Else all start at the
@@ -448,7 +483,7 @@ class _Checker:
             own = self.op(place)
             last = self.op(int(np.flatnonzero(compute & (group == group[place]) & (self.end == done[group[place]]))[0]))
             side = "before" if own.start < last.end else "after"
-            yield Violation(f"{self.show(own)} starts {side} the end of {self.show(last)}", (last, own))
+            yield Violation("barrier", f"{self.show(own)} starts {side} the end of {self.show(last)}", (last, own))
 
     # -- the plan's own numbers, by their definitions -----------------------------------------
 
@@ -485,18 +520,20 @@ def _document(plan: Plan, schedule: Schedule) -> Iterator[Violation]:
     """Check that names have their one spelling, and times are whole ticks."""
     for name in (*plan.workers, *plan.failed):
         if str(Worker.parse(name)) != name:
-            yield Violation(f"worker {name!r} should be spelt {Worker.parse(name)}")
+            yield Violation("spelling", f"worker {name!r} should be spelt {Worker.parse(name)}")
     if len(set(plan.failed)) != len(plan.failed):
-        yield Violation("failed names a worker twice")
+        yield Violation("doubled-worker", "failed names a worker twice")
     job, names = schedule.problem.job, list(plan.workers)
     for row in np.unique(plan.workers.arrays.row[_doubtful(plan, job.ticks_per_unit)]).tolist():
         for said, op in zip(plan.workers[names[row]], schedule.ops[Worker.parse(names[row])], strict=False):
             if said.start != job.units(op.start) or said.duration != job.units(op.duration):
                 yield Violation(
-                    f"{op}: start {said.start} and duration {said.duration} are finer than the job's durations", (op,)
+                    "ticks",
+                    f"{op}: start {said.start} and duration {said.duration} are finer than the job's durations",
+                    (op,),
                 )
             if (said.micro_batch is None) != (said.kind == "O"):
-                yield Violation(f"{op}: micro_batch is null for O and a number for all others", (op,))
+                yield Violation("micro-batch", f"{op}: micro_batch is null for O and a number for all others", (op,))
 
 
 def _doubtful(plan: Plan, scale: int) -> NDArray[np.bool_]:
@@ -514,7 +551,7 @@ def _doubtful(plan: Plan, scale: int) -> NDArray[np.bool_]:
 
 def _fingerprint(plan: Plan) -> Iterator[Violation]:
     if plan.fingerprint != (own := plan.compute_fingerprint()):
-        yield Violation(f"fingerprint is {plan.fingerprint!r}, and that of these ops is {own}")
+        yield Violation("fingerprint", f"fingerprint is {plan.fingerprint!r}, and that of these ops is {own}")
 
 
 def _numbers(plan: Plan, checker: _Checker) -> Iterator[Violation]:
@@ -523,34 +560,45 @@ def _numbers(plan: Plan, checker: _Checker) -> Iterator[Violation]:
     true = checker.times()
     for name in ("makespan", "period"):
         if getattr(said, name) != job.units(true[name]):
-            yield Violation(f"metrics.{name} is {getattr(said, name)}, and the ops give {job.units(true[name])}")
+            yield Violation(
+                f"metrics.{name}", f"metrics.{name} is {getattr(said, name)}, and the ops give {job.units(true[name])}"
+            )
     peaks = checker.peaks()
     for name in sorted(said.peak_activations.keys() | peaks.keys()):
         if said.peak_activations.get(name) != peaks.get(name):
             yield Violation(
+                "metrics.peak_activations",
                 f"metrics.peak_activations of {name} is {said.peak_activations.get(name)}, "
-                f"and the ops give {peaks.get(name)}"
+                f"and the ops give {peaks.get(name)}",
             )
     for name, value in _ratios(checker, said, true).items():
         if not math.isclose(getattr(said, name), value, rel_tol=1e-9, abs_tol=1e-9):
-            yield Violation(f"metrics.{name} is {getattr(said, name)}, and it should be {value:.6g}")
+            yield Violation(f"metrics.{name}", f"metrics.{name} is {getattr(said, name)}, and it should be {value:.6g}")
     yield from _baseline(problem, said, true["period"])
     if said.lower_bound > said.period:
-        yield Violation(f"metrics.lower_bound {said.lower_bound} is above the period {said.period}")
+        yield Violation(
+            "metrics.lower_bound", f"metrics.lower_bound {said.lower_bound} is above the period {said.period}"
+        )
     proven = job.units(established_bound(problem, true["period"]))
     if said.lower_bound > proven and plan.solver.name not in PROVERS:
         yield Violation(
+            "unproven",
             f"metrics.lower_bound is {said.lower_bound}, and what is proven is {proven}; "
-            f"{plan.solver.name} proves no more than that"
+            f"{plan.solver.name} proves no more than that",
         )
     yield from _over_layouts(problem, said)
     if said.lower_bound <= 0:
-        yield Violation(f"metrics.lower_bound is {said.lower_bound}, and no iteration takes no time")
+        yield Violation(
+            "metrics.lower_bound", f"metrics.lower_bound is {said.lower_bound}, and no iteration takes no time"
+        )
     if not 0 <= plan.solver.seconds < math.inf:
-        yield Violation(f"solver.seconds is {plan.solver.seconds}, expected a number of seconds of at least 0")
+        yield Violation(
+            "solver.seconds", f"solver.seconds is {plan.solver.seconds}, expected a number of seconds of at least 0"
+        )
     if (plan.solver.status == "optimal") != (said.lower_bound == said.period):
         yield Violation(
-            f"solver.status is {plan.solver.status} with period {said.period} and lower bound {said.lower_bound}"
+            "solver.status",
+            f"solver.status is {plan.solver.status} with period {said.period} and lower bound {said.lower_bound}",
         )
 
 
@@ -559,15 +607,18 @@ def _over_layouts(problem: Problem, said: MetricsDoc) -> Iterator[Violation]:
     if said.bound_over == "schedules":
         return
     if not problem.job.layers:
-        yield Violation(f"metrics.bound_over is {said.bound_over}, and the job has no layers to be cut anew")
+        yield Violation(
+            "metrics.bound_over", f"metrics.bound_over is {said.bound_over}, and the job has no layers to be cut anew"
+        )
         return
     less = math.ceil(said.lower_bound * problem.job.ticks_per_unit - 0.5) - 1
     layouts = _Layouts(problem)
     beaten = layouts.partition_within(less) if said.bound_over == "partitions" else layouts.staffed_within(less)
     if beaten:
         yield Violation(
+            "unproven",
             f"metrics.lower_bound is {said.lower_bound} over all {said.bound_over}, and what is proven "
-            "leaves room for one with a shorter period"
+            "leaves room for one with a shorter period",
         )
 
 
@@ -752,12 +803,15 @@ def _baseline(problem: Problem, said: MetricsDoc, period: int) -> Iterator[Viola
     """Check slowdown_vs_best: against the best fault-free plan, or this one where it is shorter."""
     best, wrong = _best_without_failures(problem.job, problem.memory)
     if wrong is not None:
-        yield Violation(f"the best fault-free plan, which this one is compared with, is invalid: {wrong}")
+        yield Violation("baseline", f"the best fault-free plan, which this one is compared with, is invalid: {wrong}")
         return
     mark = min(best, period)
     expected = period / mark - 1
     if not math.isclose(said.slowdown_vs_best, expected, rel_tol=1e-9, abs_tol=1e-9):
-        yield Violation(f"metrics.slowdown_vs_best is {said.slowdown_vs_best}, and it should be {expected:.6g}")
+        yield Violation(
+            "metrics.slowdown_vs_best",
+            f"metrics.slowdown_vs_best is {said.slowdown_vs_best}, and it should be {expected:.6g}",
+        )
 
 
 @lru_cache(maxsize=64)

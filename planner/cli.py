@@ -775,7 +775,7 @@ def check(
     loaded = Plan.load(path)
     violations = find_violations(loaded)
     if as_json:
-        found = [{"sentence": v.sentence, "ops": [str(op) for op in v.ops]} for v in violations]
+        found = [{"rule": v.rule, "sentence": v.sentence, "ops": [str(op) for op in v.ops]} for v in violations]
         believed = None if violations else claim(loaded)
         sys.stdout.write(json.dumps({"valid": not violations, "violations": found, "claim": believed}) + "\n")
     elif violations:

@@ -83,19 +83,13 @@ def test_the_same_is_found_however_the_ops_came(problem: Problem, data: st.DataO
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("period", 1.0, "metrics.period is 1.0"),
-        ("makespan", 1.0, "metrics.makespan is 1.0"),
-        ("bubble_fraction", 0.9, "metrics.bubble_fraction is 0.9"),
-        ("lower_bound", 1e9, "metrics.lower_bound 1000000000.0 is above"),
-        ("peak_activations", {}, "metrics.peak_activations of W0_0"),
-    ],
+    ("field", "value"),
+    [("period", 1.0), ("makespan", 1.0), ("bubble_fraction", 0.9), ("lower_bound", 1e9), ("peak_activations", {})],
 )
-def test_numbers_that_are_not_those_of_the_ops(field: str, value: object, said: str) -> None:
+def test_numbers_that_are_not_those_of_the_ops(field: str, value: object) -> None:
     plan = solved(PROBLEMS[0])
     other = Plan.of(plan.schedule(), metrics=plan.metrics.model_copy(update={field: value}), solver=plan.solver)
-    assert any(str(found).startswith(said) for found in check(other))
+    assert any(found.rule == f"metrics.{field}" for found in check(other))
     assert unpack(pack(other)) == other
 
 

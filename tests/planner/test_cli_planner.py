@@ -104,6 +104,7 @@ def test_check_names_the_two_ops_that_clash(plan_file: Path) -> None:
     answer = json.loads(invoke("check", str(plan_file), "--json").output)
     assert answer["valid"] is False
     assert all(len(v["ops"]) == 2 for v in answer["violations"])
+    assert {v["rule"] for v in answer["violations"]} == {"overlap", "precedence"}
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"schema_version": 2}', "\x00\xff"])

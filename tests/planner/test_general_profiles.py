@@ -273,7 +273,8 @@ def test_check_adds_up_the_bytes_itself() -> None:
     tight = Problem(
         replace(job, capacity_bytes=(99, 100, 100)), technique=Technique.ADAPTIVE, memory=MemoryLimit("bytes")
     )
-    assert "W0_0 holds 100 bytes of 99" in str(check(Schedule(tight, schedule.ops))[0])
+    found = check(Schedule(tight, schedule.ops))[0]
+    assert found.rule == "memory" and "W0_0 holds 100 bytes of 99" in str(found)
 
 
 def test_a_first_stage_without_input_gradient() -> None:

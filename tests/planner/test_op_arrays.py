@@ -157,4 +157,4 @@ def overfull(plan: Plan, capacity: int) -> set[str]:
     """The workers that hold more than that, as planner.check sees it."""
     job = plan.job.model_copy(update={"capacity_bytes": capacity or 0})
     found = check(plan.model_copy(update={"job": job, "memory": "bytes"}))
-    return {v.sentence.split(" ")[0] for v in found if " bytes of " in v.sentence}
+    return {v.sentence.split(" ")[0] for v in found if v.rule == "memory"}

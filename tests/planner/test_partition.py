@@ -445,7 +445,7 @@ def test_the_check_refuses_a_bound_that_is_not_proven_for_all_partitions(
     plan = make_plan(layout.problem, solver="list", look_ahead=False, layout=wrong)
     if plan.metrics.lower_bound == plan.metrics.period:
         return
-    assert any("lower_bound" in str(v) for v in check(plan))
+    assert [v.rule for v in check(plan)] == ["unproven"]
 
 
 def test_the_bound_over_all_workers_is_checked_too() -> None:
@@ -453,7 +453,7 @@ def test_the_bound_over_all_workers_is_checked_too() -> None:
     assert check(plan) == []
     ticks = plan.metrics.lower_bound + 1
     metrics = plan.metrics.model_copy(update={"lower_bound": ticks, "gap": plan.metrics.period / ticks - 1})
-    assert any("lower_bound" in str(v) for v in check(plan.model_copy(update={"metrics": metrics})))
+    assert any(v.rule == "unproven" for v in check(plan.model_copy(update={"metrics": metrics})))
 
 
 def test_the_partition_is_part_of_the_fingerprint() -> None:
@@ -484,7 +484,7 @@ def test_slowdowns_are_against_the_job_as_it_is_cut_without_failures() -> None:
 def test_a_bound_over_partitions_needs_layers() -> None:
     plan = make_plan(Problem(Job.uniform(2, 2, 2)), solver="list")
     metrics = plan.metrics.model_copy(update={"bound_over": "partitions"})
-    assert any("layers" in str(v) for v in check(plan.model_copy(update={"metrics": metrics})))
+    assert any(v.rule == "metrics.bound_over" for v in check(plan.model_copy(update={"metrics": metrics})))
 
 
 @pytest.mark.parametrize(("stages", "transfer"), [(171, 0.0), (12, 0.0), (4, 1_000_000.123456)], ids=str)
