@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import settings
 
+from openrecycle.planner.jobs.errors import InputError
 from tests.golden import learn
 
 gc.disable()  # until all tests are collected: there is little garbage, and very much to look through
@@ -53,6 +55,14 @@ _SLOW = ("processes", "browser", "postgresql", "chaos")
 def at_length(*values: Any) -> Any:
     """A parameter's value that `make test` spares itself, as another one goes the same way; `make chaos` does not."""
     return pytest.param(*values, marks=pytest.mark.chaos)
+
+
+@contextmanager
+def refuses(field: str, value: object = ANY) -> Iterator[pytest.ExceptionInfo[InputError]]:
+    """Expects an InputError of that field, and with that value."""
+    with pytest.raises(InputError) as refused:
+        yield refused
+    assert (refused.value.field, refused.value.value) == (field, value), refused.value
 
 
 def examples(most: int, **others: Any) -> Any:

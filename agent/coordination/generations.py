@@ -525,7 +525,9 @@ def drain_asked(state: State, event: DrainAsked, now: float, failure_timeouts: F
         how = "drained" if member.state is FAILED and member.leaving else member.state
         return refuse(state, "not_running", f"worker: {member.name} is {how}, expected one that runs")
     if not state.settled:
-        return refuse(state, "no_choice", f"{member.name} can't leave while the job recovers; try again when it trains")
+        return refuse(
+            state, "recovering", f"{member.name} can't leave while the job recovers; try again when it trains"
+        )
     if not holders(state, member.stage, {member.name}):
         text = f"worker: {member.name} is the last one that holds stage {member.stage}, expected one with a peer"
         return refuse(state, "invalid", text)
@@ -552,7 +554,7 @@ def use_plan(state: State, event: UsePlan, now: float, failure_timeouts: Failure
     failed = out(state)
     if failed is None or state.current is None:
         return refuse(
-            state, "no_choice", "a plan can't be put in force while the job recovers; try again when it trains"
+            state, "recovering", "a plan can't be put in force while the job recovers; try again when it trains"
         )
     if sorted(event.failed) != sorted(failed):
         expected = names(failed) or "none"
@@ -568,7 +570,7 @@ def use_plan(state: State, event: UsePlan, now: float, failure_timeouts: Failure
     text = event.reason or f"{event.actor} put plan {event.fingerprint[:8]} in force"
     pending = pend(state, text, partition=event.partition)
     if pending.failed != failed:
-        return refuse(state, "no_choice", "a worker is about to re-join; try again when it trains")
+        return refuse(state, "recovering", "a worker is about to re-join; try again when it trains")
     step = plan_ready(
         replace(state, pending=pending),
         PlanReady(pending.failed, event.fingerprint, "an operator's choice" if event.actor else "made now"),

@@ -853,9 +853,10 @@ class Note:
 
 @dataclass(frozen=True)
 class Refuse:
-    """The event does not count, and changes nothing. code: as in agent.messages.protocol.Problem."""
+    """The event does not count, and changes nothing. code: as in agent.messages.protocol.ProblemDetails; `recovering`
+    passes when the job trains."""
 
-    code: Literal["unknown_worker", "fenced", "not_member", "job_over", "invalid", "no_choice", "not_running", "frozen"]
+    code: Literal["unknown_worker", "fenced", "job_over", "invalid", "no_choice", "not_running", "frozen", "recovering"]
     detail: str
 
 

@@ -720,7 +720,7 @@ class Replanning:
             raise ConsoleError(409, "frozen", f"{state.frozen_by} has frozen the plan; unfreeze it first")
         failed = out(state)
         if failed is None:
-            raise ConsoleError(409, "no_choice", "the job does not train yet, or recovers; try again when it trains")
+            raise ConsoleError(409, "recovering", "the job does not train yet, or recovers; try again when it trains")
         return failed
 
     def _decide(self, job: LiveJob, running: _Running) -> tuple[Outcome, str]:

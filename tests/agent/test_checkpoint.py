@@ -43,6 +43,7 @@ from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import SKIP
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
+from tests.conftest import refuses
 from tests.golden import golden
 
 JOB = Identity("tests:job", layers=2, stages=2, pipelines=2, micro_batches=3, seed=7)
@@ -319,16 +320,16 @@ def test_a_file_that_can_not_be_read_now_is_not_taken_for_damaged(file: str, tmp
 
 
 def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
+    with pytest.raises(CheckpointError, match="nowhere: "):
         find(tmp_path / "nowhere")
     _write(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=golden("no-checkpoint-of-iteration-5")):
+    with pytest.raises(CheckpointError, match=r" 5; there are 1$"):
         find(tmp_path, "5")
     with pytest.raises(CheckpointError, match="has layers 0 to 1"):
         load_layers(tmp_path, range(2, 3))
     manifest = tmp_path / "iteration-0000000001" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 6}))
-    with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
+    with pytest.raises(CheckpointError, match=" 6, expected "):
         find(tmp_path)
 
 
@@ -403,7 +404,7 @@ def test_a_pickled_checkpoint_is_refused_and_nothing_in_it_runs(
     # Called the new form, it has no files of that form.
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 5}))
-    with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
+    with pytest.raises(CheckpointError, match=path.name):
         find(tmp_path / "checkpoints")
     assert not (tmp_path / "harm").exists()
 
@@ -421,7 +422,7 @@ def test_pickles_in_the_place_of_a_checkpoint_s_files_do_not_run(
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["stages"][0][0]["files"][file] = hashlib.sha256(harm).hexdigest()
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=golden("cant-be-read")):
+    with pytest.raises(CheckpointError, match="share-0: "):
         find(tmp_path / "checkpoints").load(range(1))
     assert not (tmp_path / "harm").exists()
 
@@ -441,7 +442,7 @@ def test_a_header_that_lies_about_sizes_takes_no_memory(file: str, tmp_path: Pat
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["stages"][0][0]["files"][file] = hashlib.sha256(tensors.read_bytes()).hexdigest()
         (path / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(CheckpointError, match=golden("share-0-cant-be-read")):
+        with pytest.raises(CheckpointError, match="share-0: "):
             find(tmp_path).load(range(1))
 
 
@@ -458,11 +459,11 @@ def test_files_that_are_too_long_are_not_read(tmp_path: Path, monkeypatch: pytes
     _write(tmp_path, 1)
     checkpoint = find(tmp_path)
     monkeypatch.setattr("openrecycle.agent.checkpoints.MAX_STATE_BYTES", 100)
-    with pytest.raises(CheckpointError, match=golden("state-json-has-more-than")):
+    with pytest.raises(CheckpointError, match=r"state\.json .* 100 "):
         checkpoint.load(range(1))
     manifest = tmp_path / "iteration-0000000001" / "manifest.json"
     manifest.write_text(manifest.read_text() + " " * 2**26)
-    with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
+    with pytest.raises(CheckpointError, match="iteration-0000000001: "):
         find(tmp_path)
 
 
@@ -482,7 +483,7 @@ def test_a_manifest_of_wrong_types_is_no_checkpoint(change: dict[str, object], t
     file = tmp_path / "iteration-0000000001" / "manifest.json"
     manifest = json.loads(file.read_text())
     file.write_text(json.dumps(manifest | {"job": manifest["job"] | change}))
-    with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
+    with pytest.raises(CheckpointError, match="iteration-0000000001: "):
         find(tmp_path)
 
 
@@ -555,10 +556,10 @@ def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     said: list[str] = []
     _write(tmp_path, 1)
     _write(tmp_path, 2)
-    with pytest.raises(InputError, match=golden("checkpoints-directory-resume-newest-to")):
+    with refuses("checkpoints.directory"):
         prepare(Checkpoints(directory=str(tmp_path)), JOB, 10, said.append)
     newest = Checkpoints(directory=str(tmp_path), resume="newest")
-    with pytest.raises(InputError, match=golden("iterations-got-2-expected-more")):
+    with refuses("iterations", 2):
         prepare(newest, JOB, 2, said.append)
     for other, complaint in (
         (Identity("tests:job", 3, 3, 2, 3, 7), "job.stages: got 3, expected '2"),

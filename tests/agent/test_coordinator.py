@@ -32,8 +32,8 @@ from openrecycle.agent.coordination.membership import (
 )
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.app.jobs.live_job import TICK_SECONDS, IncomingReport, job_columns, read_broken, run_together
-from openrecycle.planner.jobs.errors import InputError
 from tests.agent.coordinator_run import FAILURE_TIMEOUTS, Run, fingerprint
+from tests.conftest import refuses
 from tests.golden import golden
 
 
@@ -276,7 +276,7 @@ def test_a_worker_outside_the_grid_is_refused(event: WorkerRegistered) -> None:
     refusal = run.send(event).refusal
     assert refusal is not None
     assert refusal.code == "unknown_worker"
-    assert refusal.detail == golden("worker-got-w7-0-expected")
+    assert refusal.detail.startswith("worker: got 'W7_0',")
     assert run.state is before
 
 
@@ -462,7 +462,7 @@ def test_an_acknowledgement_of_the_future_is_refused_one_of_the_past_ignored() -
     run = Run().start()
     refusal = run.send(GenerationAcknowledged("W0_0", "W0_0-1", 2, "adopted")).refusal
     assert refusal is not None
-    assert refusal.detail == golden("generation-got-2-expected-at")
+    assert refusal.detail.startswith("generation: got 2,")
     run.exit("W1_1")
     before = run.state
     assert run.send(GenerationAcknowledged("W0_0", "W0_0-1", 1, "resumed")).refusal is None
@@ -607,24 +607,22 @@ def test_a_restarted_console_opens_the_generation_that_it_had_not_come_to() -> N
     ],
 )
 def test_failure_timeouts_in_another_order_are_refused(values: dict[str, float], field: str) -> None:
-    with pytest.raises(InputError) as error:
+    with refuses(field):
         FailureTimeouts(**values)
-    assert error.value.field == field
 
 
 @pytest.mark.parametrize(
-    ("transfer", "group", "sentence"),
+    ("transfer", "group", "field"),
     [
-        (20.0, 150.0, golden("transfer-timeout-got-20-0")),
-        (120.0, 120.0, golden("group-timeout-got-120-0")),
+        (20.0, 150.0, "transfer_timeout"),
+        (120.0, 120.0, "group_timeout"),
     ],
 )
 def test_agents_that_wait_for_less_than_the_failure_timeouts_allow_are_refused(
-    transfer: float, group: float, sentence: str
+    transfer: float, group: float, field: str
 ) -> None:
-    with pytest.raises(InputError) as error:
+    with refuses(field):
         FAILURE_TIMEOUTS.check_above(transfer, group)
-    assert sentence in str(error.value)
 
 
 def test_agents_that_wait_long_enough_or_do_not_say_are_taken() -> None:

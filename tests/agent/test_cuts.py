@@ -16,12 +16,10 @@ from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.post_validation import judge
 from openrecycle.agent.stages.stage import Stage, assemble
 from openrecycle.agent.workers.relayout import regrouped
-from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from tests.agent.layered import Masking, Mixture, Noting
 from tests.agent.local_jobs import TINY, LocalJob, Message, uncut
-from tests.conftest import at_length
-from tests.golden import golden
+from tests.conftest import at_length, refuses
 
 LAYERS = 6
 
@@ -120,13 +118,13 @@ def test_a_checkpoint_is_read_by_stages_that_are_cut_elsewhere(tmp_path) -> None
 
 @pytest.mark.parametrize("partition", [(1, 2), (0, 6), (7, -1), (6,)])
 def test_a_partition_that_does_not_fit_is_refused(partition: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match=golden("partition-got-2-numbers-of")):
+    with refuses("partition"):
         partition_of(partition, 6, 2)
 
 
 def test_an_even_partition() -> None:
     assert partition_of((), 6, 4) == (2, 2, 1, 1)
-    with pytest.raises(InputError, match=golden("layers-got-3-expected-at")):
+    with refuses("layers", 3):
         partition_of((), 3, 4)
 
 

@@ -21,8 +21,7 @@ from openrecycle.agent.launcher.record import EvaluationResult
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.agent.models.data import MicroBatchSampler
 from tests.agent import masked_jobs, own_jobs
-from tests.conftest import at_length
-from tests.golden import golden
+from tests.conftest import at_length, refuses
 
 ITERATIONS = 10
 
@@ -249,10 +248,10 @@ def unreadable(index: int) -> Any:
 def test_data_to_evaluate_on_of_another_form_are_refused_before_anything_starts() -> None:
     """By the first micro-batch: every one would be refused when it is evaluated, with a warning each."""
     evaluate = Evaluation(data=masked_jobs.Sentences(4, 2))
-    with pytest.raises(InputError, match=golden("evaluate-data-got-attention-mask")) as error:
+    with refuses("evaluate.data", "input_ids, attention_mask") as error:
         masked_jobs.trainer(data=Unmasked(96, 1), batch_size=masked_jobs.BATCH, loading=Loading(), evaluate=evaluate)
     assert error.value.field == "evaluate.data"
-    with pytest.raises(InputError, match=golden("evaluate-data-got-inputs-of-2")):
+    with refuses("evaluate.data", "inputs of 2 tensors"):
         own_jobs.trainer(data=plain, evaluate=Evaluation(data=with_a_mask, micro_batches=3))
     own_jobs.trainer(data=plain, evaluate=Evaluation(data=unreadable, micro_batches=3))  # which ends no job
 

@@ -14,7 +14,6 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.errors import InputError
-from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -43,7 +42,7 @@ def test_a_job_whose_agents_give_up_before_the_console_does_is_refused(tmp_path:
     with pytest.raises(ConsoleError) as refused:
         console.jobs.create(spec(Timeouts(transfer=45.0)))
     assert refused.value.status == 422
-    assert golden("transfer-timeout-got-45-0") in refused.value.detail
+    assert "transfer_timeout: got 45.0," in refused.value.detail
     created, _ = console.jobs.create(spec(Timeouts(transfer=61)))
     assert console.jobs.find(created.job_id).spec.transfer_timeout == 61
     console.jobs.create(SPEC)  # a loop of one's own does not say
@@ -62,7 +61,7 @@ def test_a_console_that_comes_back_with_other_time_outs_says_whom_it_does_not_su
     console.close()
     database.close()
     assert len(said) == 1
-    assert golden("transfer-timeout-got-45-0") in said[0]
+    assert "transfer_timeout: got 45.0," in said[0]
 
 
 @pytest.mark.parametrize("timeouts", [{"transfer": 0.0}, {"group": 120.0}, {"form": float("nan")}, {"transfer": 1e9}])

@@ -566,12 +566,12 @@ def _ids(value: Any) -> list[dict[str, Any]]:
         (llama, {"layers": 4}, ["layers: got"]),
         (llama, {"loss": nn.functional.cross_entropy}, ["loss: got"]),
         (llama, {"job": "2x2"}, ["job: got 'str'"]),
-        (llama, {"job": Job.uniform(1, 9, 2)}, [golden("job-stages-got-9-expected")]),
+        (llama, {"job": Job.uniform(1, 9, 2)}, ["job.stages: got 9,"]),
         (llama, {"data": [[1, 2, 3]] * 64}, ["data: got 'list'", golden("dicts-with-input-ids")]),
         (llama, {"data": 7}, ["data: got 'int'"]),
-        (llama, {"data": streamed_jobs.Plain()}, [golden("data-got-plain-expected-a")]),
-        (llama, {"data": {"input_ids": [[1, 2]] * 64}}, [golden("data-got-dict-expected-a")]),
-        (llama, {"data": lambda: None}, [golden("data-got-lambda-expected-a")]),
+        (llama, {"data": streamed_jobs.Plain()}, ["data: got 'Plain',"]),
+        (llama, {"data": {"input_ids": [[1, 2]] * 64}}, ["data: got 'dict',"]),
+        (llama, {"data": lambda: None}, ["data: got '<lambda>',"]),
         (
             llama,
             {"data": [{"input_ids": [1] * n} for n in range(1, 65)]},
@@ -610,7 +610,7 @@ def test_a_sample_with_a_token_that_the_model_does_not_know_is_left_out_where_ba
 
 
 def test_who_gives_a_model_as_layers_is_told_of_the_other_way() -> None:
-    with pytest.raises(InputError, match=golden("layers-got-one-llamaforcausallm")):
+    with pytest.raises(InputError, match="from_transformers"):
         modules_of(whole(llama()), "layers")
 
 

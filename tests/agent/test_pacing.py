@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.agent.config.faults import GRACE, PROMPT, PacedDevice, profile_pace
-from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, StageProfile, Worker
-from tests.golden import golden
+from tests.conftest import refuses
 
 
 class Clock:
@@ -107,7 +106,7 @@ def test_the_pace_of_a_profile_is_that_of_stage_speed_and_living_peers() -> None
     assert slow == pytest.approx({"F": 0.020, "I": 0.040, "W": 0.060, "O": 0.006})
     # Of a step that the profile says nothing of, nothing is known.
     assert profile_pace(job, Worker(0, 1), everybody) == pytest.approx({"F": 0.0015, "I": 0.0005, "W": 0.002})
-    with pytest.raises(InputError, match=golden("its-time-unit-is-slot")):
+    with refuses("planning.pace", "profile"):
         profile_pace(Job(1, 1, 1), Worker(0, 0), [Worker(0, 0)])
 
 

@@ -28,7 +28,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from tests.agent import own_jobs, streamed_jobs, wrong_jobs
 from tests.agent.runs import nan_model
-from tests.conftest import at_length
+from tests.conftest import at_length, refuses
 from tests.golden import golden
 
 W = own_jobs.WIDTH
@@ -65,7 +65,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"stages": [wrong_jobs.WithStatistics] * 2}, ["statistics of stage 0, which is", golden("no-buffer-in-two")]),
         (
             {"stages": [nn.Linear(W, W), nn.utils.parametrizations.weight_norm(nn.Linear(W, W))]},
-            [golden("stages-got-list-with-a")],
+            ["stages: got 'list with"],
         ),
         ({"stages": wrong_jobs.lazy}, ["stages: got 'weight of stage 1, whose shape", golden("no-lazy-ones")]),
         (
@@ -78,7 +78,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
             {"stages": [partial(wrong_jobs.Halves, torch.float4_e2m1fn_x2)] * 2},
             ["turns of stage 0, which is float4_e2m1fn_x2", "keep uint8"],
         ),
-        ({"stages": wrong_jobs.frozen}, [golden("stages-got-4-parameters-none")]),
+        ({"stages": wrong_jobs.frozen}, ["stages: got '4 parameters,"]),
         ({"stages": [wrong_jobs.Table(), nn.Linear(W, W)]}, ["stages: got", "rows of stage 0"]),
         ({"stages": wrong_jobs.sparse}, ["stages: got 'Embedding(sparse=True), 0 of stage 0', expected sparse=False"]),
         (
@@ -139,32 +139,32 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ),
         (
             {"data": wrong_jobs.classes, "loss": nn.functional.cross_entropy},
-            [golden("loss-got-indexerror-target-6")],
+            ["loss: got 'IndexError: ", "float32[4, 6]; targets int64[4]"],
         ),
         (
             {"data": partial(wrong_jobs.classes, dtype=torch.float32), "loss": nn.functional.cross_entropy},
             ["loss: got 'RuntimeError: ", "targets float32[4])'"],
         ),
-        ({"loss": nn.MSELoss(reduction="none")}, [golden("loss-got-4-6-expected")]),
+        ({"loss": nn.MSELoss(reduction="none")}, ["loss: got [4, 6],"]),
         ({"loss": wrong_jobs.detached}, ["loss: got", "no detach"]),
         ({"loss": wrong_jobs.Weighing()}, ["loss: got", "Weighing", "weights", "requires_grad_(False)"]),
         ({"data": wrong_jobs.elsewhere}, ["data: got 'tensors on meta'", "the CPU"]),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
         ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each", "PadCollate"]),
-        ({"data": wrong_jobs.as_lists}, [golden("data-got-x-a-list"), "with_format"]),
-        ({"data": wrong_jobs.the_next}, [golden("data-got-another-micro-batch-0")]),
+        ({"data": wrong_jobs.as_lists}, ["data: got \"'x',", "with_format"]),
+        ({"data": wrong_jobs.the_next}, ["data: got 'another micro-batch 0 of pipeline 0 when"]),
         (
             {"data": wrong_jobs.Augmented(), "batch_size": 4},
             ["data: got 'another micro-batch 0 of pipeline 0 (samples ", golden("by-the-samples-index")],
         ),
-        ({"data": wrong_jobs.generated}, [golden("data-got-generated-expected-a")]),
-        ({"data": len}, [golden("data-got-len-expected-a")]),
+        ({"data": wrong_jobs.generated}, ["data: got 'generated',"]),
+        ({"data": len}, ["data: got 'len',"]),
         ({"data": wrong_jobs.Unreadable(), "batch_size": 4}, ["data: got 'NotImplementedError"]),
-        ({"data": own_jobs.Squares(0), "batch_size": 4}, [golden("data-got-0-expected-at")]),
+        ({"data": own_jobs.Squares(0), "batch_size": 4}, ["data: got 0,"]),
         ({"data": 7}, ["data: got 'int', expected"]),
-        ({"on_error": "ignore"}, [golden("on-error-got-ignore-expected")]),
+        ({"on_error": "ignore"}, ["on_error: got 'ignore',"]),
         ({"on_iteration": lambda: None}, ["on_iteration: got '()'", "(iteration, loss)"]),
-        ({"faults": Faults(timeouts=SHORT)}, [golden("faults-timeouts-transfer-got-10")]),
+        ({"faults": Faults(timeouts=SHORT)}, ["faults.timeouts.transfer: got 10.0,"]),
         ({"record": "/no/such/folder/run.jsonl"}, ["record: got", golden("a-folder-that-exists")]),
     ],
 )
@@ -187,7 +187,7 @@ def test_what_was_typed_or_read_from_standard_input_can_not_be_imported(
     vars(typed).update(build=build, **({} if file is None else {"__file__": file}))
     build.__module__, build.__qualname__ = "__main__", "build"
     monkeypatch.setitem(sys.modules, "__main__", typed)
-    with pytest.raises(InputError, match=golden("something-from-a-file")):
+    with refuses("stages"):
         own_jobs.trainer(stages=build)
 
 

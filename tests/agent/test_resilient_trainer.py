@@ -39,7 +39,7 @@ from openrecycle.planner.plans.plan import job_doc
 from tests.agent import own_jobs, wrong_jobs
 from tests.agent.consoles import console
 from tests.agent.launches import Launched
-from tests.conftest import at_length
+from tests.conftest import at_length, refuses
 from tests.golden import golden
 
 PACED = Planning(pace="F=1ms,I=1ms,W=1ms")
@@ -73,7 +73,7 @@ class Local:
         ({"optimizer": lambda parameters: None}, ["optimizer: got '<lambda>'"]),
         ({"optimizer": 0.1}, ["optimizer: got 0.1"]),
         ({"data": lambda i, p, m: None}, ["data: got '<lambda>'"]),
-        ({"stages": [nested]}, [golden("stages-got-1-expected-one")]),
+        ({"stages": [nested]}, ["stages: got 1,"]),
         ({"stages": [nn.Linear(6, 6), wrong_jobs.WithFunction()]}, ["stages: got 'WithFunction of number 1'"]),
         ({"data": wrong_jobs.Locked(), "batch_size": 2}, ["data: got 'Locked'", "locks"]),
         ({"data": own_jobs.Squares(100), "batch_size": 2, "loading": Loading(collate=lambda s: s)}, ["got '<lambda>'"]),
@@ -83,7 +83,7 @@ class Local:
         ({"data": own_jobs.Squares(100)}, ["batch_size: got None"]),
         ({"data": own_jobs.Squares(100), "batch_size": 0}, ["batch_size: got 0"]),
         ({"data": own_jobs.Squares(10), "batch_size": 2}, ["data: got 10", "at least 12 samples"]),
-        ({"batch_size": 4}, [golden("batch-size-got-4-expected")]),
+        ({"batch_size": 4}, ["batch_size: got 4,"]),
         ({"job": "2x2"}, ["job: got 'str'", "Job.uniform"]),
         ({"optimization": "fast"}, ["optimization: got 'fast', expected openrecycle.Optimization(...)"]),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, ["optimizer: got", "SGD", "partial(torch.optim"]),
@@ -122,9 +122,8 @@ def test_the_memory_of_a_worker_can_be_set(capacity: Any) -> None:
 
 
 def test_deaths_that_no_plan_survives_are_refused() -> None:
-    with pytest.raises(InputError, match=golden("a-worker-of-stage-1-that-stays")) as error:
+    with refuses("faults.kill"):
         own_jobs.trainer(faults=Faults(kill=["W0_1@1:F0", "W1_1@2:F0"]))
-    assert error.value.field == "faults.kill"
 
 
 def test_a_mistake_is_shown_in_the_user_s_own_code() -> None:

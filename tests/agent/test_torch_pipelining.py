@@ -19,6 +19,7 @@ from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.models.torch_pipelining import layers_of
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import pipe_jobs as jobs
+from tests.conftest import refuses
 from tests.golden import golden
 
 
@@ -172,8 +173,8 @@ def test_pipeline_stages_stand_for_their_modules() -> None:
     # Their index says where they belong.
     jobs.trainer(stages=[_stage(1, 2), _stage(0, 2)], data=jobs.words_data, loss=nn.functional.mse_loss)
     refused: list[tuple[list[Any], str]] = [
-        ([_stage(0, 2), _stage(0, 2)], golden("stages-stage-index-0-0")),
-        ([_stage(0, 3), _stage(1, 3)], golden("stages-num-stages-3-in")),
+        ([_stage(0, 2), _stage(0, 2)], "stages: got 'stage_index 0, 0',"),
+        ([_stage(0, 3), _stage(1, 3)], "stages: got 'num_stages=3 in stage 0',"),
         ([_stage(0, 2), jobs.part(1, 2)], golden("sequential-beside-a-pipelinestage")),
     ]
     for stages, words in refused:
@@ -185,36 +186,36 @@ def test_pipeline_stages_stand_for_their_modules() -> None:
 def test_a_schedule_and_the_stage_of_a_pipe_are_refused() -> None:
     schedule = Schedule1F1B(_stage(0, 1), 2)
     for given in (schedule, [schedule]):
-        with pytest.raises(InputError, match=golden("stages-got-schedule1f1b-expected")):
+        with refuses("stages", "Schedule1F1B"):
             jobs.trainer(stages=given)
     with pytest.raises(InputError, match=golden("a-stage-of-a-pipe")):
         jobs.trainer(stages=[jobs.pipe("blocks.2").build_stage(0, jobs.CPU), jobs.part(1, 2)])
 
 
 def test_a_pipe_with_another_number_of_stages_is_refused() -> None:
-    with pytest.raises(InputError, match=golden("stages-got-5-expected-one")):
+    with refuses("stages", 5):
         jobs.trainer(stages=jobs.pipe())
     with pytest.raises(InputError, match="layer_count: got 2"):
         jobs.trainer(layers=jobs.pipe("blocks.2"), job=Job.uniform(2, 3, 3))
 
 
 def test_one_module_is_not_several() -> None:
-    with pytest.raises(InputError, match=golden("layers-got-one-net-expected")):
+    with refuses("layers", "one Net"):
         jobs.trainer(layers=jobs.net(), layer_count=4)
 
 
 def test_a_builder_that_makes_another_stage_than_asked_is_refused() -> None:
-    with pytest.raises(InputError, match=golden("a-pipelinestage-with-stage-index")):
+    with pytest.raises(InputError, match="stage_index=0, num_stages=2"):
         jobs.trainer(stages=jobs.always_the_first, data=jobs.words_data)
 
 
 def test_parameters_without_data_are_refused() -> None:
-    with pytest.raises(InputError, match=golden("tok-embeddings-weight-of-number")):
+    with pytest.raises(InputError, match=r"tok_embeddings\.weight"):
         jobs.trainer(layers=[jobs.part_without_data(0, 2), jobs.part_without_data(1, 2)])
 
 
 def test_a_torch_without_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_foreach_copy_")
     monkeypatch.setattr(torch, "__version__", "9.9")
-    with pytest.raises(InputError, match=golden("torch-got-9-9-without")):
+    with refuses("torch", "9.9, without _foreach_copy_"):
         jobs.trainer(stages=jobs.part, data=jobs.words_data)

@@ -409,7 +409,7 @@ def test_advice_that_takes_too_long_is_given_up() -> None:
 def test_what_can_not_be_advised_is_a_sentence() -> None:
     recommendation, why = ask(heals_in=0.0)
     assert recommendation is None
-    assert why.startswith(golden("heals-in-got-0-0"))
+    assert why.startswith("heals_in: got 0.0,")
 
 
 # -- in a console -------------------------------------------------------------------------------

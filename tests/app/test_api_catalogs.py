@@ -20,7 +20,6 @@ from openrecycle.app.server import create_routes
 from openrecycle.planner.check import check
 from openrecycle.planner.plans.plan import Plan
 from tests.conftest import examples
-from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -111,12 +110,12 @@ def test_cancelled_by_its_address(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"tolerance": 3}, golden("tolerance-got-3-expected-a")),
+        ({"tolerance": 3}, "tolerance: got 3,"),
         ({"tolerance": 1025}, "tolerance: got 1025"),
         ({"time_limit": 0}, "time_limit: got 0"),
         ({"job_id": 7}, "job_id: got 7"),
         ({"solver": "oracle"}, "solver: got 'oracle'"),
-        ({"colour": "red"}, golden("colour-got-red-expected-no")),
+        ({"colour": "red"}, "colour: got 'red',"),
     ],
 )
 def test_what_is_refused_names_the_field(client: TestClient, body: dict[str, Any], words: str) -> None:

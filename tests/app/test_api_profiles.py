@@ -80,10 +80,10 @@ def test_a_job_takes_its_op_times_by_name(client: TestClient) -> None:
     [
         ({"profile_name": "none"}, 404, "profile: got 'none'"),
         ({"profile_name": "../x"}, 422, "profile_name: got '../x'"),
-        ({"profile_name": "uneven", "stages": 4}, 422, golden("profile-uneven-stages-got-4")),
+        ({"profile_name": "uneven", "stages": 4}, 422, "profile 'uneven': stages: got 4,"),
         ({"profile_name": "uneven", "profile": UNEVEN}, 422, "profile, profile_name: got both"),
         ({"profile_name": "uneven", "durations": {"F": 1}}, 422, "durations: got"),
-        ({"profile_name": shipped()[0], "stages": 999}, 422, golden("stages-got-999-expected-at")),
+        ({"profile_name": shipped()[0], "stages": 999}, 422, "stages: got 999,"),
     ],
 )
 def test_a_job_without_such_a_profile(client: TestClient, change: dict[str, Any], status: int, words: str) -> None:
@@ -113,8 +113,8 @@ def test_a_plan_takes_its_op_times_by_name(client: TestClient) -> None:
         (shipped()[0], UNEVEN, 409, golden("comes-with-the-planner-choose")),
         (".hidden", UNEVEN, 422, "name: got '.hidden'"),
         ("x" * 81, UNEVEN, 422, "name: got 'xxx"),
-        ("x", {**UNEVEN, "transfers": [1]}, 422, golden("transfers-got-1-expected-one")),
-        ("x", {**UNEVEN, "surprise": 1}, 422, golden("surprise-got-1-expected-no")),
+        ("x", {**UNEVEN, "transfers": [1]}, 422, "transfers: got 1,"),
+        ("x", {**UNEVEN, "surprise": 1}, 422, "surprise: got 1,"),
         ("x", {"profile_version": 1}, 422, golden("model-missing-expected-a-value")),
         ("x", [], 422, golden("expected-a-valid-dictionary")),
         ("x", {**UNEVEN, "pipelines": 10**9}, 422, "pipelines"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from ui_console import console_refuses
 
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, StageProfile, Worker
 from openrecycle.planner.plans.plan import job_doc
-from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -37,7 +36,7 @@ def test_a_profile_outlives_its_console(store: Store) -> None:
     assert first.queries.view(created.job_id).spec.profile == job_doc(UNEVEN)
     # The same job again, as a launcher sends it that has not heard the answer.
     assert first.jobs.create(JobSpec.model_validate_json(SPEC.model_dump_json()), "key") == (created, False)
-    with pytest.raises(ConsoleError, match=golden("used-for-another-job")):
+    with console_refuses("idempotency_conflict"):
         first.jobs.create(SPEC.model_copy(update={"memory": "uniform"}), "key")
     first.close()
     second = ConsoleService(store)
@@ -50,5 +49,5 @@ def test_a_profile_outlives_its_console(store: Store) -> None:
 def test_bytes_that_hold_nothing_are_refused_with_what_would_help(store: Store) -> None:
     console = ConsoleService(store)
     small = SPEC.profile.model_copy(update={"capacity_bytes": 1050}) if SPEC.profile else None
-    with pytest.raises(ConsoleError, match=golden("memory-holds-0-5-of-one")):
+    with console_refuses("invalid"):
         console.jobs.create(SPEC.model_copy(update={"profile": small}))

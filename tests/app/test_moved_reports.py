@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ui_console import ConsoleHere, JobHere
+from ui_console import ConsoleHere, JobHere, console_refuses
 
 from openrecycle.agent.coordination.membership import Candidate, Offer, Offered
 from openrecycle.agent.messages.protocol import (
@@ -16,7 +16,6 @@ from openrecycle.agent.messages.protocol import (
     LogLines,
     MeasuredOps,
 )
-from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.words import MIGRATE
 
 pytestmark = pytest.mark.processes
@@ -61,7 +60,7 @@ def test_every_report_of_a_mover_is_taken(tmp_path: Path) -> None:
         before = live.state
         assert not console.reports.failures(job.job_id, [broken]).refused and live.state is before
         # One that never was in the job does not.
-        with pytest.raises(ConsoleError, match="incarnation"):
+        with console_refuses("fenced"):
             console.reports.printed(job.job_id, LogLines(worker="W2_1", incarnation="stranger", lines=()))
     finally:
         here.close()

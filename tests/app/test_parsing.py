@@ -104,7 +104,7 @@ def test_every_route_with_a_body_reads_large_ones_beside_the_loop(routes: list[A
             "/solves",
             {"kind": "migrations", "job": DOCUMENT, "stages": 2},
             422,
-            golden("expected-none-of-them-beside"),
+            "pipelines, stages, micro_batches: ",
         ),
         ("PUT", "/profiles/long", DOCUMENT, 201, '"stages":200'),
         ("POST", "/jobs/none/heartbeats", {"heartbeats": [BEAT] * 200}, 404, "unknown_job"),
@@ -138,7 +138,7 @@ def test_a_long_body_is_answered_as_a_short_one(
         ("/jobs", {**SPEC, "profile": {**DOCUMENT, "capacity_bytes": [-1] * 300_000}}, "profile.capacity_bytes"),
         ("/solves", {"kind": "plan", "job": DOCUMENT, "failed": ["x"] * 300_000}, "plan.failed.0: got 'x'"),
         ("/jobs/{job_id}/heartbeats", {"heartbeats": [{}] * 8_192}, "heartbeats.0.worker: missing"),
-        ("/jobs/{job_id}/heartbeats", {"heartbeats": [BEAT] * 8_192, "x": 1}, golden("x-got-1-expected-no")),
+        ("/jobs/{job_id}/heartbeats", {"heartbeats": [BEAT] * 8_192, "x": 1}, "x: got 1,"),
         ("/jobs/{job_id}/measured", {"starts_us": [-1] * 99_999}, "worker: missing"),
         ("/jobs/{job_id}/iterations", {"iterations": [{}] * 1_000}, "iterations.0.iteration: missing"),
         ("/jobs/{job_id}/choice", {"name": "x", "failed": ["x"] * 16_000}, "failed.0: got 'x'"),
@@ -157,19 +157,19 @@ def test_of_many_wrong_entries_the_first_is_said(routes: list[APIRoute], path: s
 @pytest.mark.parametrize(
     ("body", "detail"),
     [
-        (b"[" * (MOST_CONTAINERS + 1), golden("the-body-got-65-537-objects")),
-        (b"[" + b"{}," * MOST_CONTAINERS, golden("the-body-got-65-537")),
-        (b'{"a":1,' * (MOST_FIELDS + 1), golden("objects-and-lists")),
-        (b'"' + b":" * (MOST_FIELDS + 1) + b'"', golden("the-body-got-131-073")),
+        (b"[" * (MOST_CONTAINERS + 1), "the body: got 65,537 objects"),
+        (b"[" + b"{}," * MOST_CONTAINERS, "the body: got 65,537 objects"),
+        (b'{"a":1,' * (MOST_FIELDS + 1), "the body: got 131,073 objects"),
+        (b'"' + b":" * (MOST_FIELDS + 1) + b'"', "the body: got 131,073 fields,"),
         (b"[" * 5_000, golden("the-body-is-not-json")),
         (b"\xff" * 9_000, golden("the-body-is-not-json")),
         (
             json.dumps({"x": [1, {"deep": {str(i): i for i in range(MOST_FIELDS_OF_ONE + 1)}}]}).encode(),
-            golden("deep-got-an-object-with"),
+            "with 16,385 fields,",
         ),
         (
             json.dumps({"speeds": {f"W{i}_0": 1 for i in range(1_000)} | {"X" * 200: 1}}).encode(),
-            golden("speeds-got-among-1-001", f"{'X' * 80!r}"),
+            f"speeds: got {'X' * 80!r} among 1,001 fields,",
         ),
     ],
 )
@@ -203,7 +203,7 @@ def test_of_thousands_of_wrong_speeds_the_first_are_said(value: object) -> None:
             {"workers": {str(i): 1 for i in range(20_000)}},
             golden("workers-got-an-object-with"),
         ),
-        ({"job": {"profiles": [{}] * 150_000}}, golden("the-body-got-150-004")),
+        ({"job": {"profiles": [{}] * 150_000}}, "the body: got 150,004 objects"),
     ],
 )
 def test_a_plan_with_a_million_wrong_things_is_refused_for_their_number(plan: Any, wrong: str) -> None:
@@ -221,4 +221,4 @@ def test_what_is_wrong_with_a_file_is_said_of_the_file(document: bytes, place: s
         bounded(before + document + b"}")
     said = of_file(wrong.value.detail, len(before))
     assert said.startswith(golden("the-file-is-not-json")) and said.endswith(place)
-    assert of_file(golden("job-missing-expected-a-value"), len(before)) == golden("job-missing-expected-a-value")
+    assert of_file("job: missing", len(before)) == "job: missing"

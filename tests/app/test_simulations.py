@@ -155,7 +155,7 @@ def test_one_that_is_not_wanted_any_more_leaves_its_process_to_the_next() -> Non
         ({"mtbf": 0.0}, "mtbf: got 0.0"),
         ({"pipelines": 0}, "pipelines: got 0"),
         ({"hours": float("nan")}, "hours: got nan"),
-        ({"stages": 600}, golden("stages-got-600-expected-less")),
+        ({"stages": 600}, "stages: got 600,"),
     ],
 )
 def test_requests_name_the_field_that_is_wrong(values: dict[str, float], words: str) -> None:

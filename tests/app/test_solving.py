@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from ui_console import until
+from ui_console import console_refuses, until
 
 from openrecycle.app.plans.solving import MigrationsAsked, PlanAsked, Solve, Solves, answer
-from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
@@ -137,9 +136,8 @@ def test_more_than_can_run_at_once_wait_their_turn(make: Callable[..., Solves]) 
     running = solves.start(LONG)
     second, third = (solves.start(PlanAsked(job=SMALL, failed=(name,))) for name in ("W0_0", "W0_1"))
     assert [running.state, second.state, third.state] == ["running", "waiting", "waiting"]
-    with pytest.raises(ConsoleError, match=golden("wait-to-be-made-already")) as error:
+    with console_refuses("too_many"):
         solves.start(PlanAsked(job=SMALL))
-    assert error.value.status == 429
     solves.stop(second.id)
     assert (second.state, second.error) == ("failed", golden("stopped-before-it-had-begun"))
     solves.stop(running.id)
@@ -218,9 +216,9 @@ def test_copies_cost_what_the_profile_or_the_request_says() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"solver": "magic"}, InputError, golden("solver-got-magic-expected-one")),
+        ({"solver": "magic"}, InputError, "solver: got 'magic',"),
         ({"memory": "lots"}, InputError, "memory: got 'lots'"),
-        ({"failed": ("W9_0",)}, InputError, golden("failed-got-w9-0-expected")),
+        ({"failed": ("W9_0",)}, InputError, "failed: got 'W9_0',"),
         ({"failed": ("W0_1", "W1_1", "W2_1")}, InfeasibleError, golden("stage-1-has-no-living-worker-2")),
     ],
 )
@@ -243,7 +241,7 @@ def test_old_results_are_let_go(make: Callable[..., Solves]) -> None:
     solves = make(kept_ops=500)
     made = [ended(solves.start(PlanAsked(job=SMALL, failed=(f"W{p}_0",), solver="list"))) for p in range(3)]
     assert solves.all() == made[1:], "216 ops each"
-    with pytest.raises(ConsoleError, match=golden("expected-the-id-of-one")):
+    with console_refuses("unknown_solve"):
         solves.get(made[0].id)
 
 

@@ -90,7 +90,6 @@ def test_a_file_that_was_deleted_is_said_and_takes_nothing_more(tmp_path: Path) 
             asked.get(f"/api/v1/jobs/{job}/history.zip"),
         ):
             assert (answer.status_code, answer.json()["code"]) == (503, "database_gone")
-            assert golden("the-file-of-the-database") in answer.json()["detail"]
         assert len(asked.get("/api/v1/jobs").json()["jobs"]) == 1
         database.engine.dispose()  # from now on, connections are new
         unread = asked.get(f"/api/v1/jobs/{job}/workers/W0_0/history")
@@ -154,7 +153,6 @@ def test_a_full_disk_of_postgresql_is_said_in_words_too(monkeypatch: pytest.Monk
                 connection.execute(text(f"copy ({rows}) to '{filler}'"))
         answer = asked.get("/readyz")
         assert (answer.status_code, answer.json()["code"]) == (503, "disk_full")
-        assert golden("the-disk-of-the-database") in answer.json()["detail"]
         refused = asked.post("/api/v1/jobs", json={**SPEC, "pipelines": 64, "stages": 64})
         assert (refused.status_code, refused.json()["code"]) == (503, "disk_full")
         assert asked.get("/api/v1/jobs").status_code == 200, "what is there can be read"

@@ -53,10 +53,10 @@ def test_a_token_from_making_to_revoking(url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("create", "--role", "boss"), golden("role-got-boss-expected-view")),
-        (("create", "--role", "agent", "--job", "x"), golden("job-got-x-expected-the")),
-        (("create", "--role", "view", "--days", "0"), golden("days-got-0-expected-more")),
-        (("revoke", "nope"), golden("token-got-nope-expected-the")),
+        (("create", "--role", "boss"), "role: got 'boss',"),
+        (("create", "--role", "agent", "--job", "x"), "--job: got 'x',"),
+        (("create", "--role", "view", "--days", "0"), "days: got 0,"),
+        (("revoke", "nope"), "token: got 'nope',"),
     ],
 )
 def test_what_is_refused(url: str, arguments: tuple[str, ...], words: str) -> None:

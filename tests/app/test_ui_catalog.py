@@ -167,7 +167,7 @@ def test_what_is_wrong_is_said(here: ConsoleHere, query: dict[str, str], expecte
 def test_more_failures_than_the_job_can_have_are_refused(here: ConsoleHere) -> None:
     job = small(here, 9)
     test = open_page(job=job.job_id, **{f"cat_tolerance-{job.job_id}": "3"})
-    assert golden("tolerance-got-3-expected-a") in words(test)
+    assert "tolerance: got 3," in words(test)
 
 
 def test_two_fillings_are_enough(here: ConsoleHere) -> None:

@@ -156,7 +156,7 @@ def test_an_absurd_size_is_refused_beside_the_grid(console: ConsoleService) -> N
 
 def test_a_failure_without_a_technique_is_said_beside_the_switches(console: ConsoleService) -> None:
     test = open_page(fail="W1_2", technique="fault-free")
-    assert escape(golden("technique-got-fault-free-expected-adaptive")) in words(test)
+    assert escape("technique: got 'fault-free',") in words(test)
     assert test.button(key="planner-plan").disabled
 
 
@@ -164,7 +164,7 @@ def test_bytes_without_a_profile_that_has_them_is_said_beside_the_limit(console:
     test = open_page()
     test.selectbox(key="planner-memory").select("bytes")
     run(test)
-    assert golden("memory-got-none-expected-bytes") in words(test)
+    assert "memory: got None," in words(test)
     assert test.button(key="planner-plan").disabled
 
 
@@ -400,7 +400,7 @@ def test_a_grid_too_large_for_buttons_is_a_heat_map_with_names(console: ConsoleS
     assert params(test) == {"grid": "20x8x4", "fail": "W0_0.W19_7"}
     names().set_value("W20_0")
     run(test)
-    assert escape(golden("dead-workers-got-w20-0")) in words(test)
+    assert escape("dead workers: got 'W20_0',") in words(test)
     assert params(test)["fail"] == "W0_0.W19_7"
 
 

@@ -28,7 +28,7 @@ from openrecycle.planner.jobs.errors import InfeasibleError, InputError, Planner
 from openrecycle.planner.jobs.job import AUTO, Job, StageProfile, Technique, Worker
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.profiles import load_profile, shipped
-from tests.conftest import examples
+from tests.conftest import examples, refuses
 from tests.golden import golden
 
 MEASURED = Job(
@@ -193,7 +193,7 @@ def test_a_file_may_say_how_its_letters_are_written(encoding: str) -> None:
 
 
 def test_absurd_grids_and_dead_stages_are_refused() -> None:
-    with pytest.raises(InputError, match=golden("grid-got-99999-x-99999")):
+    with refuses("grid", "99999 x 99999 x 9"):
         WhatIf(99_999, 99_999, 9).asked()
     with pytest.raises(InfeasibleError, match=golden("stage-2-has-no-living-peer")):
         WhatIf(failed=("W0_2", "W1_2", "W2_2")).asked().problem()
@@ -240,7 +240,7 @@ def test_a_named_profile_brings_its_stages_and_a_link_names_it() -> None:
     assert link["profile"] == f"saved:mine@{KEPT.digest}"
     assert parse(link, KEPT) == (question, []) and parse(link, KEPT)[0].job() == question.job()
     (error,) = parse(link)[1]
-    assert str(error) == golden("profile-got-mine-expected-the")
+    assert str(error).startswith("profile: got 'mine',")
     assert to_keep(question) == KEPT.document
 
 
@@ -252,7 +252,7 @@ def test_a_named_profile_on_another_number_of_stages() -> None:
     assert to_keep(layered) == LAYERED.document, "and not what it makes of six stages"
     # A link by hand that does not fit is said, and mended on the page.
     wrong = parse({"grid": "3x4x6", "profile": saved_word(KEPT)}, KEPT)[0]
-    with pytest.raises(InputError, match=golden("stages-got-4-expected-2")):
+    with pytest.raises(InputError, match="stages: got 4,"):
         wrong.job()
     assert wrong.with_grid(3, 2, 6).named == KEPT and len(wrong.with_grid(3, 5, 6).job().profiles) == 5
 

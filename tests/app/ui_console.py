@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sqlalchemy import update
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
@@ -24,6 +26,7 @@ from openrecycle.agent.messages.protocol import (
     Registration,
 )
 from openrecycle.app.console.service import ConsoleService
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.models import PlanRow
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -42,6 +45,14 @@ def turn_to(test: AppTest, page: str) -> AppTest:
 def errors(test: AppTest) -> list[str]:
     """As a person reads them."""
     return [re.sub(r"\\(\W|_)", r"\1", element.value) for element in test.error]
+
+
+@contextmanager
+def console_refuses(code: str, field: str = "") -> Iterator[pytest.ExceptionInfo[ConsoleError]]:
+    """Expects a ConsoleError with that code, whose sentence begins with that field."""
+    with pytest.raises(ConsoleError) as refused:
+        yield refused
+    assert refused.value.code == code and refused.value.detail.startswith(field), refused.value
 
 
 class Address(dict[str, Any]):

@@ -100,13 +100,13 @@ def test_a_reader_that_stops_early_is_no_error(plan_file: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--format", "pdf"], golden("format-got-pdf-expected-one-of")),
+        (["--format", "pdf"], "--format: got 'pdf',"),
         (["--format", "torch-csv"], golden("w1-2-failed-since-torch")),
         (["--format", "csv", "--out", "/no/such/folder/x.csv"], "--out: got '/no/such/folder/x.csv'"),
         (["--format", "csv", "--out", "/"], "--out: got '/'"),
         (["--format", "csv", "--out", "."], "--out: got '.'"),
         (["--format", "csv", "--pipeline", "1"], "--pipeline: got 1, expected nothing: csv"),
-        (["--format", "svg", "--pipeline", "7"], golden("pipeline-got-7-expected-a")),
+        (["--format", "svg", "--pipeline", "7"], "--pipeline: got 7,"),
     ],
 )
 def test_bad_options(plan_file: Path, args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,7 @@ from openrecycle.planner.plans.baseline import one_forward_one_backward, referen
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op, Schedule
 from openrecycle.planner.solvers.portfolio import make_plan
-from tests.conftest import at_length, examples
-from tests.golden import golden
+from tests.conftest import at_length, examples, refuses
 from tests.planner.plans import as_plan, listed, worked_example
 from tests.planner.problems import problems
 
@@ -77,7 +76,7 @@ def test_an_op_of_a_billion_slots_is_no_billion_cells() -> None:
 
 def test_pipelines_that_differ_need_a_choice() -> None:
     plan = unlike_pipelines()
-    with pytest.raises(InputError, match=golden("pipeline-got-none-expected-a")):
+    with refuses("--pipeline", None):
         to_torch_csv(plan)
     first, second = to_torch_csv(plan, 0), to_torch_csv(plan, 1)
     assert first.splitlines()[0].startswith("0F0,0F1,0F2,0F3")
@@ -86,7 +85,7 @@ def test_pipelines_that_differ_need_a_choice() -> None:
 
 
 def test_a_rerouted_plan_is_refused_with_the_reason() -> None:
-    with pytest.raises(InputError, match=golden("w1-2-failed-since-each")):
+    with pytest.raises(InputError, match="W1_2"):
         to_torch_csv(worked_example(Technique.STAGGERED, "W1_2"))
 
 

@@ -146,7 +146,7 @@ def test_a_loss_that_is_no_hexadecimal_float_is_refused(text: str) -> None:
 
 
 def test_beyond_the_most_ops_a_job_is_refused_with_what_it_would_take() -> None:
-    with pytest.raises(InputError, match=golden("at-most-ops-which-take", f"{MAX_OPS:,}")):
+    with pytest.raises(InputError, match=f"{MAX_OPS:,}"):
         Job.uniform(1, 1, MAX_OPS // 3 + 1)
     assert Job.uniform(1, 1, MAX_OPS // 3).micro_batches == MAX_OPS // 3
 

@@ -117,7 +117,7 @@ def test_bad_traces(text: str, where: str, value: str) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=golden("can-be-read")):
+    with pytest.raises(InputError, match=r"none\.csv"):
         read_trace(tmp_path / "none.csv")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe0")
     with pytest.raises(InputError, match="UTF-8"):
