@@ -193,7 +193,7 @@ def test_a_refusal_says_what_it_takes(tokens: Tokens, by_letter: dict[str, str])
     assert refused.json()["code"] == "forbidden"
     assert refused.json()["detail"].startswith("role: got view, expected operate for POST")
     refused = app.post("/api/v1/jobs/another/heartbeats", headers=bearer(by_letter["j"]))
-    assert refused.json()["detail"] == golden("token-it-is-good-for", JOB)
+    assert refused.json()["code"] == "forbidden" and refused.json()["detail"].startswith("token: ")
 
 
 def test_signing_in_with_a_token_gives_its_role_until_it_is_revoked(tokens: Tokens) -> None:
