@@ -82,19 +82,19 @@ class _Advised:
 
 
 class Advising:
-    """Has all jobs of a console advised. Its child process starts with the first request. waited: how long a job has
-    waited for people."""
+    """Has all jobs of a console advised. `queue` takes the requests to its child process, which starts with the first.
+    waited: how long a job has waited for people."""
 
     def __init__(self, store: Store, waited: Callable[[LiveJob], Waited]) -> None:
         self._store, self._waited = store, waited
-        self._maker = TaskQueue(serve, "advising")
+        self.queue = TaskQueue(serve, "advising")
         self._of: WeakKeyDictionary[LiveJob, _Advised] = WeakKeyDictionary()
 
     def start(self) -> None:
-        self._maker.start(child=False)
+        self.queue.start(child=False)
 
     def close(self) -> None:
-        self._maker.close()
+        self.queue.close()
 
     def advice(self, job: LiveJob) -> str | None:
         """Returns the advice for the workers that are out now; None if there is none, or no worker is out."""
@@ -104,7 +104,7 @@ class Advising:
         return found.said or None if (state.current.failed, state.held) == found.on[:2] else None
 
     def cancel(self, job: LiveJob) -> None:
-        self._maker.cancel(job.job_id)
+        self.queue.cancel(job.job_id)
 
     def consider(self, job: LiveJob) -> None:
         """Asks for advice if other workers are out than last time, and the rest train again or an operator is to
@@ -139,7 +139,7 @@ class Advising:
                 # The job recovers again. If the same workers are out afterwards, advice is asked for again.
                 of.asked = NOTHING_ASKED
 
-        self._maker.submit(request, done)
+        self.queue.submit(request, done)
 
     def _tell(self, job: LiveJob, asked: Asked, recommendation: Recommendation) -> bool:
         """Says, stores and offers what was recommended. Returns False if other workers are out by now, or the job

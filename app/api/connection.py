@@ -86,6 +86,11 @@ class ConnectionLimit:
 
     # -- who is there ---------------------------------------------------------------------------
 
+    @property
+    def addresses(self) -> set[str]:
+        """Returns the addresses of all connections that are open or being closed: nothing of others is kept."""
+        return {*self._open, *self._waiting, *(guest.address for guest in self._leaving)}
+
     def enter(self, guest: LimitedConnection, connections: int) -> bool:
         """Takes a new connection; returns whether it may stay. connections: how many are open, with this one."""
         address = guest.address

@@ -681,7 +681,7 @@ class ConsoleService:
             measured=self.measuring.iteration,
         )
         waited = self.accounts.waiting.of
-        self._advising = Advising(store, waited)
+        self.advising = Advising(store, waited)
         self._job_metrics = JobMetrics(
             self.jobs.live, store, cache.get, self.accounts.of, self.jobs.past.states, waited
         )
@@ -696,7 +696,7 @@ class ConsoleService:
             plans=cache,
             figures=self.accounts.of,
             waited=waited,
-            advice=self._advising.advice,
+            advice=self.advising.advice,
         )
         self.histories = Histories(self.jobs, store.database)
         self._stop = threading.Event()
@@ -711,7 +711,7 @@ class ConsoleService:
         """Starts all services and threads, and takes up the jobs of the database (see JobRegistry.take_up_all)."""
         begin_without_pages()
         self.plans.start()
-        self._advising.start()
+        self.advising.start()
         self.jobs.take_up_all(over=OVER_SHOWN)
         self._got_on = self._clock()
         self._ticker.start()
@@ -733,7 +733,7 @@ class ConsoleService:
         self.security.close()
         self.catalogs.close()
         self.plans.close()
-        self._advising.close()
+        self.advising.close()
         for job in self.jobs.live():
             with suppress(ConsoleError):
                 job.take_heartbeats()
@@ -768,7 +768,7 @@ class ConsoleService:
         """Ends the work for a job that is over or deleted, and its tokens."""
         self.plans.ahead.cancel(job)
         self.plans.replanning.cancel(job)
-        self._advising.cancel(job)
+        self.advising.cancel(job)
         self.security.tokens.end_job(job.job_id)
 
     def stuck(self) -> str:
@@ -808,7 +808,7 @@ class ConsoleService:
                     if (missing := job.plan_missing()) is not None:  # (): the plan for all workers
                         job.ask_for(missing)
                     self.plans.consider(job)
-                    self._advising.consider(job)
+                    self.advising.consider(job)
                     self.measuring.consider(job)
                     self.operators.consider(job)
                     self.accounts.consider(job)

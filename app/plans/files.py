@@ -102,12 +102,15 @@ class Reading:
 
 
 class Uploads:
-    """Reads uploaded plans, one after the other. One per console. Thread-safe; `read` blocks its caller."""
+    """Reads uploaded plans, one after the other. One per console. Thread-safe; `read` blocks its caller.
 
-    def __init__(self) -> None:
+    most_waiting: more than that may not wait while one is read.
+    """
+
+    def __init__(self, most_waiting: int = MOST_WAITING) -> None:
         self._children = Children(read_upload, name="upload", most=1, memory=MOST_BYTES)
         self._lock = threading.Lock()
-        self._waiting = 0
+        self._most_waiting, self._waiting = most_waiting, 0
 
     def read(self, body: bytes) -> ReadPlan | PlanToSave:
         """Reads the body of POST /plans: returns the plan in it, or the id of a solve.
@@ -115,8 +118,9 @@ class Uploads:
         Raises ConsoleError: 422 if it has no valid plan, 429 if too many wait, 503 if the process has ended early.
         """
         with self._lock:
-            if self._waiting > MOST_WAITING:
-                raise ConsoleError(429, "too_many", f"{MOST_WAITING} plans wait to be read already; try again later")
+            if self._waiting > self._most_waiting:
+                detail = f"{self._most_waiting} plans wait to be read already; try again later"
+                raise ConsoleError(429, "too_many", detail)
             self._waiting += 1
         try:
             with starting():

@@ -137,12 +137,12 @@ class JobPlanner:
     """Provides the plans of all jobs: from the catalogs, or else made in one child process.
 
     tolerance: up to how many failures are planned for from the start. on_made: called with each plan that the child
-    makes.
+    makes. plans_ahead: where False, plans are made only once they are needed; tests set it.
     """
 
     def __init__(self, tolerance: int, catalogs: Catalogs, on_made: Callable[[Plan], None] = lambda plan: None) -> None:
         self._tolerance = tolerance
-        self.held_ops = HELD_OPS
+        self.held_ops, self.plans_ahead = HELD_OPS, True
         self._catalogs = catalogs
         self._maker = plan_maker(on_made=on_made)
         self._seldom = Seldom()
@@ -166,6 +166,8 @@ class JobPlanner:
     def make_ahead(self, job: LiveJob) -> None:
         """Has plans made: the fault-free one first, then one for each pattern of one failure, then of two, and so
         on."""
+        if not self.plans_ahead:
+            return
         self._stop_filling(job)
         found = needed(job.plans.question, self._tolerance)
         patterns = found.patterns[:MOST]  # any others are planned by the list scheduler when they happen
@@ -187,6 +189,8 @@ class JobPlanner:
     def make_next(self, job: LiveJob) -> None:
         """Has a plan made for every worker that may fail next, also when that goes beyond the tolerance."""
         generation = job.state.current
+        if not self.plans_ahead:
+            return
         if not job.plans.ahead.wanted and not job.state.over:
             self.make_ahead(job)  # the partition has changed, so the plans made ahead are gone
         if generation is None or len(generation.failed) < self._tolerance or len(generation.living) > NEXT_WORKERS:

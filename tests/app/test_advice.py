@@ -450,7 +450,7 @@ def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[Callable[[Recommendation | None, str], None]]()
-    monkeypatch.setattr(here.console._advising._maker, "submit", lambda request, done: asked.append(done))
+    monkeypatch.setattr(here.console.advising.queue, "submit", lambda request, done: asked.append(done))
     job = JobHere(here.console, "again").register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
     until(lambda: len(asked) == 1, "advice is asked for")
@@ -470,7 +470,7 @@ def test_no_advice_is_in_the_feed_after_the_generation_that_settles_it(
     here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[Callable[[Recommendation | None, str], None]]()
-    monkeypatch.setattr(here.console._advising._maker, "submit", lambda request, done: asked.append(done))
+    monkeypatch.setattr(here.console.advising.queue, "submit", lambda request, done: asked.append(done))
     job = JobHere(here.console, "settled").register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
     until(lambda: len(asked) == 1, "advice is asked for")
@@ -509,7 +509,7 @@ def test_a_repair_takes_no_longer_than_a_restart_that_is_due(
 ) -> None:
     """Once it is known that nobody starts it again, the job is advised anew."""
     asked = list[AdviceRequest]()
-    monkeypatch.setattr(here.console._advising._maker, "submit", lambda request, done: asked.append(request))
+    monkeypatch.setattr(here.console.advising.queue, "submit", lambda request, done: asked.append(request))
     job = JobHere(here.console, "due").register().commit(0, 9, 1).die("W1_2")
 
     def say(restart: Restart) -> None:

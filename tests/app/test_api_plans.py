@@ -14,7 +14,7 @@ from ui_console import ConsoleHere, console_refuses, until
 from ui_factory import plan
 
 from openrecycle.app.api import plans
-from openrecycle.app.plans.files import MOST_WAITING, Uploads, answer
+from openrecycle.app.plans.files import Uploads, answer
 from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB
 from openrecycle.app.security.guard import LARGE_BODY, BodyLimit
 from openrecycle.app.server import create_routes
@@ -254,12 +254,11 @@ def test_few_bodies_of_many_megabytes_are_held_at_once() -> None:
     assert sorted(asyncio.run(run())) == [201] * (MOST_LARGE + 1) + [413, 429]
 
 
-def test_so_many_large_uploads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads = Uploads()
-    monkeypatch.setattr(uploads, "_waiting", MOST_WAITING + 1)
+def test_so_many_large_uploads_wait() -> None:
+    uploads = Uploads(most_waiting=-1)  # not even one may be read
     with console_refuses("too_many"):
         uploads.read(b"")
-    monkeypatch.setattr(uploads, "_waiting", 0)
+    uploads = Uploads()
     uploads.close()
     with console_refuses("unavailable"):
         uploads.read(b"")

@@ -184,7 +184,7 @@ def test_websockets_are_of_their_address_as_long_as_they_are_open() -> None:
                 await each.close()
             writer.close()
             async with asyncio.timeout(60):
-                while kind.limit._open:
+                while kind.limit.addresses:
                     await asyncio.sleep(0.001)
         finally:
             server.should_exit = True

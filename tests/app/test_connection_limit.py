@@ -102,4 +102,4 @@ def test_nothing_is_remembered_of_who_has_left() -> None:
         assert visitor is not None
         room.limit.leave(visitor)
         room.inside.remove(visitor)
-    assert not room.limit._open and not room.limit._waiting and not room.limit._leaving
+    assert not room.limit.addresses

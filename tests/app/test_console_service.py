@@ -208,10 +208,8 @@ def test_a_commit_whose_answer_was_lost_is_found_again(console: ConsoleService, 
     assert golden("the-database-failed-for-a") in texts
 
 
-def test_a_plan_for_a_large_grid_comes_from_the_child(
-    console: ConsoleService, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
+def test_a_plan_for_a_large_grid_comes_from_the_child(console: ConsoleService) -> None:
+    console.plans.ahead.plans_ahead = False
     created, _ = console.jobs.create(SPEC)
     console.jobs.find(created.job_id).plans.inline_ops = 0
     register_all(console, created.job_id)
@@ -223,9 +221,9 @@ def test_a_plan_for_a_large_grid_comes_from_the_child(
 
 
 def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
-    console: ConsoleService, store: Troubled, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleService, store: Troubled
 ) -> None:
-    monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
+    console.plans.ahead.plans_ahead = False
     created, _ = console.jobs.create(SPEC)
     console.jobs.find(created.job_id).plans.inline_ops = 0
     register_all(console, created.job_id)
@@ -258,7 +256,7 @@ def test_a_plan_for_all_workers_that_nobody_makes_any_more_is_asked_for_again(
             job.plans.give_up()
 
     monkeypatch.setattr(console.plans.ahead, "make_now", given_up_at_first)
-    monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
+    console.plans.ahead.plans_ahead = False
     created, _ = console.jobs.create(SPEC)
     job = console.jobs.find(created.job_id)
     job.plans.inline_ops = 0
@@ -476,7 +474,7 @@ def test_a_damaged_plan_does_not_stop_its_job(store: Store, monkeypatch: pytest.
     with store.database.write() as session:
         session.execute(text("update plan set data = :rubbish"), {"rubbish": b"rubbish"})
     again, looked_after = ConsoleService(store), threading.Event()
-    monkeypatch.setattr(again.plans.ahead, "make_ahead", lambda job: None)  # the same one would be made anew
+    again.plans.ahead.plans_ahead = False  # the same one would be made anew
     monkeypatch.setattr(again.accounts, "consider", lambda job: looked_after.set())  # the last that a tick does
     again.start()
     try:
