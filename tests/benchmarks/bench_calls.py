@@ -1,7 +1,7 @@
 """How many functions of the product, and how many calls of them, does each of these take? Of a job of 12 workers:
 
 - a heartbeat, from the route's function to the console's memory
-- the exit of a worker, from the route's function to the decided and stored generation, with its plan made ahead
+- the exit of a worker, from the route's function to the decided and stored generation; its plan is made ahead
 - one more run of Live's script, and of the Planner's with an answer
 
 Calls of libraries are not counted, but those that they make back into the product are. All threads count.
@@ -24,7 +24,6 @@ from streamlit.testing.v1 import AppTest
 
 from openrecycle.agent.messages.protocol import FailureReport, Heartbeat
 from openrecycle.app.console.service import set_console
-from openrecycle.planner.jobs.job import Worker
 from tests.app.ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, turn_to, until
 from tests.benchmarks.machine import describe
 
@@ -47,7 +46,7 @@ def measure(here: ConsoleHere) -> None:
     job = JobHere(here.console, "counted").register()
     job.commit(1, 20, 1)
     live = here.console.jobs.find(job.job_id)
-    until(lambda: live.plans.catalog.has([Worker(1, 2)]), "its plan is made ahead")
+    until(lambda: live.plans.ahead.ready_for and not _packs(), "its plan is made ahead and packed")
     beat = Heartbeat(
         worker="W1_2", incarnation=job.process("W1_2"), generation=1, iteration=20, seq=3, phase="training"
     )
@@ -71,6 +70,10 @@ def measure(here: ConsoleHere) -> None:
     until(lambda: bool(page.run().get("plotly_chart")), "the Planner answers")
     with counted("one more run of the Planner with its answer"):
         page.run()
+
+
+def _packs() -> bool:
+    return any(thread.name == "planning-ready" for thread in threading.enumerate())
 
 
 @contextmanager
