@@ -40,7 +40,7 @@ def keep_plan(database: Database, session: Session, fingerprint: str, data: byte
         put = insert.on_conflict_do_update(index_elements=[PlanRow.fingerprint], set_=held)
     if session.scalar(put.returning(PlanRow.created_at)) != row["created_at"]:  # it was stored before
         stored = session.scalars(select(PlanRow.data).where(PlanRow.fingerprint == fingerprint)).one()
-        said, known = (0.0, 0.0) if stored == data else (_bound(data), _bound(stored))
+        said, known = (0.0, 0.0) if stored == data else (_bound(data, fingerprint), _bound(stored, fingerprint))
         if said < known:
             return False
         if said > known:
@@ -48,12 +48,13 @@ def keep_plan(database: Database, session: Session, fingerprint: str, data: byte
     return True
 
 
-def _bound(data: bytes) -> float:
-    """Read the lower bound that a plan claims, without its ops. Returns -inf if the plan is damaged."""
+def _bound(data: bytes, fingerprint: str) -> float:
+    """Read the lower bound that a plan claims, without its ops. Returns -inf if the plan is damaged, or another one."""
     try:
-        return decode_header(data).metrics.lower_bound
+        header = decode_header(data)
     except PlanError:
         return -math.inf
+    return header.metrics.lower_bound if header.fingerprint == fingerprint else -math.inf
 
 
 class SavedPlans:

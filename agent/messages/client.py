@@ -46,7 +46,7 @@ from openrecycle.agent.messages.protocol import (
     clock_name,
 )
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.plans.packed import unpack
+from openrecycle.planner.plans.packed import unpack_named
 from openrecycle.planner.plans.plan import Plan, read_model
 
 Say = Callable[[str], None]
@@ -522,9 +522,13 @@ class ConsoleClient:
         query: dict[str, str | float] = {**params} | ({"wait": wait} if wait else {})
         return self._call("GET", path, reply, params=query, extra_time=wait)
 
-    def plan(self, path: str) -> Plan:
-        """GETs a plan in its packed form. Raises as `post`."""
-        found = self._call("GET", path, Plan, lambda _, data: unpack(data), params={"packed": "true"})
+    def plan(self, job_path: str, fingerprint: str) -> Plan:
+        """GETs a plan of a job in its packed form. Raises as `post`."""
+
+        def read(_: type[Plan], data: bytes) -> Plan:
+            return unpack_named(data, fingerprint)
+
+        found = self._call("GET", f"{job_path}/plans/{fingerprint}", Plan, read, params={"packed": "true"})
         assert found is not None
         return found
 

@@ -175,7 +175,7 @@ def next_deployment(
     if deployment is None or deployment.generation <= after:
         return None
     name = deployment.plan_fingerprint
-    plan = plans.get(name) or client.plan(f"{job_path}/plans/{name}")
+    plan = plans.get(name) or client.plan(job_path, name)
     keep_newest(plans, name, plan)
     return deployment, plan
 

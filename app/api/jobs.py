@@ -56,7 +56,6 @@ from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.observing.recorder import Series
 from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS
-from openrecycle.app.plans.sources import OfJob, Source
 from openrecycle.app.runtime.errors import named
 from openrecycle.app.runtime.runner import answer_in_thread, in_thread
 from openrecycle.app.security.access import caller_of
@@ -131,7 +130,7 @@ def router(console: ConsoleService) -> APIRouter:
         if packed:
             data = await in_thread(console.queries.packed_plan, job_id, fingerprint)
             return Response(data, media_type="application/octet-stream")
-        return await document_of(_plan, console, job_id, fingerprint)
+        return await document_of(console.queries.job_plan, job_id, fingerprint)
 
     @api.post("/{job_id}/workers/{worker}/kill", status_code=202, tags=["operator"])
     async def kill(job_id: str, worker: str, x_actor: Actor = "API") -> ReportOutcome:
@@ -159,12 +158,6 @@ def _workers(console: ConsoleService, job_id: str) -> Workers:
 
 def _generations(console: ConsoleService, job_id: str, after: int, limit: int) -> Generations:
     return Generations(generations=[GenerationInfo(**row) for row in console.queries.generations(job_id, after, limit)])
-
-
-def _plan(console: ConsoleService, job_id: str, fingerprint: str) -> Plan:
-    source = console.sources.find(OfJob(job_id, fingerprint))
-    assert isinstance(source, Source), "plans of jobs are there or are not"
-    return source.plan
 
 
 def _place_of_plan(row: Record) -> tuple[float, str, float, str]:

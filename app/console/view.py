@@ -628,13 +628,23 @@ class Queries:
 
     def packed_plan(self, job_id: str, fingerprint: str) -> bytes:
         """Returns one of the job's plans as it is stored (planner.plans.packed). Raises ConsoleError (404)."""
-        self._find(job_id)
+        self._check_plan_of(job_id, fingerprint)
         with storing():
-            is_of_job = self._store.is_plan_of(job_id, plain(fingerprint))
-            data = self._store.plan(fingerprint) if is_of_job else None
+            data = self._store.plan(fingerprint)
         if data is None:
             raise unknown_plan(fingerprint)
         return data
+
+    def job_plan(self, job_id: str, fingerprint: str) -> Plan:
+        """Returns one of the job's plans. Raises ConsoleError (404)."""
+        self._check_plan_of(job_id, fingerprint)
+        return self._plans.plan(fingerprint)
+
+    def _check_plan_of(self, job_id: str, fingerprint: str) -> None:
+        self._find(job_id)
+        with storing():
+            if not self._store.is_plan_of(job_id, plain(fingerprint)):
+                raise unknown_plan(fingerprint)
 
     def job_plans(self, job_id: str) -> list[Record]:
         """The job's plans, fewest failures first: fingerprint, failed, ahead, created_at."""

@@ -15,7 +15,7 @@ from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.plans.packed import CatalogQuestion, packed, unpack
+from openrecycle.planner.plans.packed import CatalogQuestion, packed, unpack_named
 from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
@@ -34,7 +34,7 @@ def stored_plan(store: Store, fingerprint: str) -> Plan | None:
     Returns None if there is no such plan. Raises PlanError for one that is damaged, and SQLAlchemyError.
     """
     data = store.plan(fingerprint)
-    return None if data is None else unpack(data, source=f"plan {fingerprint}")
+    return None if data is None else unpack_named(data, fingerprint)
 
 
 @dataclass(frozen=True)
@@ -163,16 +163,19 @@ class JobPlans:
         with self._lock:
             self.ahead = replace(self.ahead, made=made, wanted=self.ahead.wanted if wanted is None else wanted)
 
-    def make_ready(self, generation: int, failed: Iterable[str]) -> None:
-        """Once all plans ahead are made, has those for one failure more than `failed` packed in a thread, once for each
-        generation: then the failure's plan is stored some milliseconds sooner."""
+    def begins_packing(self, generation: int) -> bool:
+        """Says whether the plans for the next failure are to be packed, once for each generation: when all plans ahead
+        are made. Then the failure's plan is stored some milliseconds sooner."""
         with self._lock:
             ahead = self.ahead
             if not 0 < ahead.wanted <= ahead.made or ahead.ready_for == generation or self.ops > LARGE_OPS:
-                return
+                return False
             self.ahead = replace(ahead, ready_for=generation)
-        given = (_workers(failed),)
-        threading.Thread(target=self.catalog.make_ready, args=given, name="planning-ready", daemon=True).start()
+            return True
+
+    def make_ready(self, failed: Iterable[str]) -> None:
+        """Packs the plans for one failure more than `failed`, in up to some tenths of a second."""
+        self.catalog.make_ready(_workers(failed))
 
     # -- plans that are needed now ------------------------------------------------------------
 

@@ -79,8 +79,7 @@ from openrecycle.db.session import Database
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MAX_LAYERS
-from openrecycle.planner.plans.packed import pack
-from openrecycle.planner.plans.packed import unpack as unpack_plan
+from openrecycle.planner.plans.packed import pack, unpack_named
 from openrecycle.planner.plans.plan import INTEGER, Plan, read_model
 from openrecycle.scratch import scratch
 
@@ -354,7 +353,7 @@ def export(database: Database, job_id: str, out: Path, *, audit: bool = True) ->
                     tables[name] = TableEntry(bytes=size, sha256=digest, rows=count)
                 for fingerprint in snapshot.fingerprints(job_id):
                     try:
-                        document = unpack_plan(snapshot.plan(fingerprint), source=f"plan {fingerprint}").to_json()
+                        document = unpack_named(snapshot.plan(fingerprint), fingerprint).to_json()
                     except PlannerError as error:
                         raise HistoryError(str(error)) from None
                     digest, size, _ = _write(archive, plan_file(fingerprint), [document.encode()])
@@ -787,7 +786,9 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
             if form.name == "worker":  # in a job that is over the coordinator leaves no worker living
                 batch = [row | {"state": WorkerState.FINISHED} if row["state"] in _ALIVE else row for row in batch]
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
-            rows.add(form.name, job_id, batch, ((f, pack(Plan.from_json(history.plan(f)))) for f in sorted(named)))
+            # They are packed before the transaction: one of 2,048 workers takes a second or more.
+            plans = [(f, pack(Plan.from_json(history.plan(f)))) for f in sorted(named)]
+            rows.add(form.name, job_id, batch, plans)
             known |= named
             rest(REST)
 

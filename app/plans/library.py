@@ -8,14 +8,13 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from openrecycle.app.jobs.job_plans import stored_plan
 from openrecycle.app.plans.files import ReadPlan, summary_of
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.plans.packed import packed
+from openrecycle.planner.plans.packed import packed, unpack_named
 from openrecycle.planner.plans.plan import Plan
 
 # The most ops of parsed plans in memory (about 40 MB). Each plan counts as at least _LEAST_OPS; one of more than
@@ -41,10 +40,11 @@ class PlanCache:
         return found[0] if found else None
 
     def plan(self, fingerprint: str) -> Plan:
-        """Returns a stored plan. Raises ConsoleError (404) if there is none, or it is damaged."""
+        """Returns a plan as it is stored now: another console, or a job, may have stored a better proof since it was
+        read. Raises ConsoleError (404) if there is none, or it is damaged."""
         try:
             with storing():
-                found = self._get(plain(fingerprint))
+                found = self._get(plain(fingerprint), anew=True)
         except PlannerError as error:
             raise ConsoleError(404, "unknown_plan", f"plan: got {fingerprint!r}; {error}") from None
         if found is None:
@@ -64,13 +64,15 @@ class PlanCache:
             self._seldom.warn("a stored plan is not used", reason=str(error))
             return None
 
-    def _get(self, fingerprint: str) -> tuple[Plan, dict[str, int]] | None:
+    def _get(self, fingerprint: str, *, anew: bool = False) -> tuple[Plan, dict[str, int]] | None:
         with self._lock:
-            if found := self._plans.get(fingerprint):
-                return found
-        plan = stored_plan(self._store, fingerprint)
-        if plan is None:
-            return None
+            found = self._plans.get(fingerprint)
+        if found and not anew:
+            return found
+        data = self._store.plan(fingerprint)
+        if data is None or (found and found[0].workers.packed == data):
+            return found if data else None
+        plan = unpack_named(data, fingerprint)
         found = (plan, plan.rerouted())
         with self._lock:
             self._plans[fingerprint] = found

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -146,6 +147,8 @@ class JobPlanner:
         self._catalogs = catalogs
         self._maker = plan_maker(on_made=on_made)
         self._seldom = Seldom()
+        # One thread for all jobs: a hundred threads would keep the interpreter from the requests of agents.
+        self._packing = ThreadPoolExecutor(1, "planning-ready")
         # By job id, the fingerprint of its catalog: with the names of the plans that are made ahead for the job; and if
         # it could not be filled because enough others were.
         self._filling: dict[str, tuple[str, frozenset[str]]] = {}
@@ -155,6 +158,7 @@ class JobPlanner:
         self._maker.start()
 
     def close(self) -> None:
+        self._packing.shutdown(cancel_futures=True)
         self._maker.close()
 
     def cancel(self, job: LiveJob) -> None:
@@ -180,8 +184,8 @@ class JobPlanner:
     def consider(self, job: LiveJob) -> None:
         """Has plans made ahead if that failed because enough catalogs were being filled, and those for the next failure
         packed; called once per tick."""
-        if (current := job.state.current) is not None and not job.state.over:
-            job.plans.make_ready(job.state.generation, current.failed)
+        if job.state.current is not None and not job.state.over and job.plans.begins_packing(job.state.generation):
+            self._packing.submit(self._make_ready, job, job.state.generation)
         catalog = self._crowded_out.get(job.job_id)
         if catalog is not None and self._catalogs.has_room(catalog):
             self.make_ahead(job)
@@ -264,6 +268,15 @@ class JobPlanner:
             stored = self._catalogs.stored_of(job.plans.question)
             for name in names:
                 job.plans.file_plan(stored.plan(name))
+
+    def _make_ready(self, job: LiveJob, generation: int) -> None:
+        current = job.state.current
+        if current is None or job.state.over or job.state.generation != generation:
+            return  # while it waited for its turn
+        try:
+            job.plans.make_ready(current.failed)
+        except Exception:
+            log.exception("plans for the next failure could not be packed", job=job.job_id)
 
     def _fill(self, job: LiveJob, needed: PlansNeeded) -> None:
         """Has the job's catalog filled for up to the tolerance of failures, or fewer, so that the patterns can be

@@ -196,16 +196,27 @@ def unpack(data: bytes, question: CatalogQuestion | None = None, *, source: str 
     return plan.hashed() if hashed and not plan.fingerprint else plan
 
 
+def unpack_named(data: bytes, fingerprint: str) -> Plan:
+    """Unpack the plan that is kept under this fingerprint. Raises PlanError when the data is damaged, or another
+    plan's."""
+    plan = unpack(data, source=f"plan {fingerprint}")
+    if plan.fingerprint != fingerprint:
+        raise PlanError(f"plan {fingerprint} is damaged: what is kept of it is plan {plan.fingerprint}")
+    return plan
+
+
 def _read(data: bytes, question: CatalogQuestion | None, source: str) -> tuple[Header, Schedule | Plan]:
     """Return the header and the schedule, or the plan where the payload is its JSON."""
     header, payload = _opened(data, source)
     asked = question or header.asked
     if asked is None:
         raise PlanError(f"{source} is a plan of a catalog, and does not say what it is for")
-    if header.form == "json":
-        return header, Plan.from_json(_inflate(payload, MAX_JSON), source=source)
     try:
+        if header.form == "json":
+            return header, Plan.from_json(_inflate(payload, MAX_JSON), source=source)
         return header, _schedule(header, payload, asked.question if isinstance(asked, RequestedPlan) else asked)
+    except PlanError:
+        raise
     except (ValueError, zlib.error) as error:
         what = "a stored plan" if question is None else "a plan of this catalog"
         raise PlanError(f"{source} is not {what}: {error}") from None
@@ -222,13 +233,13 @@ def _schedule(header: Header, data: bytes, question: CatalogQuestion) -> Schedul
     """Read the arrays. Raises ValueError when they do not answer the question, zlib.error when they are damaged."""
     job = question.job
     stages, pipelines, count = job.stages, job.pipelines, job.micro_batches
-    rows = max(header.rows, default=-1) + 1
+    if len(header.rows) != pipelines or len(header.failed) != stages or not {*header.rows} <= {*range(pipelines)}:
+        raise ValueError("another grid")
+    rows = max(header.rows) + 1
     shapes = [(stages, rows, count)] * 4 + [(stages, pipelines), (4, stages, pipelines), (stages,)]
     if header.partition:
         job = job.with_partition(header.partition)
     problem = Problem(job, header.workers, question.technique, question.memory)
-    if len(header.rows) != pipelines or len(header.failed) != stages:
-        raise ValueError("another grid")
     *waits, split, durations, step = _unpack(data, header.types, shapes)
     full = np.stack(waits)[:, :, list(header.rows)].reshape(4, stages, pipelines * count)
     items = _from_waits(problem, full, split, durations, step)

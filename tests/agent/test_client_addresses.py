@@ -164,7 +164,7 @@ def test_one_that_hangs_is_not_asked_first_again(stack: ExitStack) -> None:
 
 def test_an_answer_that_is_no_plan_is_none(stack: ExitStack) -> None:
     with pytest.raises(ConsoleUnavailable):
-        ConsoleClient(answering(stack, GOOD).url).plan("/jobs/a/plans/b")
+        ConsoleClient(answering(stack, GOOD).url).plan("/jobs/a", "b")
 
 
 @pytest.mark.parametrize("text", ["", "-----BEGIN CERTIFICATE-----\nnone\n-----END CERTIFICATE-----\n"])

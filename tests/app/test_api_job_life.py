@@ -190,8 +190,9 @@ def test_a_launcher_gets_the_same_plan_as_people(agents: Agents) -> None:
     packed = agents.server.get(agents.path(f"/plans/{fingerprint}?packed=true"))
     assert unpack(packed.content) == plan_of(agents, fingerprint)
     for query in ("", "?packed=true"):
-        missing = agents.server.get(agents.path(f"/plans/nothing{query}"))
-        assert (missing.status_code, missing.json()["code"]) == (404, "unknown_plan")
+        for name in ("nothing", "in-force"):
+            missing = agents.server.get(agents.path(f"/plans/{name}{query}"))
+            assert (missing.status_code, missing.json()["code"]) == (404, "unknown_plan")
 
 
 @ONE_DATABASE

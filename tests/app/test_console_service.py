@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,6 +41,7 @@ from openrecycle.db.access import audit_row
 from openrecycle.db.job_rows import JobRows
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Record, Store
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Worker
 from tests.app.flaky_database import FlakyDatabase
 from tests.databases import sqlite_in
@@ -496,6 +497,22 @@ def test_the_plans_for_the_next_failure_are_packed_before_it(console: ConsoleSer
         return plan is not None and bool(plan.workers.packed)
 
     until(lambda: all(map(packed, catalog.job.workers())))
+
+
+def test_one_thread_packs_the_plans_of_all_jobs(console: ConsoleService, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, ready = set[threading.Thread](), set[int]()
+
+    def make_ready(catalog: Catalog, failed: Collection[Worker]) -> None:
+        threads.add(threading.current_thread())
+        ready.add(id(catalog))
+        raise RuntimeError("the plans of one job are damaged")
+
+    monkeypatch.setattr(Catalog, "make_ready", make_ready)
+    jobs = [console.jobs.create(SPEC)[0].job_id for _ in range(3)]
+    for job_id in jobs:
+        register_all(console, job_id)
+    until(lambda: ready == {id(console.jobs.find(job_id).plans.catalog) for job_id in jobs})
+    assert len(threads) == 1
 
 
 def test_plans_of_a_job_that_is_over_are_in_the_database_alone(console: ConsoleService) -> None:

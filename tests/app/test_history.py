@@ -11,12 +11,14 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from history_job import NAMES, everything, lived_job
 from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -43,6 +45,8 @@ from openrecycle.db.job_rows import MODELS, HiddenJob, JobRows, table
 from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from openrecycle.planner.plans.packed import pack
+from openrecycle.planner.plans.plan import Plan
 from openrecycle.scratch import scratch
 from tests.conftest import at_length, new_database
 from tests.golden import golden
@@ -130,6 +134,29 @@ def test_there_and_back_again_equal_row_by_row(
         assert {row.fingerprint: row.data for row in b.execute(query)}.items() <= plans.items()
         assert b.scalar(select(func.count()).select_from(PlanRow)) == done.plans
         assert [row.action for row in b.scalars(select(AuditRow))] == ["import"], "the audit log is never imported"
+
+
+def test_plans_are_packed_while_others_can_write(
+    origin: tuple[Database, str, Path], target: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 2,048 workers takes a second or more, and SQLite has one writer."""
+    *_, path = origin
+    writing, begun = [0], target.write
+
+    @contextmanager
+    def write(**how: Any) -> Iterator[Session]:
+        with begun(**how) as session:
+            writing[0] += 1
+            yield session
+            writing[0] -= 1
+
+    def packed(plan: Plan) -> bytes:
+        assert writing == [0]
+        return pack(plan)
+
+    monkeypatch.setattr(target, "write", write)
+    monkeypatch.setattr(histories, "pack", packed)
+    assert import_history(target, path).plans > 0
 
 
 def test_a_damaged_plan_is_named_and_leaves_no_file(

@@ -35,7 +35,7 @@ def test_a_saved_plan_comes_back_as_it_was(library: Library) -> None:
         12,
     )
     library.forget(fingerprint)
-    for ask in (library.saved_plan, library.document, library.forget):
+    for ask in (library.saved_plan, library.forget):
         with console_refuses("unknown_plan"):
             ask(fingerprint)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
+import zlib
+
 import pytest
 
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check, checked
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.packed import (
+    DIGEST,
     decode_header,
     from_text,
     pack,
@@ -82,6 +88,28 @@ def test_what_has_come_over_a_pipe_is_passed_on_as_it_is() -> None:
 def test_what_is_no_plan_is_refused(data: bytes) -> None:
     with pytest.raises(PlanError, match=golden("the-planning-process")):
         unpack(data, source="the planning process")
+
+
+def sealed_again(data: bytes, payload: bytes | None = None, **changes: object) -> bytes:
+    """Packed data with another header, and perhaps payload, whose checksum is right."""
+    (size,) = struct.unpack("<I", data[4:8])
+    header = json.loads(zlib.decompress(data[8 : 8 + size])) | changes
+    text = zlib.compress(json.dumps(header).encode())
+    body = data[:4] + struct.pack("<I", len(text)) + text + (payload or data[8 + size : -DIGEST])
+    return body + hashlib.sha256(body).digest()
+
+
+@pytest.mark.parametrize("rows", [[2**70, *range(7)], [2**40, *range(7)], [8, *range(7)], [-9, *range(7)]])
+def test_a_header_that_names_rows_beyond_the_grid_is_refused_before_they_are_made(rows: list[int]) -> None:
+    """Else a few kilobytes could take any memory."""
+    with pytest.raises(PlanError):
+        unpack(sealed_again(packed(make_plan(problem(), solver="list", look_ahead=False)), rows=rows))
+
+
+@pytest.mark.parametrize("payload", [b"no zlib", zlib.compress(b"{}")])
+def test_a_payload_that_is_no_document_is_refused(payload: bytes) -> None:
+    with pytest.raises(PlanError):
+        unpack(sealed_again(packed(make_plan(problem(), solver="list", look_ahead=False)), payload, form="json"))
 
 
 def test_pipelines_are_renamed_alike_in_what_was_made_and_in_what_was_read() -> None:
