@@ -103,12 +103,12 @@ class SavedPlans:
         of_generation = exists().where(GenerationRow.plan_fingerprint == PlanRow.fingerprint)
         of_interim = exists().where(GenerationRow.interim_plan == PlanRow.fingerprint)
         with self._database.write() as session:
+            # A transaction that begins to use the plan locks its row (keep_plan). So either its reference is seen here,
+            # or it waits for this transaction. The lock comes first in both: else they could wait for each other.
+            session.execute(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update())
             gone = delete(SavedPlanRow).where(SavedPlanRow.fingerprint == fingerprint)
             if session.scalar(gone.returning(SavedPlanRow.fingerprint)) is None:
                 return False
-            # A transaction that begins to use the plan locks its row (keep_plan). So either its reference is seen here,
-            # or it waits for this transaction.
-            session.execute(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update())
             unused = (~of_job, ~of_generation, ~of_interim)
             session.execute(delete(PlanRow).where(PlanRow.fingerprint == fingerprint, *unused))
         return True

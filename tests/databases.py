@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import time
 from pathlib import Path
 from typing import TypeVar, overload
 
@@ -65,3 +66,16 @@ def _upgrade(url: str) -> dict[str, list[Record]]:
     rows = {name: database.rows(select(table)) for name, table in Base.metadata.tables.items()}
     database.close()
     return {name: made for name, made in rows.items() if made}
+
+
+def until_waiting(database: Database) -> None:
+    """Until a session of this database on PostgreSQL waits for another's lock."""
+    deadline = time.monotonic() + 30
+    question = text(
+        "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()"
+    )
+    while True:
+        with database.read() as transaction:
+            if transaction.scalar(question):
+                return
+        assert time.monotonic() < deadline, "nobody waits"

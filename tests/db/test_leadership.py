@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderSession, Lease, WriteFenced
 from tests.conftest import new_database
-from tests.databases import on_postgresql
+from tests.databases import on_postgresql, until_waiting
 from tests.golden import golden
 
 INSERT = "insert into audit (at, actor, action, target, detail) values (1, 'me', :action, '', '')"
@@ -152,7 +152,7 @@ def test_a_new_leader_waits_for_the_writes_of_the_one_before(stack: ExitStack, u
         until_free(second)
         claim = threading.Thread(target=lambda: terms.append(second.claim("http://b:8501")))
         claim.start()
-        until_waiting(stack, url)
+        until_waiting(opened(stack, url))
         assert terms == []
     claim.join(30)
     assert terms == [2]
@@ -170,17 +170,6 @@ def test_a_new_leader_does_not_wait_for_a_transaction_that_does_not_end(stack: E
         second.evict("a", None)
         assert second.claim("http://b:8501") == 2
     assert written(opened(stack, url)) == []
-
-
-def until_waiting(stack: ExitStack, url: str) -> None:
-    """Until a session waits for another's lock."""
-    database, deadline = opened(stack, url), time.monotonic() + 30
-    question = text("select count(*) from pg_stat_activity where wait_event_type = 'Lock'")
-    while True:
-        with database.read() as transaction:
-            if transaction.scalar(question):
-                return
-        assert time.monotonic() < deadline, "nobody waits"
 
 
 def test_nobody_there_is_one_sentence_without_the_password() -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
-from openrecycle.db.models import PlanRow
-from openrecycle.db.plan_rows import SavedPlans
+from openrecycle.db.models import PlanRow, SavedPlanRow
+from openrecycle.db.plan_rows import SavedPlans, keep_plan
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Worker
 from openrecycle.planner.plans.packed import packed, unpack
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.databases import on_postgresql, until_waiting
 
 SPEC = {"name": "job", "spec": "{}", "state": "running", "created_at": 1.0, "workers": []}
 
@@ -111,3 +113,19 @@ def test_a_job_that_takes_a_plan_while_it_is_forgotten_has_it(
             failures.append(error)
         other.join(30)
         assert failures == [] and store.plan(name) == b"{}"
+
+
+def test_to_forget_a_plan_waits_until_it_is_saved_again(postgres_url: str) -> None:
+    """SQLite has one writer."""
+    database = on_postgresql(postgres_url)
+    plans = SavedPlans(database)
+    plans.save("a", b"{}", "first", {})
+    with ThreadPoolExecutor(1) as other:
+        with database.write() as session:
+            keep_plan(database, session, "a", b"{}")
+            forgotten = other.submit(plans.forget, "a")
+            until_waiting(database)
+            session.execute(update(SavedPlanRow).values(name="again"))
+        assert forgotten.result(30)
+    assert plans.saved() == [] and stored(database) == set()
+    database.close()
