@@ -170,7 +170,7 @@ class Database:
                 raise DatabaseError(
                     f"database {self.shown_url} has tables that this program has ({words.names(taken)}), and no entry "
                     "in alembic_version that says which version made them: another program uses it, or it is a copy "
-                    "that is not whole; name another database (--database-url)"
+                    "that is not whole; name another database (--database-url or DATABASE_URL)"
                 )
             try:
                 command.upgrade(alembic_config(connection), "head")
@@ -180,7 +180,7 @@ class Database:
             if not known:
                 raise DatabaseError(
                     f"database {self.shown_url} was used by another version of this program, whose tables this one "
-                    "does not know: run that version, or name another database (--database-url)"
+                    "does not know: run that version, or name another database (--database-url or DATABASE_URL)"
                 )
 
     def check_file(self) -> None:
