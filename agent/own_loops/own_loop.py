@@ -238,6 +238,9 @@ class OwnLoop:
         workers have. They are handed over with this worker's state: the step may be all that is left of the
         iteration."""
         self._late = False
+        self._unheard: tuple[int, float | None] = _NONE, None
+        """An iteration that this worker has reduced without hearing that all have, and what `reduce` returns there;
+        None: that depends on the others."""
         self.alone = False
         """Have the others ended? They have taken the last step, which is all that is left to do here, too."""
         self._total = 0.0
@@ -250,9 +253,10 @@ class OwnLoop:
 
     # -- for the reporter -------------------------------------------------------------------------
 
-    def lacks_step(self, iteration: int) -> bool:
-        """Says whether this worker has reduced the iteration, and was kept from its step."""
-        return self.kept is not None and self.kept[0] == iteration != self._released
+    def may_step_alone(self, iteration: int) -> bool:
+        """Says whether this worker has reduced the iteration, was kept from its step, and needs nothing more for it."""
+        reduced, total = self._unheard
+        return self.kept is not None and self.kept[0] == reduced == iteration and total is not None
 
     def begin(self, iteration: int) -> Iterator[ScheduledOp]:
         """Returns the ops of an iteration, after all workers have agreed on them. Raises GroupLost, InputError or
@@ -277,6 +281,7 @@ class OwnLoop:
         try:
             if self.alone:
                 self._late, self._iteration, self._open = True, iteration, "its beginning"
+                self._total = self._unheard[1] or 0.0
                 return self._ops(iteration)
             if not known:
                 self._enter(world, iteration)
@@ -327,18 +332,19 @@ class OwnLoop:
                     mine.copy_(total)
             self.kept, self._released = None, iteration
             return self._total
-        newest, summed = self._newest(), False
+        newest, measured = self._newest(), None
         generation = newest[0].generation if newest is not None else 0
         try:
             joined = self._need()
             with self._progress.waiting():
                 for tensor in tensors:
                     joined.transfers.reduce(tensor.detach())
-                summed = True
-                known = self._gather(joined.lines, [generation, to_bits(measure())])
+                measured = measure()
+                known = self._gather(joined.lines, [generation, to_bits(measured)])
         except TransferError as error:
-            if summed:
+            if measured is not None:
                 self.kept = iteration, [tensor.detach().clone() for tensor in tensors]
+                self._unheard = iteration, measured if measure is float or self._job.stages == 1 else None
             raise self._lose(error) from error
         self._released = iteration
         if newest is not None and generation > self.generation and all(row[0] == generation for row in known.values()):

@@ -177,7 +177,7 @@ class Reporter:
         self._over = ""
         """Says that the job is over, if the console has said so."""
         self._finished = False
-        """Has the console said that all iterations are done?"""
+        """Has the console said that all iterations are done, and did this worker belong to the last generation?"""
         self._in_vain = False
         """Did the last request to the console (for the job, a place in it, or a generation) fail?"""
         self._resumed, self._done = 0, (-1, 0.0)
@@ -244,8 +244,8 @@ class Reporter:
     def membership(self, timeout: float = 600.0) -> Membership:
         """Waits for a newer generation than the last call returned or `schedule` last ran, and returns which workers
         form its process group, in which order: this one alone, where the others have finished the job and it lacks only
-        the last step. Raises TimeoutError after `timeout` seconds, and RuntimeError where the
-        console goes on without this worker or the job is over."""
+        the last step. Raises TimeoutError after `timeout` seconds, and RuntimeError where the console goes on without
+        this worker or the job is over."""
         lost = max(self._met, self._loop.generation if self._loop is not None else 0)
         began, reported = time.monotonic(), False
         while True:
@@ -274,9 +274,11 @@ class Reporter:
 
     def _lacks_last_step(self) -> bool:
         """Says whether the others have finished the job, and this worker has only its last step to take."""
-        if self._finished and self._loop is not None and self._loop.lacks_step(self._spec.iterations - 1):
+        if self._loop is None or self.fenced:
+            return False
+        if self._finished and self._loop.may_step_alone(self._spec.iterations - 1):
             self._loop.alone = True
-        return self._loop is not None and self._loop.alone
+        return self._loop.alone
 
     def _check_part(self) -> None:
         """Raises RuntimeError if the console goes on without this worker, or the job is over."""
@@ -284,7 +286,9 @@ class Reporter:
             raise RuntimeError(self._without_me if self.fenced else self._over)
 
     def _newest_of_mine(self) -> int:
-        """The newest generation. Raises RuntimeError as `membership` does."""
+        """The newest generation; one more where this worker goes on alone. Raises RuntimeError as `membership` does."""
+        if self._lacks_last_step():
+            return self._newest_generation() + 1
         self._check_part()
         return self._newest_generation()
 
@@ -392,7 +396,8 @@ class Reporter:
         """A worker that has come back just before the others ended would wait for them for ten minutes."""
         status = client.get(self._job_path, JobStatus)
         if status is not None and status.state in (JobState.FINISHED, JobState.STOPPED):
-            self._finished = status.state is JobState.FINISHED
+            mine = status.generation == self._newest_generation()
+            self._finished = mine and status.state is JobState.FINISHED
             self._over = f"{self._me}: the job is {status.state}"
 
     def _asked_in_vain(self) -> None:

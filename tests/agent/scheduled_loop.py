@@ -2,8 +2,10 @@
 
 Run as `python -m tests.agent.scheduled_loop CONSOLE RUN WORKER SHARED FAULT`. FAULT, as JSON: `at`: [iteration, number
 or kind of the op, "before" or "after"] at which it gets `signal` (SIGKILL); `unsure`: an iteration, in whose reduction
-this worker alone does not hear that all others have reduced; `hold`: [iteration, worker], before which it waits for
-the latter to be in the job.
+this worker alone does not hear that all others have reduced; with `stands` it is stopped before they hear that it has;
+`hold`: [iteration, worker], before which it waits for the latter to be in the job; `measures`: its reductions have a
+measure; `stays`: a generation for which another worker has to wait before this one, which has done all iterations,
+closes its reporter.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,13 @@ from openrecycle.planner.plans.plan import Plan
 
 def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
+
+
+class Measuring(ScheduledOp):
+    """Asks for the sum of a measure over the stages."""
+
+    def reduce(self, *tensors: torch.Tensor, measure: Callable[[], float] = float) -> float:
+        return super().reduce(*tensors, measure=lambda: 1.0)
 
 
 class FaultyReporter(Reporter):
@@ -66,8 +76,11 @@ class UnsureLoop(own_loop.OwnLoop):
     """The last message of one reduction does not come."""
 
     iteration: int
+    stands: bool
 
     def _gather(self, *args: Any) -> Any:
+        if self.stands and self._iteration == self.iteration:
+            os.kill(os.getpid(), signal.SIGSTOP)
         gathered = super()._gather(*args)
         if self._iteration == self.iteration:
             raise TransferError("the answer was lost")
@@ -78,8 +91,10 @@ def main(console: str, run: str, worker: str, shared: str, fault: str) -> None:
     torch.set_num_threads(1)
     FaultyReporter.fault = json.loads(fault)
     if "unsure" in FaultyReporter.fault:
-        UnsureLoop.iteration = FaultyReporter.fault["unsure"]
+        UnsureLoop.iteration, UnsureLoop.stands = FaultyReporter.fault["unsure"], "stands" in FaultyReporter.fault
         own_loop.OwnLoop = UnsureLoop  # type: ignore[misc]
+    if "measures" in FaultyReporter.fault:
+        own_loop.ScheduledOp = Measuring  # type: ignore[misc]
 
     def take_up(deployment: Deployment, plan: Plan) -> None:
         FaultyReporter.living = deployment.living
@@ -89,6 +104,8 @@ def main(console: str, run: str, worker: str, shared: str, fault: str) -> None:
         console=console, run=run, job=JOB, worker=worker, iterations=ITERATIONS, on_plan=take_up
     ) as reporter:
         train(reporter, model, optimizer, shared)
+        while "stays" in reporter.fault and not Path(f"{shared}.{reporter.fault['stays']}").exists():
+            time.sleep(0.05)
     say(parameters=digest(model))
 
 

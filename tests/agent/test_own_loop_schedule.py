@@ -162,15 +162,48 @@ def test_a_step_that_others_took_is_taken_late(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_last_step_that_all_others_took_is_taken_alone(tmp_path: Path) -> None:
-    """The job was finished, and the last step of stage 0 lost with the only worker that had reduced it and lived."""
+@pytest.mark.parametrize("stays", [{}, {"stays": 2}], ids=["at once", "later"])
+def test_the_last_step_that_all_others_took_is_taken_alone(tmp_path: Path, stays: dict[str, Any]) -> None:
+    """The job was finished, and the last step of stage 0 lost with the only worker that had reduced it and lived.
+    Later: that waits in another generation already for those that are done, and end only now."""
     last = ITERATIONS - 1
-    faults = {"W1_0": {"at": [last, "O", "after"]}, "W0_0": {"unsure": last}}
+    faults = {"W1_0": {"at": [last, "O", "after"]}, "W0_0": {"unsure": last}, "W0_1": stays}
     with console(tmp_path, *QUICK) as server, loops(server, tmp_path, faults) as running:
         assert running.pop("W1_0").end() == -signal.SIGKILL
         for loop in running.values():
             loop.check()
         assert running["W0_0"].ops(last) == ["O0.-1"]
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+def test_the_last_step_is_not_taken_by_one_that_the_others_went_on_without(tmp_path: Path) -> None:
+    """They have done the iteration again."""
+    last = ITERATIONS - 1
+    faults = {"W0_0": {"unsure": last, "stands": True}}
+    with console(tmp_path, *QUICK) as server, loops(server, tmp_path, faults) as running:
+        out = running.pop("W0_0")
+        for loop in running.values():
+            loop.check()
+        os.kill(out.process.pid, signal.SIGCONT)
+        assert out.end() == 1
+        assert [line["done"] for line in out.said() if "done" in line] == list(range(last))
+
+
+@pytest.mark.processes
+def test_a_last_step_that_needs_what_the_others_measured_is_not_taken_alone(tmp_path: Path) -> None:
+    """It was taken with the measure of the iteration before: gradients were clipped by a norm that was not theirs."""
+    last = ITERATIONS - 1
+    faults: dict[str, dict[str, Any]] = {worker: {"measures": True} for worker in WORKERS}
+    faults["W1_0"]["at"], faults["W0_0"]["unsure"] = [last, "O", "after"], last
+    with console(tmp_path, *QUICK) as server, loops(server, tmp_path, faults) as running:
+        assert running.pop("W1_0").end() == -signal.SIGKILL
+        kept = running.pop("W0_0")
+        for loop in running.values():
+            loop.check()
+        assert kept.end() == 1
+        assert "finished" in kept.error.splitlines()[-1]
+        assert [line["done"] for line in kept.said() if "done" in line] == list(range(last))
 
 
 @pytest.mark.chaos
