@@ -269,10 +269,6 @@ class WorkerChannel:
         self.last: int | None = None
         """The number of iterations, if the job ends early."""
         self._sending = threading.Lock()
-        self._sent = 0
-        """How many messages were sent, or are being sent."""
-        self._unread = 0
-        """The number of the message that waits until the launcher reads earlier ones; 0: none waits."""
         self._taken_up = 0
         self.gave_up = False
         self._told_at: float | None = None
@@ -304,28 +300,10 @@ class WorkerChannel:
             raise ValueError(f"{said}, at most {LONGEST_MESSAGE:,} can be said at once")
         # If the launcher is gone, the thread that reads ends this process.
         with self._sending, contextlib.suppress(OSError):
-            self._sent += 1
-            self._unread = self._sent
             self._pipe.send_bytes(encoded)
-            self._unread = 0
-
-    def end_unless_read(self, turns: int, every: float) -> None:
-        """Starts a thread that ends this process once the launcher, though it is there, has not read on for so many
-        turns of `every` seconds: it is stopped for good, and others go on without its workers. Turns are counted, not
-        seconds, since nobody is to blame for time in which this process did not run either."""
-
-        def watch() -> None:
-            pause, waits, count = threading.Event(), 0, 0
-            while count < turns:
-                pause.wait(every)
-                unread = self._unread
-                waits, count = unread, count + 1 if unread and unread == waits else 0
-            self.orphaned()
-
-        threading.Thread(target=watch, name="launcher-reads", daemon=True).start()
 
     def orphaned(self) -> None:
-        """Ends this process, since its launcher or another rank is gone, or as good as gone."""
+        """Ends this process, since its launcher or another rank is gone."""
         os._exit(GAVE_UP if self.gave_up else ORPHANED)
 
     def take_up(self, generation: int, iteration: int) -> None:

@@ -1051,7 +1051,7 @@ class SpreadPool(ProcessPool):
 
     @staticmethod
     def _told(make_spec: Callable[[str], Any], node: int, address: str, incarnation: str) -> Any:
-        return replace(make_spec(incarnation), node=node, address=address, several=True)
+        return replace(make_spec(incarnation), node=node, address=address)
 
     def _hold_back(self, entry: WorkerProcess) -> None:
         entry.send = lambda message: self.decide(lambda: entry.outbox.put(message))

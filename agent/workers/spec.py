@@ -90,9 +90,8 @@ class WorkerSpec:
     """Everything that a worker process needs to know.
 
     joins: it replaces a dead worker and takes its state from a peer of its stage. address: of its host, as peers reach
-    it. node: the number of its launcher. several: there are several nodes, and others can go on without this one.
-    slot: see agent.launcher.processes. rank: which of the worker's `ranks` it is. meeting: a file where the ranks find
-    each other. The last three are set when the process is started.
+    it. node: the number of its launcher. slot: see agent.launcher.processes. rank: which of the worker's `ranks` it is.
+    meeting: a file where the ranks find each other. The last three are set when the process is started.
     """
 
     worker: NamedWorker
@@ -102,7 +101,6 @@ class WorkerSpec:
     threads: int = 1
     address: str = LOOPBACK
     node: int = 0
-    several: bool = False
     slot: int = 0
     rank: int = 0
     meeting: str = ""

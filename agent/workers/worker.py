@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import math
 import os
 import queue
 import signal
@@ -232,8 +231,6 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
     )
     if relay is not None:
         relay.start(channel.send, channel.orphaned)
-    if spec.several:
-        channel.end_unless_read(math.ceil(timeouts.first_op / ALIVE_SECONDS), ALIVE_SECONDS)
     _guard_output(channel, spec, log)
 
     def say_alive() -> None:

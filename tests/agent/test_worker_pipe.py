@@ -33,7 +33,6 @@ from tests.agent.local_jobs import LocalJob
 from tests.golden import golden
 
 CELL = Worker(0, 0)
-TIMEOUT = 60.0
 
 
 class Ended:
@@ -261,28 +260,6 @@ def talk(pipe: Connection) -> None:
     except ValueError as error:
         worker.say("error", text=str(error))
     worker.wait_for_generation(0)
-
-
-def chatter(pipe: Connection) -> None:
-    """A worker that speaks for ever."""
-    mine = WorkerChannel(pipe, lambda _generation: None, lambda: None)
-    mine.end_unless_read(20, 0.01)
-    while True:
-        mine.say("alive", text=1000 * " ")
-
-
-@pytest.mark.processes
-def test_a_worker_ends_whose_launcher_is_there_and_reads_nothing_any_more() -> None:
-    """It had been stopped for good: its workers, which others went on without, held their memory for ever."""
-    ours, theirs = fork_context().Pipe()
-    process = fork_context().Process(target=chatter, args=(theirs,))
-    process.start()
-    theirs.close()
-    for _ in range(1000):
-        channel.receive(ours)
-    process.join(TIMEOUT)
-    assert process.exitcode == channel.ORPHANED
-    ours.close()
 
 
 @pytest.mark.processes
