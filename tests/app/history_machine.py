@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, Offered, State
 from openrecycle.agent.messages.protocol import JobSpec, JobState, Message, WorkerState
+from openrecycle.app.jobs.job_plans import stored_plan
 from openrecycle.app.jobs.live_job import read_state
-from openrecycle.app.plans.library import stored_plan
 from openrecycle.db.access import AuditStore
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
