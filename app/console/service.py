@@ -817,6 +817,7 @@ class ConsoleService:
                         resting.setdefault(job.job_id, time.monotonic())
                 except Exception as error:  # could come four times a second for every job, so it is logged seldom
                     if refused := passing(error):
+                        job.turn_failed()
                         text = "a tick could not be stored; it is tried again"
                         self._seldom.warn(text, reason=refused.detail, job=job.job_id)
                     else:

@@ -883,8 +883,13 @@ class LiveJob:
         try:
             self._tick()
         except ConsoleError:
-            self._again_at = self._read_again_at
+            self.turn_failed()
             raise
+
+    def turn_failed(self) -> None:
+        """Has the ticks wait before they read the job back again. To be called, too, where what the console does for
+        the job after a tick, in the same turn, has failed."""
+        self._again_at = self._read_again_at
 
     def _tick(self) -> None:
         self.take_heartbeats()

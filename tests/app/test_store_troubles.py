@@ -23,7 +23,7 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.api.plans import LARGE
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.jobs.live_job import AGAIN_SECONDS
+from openrecycle.app.jobs.live_job import AGAIN_SECONDS, LiveJob
 from openrecycle.app.observing import history as histories
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Children
@@ -236,11 +236,13 @@ def test_a_database_that_fails_within_an_answer_is_said_in_words(here: ConsoleHe
     assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
 
 
+@pytest.mark.parametrize("within", [False, True])
 def test_a_job_whose_change_can_not_be_stored_is_not_read_back_at_every_tick(
-    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
+    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch, within: bool
 ) -> None:
+    """within: the change fails after a tick, before something else that is done in the same turn."""
     job, read_at = JobHere(here.console, "unstored").register(), list[float]()
-    read = here.store.newest_generation
+    read, failed = here.store.newest_generation, threading.Event()
 
     def reading(job_id: str) -> object:
         # Others may read it back at each moment, with changes of their own: here plans that were made ahead.
@@ -254,10 +256,21 @@ def test_a_job_whose_change_can_not_be_stored_is_not_read_back_at_every_tick(
         if statement.startswith(("INSERT", "UPDATE")):
             raise OperationalError(statement, {}, RuntimeError("database or disk is full"))
 
+    def consider(live: LiveJob) -> None:
+        if live.job_id == job.job_id and not failed.is_set():
+            failed.set()
+            with pytest.raises(ConsoleError):
+                job.die("W1_2")
+            live.record()
+
     event.listen(here.database.engine, "before_cursor_execute", fail)
     try:
-        with pytest.raises(ConsoleError):
-            job.die("W1_2")
+        if within:
+            monkeypatch.setattr(here.console.operators, "consider", consider)
+            until(failed.is_set, "it fails")
+        else:
+            with pytest.raises(ConsoleError):
+                job.die("W1_2")
         until(lambda: len(read_at) > 2, "it is tried again")
     finally:
         event.remove(here.database.engine, "before_cursor_execute", fail)
