@@ -760,7 +760,7 @@ def prepare(
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _ShareCopy:
     attempt: int
     layers: int
     share: Share
@@ -787,7 +787,7 @@ class Checkpointer:
         self._options, self._origin, self._stage = options, origin, stage
         self._layers = layers
         self._said, self._interrupted = said, interrupted
-        self._copy: _Copy | None = None
+        self._copy: _ShareCopy | None = None
         self._taken: tuple[int, float | None, int] | None = None
         self._thread: threading.Thread | None = None
 
@@ -807,7 +807,7 @@ class Checkpointer:
         self._copy = None
         if (last or self.due(committed)) and committed > self._origin.resumed_at and writer is not None:
             self._taken = values
-            self._copy = _Copy(attempt, self._layers, optimizer.share(writer))
+            self._copy = _ShareCopy(attempt, self._layers, optimizer.share(writer))
 
     def rearranged(self, layers: int) -> None:
         """From now on the stage has so many layers."""
@@ -848,7 +848,7 @@ class Checkpointer:
             self._thread.join(0.02)
         return True
 
-    def _write(self, copy: _Copy) -> None:
+    def _write(self, copy: _ShareCopy) -> None:
         options, folder = self._options, self._options.folder
         assert folder is not None
         try:

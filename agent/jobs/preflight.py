@@ -745,7 +745,7 @@ def _check_optimizer(
     state, and after a roll-back, it must lead to the same bits. movable: may layers come to another stage? Then the
     groups must be the same however the model is cut: a layer that moves gets the options of the stage that it comes
     to."""
-    tried, made, kept = set(), dict[str, _Groups](), list[_Kept]()
+    tried, made, kept = set(), dict[str, _ParameterGroups](), list[_Kept]()
     for stage, mine in enumerate(shapes):
         small = [(tuple(min(_SIDE, n) for n in p.shape), p.dtype, p.requires_grad) for _, p in mine[:_MOST]]
         key = tuple(sorted({(len(shape), str(dtype), grad) for shape, dtype, grad in small}))
@@ -769,14 +769,14 @@ def _check_optimizer(
     return min(kept, default=_Kept(0.0, True))
 
 
-class _Groups(NamedTuple):
+class _ParameterGroups(NamedTuple):
     """The parameter groups of an optimizer: the options of each, and the group of each parameter by its name."""
 
     options: Sequence[Mapping[str, Any]]
     of: Mapping[str, int]
 
 
-def _check_alike(made: Mapping[str, _Groups]) -> None:
+def _check_alike(made: Mapping[str, _ParameterGroups]) -> None:
     """Raises InputError unless these optimizers, by what they are for, have the same options in their groups, and each
     parameter in the same group. The last one is that of all parameters."""
     expected = (
@@ -810,7 +810,7 @@ def _same_option(one: Any, other: Any) -> bool:
     return one == other or (one != one and other != other)
 
 
-def _make(workload: Workload, named: NamedParameters, optimization: Optimization) -> _Groups:
+def _make(workload: Workload, named: NamedParameters, optimization: Optimization) -> _ParameterGroups:
     """Makes the optimizer and scheduler for the stage's own shapes, without memory. Returns its parameter groups.
     Raises InputError."""
     try:
@@ -840,7 +840,9 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     names = {id(parameter): name for name, parameter in named}
     groups = optimizer.param_groups
     of = {names[id(p)]: number for number, group in enumerate(groups) for p in group["params"] if id(p) in names}
-    return _Groups([{name: value for name, value in group.items() if name != "params"} for group in groups], of)
+    return _ParameterGroups(
+        [{name: value for name, value in group.items() if name != "params"} for group in groups], of
+    )
 
 
 def check_schedule(

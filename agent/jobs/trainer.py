@@ -391,7 +391,7 @@ class ResilientTrainer:
         _check_script(self._workload)
         folder = str(options.weights or tempfile.mkdtemp(prefix="weights-", dir=scratch()))
         try:
-            lines = _Lines()
+            lines = _RecordLines()
             callbacks = self._callbacks(self.stop, self._written)
             with contextlib.ExitStack() as ending:
                 targets: list[Callable[[dict[str, Any]], None]] = [lines]
@@ -528,7 +528,7 @@ def _model(
     return given, check_whole("layer_count", layer_count, job.stages, expected), shared
 
 
-class _Lines:
+class _RecordLines:
     """Takes the lines of the record, and collects from them what TrainingResult holds."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ class DivergedError(RuntimeError):
 
 
 @dataclass
-class _Failure:
+class _RecordedFailure:
     worker: Worker
     died_at: int
     detected_at: int
@@ -111,7 +111,7 @@ class RunRecord:
         self._learning_rates: dict[int, float | None] = {}
         self._data_seconds: dict[int, float] = {}
         self._recorded: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
-        self._failures: list[_Failure] = []
+        self._failures: list[_RecordedFailure] = []
         self._deaths: dict[Worker, int] = {}
         self._evicted: dict[Worker, int] = {}
         self._hashes: dict[tuple[int, tuple[int, int, bool]], dict[Worker, str]] = {}
@@ -200,7 +200,7 @@ class RunRecord:
         self._workers.pop(worker, None)
         if generation or worker in self._living:
             since = detected_at if died_at is None else died_at
-            self._failures.append(_Failure(worker, since, detected_at, died_at is not None, generation))
+            self._failures.append(_RecordedFailure(worker, since, detected_at, died_at is not None, generation))
         return died_at is not None
 
     @property
@@ -513,7 +513,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_changed": TypeAdapter(dict[int, int]),
     "_learning_rates": TypeAdapter(dict[int, float | None]),
     "_data_seconds": TypeAdapter(dict[int, float]),
-    "_failures": TypeAdapter(list[_Failure]),
+    "_failures": TypeAdapter(list[_RecordedFailure]),
     "_deaths": TypeAdapter(dict[NamedWorker, int]),
     "_evicted": TypeAdapter(dict[NamedWorker, int]),
     "_last_at": TypeAdapter(int),

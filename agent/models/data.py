@@ -615,7 +615,7 @@ class StreamEndedError(InputError):
     """A stream has ended because an item raised. Nothing that comes after it can be read, not even by starting anew."""
 
 
-class _Reading:
+class _SourceReader:
     """One pass through a source. item: the number of the micro-batch that comes next."""
 
     def __init__(self, source: StreamSource, seed: int, position: StageState | None = None) -> None:
@@ -696,7 +696,7 @@ class StreamBatches:
 
     def __post_init__(self) -> None:
         self.cut_as(self.cuts or (BatchCut(0, self.per_iteration, self.batch_size or 0),))
-        self._reading: _Reading | None = None
+        self._reading: _SourceReader | None = None
         self._there: dict[int, Any] = {}
         self._first: Any = None
         """The very first item. It is kept since stages are tried out on it, also during the training."""
@@ -741,11 +741,11 @@ class StreamBatches:
         reading = self._reading
         if item == 0 and reading is not None:
             # A separate pass, so that the one under way keeps its place.
-            self._first = _Reading(self.source, self.seed).next()
+            self._first = _SourceReader(self.source, self.seed).next()
             return
         nearest = max((n for n in self._positions if n <= item), default=0)
         if reading is None or reading.item > item or nearest > reading.item:
-            reading = self._reading = _Reading(self.source, self.seed, self._positions.get(nearest))
+            reading = self._reading = _SourceReader(self.source, self.seed, self._positions.get(nearest))
         iteration = self.cuts[-1].first + (item - self._item(self.cuts[-1].first)) // self.per_iteration
         first, boundary = self._item(iteration - self.kept), self._item(iteration)
         while reading.item <= item:
@@ -813,11 +813,11 @@ class StreamBatches:
     def check(self) -> None:
         """Reads the first item twice, and the second one also from the position after the first. Raises InputError if
         they differ. An item that raises is no error here: it is reported later."""
-        one = _Reading(self.source, self.seed)
+        one = _SourceReader(self.source, self.seed)
         first = one.next()
         if isinstance(first, _Raised):
             return
-        if not alike(first, _Reading(self.source, self.seed).next()):
+        if not alike(first, _SourceReader(self.source, self.seed).next()):
             expected = "the same items on each pass; seed what draws its random numbers"
             raise InputError("data", f"{self.source.name}, whose second pass gives another first item", expected)
         try:
@@ -829,7 +829,7 @@ class StreamBatches:
                         "worker is lost, or to resume", self.source.name, reason)  # fmt: skip
             self.stateful = False
             return
-        if not alike(one.next(), _Reading(self.source, self.seed, position).next()):
+        if not alike(one.next(), _SourceReader(self.source, self.seed, position).next()):
             expected = "one that leads to where it was taken"
             raise InputError("data", f"{self.source.name}, whose state_dict leads to another item", expected)
 

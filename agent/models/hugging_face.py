@@ -583,11 +583,11 @@ def _part_class(kind: type[PreTrainedModel]) -> Any:
     if kind not in _PARTS:
         # transformers looks up by the class's name how the weights in files become its parameters.
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _PARTS[kind] = type(kind.__name__, (_Part, kind), names)
+        _PARTS[kind] = type(kind.__name__, (_ModelLayer, kind), names)
     return _PARTS[kind]
 
 
-class _Part(nn.Module):
+class _ModelLayer(nn.Module):
     """One layer. It takes (input_ids or hidden states, *passed, *routers' logits), and returns the same for the next
     layer. The last layer returns logits, and the routers' loss where that counts."""
 

@@ -287,11 +287,11 @@ def _cut(x: Any, seed: BackwardSeed) -> tuple[Any, ...]:
     """Prepares a layer's output for the next layer of the same stage. seed: for the backward of the layer before."""
     given = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     trained = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
-    cut = iter(_Cut.apply(seed, *trained) if trained else ())  # type: ignore[no-untyped-call]
+    cut = iter(_AsTransferred.apply(seed, *trained) if trained else ())  # type: ignore[no-untyped-call]
     return tuple(t if not isinstance(t, Tensor) else next(cut) if t.requires_grad else t.contiguous() for t in given)
 
 
-class _Cut(torch.autograd.Function):
+class _AsTransferred(torch.autograd.Function):
     """Gives tensors and gradients the form in which a transfer would deliver them: contiguous, and zeros where a tensor
     has no gradient since the next layer does not use it. This is needed for equal bits wherever the model is cut:
     kernels, and so roundings, are chosen by the form, and it decides whether a parameter has a gradient at all."""

@@ -229,12 +229,14 @@ class OverRanks:
         if not self._layers:
             yield sums
             return
-        sink = _Reduction(self._units, [p for layer in self._layers for p in layer.replicated], self._layers[0].group)
+        sink = _RankReduction(
+            self._units, [p for layer in self._layers for p in layer.replicated], self._layers[0].group
+        )
         yield sink
         sink.close(sums)
 
 
-class _Reduction:
+class _RankReduction:
     """Takes the gradients of one micro-batch for whole parameters, and gives those of this rank's rows to a sum.
 
     All ranks exchange the units in the same order, that of a backward. Each unit is exchanged as soon as it is

@@ -381,7 +381,7 @@ class _Transposed(torch.autograd.Function):
         return ((flat @ weight.to(dy.dtype).t()).view(x.shape) if of_x else None), None, None, None
 
 
-class _Embedding(torch.autograd.Function):
+class _DeferredEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int, deferred: DeferredGradients) -> Tensor:
         ctx.save_for_backward(indices)
@@ -498,7 +498,7 @@ def _deferred_forward(layer: nn.Module) -> Callable[[Tensor, DeferredGradients],
         if layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq:
             return None
         padding = -1 if layer.padding_idx is None else layer.padding_idx
-        return lambda x, deferred: _apply(_Embedding, x, layer.weight, padding, deferred)
+        return lambda x, deferred: _apply(_DeferredEmbedding, x, layer.weight, padding, deferred)
     if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
             return None

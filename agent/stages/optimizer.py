@@ -238,8 +238,8 @@ class StageOptimizer:
             [p for p in layer if p.requires_grad and id(p) not in copies] for layer in parameters_by_layer(module)
         ]
         self.data: PositionedData | None = None
-        self._buckets: list[_Bucket] = []
-        self._snapshot = _Snapshot(self)
+        self._buckets: list[_StepBucket] = []
+        self._snapshot = _StepSnapshot(self)
         self._kept: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self._kept_memory: list[Tensor] = []
         self.shards: Shards | None = None
@@ -416,7 +416,7 @@ class StageOptimizer:
         shards = self.shards
         return self._trained if shards is None else [shards.parts[number] for number in sorted(shards.held)]
 
-    def _in_buckets(self) -> list[_Bucket]:
+    def _in_buckets(self) -> list[_StepBucket]:
         """Returns the buckets that are stepped one after the other; only one if stepping apart may change the
         result."""
         if not self._buckets:
@@ -433,10 +433,10 @@ class StageOptimizer:
                 if last or other or (each and size >= BUCKET_BYTES):
                     mine = {id(p): p for p in stepped[at:end]}
                     parts = [self._among(group["params"], mine) for group in groups] if apart else None
-                    self._buckets.append(_Bucket(slice(at, end), stepped[at:end], parts))
+                    self._buckets.append(_StepBucket(slice(at, end), stepped[at:end], parts))
                     at, size = end, 0
             if not self._buckets:
-                self._buckets.append(_Bucket(slice(0), [], None if self.shards is None else [[] for _ in groups]))
+                self._buckets.append(_StepBucket(slice(0), [], None if self.shards is None else [[] for _ in groups]))
         return self._buckets
 
     def _among(self, parameters: Sequence[nn.Parameter], mine: Mapping[int, nn.Parameter]) -> list[nn.Parameter]:
@@ -493,7 +493,7 @@ class StageOptimizer:
         wanted = {key: value for key, value in kept.items() if keys is None or key in keys}
         return StageState({"kept": encode(wanted, shards.names[number], tensors)}, tensors)
 
-    def _update(self, bucket: _Bucket, coefficient: float, iteration: int) -> None:
+    def _update(self, bucket: _StepBucket, coefficient: float, iteration: int) -> None:
         for parameter in bucket.parameters:
             if parameter.grad is not None:
                 parameter.grad = _laid_out_as(parameter, parameter.grad)
@@ -781,7 +781,7 @@ class StageOptimizer:
         self.optimizer.state.clear()
         for parameter in self._trained:
             parameter.grad = None
-        self._snapshot, self._kept, self._kept_memory = _Snapshot(self), None, []
+        self._snapshot, self._kept, self._kept_memory = _StepSnapshot(self), None, []
         self.gradients.give_up()
 
     def _put_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
@@ -887,7 +887,7 @@ def stage_optimizer(
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _StepBucket:
     """Parameters that are stepped together. place: where they are among all that are stepped here. groups: those of
     each of the optimizer's groups; None: the optimizer steps all that it has."""
 
@@ -919,7 +919,7 @@ _ALIGNED = 16
 
 
 @dataclass
-class _Saved:
+class _ParameterBefore:
     """A parameter and its optimizer state as they were before a step. tensors: the live ones, first those of the state
     by `keys`, then the parameter. places: where their old values are. plain: what else the state held; None: there was
     no state."""
@@ -930,20 +930,20 @@ class _Saved:
     plain: dict[str, Any] | None = None
 
 
-class _Snapshot:
+class _StepSnapshot:
     """What one step changes, as it was before. It lies in the memory in which the step's gradients were summed. What
     does not fit there lies in copies, whose memory is used again for the next step."""
 
     def __init__(self, stage: StageOptimizer) -> None:
         self._stage = stage
         self._valid = self._in_sums = False
-        self._saved: dict[nn.Parameter, _Saved] = {}
-        self._adopted: dict[nn.Parameter, _Saved] = {}
+        self._saved: dict[nn.Parameter, _ParameterBefore] = {}
+        self._adopted: dict[nn.Parameter, _ParameterBefore] = {}
         self._buffers: list[Tensor] = []
         self._beside: list[tuple[Tensor, Tensor]] = []
         """What hooks of the step may change, and its old values."""
         self.before = PostValidation(), Slot(), CLEAN
-        self._before: dict[nn.Parameter, _Saved] = {}
+        self._before: dict[nn.Parameter, _ParameterBefore] = {}
         """Where parameters are saved in a step. If tensors are the same as in the step before, so are their places."""
         self._grouped = False
         self._spare: list[Tensor] = []
@@ -984,12 +984,12 @@ class _Snapshot:
         # moment, which then is never used again for the same. That was up to 0.7 bytes a parameter.
         self._before = {parameter: self._prepared(parameter) for parameter in stage.stepped}
 
-    def _prepared(self, parameter: nn.Parameter) -> _Saved:
+    def _prepared(self, parameter: nn.Parameter) -> _ParameterBefore:
         state: dict[str, Any] = self._stage.optimizer.state.get(parameter, {})
         keys, known = [k for k, v in state.items() if isinstance(v, Tensor)], self._before.get(parameter)
         if known is None or known.keys != keys or any(map(operator.is_not, map(state.get, keys), known.tensors)):
             tensors = [*(state[k] for k in keys), parameter.detach()]
-            known = _Saved(tensors, keys, self._places(parameter, tensors))
+            known = _ParameterBefore(tensors, keys, self._places(parameter, tensors))
         return known
 
     def save(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -1043,7 +1043,7 @@ class _Snapshot:
                 return memory[:size]
         return None
 
-    def adopt(self, parts: Sequence[_Snapshot]) -> None:
+    def adopt(self, parts: Sequence[_StepSnapshot]) -> None:
         """Takes over the snapshots of other optimizers, for the layers that this one has from them. They are of use
         only if all are valid for the same step."""
         stage = self._stage

@@ -386,7 +386,7 @@ class _Trial:
                 )
 
     def _first(self, buffers: MovingBuffers) -> None:
-        outputs = self._stage(Fused(self.module), _Record([]), buffers).forward(_FIRST)
+        outputs = self._stage(Fused(self.module), _KeptTerms([]), buffers).forward(_FIRST)
         self._outputs, self._made = _named(f"output of {_FIRST}", outputs), buffers.made
 
     def reference(self) -> _TrialOutcome:
@@ -405,7 +405,7 @@ class _Trial:
 
     def run(self, strategy: Strategy) -> _TrialOutcome:
         """Runs two interleaved micro-batches, and returns what comes out."""
-        record = _Record(self.moving)
+        record = _KeptTerms(self.moving)
         ops = self._stage(strategy, record)
         out: dict[str, Fingerprint] = {}
         for key in (_FIRST, _SECOND):
@@ -441,7 +441,7 @@ class _Trial:
             return share, f"{outcome.work / work:.2f} times the work of the fused backward"
         return share, "" if share >= _LEAST_SHARE else f"only {share:.1%} of the backward could be done in W"
 
-    def _stage(self, strategy: Strategy, record: _Record, buffers: MovingBuffers | None = None) -> _Ops:
+    def _stage(self, strategy: Strategy, record: _KeptTerms, buffers: MovingBuffers | None = None) -> _Ops:
         stage = Stage(self.module, record, split=strategy, autocast=self._autocast, buffers=buffers)
         return _Ops(stage, self._inputs, self._probe)
 
@@ -473,7 +473,7 @@ class _Ops:
         self._stage.weight_backward(key)
 
 
-class _Record(GradientSum):
+class _KeptTerms(GradientSum):
     """A sum that keeps its terms instead of adding them."""
 
     def __init__(self, moving: list[Tensor]) -> None:

@@ -407,7 +407,7 @@ def receive_offer(groups: Groups, source: Worker) -> Holder | None:
 
 
 @dataclass
-class _Source:
+class _HolderQueue:
     """A holder that is asked for pieces. asked: for which ones and since when, in the order of the answers. came: how
     many pieces have come from it. gives: the numbers of the pieces that it has; None: all."""
 
@@ -432,7 +432,7 @@ class StateReceiver:
         """The number that each piece has at the peers that are asked."""
         self._wanted: deque[int] = deque()
         """Missing pieces for which no peer is asked; it is filled again when it is empty."""
-        self._sources: list[_Source] = []
+        self._sources: list[_HolderQueue] = []
         self._arrived: dict[int, Version] = {}
         self._written = 0
         """For how many pieces, from the first, `write_once` has written to memory."""
@@ -544,7 +544,7 @@ class StateReceiver:
         firsts = {str(name): int(number) for name, _, number in description["columns"]}
         with self._optimizer.lock:
             session, self._said = self._session, time.monotonic()
-            self._sources = [_Source(holder) for holder in holders] if self._pieces else []
+            self._sources = [_HolderQueue(holder) for holder in holders] if self._pieces else []
             self._numbers = [firsts[piece.column] + piece.start // PIECE_ELEMENTS for piece in self._pieces]
         self._ask(session, int(description["bytes"]))
 
@@ -589,7 +589,7 @@ class StateReceiver:
 
     # -- in the threads --------------------------------------------------------------------------
 
-    def _run(self, session: int, source: _Source, whole: str) -> None:
+    def _run(self, session: int, source: _HolderQueue, whole: str) -> None:
         pause, longest = RECONNECT_SECONDS
         began, tries, holder = time.monotonic(), 0, source.holder
         while self._session == session:
@@ -626,7 +626,7 @@ class StateReceiver:
             self._say(f"its state from {holder.worker} broke off ({reason}); try {tries + 1} follows in {pause:.1f} s")
             time.sleep(pause)
 
-    def _fetch(self, connection: socket.socket, session: int, source: _Source, whole: str, began: float) -> None:
+    def _fetch(self, connection: socket.socket, session: int, source: _HolderQueue, whole: str, began: float) -> None:
         """Asks for pieces until the session is over, even when all have come: a step that is corrected may take some
         back. Raises OSError and others."""
         while self._session == session:
@@ -653,7 +653,7 @@ class StateReceiver:
             if due:
                 self._say(f"has {done:.0%} of its state from {whole} after {time.monotonic() - began:.0f} s")
 
-    def _choose(self, session: int, source: _Source) -> list[int]:
+    def _choose(self, session: int, source: _HolderQueue) -> list[int]:
         """Chooses what to ask the source for now: first pieces that no peer was asked for, then those that other peers
         are slow to give."""
         chosen: list[int] = []
@@ -758,7 +758,7 @@ class SegmentReceiver(StateReceiver):
         with self._optimizer.lock:
             session = self._session
             self._said = time.monotonic()
-            self._sources = [_Source(holder, frozenset(gives)) for holder, gives in sources]
+            self._sources = [_HolderQueue(holder, frozenset(gives)) for holder, gives in sources]
         self._ask(session, sum(p.end - p.start for p in self._pieces) * 8)
 
     def _put(self, number: int, document: Any, parts: Mapping[str, Tensor]) -> None:

@@ -64,7 +64,7 @@ def lost_validation() -> TransferError:
     return TransferError("the validation of the last step can't arrive any more")
 
 
-class _Exchange:
+class _IterationExchange:
     """The slots of one iteration, which are being exchanged."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Steps:
         """How many norms each stage sends."""
         self._groups: Groups | None = None
         self._paths = _Paths(me.stage, {}, ())
-        self._exchange: _Exchange | None = None
+        self._exchange: _IterationExchange | None = None
         self._sent: deque[tuple[int, list[PendingTransfer]]] = deque()
         self.incomplete = 0
         """How many workers took their state from a peer, in the newest iteration whose validation is known."""
@@ -160,7 +160,7 @@ class Steps:
                 rows = ranks.gather(torch.tensor(numbers, dtype=torch.float64)).tolist()
                 incomplete = int(max(row[0] for row in rows))
                 told = _whole([Slot(tuple(norms), int(rejected)) for _, rejected, *norms in rows])
-            exchange = _Exchange(self._groups, self._paths, self._norms, iteration, told, incomplete)
+            exchange = _IterationExchange(self._groups, self._paths, self._norms, iteration, told, incomplete)
             self._sent.append((iteration, exchange.sent))
             if ahead_of_validation:
                 self._exchange = exchange
@@ -288,7 +288,7 @@ class Steps:
         in_order = [_whole([slots[stage, rank] for rank in range(groups.ranks.size)]) for stage in stages]
         return self._settle_by(judge(in_order, self._optimization.clip_norm))
 
-    def _slots_of(self, exchange: _Exchange) -> list[Slot]:
+    def _slots_of(self, exchange: _IterationExchange) -> list[Slot]:
         with self._waiting():
             slots = exchange.wait()
         self.incomplete = exchange.incomplete

@@ -66,7 +66,7 @@ class ReadBeside(APIRoute):
             if len(body) <= SHORT:
                 refuse_repeats(body)
                 return await usual(request)
-            return await usual(_Read(request, body, await beside(read, field, body)))
+            return await usual(_ParsedRequest(request, body, await beside(read, field, body)))
 
         return handler
 
@@ -134,7 +134,7 @@ def read(field: BodyField, body: bytes) -> Any:
     return message
 
 
-class _Read(Request):
+class _ParsedRequest(Request):
     """A request whose body was parsed and checked already; FastAPI takes the message as it is."""
 
     def __init__(self, request: Request, body: bytes, message: Any) -> None:

@@ -368,7 +368,7 @@ class ConsoleHost:
         self._open, self._leadership, self._make = open_database, leadership, make
         self.shown_url = shown_url
         self._guarded, self._standby_tokens = guarded, standby_tokens
-        self._standby: _Standby | None = None
+        self._standby: _StandbyResources | None = None
         self._seat: ActiveConsole | None = None
         self._failed: int | None = None  # the term in which this console failed to take the jobs up
         self._lost: list[Callable[[], None]] = []
@@ -493,7 +493,7 @@ class ConsoleHost:
 
     def _stand_by(self) -> None:
         if self._standby is None:
-            self._standby = _Standby(self._open(NOT_LEADING))
+            self._standby = _StandbyResources(self._open(NOT_LEADING))
             if self._guarded:
                 self._standby.tokens.start()
             self._standby_tokens(self._standby.tokens)
@@ -505,7 +505,7 @@ class ConsoleHost:
             standby.database.close()
 
 
-class _Standby:
+class _StandbyResources:
     """What a console needs while it does not lead: it answers requests that bring a token with who leads."""
 
     def __init__(self, database: Database) -> None:

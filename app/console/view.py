@@ -284,7 +284,7 @@ TIMED = 200
 _MOST_GENERATIONS = 500
 
 
-class _History(NamedTuple):
+class _StoredHistory(NamedTuple):
     iterations: tuple[IterationView, ...]
     events: tuple[EventView, ...]
     recoveries: tuple[RecoveryView, ...]
@@ -558,12 +558,12 @@ class Queries:
 
         return self._kept(job, "workers", (job.version, fingerprint), self.shared_seconds, lambda: tuple(made()))
 
-    def _history(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _History:
+    def _history(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _StoredHistory:
         """Returns a job's history, which is read again only after something was stored: many viewers share one read."""
         what = (iterations, events, tuple(waited.by_iteration))
         return self._kept(job, what, job.version, math.inf, lambda: self._read(job, waited, iterations, events))
 
-    def _read(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _History:
+    def _read(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _StoredHistory:
         feed = self._store.events(job.job_id, limit=events, newest=True)
         if feed and len(feed) == events:
             oldest, since = feed[-1]["seq"], feed[0]["seq"] - SEVERE_AMONG
@@ -576,7 +576,7 @@ class Queries:
         last = rows[-1]["generation"] if rows else 0
         since = max(rows[0]["generation"], last - _MOST_GENERATIONS) if rows else 0
         most = max(0, last - since + 1)
-        return _History(
+        return _StoredHistory(
             tuple(iteration_view(row, job.spec, waited) for row in rows),
             tuple(_event(row, seen_by) for row in feed),
             tuple(

@@ -225,7 +225,7 @@ class Distribution:
 
 
 @dataclass
-class _Seen:
+class _CommittedIterations:
     """The iterations of a job that were committed since the console began to watch it. through: the last one. skipped:
     micro-batches that were left out of their sums."""
 
@@ -251,13 +251,13 @@ class JobMetrics(Collector):
         self._waited = waited
         self._past = past
         self._jobs, self._store, self._plan, self._figures = jobs, store, plan, figures
-        self._seen: WeakKeyDictionary[LiveJob, _Seen] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[LiveJob, _CommittedIterations] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def begin(self, job: LiveJob) -> None:
         """Begins to count a job's iterations. Those that it has committed already do not count, since counters begin
         with the process."""
-        self._seen[job] = _Seen(job.state.committed - 1)
+        self._seen[job] = _CommittedIterations(job.state.committed - 1)
 
     def describe(self) -> list[Metric]:
         """Returns nothing; otherwise the registry would collect, and read the database, to learn the names."""
@@ -298,7 +298,7 @@ class JobMetrics(Collector):
 
     def _add_iterations(self, out: _Families, job: LiveJob, *, waits_for_operator: bool) -> None:
         key, spec = job.job_id, job.spec
-        seen = self._seen.setdefault(job, _Seen(-1))
+        seen = self._seen.setdefault(job, _CommittedIterations(-1))
         for _ in range(READS):
             if seen.through >= job.state.committed - 1:
                 break

@@ -70,7 +70,7 @@ WIDTH = 260
 
 
 @dataclass
-class _Note:
+class _AddressNote:
     """A note on one name of the address. words: the message about its value. put: somebody has chosen `chosen` in place
     of `before`, and the browser may not know that until then (`until`, monotonic seconds)."""
 
@@ -124,7 +124,7 @@ def say_unknown() -> None:
 def moved() -> None:
     """For a callback: notes that another job or plan was chosen, so that values which do not suit it get no message."""
     for name in st.query_params:
-        _notes().setdefault(name, _Note())
+        _notes().setdefault(name, _AddressNote())
 
 
 def job_asked_for(known: Collection[str]) -> str | None:
@@ -163,7 +163,7 @@ def read(name: str, accept: Callable[[str], T | None], expected: str, instead: s
     if given and found is None:
         _refuse(name, given[-1], [], expected, instead)
     elif given:
-        _notes().setdefault(name, _Note())
+        _notes().setdefault(name, _AddressNote())
     return found
 
 
@@ -177,7 +177,7 @@ def read_all(name: str, accept: Callable[[str], T | None], expected: str) -> lis
     if strange is not None:
         _refuse(name, strange, list(found), expected, LEFT_OUT if found else DEFAULT)
     elif given:
-        _notes().setdefault(name, _Note())
+        _notes().setdefault(name, _AddressNote())
     return list(found.values()) if found or "" in given else None
 
 
@@ -193,7 +193,7 @@ def _given(name: str) -> list[str]:
 def _refuse(name: str, strange: str, rest: list[str], expected: str, instead: str) -> None:
     """Removes an invalid value from the address, with a message, unless the value was valid at first or was for another
     job. rest: the valid values."""
-    _notes().setdefault(name, _Note(sentence(name, strange, expected, instead))).put = False
+    _notes().setdefault(name, _AddressNote(sentence(name, strange, expected, instead))).put = False
     _write(name, rest)
 
 
@@ -211,7 +211,7 @@ def put(name: str, chosen: str | Sequence[str] | None, heard_after: float | None
     (default: HEARD_SECONDS). Within them, the browser's Back does not bring the old value."""
     words = [] if chosen is None else [chosen] if isinstance(chosen, str) else list(chosen)
     until = time.monotonic() + (HEARD_SECONDS if heard_after is None else heard_after)
-    _notes()[name] = _Note("", True, words, st.query_params.get_all(name), until)
+    _notes()[name] = _AddressNote("", True, words, st.query_params.get_all(name), until)
     _write(name, words)
 
 
@@ -424,7 +424,7 @@ def _switched(value: bool) -> str:
     return str(value).lower()
 
 
-def _notes() -> dict[str, _Note]:
+def _notes() -> dict[str, _AddressNote]:
     return st.session_state.setdefault(NOTES, {})  # type: ignore[no-any-return]
 
 

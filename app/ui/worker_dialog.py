@@ -459,7 +459,7 @@ def _over_time(console: ConsoleService, job_id: str, detail: WorkerDetail) -> No
 
 
 @dataclass(frozen=True)
-class _Action:
+class _DialogAction:
     """An action that the dialog offers. kind: for keys and styles. helps: False if it could do no good, so that it has
     no button. words, warning: shown at the confirmation. done: shown afterwards."""
 
@@ -515,14 +515,14 @@ def _arm(wanted: _Armed | None) -> None:
     st.session_state[ARMED] = wanted
 
 
-def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list[_Action]:
+def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list[_DialogAction]:
     """What can be done with it, the mildest first."""
     name, job_id = worker.name, view.job_id
     process, made = text.plain_markdown(facts.process_words(worker)), []
     loss = console.operators.loss_of(job_id, name) if worker.state in ALIVE else Loss()
     if worker.state in DRAINABLE and facts.living_peers(view, worker):
         made.append(
-            _Action(
+            _DialogAction(
                 "drain",
                 f"Drain {name}",
                 f"**Drain {name}?** This is {process}. {facts.consequence_of_drain(view, worker, loss.share)}",
@@ -534,7 +534,7 @@ def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list
     if worker.state in ALIVE and view.spec.demo:
         consequence, warning = facts.consequence_of_kill(view, worker, loss)
         made.append(
-            _Action(
+            _DialogAction(
                 "kill",
                 f"Kill {name}",
                 f"**Kill {name}?** {text.capital(process)} gets SIGKILL, as if its machine had died. {consequence}",
@@ -548,7 +548,7 @@ def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list
         consequence, helps = facts.consequence_of_restart(view, worker)
         verb = "Restart" if worker.state in (RoleState.FAILED, RoleState.DRAINED) else "Start"
         made.append(
-            _Action(
+            _DialogAction(
                 "restart",
                 f"{verb} {name}",
                 f"**{verb} {name}?** {consequence}",
@@ -560,7 +560,7 @@ def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list
     return made
 
 
-def _ask(action: _Action) -> None:
+def _ask(action: _DialogAction) -> None:
     with st.container(border=True, key=f"act-{action.kind}"):
         st.markdown(action.words)
         if action.warning:

@@ -153,7 +153,7 @@ def _laid_out(
     if over == "schedules" or (over == "partitions" and min(counts) < 1):
         problem = Problem(job.with_partition(now), dead, technique, memory)  # raises where a stage is dead
         bound = Bound(period_bound(problem), "the partition is given")
-        return _Choice(problem, now, EFFORT).given(bound)
+        return _PartitionSearch(problem, now, EFFORT).given(bound)
     bounds = layer_bounds(job, technique, memory, furthest)
     options: list[Layout] = []
     if min(counts) > 0 and bounds.least(counts) is not None:
@@ -779,10 +779,10 @@ def _made(
     partition = bounds.partition(counts, bound.ticks, present)
     assert partition is not None
     problem = Problem(job.with_partition(partition), dead, bounds.technique, bounds.memory)
-    return _Choice(problem, present, effort, final).best(bounds, counts, bound)
+    return _PartitionSearch(problem, present, effort, final).best(bounds, counts, bound)
 
 
-class _Choice:
+class _PartitionSearch:
     """Finds the partition with the shortest plan, starting from the one that is best by the bounds."""
 
     def __init__(self, problem: Problem, present: Partition, effort: int, final: int = FINAL) -> None:

@@ -102,7 +102,7 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _StageBound:
     """One stage, in ticks. F, I, W: of its fastest peer, which any micro-batch may meet; O: the longest.
 
     n: the least number of micro-batches of its busiest peer. A, C: see the module. living: number of peers. rows: the
@@ -201,15 +201,15 @@ class CountBounds:
         return max(b.ticks for b in _all(self._problem, stages))
 
 
-def _all(problem: Problem, stages: list[_Stage]) -> list[Bound]:
+def _all(problem: Problem, stages: list[_StageBound]) -> list[Bound]:
     return _staggered(problem, stages) if problem.technique.staggers else _barrier(problem, stages)
 
 
-def _stages(problem: Problem) -> list[_Stage]:
+def _stages(problem: Problem) -> list[_StageBound]:
     job = problem.job
     total = job.pipelines * job.micro_batches
     below = 0  # transfers and F below, all I below and their transfers
-    stages: list[_Stage] = []
+    stages: list[_StageBound] = []
     own: dict[int, set[Worker]] = defaultdict(set)
     for worker, _ in job.speeds:
         if worker not in problem.failed:
@@ -222,7 +222,7 @@ def _stages(problem: Problem) -> list[_Stage]:
         if living > len(own[s]):
             rows[_row(problem, problem.ticks[s], s, below)] += living - len(own[s])
         stages.append(
-            _Stage(
+            _StageBound(
                 F=t.forward,
                 I=back,
                 W=t.weight_backward if problem.technique.splits else 0,
@@ -252,7 +252,7 @@ def _row(problem: Problem, t: StageTicks, stage: int, below: int) -> _Row:
     )
 
 
-def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
+def _staggered(problem: Problem, stages: list[_StageBound]) -> list[Bound]:
     """For each stage its own span; for each pair a < s the way down, the last I of s, and the way up.
 
     Stage s starts no sooner than stage a's first start + F and transfers from a to s, for its
@@ -287,7 +287,7 @@ def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
     return bounds
 
 
-def _supplied(a: _Stage, b: _Stage, way: int) -> int:
+def _supplied(a: _StageBound, b: _StageBound, way: int) -> int:
     """Bounds the period by how fast stage a < b can take in the last gradients. way: F, I, transfers from a to b and
     back, those of a and not those of b.
 
@@ -331,7 +331,7 @@ def _supplied(a: _Stage, b: _Stage, way: int) -> int:
     return best
 
 
-def _barrier(problem: Problem, stages: list[_Stage]) -> list[Bound]:
+def _barrier(problem: Problem, stages: list[_StageBound]) -> list[Bound]:
     """For each stage: the way down to it (head), its own least time, and the way up (tail).
 
     The period is the makespan and the longest O. The makespan counts from the first op, and the

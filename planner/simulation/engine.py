@@ -371,8 +371,8 @@ ADD, REMOVE, READY, RESUME = 1, 2, 3, 4
 
 
 @dataclass(order=True)
-class _Event:
-    """Compared by time and kind alone, as in the published simulators: see `_Run.play`."""
+class _QueuedEvent:
+    """Compared by time and kind alone, as in the published simulators: see `_SimulationRun.play`."""
 
     time: int
     kind: int
@@ -384,17 +384,17 @@ def simulate(trace: Trace, policy: Policy, *, ready_after: int = 0) -> Simulatio
 
     Events at the trace's end or later are left out, and an iteration that ends exactly then does not count.
     """
-    return _Run(trace, policy, ready_after).play()
+    return _SimulationRun(trace, policy, ready_after).play()
 
 
-class _Run:
+class _SimulationRun:
     def __init__(self, trace: Trace, policy: Policy, ready_after: int) -> None:
         self.trace = trace
         self.policy = policy
         self.ready_after = ready_after
         self.end = trace.end * MILLISECOND
         self.cluster = Cluster()
-        self.heap: list[_Event] = []
+        self.heap: list[_QueuedEvent] = []
         self.pace: Pace | None = None
         self.at = 0  # where the present iteration, checkpoint or standstill began
         self.in_flight_end: int | None = None  # end of the iteration in flight, if it is not at + pace.iteration
@@ -439,7 +439,7 @@ class _Run:
         return self._outcome()
 
     def _push(self, time: int, kind: int, worker: str = "") -> None:
-        heapq.heappush(self.heap, _Event(time, kind, worker))
+        heapq.heappush(self.heap, _QueuedEvent(time, kind, worker))
 
     def _pop(self, now: int) -> MembershipChange:
         """Takes all events of this instant; if the job waits for workers, no more than one that gets ready."""

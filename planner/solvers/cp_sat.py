@@ -599,13 +599,13 @@ class CpSatSolver:
         if warm_start.period > MOST_TICKS:
             why = "CP-SAT takes no op times of so many digits; this is the plan that it was to improve"
             return Solution(warm_start, period_bound(problem), self.name, run.elapsed, why)
-        search = _Search(problem, warm_start, period_bound(problem), run, self.workers)
+        search = _CpSatSolve(problem, warm_start, period_bound(problem), run, self.workers)
         message = search.go(free_routes=self.free_routes)
         return Solution(search.best, search.bound, self.name, run.elapsed, message)
 
 
 @dataclass
-class _Search:
+class _CpSatSolve:
     """One solve: the best schedule so far, the bound, and the time left."""
 
     problem: Problem
