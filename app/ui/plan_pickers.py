@@ -55,7 +55,7 @@ def pick_plan(console: ConsoleService, job_id: str | None, notes: DeltaGenerator
     of_job = {**console.sources.names(job_id, clock), **console.sources.measured_name(job_id)} if job_id else {}
     options = {**of_job, **console.sources.saved_names()}
     place = st.container(width=420)
-    wanted, understood = _wanted(console, job_id, notes)
+    wanted, understood = _wanted(console, job_id, notes, others=bool(options))
     if wanted is not None:
         options.setdefault(str(wanted.reference), wanted.name)
     if not options:
@@ -96,10 +96,11 @@ def clock(at: float) -> str:
 
 
 def _wanted(
-    console: ConsoleService, job_id: str | None, notes: DeltaGenerator
+    console: ConsoleService, job_id: str | None, notes: DeltaGenerator, *, others: bool
 ) -> tuple[Source | PendingPlan | None, bool]:
     """Returns the plan that the URL asks for, else the plan in force; a fingerprint alone names one of the job's plans.
-    The second value is False if the URL asks for something that can't be shown; the URL is left as it is then."""
+    The second value is False if the URL asks for something that can't be shown; the URL is left as it is then. others:
+    there are plans to choose instead."""
     said = st.query_params.get("plan")
     in_force = console.sources.find(OfJob(job_id)) if job_id and console.jobs.find(job_id).state.current else None
     found: Source | PendingPlan | None = in_force
@@ -111,7 +112,7 @@ def _wanted(
             found = console.sources.find(reference)
         except (InputError, ConsoleError) as error:
             understood = False
-            say_error(f"{error}. Choose one instead.", notes)
+            say_error(f"{error}. Choose one instead." if others else f"{error}.", notes)
             if isinstance(reference, MeasuredReference) and isinstance(error, ConsoleError) and error.code == NOT_KEPT:
                 notes.button(
                     "Show the newest that was measured", on_click=_show, args=(newest(reference),), key="show-newest"

@@ -150,12 +150,15 @@ def test_a_saved_plan_is_shown_without_any_job(tmp_path: Path) -> None:
     empty = ConsoleHere(tmp_path)
     set_console(empty.console)
     try:
+        nothing_else = errors(open_page(plan="saved:"))[0]
         saved = empty.console.plans.library.save(factory.plan(("W0_1",), unit="slot"), "kept")
         test = open_page()
         assert test.selectbox(key="plan-picker").options == ["Saved: kept"]
         assert "<b>out</b>" in json.dumps(drawn(test)[1]), "nobody knows why"
         assert drawn(open_page(plan=f"saved:{saved}"))[1] == drawn(test)[1]
         assert "plan: got 'saved:'" in errors(open_page(plan="saved:"))[0]
+        assert errors(open_page(plan="saved:"))[0].removeprefix(nothing_else), "there is a plan to choose instead"
+        assert nothing_else in errors(open_page(plan="saved:"))[0]
     finally:
         set_console(None)
         empty.close()
