@@ -31,7 +31,7 @@ from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import Table, rows_html
 from openrecycle.planner.jobs.job import SECONDS
 from openrecycle.planner.plans.plan import job_doc
-from openrecycle.planner.simulation.engine import Crossing
+from openrecycle.planner.simulation.engine import ALIKE, Crossing, alike
 from openrecycle.planner.simulation.traces import public_traces
 
 SHAPE = "A model's shape"
@@ -235,7 +235,8 @@ def _cross(crossing: Crossing) -> str:
 def _cards(simulation: Simulation) -> list[Card]:
     best = max(simulation.rows, key=lambda row: row["trace_samples_per_second"])
     others = [row for row in simulation.rows if row is not best]
-    first = simulation.rows[0]
+    first, rate = simulation.rows[0], best["trace_samples_per_second"]
+    as_good = [policy_words(row["policy"]) for row in others if alike(row["trace_samples_per_second"], rate)]
     cards = [
         Card(
             "Run", text.milliseconds(3_600_000 * first["hours"]), note=text.count(first["failures"], "worker") + " lost"
@@ -243,14 +244,15 @@ def _cards(simulation: Simulation) -> list[Card]:
         Card(
             "Best here",
             policy_words(best["policy"]),
-            note=f"{text.rate(best['trace_samples_per_second'])} samples/s on average",
+            note=f"{text.rate(rate)} samples/s on average"
+            + (f"; within {100 * ALIKE:g} %: {' and '.join(as_good)}" if as_good else ""),
         ),
         Card("Goodput of the best", text.percent(best["goodput"]), note="of what the job would train without failures"),
         Card("ETTR of the best", text.percent(best["ettr"]), note="share of time in iterations that count"),
     ]
     if others:
         worst = min(others, key=lambda row: row["trace_samples_per_second"])
-        ratio = ratio_words(best["trace_samples_per_second"], worst["trace_samples_per_second"])
+        ratio = ratio_words(rate, worst["trace_samples_per_second"])
         cards.append(Card("Best / worst (samples/s)", ratio, note=policy_words(worst["policy"])))
     return cards
 

@@ -317,6 +317,16 @@ class SimulationOutcome:
 # -- how policies compare as failures become rarer ---------------------------------------------------
 
 
+ALIKE = 0.001
+"""Policies whose throughputs differ by a smaller share are as good as each other: which failures a trace has decides
+which of them comes first."""
+
+
+def alike(one: float, other: float) -> bool:
+    """Says whether two throughputs are as good as equal."""
+    return abs(one - other) <= ALIKE * max(one, other)
+
+
 @dataclass(frozen=True)
 class Crossing:
     """Between two MTBFs policy `after` overtakes policy `before`. hours: where their interpolated lines meet."""
@@ -345,7 +355,7 @@ class Sweep:
         for a in range(len(names)):
             for b in range(a + 1, len(names)):
                 rates = zip(self.hours, self.rates(a), self.rates(b), strict=True)
-                gaps = [(hours, x - y) for hours, x, y in rates if x != y]  # where they are equal, neither leads
+                gaps = [(hours, x - y) for hours, x, y in rates if not alike(x, y)]  # elsewhere neither leads
                 for (before, lead), (after, behind) in pairwise(gaps):
                     if (lead > 0) != (behind > 0):
                         share = lead / (lead - behind)

@@ -10,7 +10,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.app.plans.simulations import DRAWN, HISTORY, parse_request
-from openrecycle.app.ui.simulate import SHOWN, ratio_words
+from openrecycle.app.ui.simulate import SHOWN, policy_words, ratio_words
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.plan import job_doc
 from tests.conftest import at_length
@@ -152,6 +152,14 @@ def test_one_policy_is_compared_with_none() -> None:
     test.multiselect(key="policies").set_value(["drop-replica"]).run()
     page = html(until_done(test))
     assert "Best here" in page and golden("against-the-last") not in page
+
+
+def test_policies_that_are_as_good_as_the_best_are_named_with_it() -> None:
+    """Nothing fails in an hour, so all train equally much."""
+    test = open_page(sim_hours="1", sim_mtbf="100000")
+    test.multiselect(key="policies").set_value(names := ["drop-replica", "recycle", "ours"]).run()
+    cards = html(until_done(test)).split("or-cards")[1]
+    assert all(policy_words(name) in cards for name in names)
 
 
 def test_how_the_best_is_told_from_the_worst() -> None:

@@ -351,6 +351,8 @@ def test_a_tie_hides_no_crossing() -> None:
     assert (crossing.before, crossing.after, crossing.hours) == ("a", "b", pytest.approx(10))
     touching = Sweep((1, 10, 100), tuple((outcome("a", rate), outcome("b", 2.0)) for rate in (3.0, 2.0, 3.0)))
     assert touching.crossings == []
+    as_good = Sweep((1, 10, 100), tuple((outcome("a", rate), outcome("b", 2.0)) for rate in (3.0, 2.0, 1.9985)))
+    assert as_good.crossings == []
 
 
 @pytest.mark.parametrize(
