@@ -541,17 +541,14 @@ class ConsoleCoordination(Coordination):
                 self._absence.broken()
         elif self._living is None or str(worker) in self._living:
             self._absence.lost(str(worker))
-        if cause == "transfer":
-            self._workers.broken(str(worker), incarnation, generation, detail, peer)
-            return
         if cause == "exit":
             self._workers.remove(incarnation)
             self._beats.pop(incarnation, None)
         report = FailureReport(
-            worker=str(worker),
+            worker=peer or str(worker),
             incarnation=incarnation,
             cause=cause,
-            reporter="launcher",
+            reporter=str(worker) if cause == "transfer" else "launcher",
             detail=encodable(detail[:2000]),
             generation=generation,
             spare=tuple(spare),

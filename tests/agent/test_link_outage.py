@@ -257,12 +257,15 @@ def test_all_failures_of_one_turn_are_one_batch(console: Console) -> None:
         link.poll(0.0)
         until(lambda: console.taken, "the first report", TIMEOUT)
         node_is_lost(link, 2)
+        link.failed(Failure("transfer", Worker(0, 1), "i01", 1, "reset", peer="W2_1"))
         link.failed(Failure("exception", Worker(0, 0), "i00", 1, "all form anew"))
         link.poll(0.0)
         until(lambda: len(console.taken) == 2, "the reports", TIMEOUT)
     finally:
         link.close(lambda: True)
-    assert [told(batch) for batch in console.failures] == [of_node(1), [*of_node(2), ("W0_0", "i00", False)]]
+    others = [("W2_1", "i01", False), ("W0_0", "i00", False)]
+    assert [told(batch) for batch in console.failures] == [of_node(1), [*of_node(2), *others]]
+    assert [console.failures[1][at]["reporter"] for at in (-2, -1)] == ["W0_1", "launcher"]
 
 
 def test_a_failure_after_the_poll_of_a_turn_wakes_the_launcher_and_is_in_a_copy_before_it_is_sent(
@@ -403,7 +406,7 @@ def test_a_console_that_does_not_know_the_job_ends_no_training(console: Console)
         until(later, "it to say so, and to try again", TIMEOUT)
         assert len(told) == 1 and isinstance(told[0], LauncherWarning) and "this console" in told[0].text
         console.strange = False
-        until(lambda: len(console.taken) == 2, "the reports to arrive", TIMEOUT)
+        until(lambda: console.failures, "the reports to arrive", TIMEOUT)
         assert {one["cause"] for batch in console.failures for one in batch} == {"exit", "transfer"}
         until(lambda: any(isinstance(e, Deploy) for e in link.poll(time.monotonic())), "the generation", TIMEOUT)
         assert not said
