@@ -215,14 +215,10 @@ def router(console: ConsoleService) -> APIRouter:
 def _start(console: ConsoleService, message: PlanWanted | MigrationsWanted) -> Solve:
     job, own = _job_of(console, message), set(_WhoseJob.model_fields)
     settings = {name: getattr(message, name) for name in type(message).model_fields if name not in own}
-    asked: Request
+    kind: type[Request] = PlanAsked if isinstance(message, PlanWanted) else MigrationsAsked
+    asked = kind(job=job, **settings)
     try:
-        if isinstance(message, PlanWanted):
-            asked = PlanAsked(job=job, **settings)
-            asked.check()
-        else:
-            asked = MigrationsAsked(job=job, **settings)
-            asked.checked_job()
+        asked.check()
     except PlannerError as error:
         raise ConsoleError(422, "invalid", str(error)) from None
     return console.plans.solves.start(asked)

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import structlog
@@ -379,9 +379,18 @@ def _lasts(job: LiveJob) -> bool:
 
 def _request(job: LiveJob, failed: Iterable[str], other: Job | None = None) -> PlanRequest:
     """Makes the request for a plan of `job`. other: the job with other speeds, if it is to be planned with these."""
-    asked = other or job.plans.job
-    return PlanRequest(
-        job.job_id, job_doc(asked), tuple(failed), job.spec.technique, job.spec.memory, partition=asked.partition
+    return PlanRequest(job.job_id, _asked(job, other or job.plans.job, failed, solver="list"))
+
+
+def _asked(job: LiveJob, planned: Job, failed: Iterable[str], **search: Any) -> PlanAsked:
+    """Asks for a plan of `job`, with the speeds and layers of `planned`. search: how to look for it."""
+    return PlanAsked(
+        job=job_doc(planned),
+        failed=tuple(failed),
+        technique=job.plans.catalog.technique,
+        memory=job.plans.catalog.memory.text,
+        partition=planned.partition,
+        **search,
     )
 
 
@@ -646,16 +655,8 @@ class Replanning:
         failed = self._ready(job)
         planned = job.plans.job
         try:
-            asked = PlanAsked(
-                job=job_doc(planned),
-                failed=failed,
-                technique=job.plans.catalog.technique,
-                memory=job.plans.catalog.memory.text,
-                solver=solver,
-                time_limit=seconds,
-                over="schedules" if job.spec.relayout == "never" else "partitions",
-                partition=planned.partition,
-            )
+            over = "schedules" if job.spec.relayout == "never" else "partitions"
+            asked = _asked(job, planned, failed, solver=solver, time_limit=seconds, over=over)
             asked.check()
         except InputError as error:
             raise ConsoleError(422, "invalid", str(error)) from None

@@ -15,7 +15,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -45,165 +45,6 @@ from openrecycle.planner.plans.packed import packed, unpack
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, WorkerName
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan, reference_plan
-
-# -- plans that child processes make or look up -------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """A request for one plan; see task_queue.Request. time_limit: the solver's, in seconds. partition: layers per
-    stage; (): as the job says."""
-
-    owner: str
-    job: JobDoc
-    failed: tuple[str, ...]
-    technique: str
-    memory: str
-    solver: str = "list"
-    time_limit: float = 60.0
-    partition: tuple[int, ...] = ()
-    timeout: None = None
-    makes: bool = True
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether it asks for fault-free 1F1B on a grid that is small enough to be scheduled at once."""
-        plain = self.technique == Technique.FAULT_FREE and self.memory == "1f1b" and not self.failed
-        return plain and self.job.ops <= SEARCHED_OPS
-
-    def read(self, document: bytes) -> Plan:
-        return unpack(document, source="the planning process")
-
-
-@dataclass(frozen=True)
-class LookUpRequest:
-    """A request for a plan of a catalog, with its pipelines renamed to fit the failures. info: the catalog's, as JSON.
-    stored: the plan's bytes as the catalog has them, under `name`."""
-
-    owner: str
-    info: str
-    failed: tuple[str, ...]
-    name: str
-    stored: bytes
-    timeout: None = None
-    makes: bool = False
-
-    def read(self, document: bytes) -> Plan:
-        return unpack(document, source="the planning process")
-
-
-def plan_maker(name: str = "planning", *, on_made: Callable[[Plan], None] = lambda made: None) -> TaskQueue:
-    """Makes a task queue that takes PlanRequest and LookUpRequest."""
-    return TaskQueue(serve_at_once, name, on_made=on_made)
-
-
-def serve_at_once(channel: Channel, request: PlanRequest | LookUpRequest) -> None:
-    """Answers one request, in the child."""
-    channel.say(answered(lambda: packed(_plan(request))))
-
-
-def _plan(asked: PlanRequest | LookUpRequest) -> Plan:
-    """Makes or looks up the plan. Raises PlannerError, also for a stored plan that is damaged or does not fit the
-    failures."""
-    if isinstance(asked, LookUpRequest):
-        catalog = StoredCatalog(CatalogInfo.from_json(asked.info), MappedBlobs({asked.name: asked.stored}))
-        found = catalog.find(parse_workers(asked.failed))
-        if found is None:
-            raise PlanError(f"plan {asked.name} is not for these failures")
-        return found.plan
-    plan = make_plan(
-        problem(asked.job, asked.failed, asked.technique, asked.memory, asked.partition),
-        solver=asked.solver,
-        time_limit=asked.time_limit,
-        look_ahead=asked.solver != "list",  # with "list", workers may be waiting for the plan
-    )
-    return checked(plan)
-
-
-def problem(
-    document: JobDoc, failed: Sequence[str], technique: str, memory: str, partition: Sequence[int] = ()
-) -> Problem:
-    """Makes the problem of a request. Raises PlannerError."""
-    workers, job = parse_workers(failed), document.job()
-    return Problem(
-        job.with_partition(partition) if partition else job, workers, Technique.of(technique), MemoryLimit.parse(memory)
-    )
-
-
-# The most ops of all answers that are kept, each of 100 bytes or more; and the least and the most that one plan counts
-# as. So the plans that one page compares are always kept.
-ANSWERED_OPS, LEAST_ANSWERED, MOST_ANSWERED = 3_200_000, 100_000, 400_000
-TIME_LIMIT = 5.0
-# An answer without a plan is tried again after this many seconds.
-FAILED_SECONDS = 30.0
-# For more ops than this a page gets the list scheduler's plan; better ones are for the Planner page.
-SEARCHED_OPS = 20_000
-
-
-@dataclass
-class Answer:
-    """The answer to a page's question: once it is `done`, a plan, or why there is none. ops: of the plan. asked, ended:
-    monotonic seconds."""
-
-    ops: int
-    plan: Plan | None = None
-    why: str = ""
-    done: bool = False
-    asked: float = field(default_factory=time.monotonic)
-    ended: float = math.inf
-
-    def end(self, plan: Plan | None, why: str) -> None:
-        self.plan, self.why, self.ended, self.done = plan, why, time.monotonic(), True
-
-    @property
-    def stale(self) -> bool:
-        """Whether it failed some time ago. It may succeed now, for example if its process had died."""
-        return self.done and self.plan is None and time.monotonic() - self.ended > FAILED_SECONDS
-
-
-class Making:
-    """Makes plans for pages, without a delay for the page. Thread-safe. Its child process begins with the first
-    question."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._answers: LRUCache[str, Answer] = LRUCache(
-            ANSWERED_OPS, lambda answer: min(max(answer.ops, LEAST_ANSWERED), MOST_ANSWERED)
-        )
-        self._maker = plan_maker("plans on the spot")
-        self._started = False
-
-    def get(self, job: JobDoc, failed: tuple[str, ...], technique: str, memory: str) -> Answer:
-        """Returns the answer, which may not be done yet. Equal questions share one answer; the first one begins it."""
-        solver = "auto" if job.ops <= SEARCHED_OPS else "list"
-        request = PlanRequest("a page", job, failed, technique, memory, solver, TIME_LIMIT)
-        key = repr(request)
-        with self._lock:
-            known = self._answers.get(key)
-            if known is None or known.stale:
-                known = self._answers[key] = self._begin(request)
-            return known
-
-    def close(self) -> None:
-        with self._lock:
-            if self._started:
-                self._maker.close()
-
-    def _begin(self, request: PlanRequest) -> Answer:
-        answer = Answer(request.job.ops)
-        if request.is_reference:
-            # The order of ops is fixed and nothing is searched for, so this needs no child process.
-            try:
-                answer.end(checked(reference_plan(request.job.job(), "1f1b")), "")
-            except PlannerError as error:
-                answer.end(None, str(error))
-            return answer
-        if not self._started:
-            self._started = True
-            self._maker.start(child=False)
-        self._maker.submit(request, answer.end)
-        return answer
-
 
 log = structlog.get_logger()
 
@@ -256,15 +97,18 @@ class _Asked(_Settings):
         """Equal requests have equal ids."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
-    def checked_job(self) -> Job:
-        """Returns the job with its partition. Raises InputError, before memory is taken, for a job that is none or too
-        large for here."""
+    def check(self) -> None:
+        """Raises InputError, before memory is taken, for a job that is too large for here, and then what the child
+        would raise, as far as that can be found out at once."""
         if self.job.pipelines > 0 and self.job.stages > 0 and self.job.ops > MAX_SOLVED_OPS:
             raise InputError(
                 "pipelines x stages x micro_batches x 3 ops",
                 self.job.ops,
                 f"at most {MAX_SOLVED_OPS:,} ops here; `openrecycle plan` takes more",
             )
+
+    def whole_job(self) -> Job:
+        """Returns the job with its partition. Raises InputError for a job that is none."""
         if self.over != "schedules" and not self.job.layers:
             raise InputError("over", self.over, "schedules, since this job comes without layers")
         job = self.job.job()
@@ -272,6 +116,9 @@ class _Asked(_Settings):
 
     def dead(self) -> frozenset[Worker]:
         return parse_workers(self.failed)
+
+    def limit(self) -> MemoryLimit:
+        return MemoryLimit.parse(self.memory, field="memory")
 
 
 class PlanAsked(_Asked, PlanSettings):
@@ -283,10 +130,10 @@ class PlanAsked(_Asked, PlanSettings):
         """Raises InputError, and InfeasibleError when no schedule can exist."""
         if self.solver not in SOLVERS:
             raise InputError("solver", self.solver, "one of " + ", ".join(SOLVERS))
-        return Problem(self.checked_job(), self.dead(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
+        return Problem(self.whole_job(), self.dead(), self.technique, self.limit())
 
     def check(self) -> None:
-        """Raises what `problem` or `layout` would raise, as far as that can be found out at once."""
+        super().check()
         if self.over != "layouts":
             self.problem()
             return
@@ -300,15 +147,8 @@ class PlanAsked(_Asked, PlanSettings):
         Raises PlannerError."""
         if self.over == "schedules":
             return None
-        job = self.checked_job()
-        return lay_out(
-            job,
-            self.dead(),
-            technique=self.technique,
-            memory=MemoryLimit.parse(self.memory, field="memory"),
-            over=self.over,
-            present=job.partition,
-        )
+        job, memory = self.whole_job(), self.limit()
+        return lay_out(job, self.dead(), technique=self.technique, memory=memory, over=self.over, present=job.partition)
 
 
 class MigrationsAsked(_Asked, MigrationsSettings):
@@ -316,12 +156,151 @@ class MigrationsAsked(_Asked, MigrationsSettings):
     def timeout(self) -> float:
         return 60.0
 
+    def check(self) -> None:
+        super().check()
+        self.whole_job()
+
     def cost(self, job: Job) -> CopyCost:
         """Returns what copying a stage's state costs. job: with its partition."""
         return check_copy_cost(job, None if self.state_bytes is None else [self.state_bytes], self.bandwidth)
 
 
 Request: TypeAlias = PlanAsked | MigrationsAsked
+
+
+# -- plans that child processes make or look up -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A request for one plan, with the job as it is; see task_queue.Request."""
+
+    owner: str
+    asked: PlanAsked
+    timeout: None = None
+    makes: bool = True
+
+    def read(self, document: bytes) -> Plan:
+        return unpack(document, source="the planning process")
+
+
+@dataclass(frozen=True)
+class LookUpRequest:
+    """A request for a plan of a catalog, with its pipelines renamed to fit the failures. info: the catalog's, as JSON.
+    stored: the plan's bytes as the catalog has them, under `name`."""
+
+    owner: str
+    info: str
+    failed: tuple[str, ...]
+    name: str
+    stored: bytes
+    timeout: None = None
+    makes: bool = False
+
+    def read(self, document: bytes) -> Plan:
+        return unpack(document, source="the planning process")
+
+
+def plan_maker(name: str = "planning", *, on_made: Callable[[Plan], None] = lambda made: None) -> TaskQueue:
+    """Makes a task queue that takes PlanRequest and LookUpRequest."""
+    return TaskQueue(serve_at_once, name, on_made=on_made)
+
+
+def serve_at_once(channel: Channel, request: PlanRequest | LookUpRequest) -> None:
+    """Answers one request, in the child."""
+    channel.say(answered(lambda: packed(_plan(request))))
+
+
+def _plan(request: PlanRequest | LookUpRequest) -> Plan:
+    """Makes or looks up the plan. Raises PlannerError, also for a stored plan that is damaged or does not fit the
+    failures."""
+    if isinstance(request, LookUpRequest):
+        catalog = StoredCatalog(CatalogInfo.from_json(request.info), MappedBlobs({request.name: request.stored}))
+        found = catalog.find(parse_workers(request.failed))
+        if found is None:
+            raise PlanError(f"plan {request.name} is not for these failures")
+        return found.plan
+    asked = request.asked
+    # With "list", workers may be waiting for the plan.
+    look_ahead = asked.solver != "list"
+    plan = make_plan(asked.problem(), solver=asked.solver, time_limit=asked.time_limit, look_ahead=look_ahead)
+    return checked(plan)
+
+
+# The most ops of all answers that are kept, each of 100 bytes or more; and the least and the most that one plan counts
+# as. So the plans that one page compares are always kept.
+ANSWERED_OPS, LEAST_ANSWERED, MOST_ANSWERED = 3_200_000, 100_000, 400_000
+TIME_LIMIT = 5.0
+# An answer without a plan is tried again after this many seconds.
+FAILED_SECONDS = 30.0
+# For more ops than this a page gets the list scheduler's plan; better ones are for the Planner page.
+SEARCHED_OPS = 20_000
+
+
+@dataclass
+class Answer:
+    """The answer to a page's question: once it is `done`, a plan, or why there is none. ops: of the plan. asked, ended:
+    monotonic seconds."""
+
+    ops: int
+    plan: Plan | None = None
+    why: str = ""
+    done: bool = False
+    asked: float = field(default_factory=time.monotonic)
+    ended: float = math.inf
+
+    def end(self, plan: Plan | None, why: str) -> None:
+        self.plan, self.why, self.ended, self.done = plan, why, time.monotonic(), True
+
+    @property
+    def stale(self) -> bool:
+        """Whether it failed some time ago. It may succeed now, for example if its process had died."""
+        return self.done and self.plan is None and time.monotonic() - self.ended > FAILED_SECONDS
+
+
+class Making:
+    """Makes plans for pages, without a delay for the page. Thread-safe. Its child process begins with the first
+    question."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answers: LRUCache[str, Answer] = LRUCache(
+            ANSWERED_OPS, lambda answer: min(max(answer.ops, LEAST_ANSWERED), MOST_ANSWERED)
+        )
+        self._maker = plan_maker("plans on the spot")
+        self._started = False
+
+    def get(self, job: JobDoc, failed: tuple[str, ...], technique: Technique, memory: str) -> Answer:
+        """Returns the answer, which may not be done yet. Equal questions share one answer; the first one begins it."""
+        solver = "auto" if job.ops <= SEARCHED_OPS else "list"
+        limit = TIME_LIMIT
+        asked = PlanAsked(job=job, failed=failed, technique=technique, memory=memory, solver=solver, time_limit=limit)
+        with self._lock:
+            known = self._answers.get(asked.id)
+            if known is None or known.stale:
+                known = self._answers[asked.id] = self._begin(asked)
+            return known
+
+    def close(self) -> None:
+        with self._lock:
+            if self._started:
+                self._maker.close()
+
+    def _begin(self, asked: PlanAsked) -> Answer:
+        answer = Answer(asked.job.ops)
+        plain = asked.technique is Technique.FAULT_FREE and asked.memory == "1f1b" and not asked.failed
+        if plain and asked.job.ops <= SEARCHED_OPS:
+            # The order of ops is fixed and nothing is searched for, so this needs no child process.
+            try:
+                answer.end(checked(reference_plan(asked.job.job(), "1f1b")), "")
+            except PlannerError as error:
+                answer.end(None, str(error))
+            return answer
+        if not self._started:
+            self._started = True
+            self._maker.start(child=False)
+        self._maker.submit(PlanRequest("a page", asked), answer.end)
+        return answer
 
 
 # -- the child ------------------------------------------------------------------------------------
@@ -388,15 +367,13 @@ def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
 
 
 def _migrations(request: MigrationsAsked) -> Migrations:
-    job, dead, heals_in = request.checked_job(), request.dead(), request.heals_in
-    memory = MemoryLimit.parse(request.memory, field="memory")
+    job, dead, heals_in = request.whole_job(), request.dead(), request.heals_in
+    technique, memory = request.technique, request.limit()
     if request.over == "schedules":
         cost = request.cost(job)
-        found = best_migrations(job, dead, technique=request.technique, memory=memory, cost=cost, heals_in=heals_in)
+        found = best_migrations(job, dead, technique=technique, memory=memory, cost=cost, heals_in=heals_in)
     else:
-        found = best_relayout(
-            job, dead, technique=request.technique, memory=memory, cost=request.cost, heals_in=heals_in
-        )
+        found = best_relayout(job, dead, technique=technique, memory=memory, cost=request.cost, heals_in=heals_in)
     return found.document(job)
 
 

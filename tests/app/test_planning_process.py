@@ -11,11 +11,11 @@ from multiprocessing.process import BaseProcess
 import pytest
 
 from openrecycle.app.plans import solving
-from openrecycle.app.plans.solving import Making, PlanRequest, plan_maker
+from openrecycle.app.plans.solving import Making, PlanAsked, PlanRequest, plan_maker
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, TaskQueue
 from openrecycle.planner.check import check
-from openrecycle.planner.jobs.job import Job
-from openrecycle.planner.plans.plan import Plan, job_doc
+from openrecycle.planner.jobs.job import Job, Technique
+from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -49,8 +49,8 @@ def child() -> BaseProcess:
     return found
 
 
-def request(*failed: str, owner: str = "job", job: object = JOB, solver: str = "list") -> PlanRequest:
-    return PlanRequest(owner, job, failed, "staggered", "uniform", solver)  # type: ignore[arg-type]
+def request(*failed: str, owner: str = "job", job: JobDoc = JOB, solver: str = "list") -> PlanRequest:
+    return PlanRequest(owner, PlanAsked(job=job, failed=failed, solver=solver))
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ class Unreadable(PlanRequest):
 
 def test_an_answer_that_can_not_be_read_is_said_and_stops_nothing(maker: TaskQueue) -> None:
     answers = Answers()
-    maker.submit(Unreadable("job", JOB, (), "staggered", "uniform", "list"), answers.taker("damaged"))
+    maker.submit(Unreadable("job", request().asked), answers.taker("damaged"))
     maker.submit(request(), answers.taker("next"))
     (_, none, why), (name, plan, _) = answers.wait(2)
     assert none is None and "(error)" in why
@@ -153,7 +153,7 @@ def test_an_answer_without_a_plan_does_not_stand_for_ever(monkeypatch: pytest.Mo
     job = job_doc(Job.uniform(1, 1, 1))
     none = job.model_copy(update={"profiles": (job.profiles[0].model_copy(update={"forward": 0}),)})
     pages = Making()
-    good, bad = ((document, (), "fault-free", "1f1b") for document in (job, none))
+    good, bad = ((document, (), Technique.FAULT_FREE, "1f1b") for document in (job, none))
     made, failed = pages.get(*good), pages.get(*bad)
     assert made.plan is not None and failed.plan is None and failed.why
     assert pages.get(*bad) is failed
@@ -168,7 +168,7 @@ def test_large_answers_are_forgotten_sooner_than_small_ones(monkeypatch: pytest.
         monkeypatch.setattr(solving, name, ops)
     pages = Making()
     small, large, another = (
-        (job_doc(Job.uniform(*grid)), (), "fault-free", "1f1b") for grid in ((1, 1, 1), (2, 2, 2), (1, 4, 2))
+        (job_doc(Job.uniform(*grid)), (), Technique.FAULT_FREE, "1f1b") for grid in ((1, 1, 1), (2, 2, 2), (1, 4, 2))
     )
     first, made = pages.get(*large), pages.get(*small)
     assert pages.get(*large) is first and pages.get(*small) is made

@@ -234,7 +234,7 @@ def test_what_can_not_be_planned_is_said_by_the_child_too(
 def test_absurd_sizes_are_refused_before_memory_is_taken() -> None:
     absurd = SMALL.model_copy(update={"pipelines": 10**6, "micro_batches": 10**6})
     with pytest.raises(InputError, match="at most 400,000 ops here"):
-        PlanAsked(job=absurd).problem()
+        PlanAsked(job=absurd).check()
 
 
 def test_old_results_are_let_go(make: Callable[..., Solves]) -> None:
