@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from openrecycle.agent.coordination.generations import MOVE_ITERATIONS, worth_moving
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.app.runtime.processes import Channel, answered
+from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MayMove, MemoryLimit, Problem, Technique, Worker
@@ -82,7 +83,7 @@ _RECOMMENDATION = TypeAdapter(Recommendation)
 
 @dataclass(frozen=True)
 class AdviceRequest:
-    """A request for advice; see task_queue.Request. owner: the job's id. samples: of one iteration. unit_seconds:
+    """A request for advice. samples: of one iteration. unit_seconds:
     seconds of the job's time unit; None: as its name says. heals_in, since_checkpoint: seconds, as for
     planner.simulation.policy.advise. copy: seconds to copy a stage's state. basis: where the costs and the repair time
     come from, in words. migrate: whether workers may change their stage. relayout: whether layers may
@@ -91,7 +92,6 @@ class AdviceRequest:
     layers that move; None: enough. left: iterations that are not committed yet; None: many.
     """
 
-    owner: str
     job: JobDoc
     failed: tuple[str, ...]
     technique: str
@@ -111,12 +111,16 @@ class AdviceRequest:
     automatic: bool = True
     room: LayerRoom | None = None
     left: int | None = None
-    # Advice that takes longer would come too late to matter.
-    timeout: float = 60.0
-    makes: bool = True
 
-    def read(self, document: bytes) -> Recommendation:
-        return _RECOMMENDATION.validate_json(document)
+
+def advisor(timeout: float = 60.0) -> TaskQueue[Recommendation]:
+    """Makes a task queue that takes AdviceRequest. timeout: seconds; advice that takes longer would come too late to
+    matter."""
+    return TaskQueue(serve, "advising", read_recommendation, timeout=timeout)
+
+
+def read_recommendation(document: bytes) -> Recommendation:
+    return _RECOMMENDATION.validate_json(document)
 
 
 def serve(channel: Channel, request: AdviceRequest) -> None:

@@ -21,12 +21,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination.generations import out
 from openrecycle.agent.coordination.membership import Candidate, Mode, Note, Offer, Offered, State
-from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, serve
+from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, advisor
 from openrecycle.app.jobs.live_job import LiveJob, changes, repair_times
 from openrecycle.app.jobs.states import ProcessState
 from openrecycle.app.jobs.throughput import NOTHING, Waited, segments, unit_seconds
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import count
@@ -87,7 +86,7 @@ class Advising:
 
     def __init__(self, store: Store, waited: Callable[[LiveJob], Waited]) -> None:
         self._store, self._waited = store, waited
-        self.queue = TaskQueue(serve, "advising")
+        self.queue = advisor()
         self._of: WeakKeyDictionary[LiveJob, _Advised] = WeakKeyDictionary()
 
     def start(self) -> None:
@@ -139,7 +138,7 @@ class Advising:
                 # The job recovers again. If the same workers are out afterwards, advice is asked for again.
                 of.asked = NOTHING_ASKED
 
-        self.queue.submit(request, done)
+        self.queue.submit(job.job_id, request, done)
 
     def _tell(self, job: LiveJob, asked: Asked, recommendation: Recommendation) -> bool:
         """Says, stores and offers what was recommended. Returns False if other workers are out by now, or the job
@@ -208,7 +207,6 @@ class Advising:
             # Agents do not report when they write checkpoints; on average the last one is half an interval old.
             work = min(RecoveryCosts().checkpoint_interval / 2, max(0.0, time.time() - generations[0]["opened_at"]))
         return AdviceRequest(
-            job.job_id,
             job_doc(replace(job.plans.job, speeds=())),  # options are compared with workers that are alike
             failed,
             spec.technique,

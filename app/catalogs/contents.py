@@ -15,13 +15,13 @@ from itertools import chain, islice
 from typing import Any
 
 from openrecycle.app.runtime.processes import Channel, unexpected
-from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo, MappedBlobs
+from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.catalogs.catalog_build import LISTED, fill, make_engine, most_failures, targets
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.failures import patterns
+from openrecycle.planner.jobs.failures import parse_workers, patterns
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, plan_name
-from openrecycle.planner.plans.plan import job_doc
+from openrecycle.planner.plans.plan import Plan, PlanError, job_doc
 
 # The most failure patterns that are planned one by one; no more are listed.
 MOST = 512
@@ -118,6 +118,26 @@ class CountLine:
     @property
     def peak_bytes(self) -> int | None:
         return max((plan.peak_bytes for plan in self.plans if plan.peak_bytes is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Located:
+    """A stored plan that fits certain failures. info: its catalog's, as JSON. stored: its bytes as the catalog has
+    them, under `name`. origin: where it is from, in words."""
+
+    info: str
+    failed: tuple[str, ...]
+    name: str
+    stored: bytes
+    origin: str
+
+    def plan(self) -> Plan:
+        """Returns the plan with its pipelines renamed to fit the failures. Raises PlannerError."""
+        catalog = StoredCatalog(CatalogInfo.from_json(self.info), MappedBlobs({self.name: self.stored}))
+        found = catalog.find(parse_workers(self.failed))
+        if found is None:
+            raise PlanError(f"plan {self.name} is not for these failures")
+        return found.plan
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from openrecycle.app.catalogs.contents import (
     CatalogReport,
     CatalogRequest,
     CatalogSummary,
+    Located,
     needed,
     read_message,
     report,
@@ -96,17 +97,6 @@ class Filling:
     def elapsed(self) -> float:
         """Seconds that it has taken, up to now or to its end."""
         return time.monotonic() - self.began_at if self.running else self.seconds
-
-
-@dataclass(frozen=True)
-class Located:
-    """A stored plan that fits certain failures, in bytes. info: its catalog's, as JSON. origin: where it is from, in
-    words."""
-
-    info: str
-    name: str
-    stored: bytes
-    origin: str
 
 
 def info_of(question: CatalogQuestion) -> CatalogInfo:
@@ -191,7 +181,7 @@ class Catalogs:
         if not question.fits(header.partition):
             return None
         origin = _origin(found.reason, header.metrics, header.solver)
-        return Located(info.model_dump_json(), found.name, stored, origin)
+        return Located(info.model_dump_json(), failed, found.name, stored, origin)
 
     def names(self, question: CatalogQuestion) -> frozenset[str]:
         """Returns the names of the stored plans for a question. Raises ConsoleError."""

@@ -38,10 +38,8 @@ from openrecycle.app.plans.library import Library, PlanCache
 from openrecycle.app.plans.profiles import NamedProfiles
 from openrecycle.app.plans.simulations import Simulations
 from openrecycle.app.plans.solving import (
-    LookUpRequest,
     Making,
     PlanAsked,
-    PlanRequest,
     Point,
     Solve,
     Solves,
@@ -227,7 +225,7 @@ class JobPlanner:
                 done(plan, origin)
                 return
             log.warning("a stored plan is not used", job=job.job_id, reason=why)
-            self._maker.submit(_request(job, failed), done, priority=URGENT)
+            self.make(job, failed, done)
 
         def look_up() -> None:
             workers = [Worker.parse(name) for name in failed]
@@ -238,22 +236,24 @@ class JobPlanner:
                 found = self._catalogs.find(job.plans.question, workers)
             elif located := self._catalogs.located(job.plans.question, failed):
                 fitted = partial(take_fitted, located.origin)
-                request = LookUpRequest(job.job_id, located.info, failed, located.name, located.stored)
-                self._maker.submit(request, fitted, priority=URGENT)
+                self._maker.submit(job.job_id, located, fitted, priority=URGENT, makes=False)
                 return
             if found is not None and not job.plans.is_for(found[0], failed):
                 found = None
             if found is None:
-                self._maker.submit(_request(job, failed), done, priority=URGENT)
+                self.make(job, failed, done)
                 return
             done(*found)
 
         threading.Thread(target=look_up, name="planning-look-up", daemon=True).start()
 
-    def make_for(self, job: LiveJob, other: Job, failed: tuple[str, ...], done: Done[Plan]) -> None:
-        """Has a plan made for `job` with other speeds (`other`), and calls `done` with it."""
-        request = _request(job, failed, other)
-        self._maker.submit(request, done, priority=URGENT)
+    def make(
+        self, job: LiveJob, failed: Iterable[str], done: Done[Plan], *, other: Job | None = None, ahead: bool = False
+    ) -> None:
+        """Has a plan made, and calls `done` with it. other: the job with other speeds, if it is to be planned with
+        these. ahead: nobody waits for the plan."""
+        asked = _asked(job, other or job.plans.job, failed, solver="list")
+        self._maker.submit(job.job_id, asked, done, priority=AHEAD if ahead else URGENT)
 
     def replan(self, job: LiveJob, other: Job, plan: Plan) -> None:
         """Gives `job` other speeds from now on, for which `plan` was made; the plans ahead are made anew."""
@@ -334,7 +334,7 @@ class JobPlanner:
             threading.Thread(target=self._file, args=given, name="planning-stored", daemon=True).start()
         for pattern in missing:
             if pattern not in stored:
-                self._maker.submit(_request(job, map(str, sorted(pattern))), done, priority=AHEAD)
+                self.make(job, map(str, sorted(pattern)), done, ahead=True)
 
     def _stored(self, job: LiveJob, patterns: Sequence[frozenset[Worker]]) -> list[frozenset[Worker]]:
         """Returns those patterns for which a catalog has a plan."""
@@ -354,7 +354,7 @@ class JobPlanner:
                 continue
             found = self._catalogs.find(job.plans.question, pattern)
             if found is None:  # damaged
-                self._maker.submit(_request(job, map(str, sorted(pattern))), done, priority=AHEAD)
+                self.make(job, map(str, sorted(pattern)), done, ahead=True)
                 continue
             try:
                 job.plans.file_plan(found[0])
@@ -375,11 +375,6 @@ def _lasts(job: LiveJob) -> bool:
     """Says whether the job's plans are worth keeping in a catalog. Plans for measured speeds or for moved layers are
     not: speeds pass, and layers move back."""
     return job.plans.job is job.plans.nominal and job.plans.job.at_home is job.plans.job
-
-
-def _request(job: LiveJob, failed: Iterable[str], other: Job | None = None) -> PlanRequest:
-    """Makes the request for a plan of `job`. other: the job with other speeds, if it is to be planned with these."""
-    return PlanRequest(job.job_id, _asked(job, other or job.plans.job, failed, solver="list"))
 
 
 def _asked(job: LiveJob, planned: Job, failed: Iterable[str], **search: Any) -> PlanAsked:
@@ -553,7 +548,7 @@ class Drifting:
             def done(plan: Plan | None, why: str) -> None:
                 self._made(job, watch, wanted, failed, plan, why)
 
-            self._planning.make_for(job, wanted, failed, done)
+            self._planning.make(job, failed, done, other=wanted)
 
     def _made(
         self, job: LiveJob, watch: _Watch, wanted: Job, failed: tuple[str, ...], plan: Plan | None, why: str

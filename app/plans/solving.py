@@ -23,10 +23,10 @@ import structlog
 from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field
 
+from openrecycle.app.catalogs.contents import Located
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, answered, unexpected
 from openrecycle.app.runtime.task_queue import TaskQueue
-from openrecycle.planner.catalogs.catalog import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import parse_workers
@@ -42,7 +42,7 @@ from openrecycle.planner.layers.migration import (
 )
 from openrecycle.planner.layers.partition import Layout, best_relayout, lay_out
 from openrecycle.planner.plans.packed import packed, unpack
-from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, WorkerName
+from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, WorkerName
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan, reference_plan
 
@@ -171,60 +171,28 @@ Request: TypeAlias = PlanAsked | MigrationsAsked
 # -- plans that child processes make or look up -------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """A request for one plan, with the job as it is; see task_queue.Request."""
-
-    owner: str
-    asked: PlanAsked
-    timeout: None = None
-    makes: bool = True
-
-    def read(self, document: bytes) -> Plan:
-        return unpack(document, source="the planning process")
+def plan_maker(name: str = "planning", *, on_made: Callable[[Plan], None] = lambda made: None) -> TaskQueue[Plan]:
+    """Makes a task queue that takes PlanAsked, with the job as it is, and Located."""
+    return TaskQueue(serve_at_once, name, read_plan, on_made=on_made)
 
 
-@dataclass(frozen=True)
-class LookUpRequest:
-    """A request for a plan of a catalog, with its pipelines renamed to fit the failures. info: the catalog's, as JSON.
-    stored: the plan's bytes as the catalog has them, under `name`."""
-
-    owner: str
-    info: str
-    failed: tuple[str, ...]
-    name: str
-    stored: bytes
-    timeout: None = None
-    makes: bool = False
-
-    def read(self, document: bytes) -> Plan:
-        return unpack(document, source="the planning process")
+def read_plan(document: bytes) -> Plan:
+    return unpack(document, source="the planning process")
 
 
-def plan_maker(name: str = "planning", *, on_made: Callable[[Plan], None] = lambda made: None) -> TaskQueue:
-    """Makes a task queue that takes PlanRequest and LookUpRequest."""
-    return TaskQueue(serve_at_once, name, on_made=on_made)
-
-
-def serve_at_once(channel: Channel, request: PlanRequest | LookUpRequest) -> None:
+def serve_at_once(channel: Channel, request: PlanAsked | Located) -> None:
     """Answers one request, in the child."""
     channel.say(answered(lambda: packed(_plan(request))))
 
 
-def _plan(request: PlanRequest | LookUpRequest) -> Plan:
+def _plan(request: PlanAsked | Located) -> Plan:
     """Makes or looks up the plan. Raises PlannerError, also for a stored plan that is damaged or does not fit the
     failures."""
-    if isinstance(request, LookUpRequest):
-        catalog = StoredCatalog(CatalogInfo.from_json(request.info), MappedBlobs({request.name: request.stored}))
-        found = catalog.find(parse_workers(request.failed))
-        if found is None:
-            raise PlanError(f"plan {request.name} is not for these failures")
-        return found.plan
-    asked = request.asked
+    if isinstance(request, Located):
+        return request.plan()
     # With "list", workers may be waiting for the plan.
-    look_ahead = asked.solver != "list"
-    plan = make_plan(asked.problem(), solver=asked.solver, time_limit=asked.time_limit, look_ahead=look_ahead)
-    return checked(plan)
+    look_ahead, limit = request.solver != "list", request.time_limit
+    return checked(make_plan(request.problem(), solver=request.solver, time_limit=limit, look_ahead=look_ahead))
 
 
 # The most ops of all answers that are kept, each of 100 bytes or more; and the least and the most that one plan counts
@@ -299,7 +267,7 @@ class Making:
         if not self._started:
             self._started = True
             self._maker.start(child=False)
-        self._maker.submit(PlanRequest("a page", asked), answer.end)
+        self._maker.submit("a page", asked, answer.end)
         return answer
 
 
@@ -572,7 +540,7 @@ class Solves:
                 raise ValueError(f"unknown message {sorted(message)}")
 
     def _take_plan(self, solve: Solve, document: bytes) -> None:
-        solve.plan = unpack(document, source="the planning process")
+        solve.plan = read_plan(document)
         self._on_made(solve.plan)
         self._over(solve)
 

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -30,37 +30,39 @@ _TRY_AGAIN_SECONDS = 1.0
 
 Serve = Callable[[Channel, Any], None]
 Made = TypeVar("Made")
-Made_co = TypeVar("Made_co", covariant=True)
-
-
-class Request(Protocol[Made_co]):
-    """What the child gets. owner: the name for `cancel`, such as the job's id. timeout: seconds that the work may take;
-    None: any. makes: whether the result is newly made, and not just looked up. read: parses the child's answer."""
-
-    @property
-    def owner(self) -> str: ...
-    @property
-    def makes(self) -> bool: ...
-    @property
-    def timeout(self) -> float | None: ...
-    def read(self, document: bytes) -> Made_co: ...
-
-
 Done = Callable[[Made | None, str], None]
 """Called with (what was made, "") or (None, why there is nothing), in the queue's own thread."""
 
 
-class TaskQueue:
+class _Task(NamedTuple):
+    """A request on its way. The arguments are those of TaskQueue.submit."""
+
+    owner: str
+    request: object
+    done: Done[Any]
+    makes: bool
+
+
+class TaskQueue(Generic[Made]):
     """Owns the child process, and a thread that passes requests to it and calls their `done`, one after the other.
     Thread-safe.
 
-    serve: what the child does with a request (see processes.answered). on_made: called before `done` with each result
-    that was newly made, and not just looked up.
+    serve: what the child does with a request (see processes.answered). read: parses its answer. timeout: seconds that
+    the work may take; None: any. on_made: called before `done` with each result that was newly made, and not just
+    looked up.
     """
 
-    def __init__(self, serve: Serve, name: str, *, on_made: Callable[[Any], None] = lambda made: None) -> None:
-        self._on_made = on_made
-        self._queue: queue.PriorityQueue[tuple[int, int, Request[Any] | None, Done[Any]]] = queue.PriorityQueue()
+    def __init__(
+        self,
+        serve: Serve,
+        name: str,
+        read: Callable[[bytes], Made],
+        *,
+        timeout: float | None = None,
+        on_made: Callable[[Made], None] = lambda made: None,
+    ) -> None:
+        self._read, self._timeout, self._on_made = read, timeout, on_made
+        self._queue: queue.PriorityQueue[tuple[int, int, _Task | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._cancelled: set[str] = set()
         self._stopping = False
@@ -73,8 +75,11 @@ class TaskQueue:
             self._children.prepare()
         self._thread.start()
 
-    def submit(self, request: Request[Made], done: Done[Made], *, priority: int = AHEAD) -> None:
-        self._queue.put((priority, next(self._order), request, done))
+    def submit(
+        self, owner: str, request: object, done: Done[Made], *, priority: int = AHEAD, makes: bool = True
+    ) -> None:
+        """owner: the name for `cancel`, such as the job's id. makes: whether the result is newly made."""
+        self._queue.put((priority, next(self._order), _Task(owner, request, done, makes)))
 
     def cancel(self, owner: str) -> None:
         """Drops all requests of `owner`, now and later; their callbacks are not called."""
@@ -83,51 +88,51 @@ class TaskQueue:
     def close(self) -> None:
         """Ends the child, whatever it does, and waits for both."""
         self._stopping = True
-        self._queue.put((-1, next(self._order), None, lambda made, why: None))
+        self._queue.put((-1, next(self._order), None))
         self._children.close()
         if self._thread.is_alive():
             self._thread.join(5)
 
     def _run(self) -> None:
         while True:
-            _, _, request, done = self._queue.get()
-            if request is None or self._stopping:
+            _, _, task = self._queue.get()
+            if task is None or self._stopping:
                 return
-            if request.owner in self._cancelled:
+            if task.owner in self._cancelled:
                 continue
             try:
-                made, why = self._solve(request)
+                made, why = self._solve(task)
             except Exception as error:  # this request needs an answer, and the thread has to live for the next ones
-                log.exception("what the planning process said can't be read", job=request.owner)
+                log.exception("what the planning process said can't be read", job=task.owner)
                 made, why = None, f"what the planning process said can't be read ({type(error).__name__})"
             if self._stopping:
                 return
-            if request.owner not in self._cancelled:
+            if task.owner not in self._cancelled:
                 try:
-                    if made is not None and request.makes:
+                    if made is not None and task.makes:
                         self._on_made(made)
-                    done(made, why)
+                    task.done(made, why)
                 except Exception:
-                    log.exception("what was made could not be filed", job=request.owner)
+                    log.exception("what was made could not be filed", job=task.owner)
 
-    def _solve(self, request: Request[Made]) -> tuple[Made | None, str]:
+    def _solve(self, task: _Task) -> tuple[Made | None, str]:
         attempts = 0
         while attempts < _ATTEMPTS and not self._stopping:
             try:
-                made, why = read_answer(self._children.ask(request, timeout=request.timeout))
+                made, why = read_answer(self._children.ask(task.request, timeout=self._timeout))
             except ChildEnded as ended:
                 if ended.late:
-                    return None, f"it took more than {request.timeout:g} s"
+                    return None, f"it took more than {self._timeout:g} s"
                 if self._stopping:
                     return None, "the console is stopping"
-                log.warning("the planning process died; starting another", job=request.owner)
+                log.warning("the planning process died; starting another", job=task.owner)
                 attempts += 1
                 continue
             except OSError as error:  # the system is short of processes or files; the request still needs its answer
-                log.warning("the planning process can't be started; trying again", job=request.owner, reason=str(error))
+                log.warning("the planning process can't be started; trying again", job=task.owner, reason=str(error))
                 time.sleep(_TRY_AGAIN_SECONDS)
                 continue
             if made is None:
                 return None, why
-            return request.read(made), ""
+            return self._read(made), ""
         return None, "the planning process died over it"

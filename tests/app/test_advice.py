@@ -14,7 +14,14 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.agent.coordination.generations import out
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.messages.protocol import FailureReport, Restart
-from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, decide, recommendation_document, serve
+from openrecycle.app.advice.recommendation import (
+    AdviceRequest,
+    Recommendation,
+    advisor,
+    decide,
+    read_recommendation,
+    recommendation_document,
+)
 from openrecycle.app.advice.service import (
     REPAIR_SECONDS,
     START_SECONDS,
@@ -26,7 +33,6 @@ from openrecycle.app.advice.service import (
 )
 from openrecycle.app.jobs.live_job import changes, repair_times
 from openrecycle.app.jobs.states import PlannedRestart, ProcessState
-from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.models import GenerationRow
 from openrecycle.db.store import Record
 from openrecycle.planner.check import check
@@ -242,7 +248,6 @@ def test_a_worker_that_moves_is_no_repair() -> None:
 
 def request(**given: object) -> AdviceRequest:
     values = {
-        "owner": "job",
         "job": job_doc(Job.uniform(3, 4, 6, durations={"F": 40.0, "I": 40.0, "W": 40.0}, time_unit="ms")),
         "failed": ("W0_2", "W1_2"),
         "technique": "staggered",
@@ -259,12 +264,12 @@ def request(**given: object) -> AdviceRequest:
     return AdviceRequest(**(values | given))  # type: ignore[arg-type]
 
 
-def ask(**given: object) -> tuple[Recommendation | None, str]:
+def ask(timeout: float = 60.0, **given: object) -> tuple[Recommendation | None, str]:
     """The answer of a real advising process."""
-    maker, answers = TaskQueue(serve, "advising"), list[tuple[Recommendation | None, str]]()
+    maker, answers = advisor(timeout), list[tuple[Recommendation | None, str]]()
     maker.start(child=False)
     try:
-        maker.submit(request(**given), lambda recommendation, why: answers.append((recommendation, why)))
+        maker.submit("job", request(**given), lambda recommendation, why: answers.append((recommendation, why)))
         until(lambda: bool(answers), "the advice comes")
     finally:
         maker.close()
@@ -313,7 +318,7 @@ def test_who_has_moved_stays(grid: tuple[int, int, int], failed: tuple[str, ...]
 
     def better(out: tuple[str, ...]) -> Candidate | None:
         asked = request(job=job, failed=out, migrate=True)
-        recommendation = asked.read(recommendation_document(asked))
+        recommendation = read_recommendation(recommendation_document(asked))
         return next((c for c in recommendation.candidates if c.name == recommendation.better), None)
 
     moved = better(failed)
@@ -326,14 +331,14 @@ LAYERED = job_doc(Job.uniform(3, 4, 6, durations={"F": 4.0, "I": 4.0, "W": 4.0},
 
 def recommend(**given: object) -> Recommendation:
     asked = request(**({"job": LAYERED, "failed": ("W1_2",), "relayout": "auto", "partition": (11,) * 4} | given))
-    return asked.read(recommendation_document(asked))
+    return read_recommendation(recommendation_document(asked))
 
 
 @pytest.mark.parametrize(("left", "better"), [(20, MIGRATE), (None, MIGRATE), (2, "")])
 def test_advice_to_the_end_of_a_job_reckons_with_the_time_that_it_takes(left: int | None, better: str) -> None:
     """20 iterations of 0.76 s with all workers, and of more than 2 s without these two."""
     asked = request(migrate=True, left=left, copy=12.0)
-    assert asked.read(recommendation_document(asked)).better == better
+    assert read_recommendation(recommendation_document(asked)).better == better
 
 
 def test_layers_that_may_move_do_so_where_that_pays_within_the_hour() -> None:
@@ -450,7 +455,7 @@ def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[Callable[[Recommendation | None, str], None]]()
-    monkeypatch.setattr(here.console.advising.queue, "submit", lambda request, done: asked.append(done))
+    monkeypatch.setattr(here.console.advising.queue, "submit", lambda owner, request, done: asked.append(done))
     job = JobHere(here.console, "again").register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
     until(lambda: len(asked) == 1, "advice is asked for")
@@ -470,7 +475,7 @@ def test_no_advice_is_in_the_feed_after_the_generation_that_settles_it(
     here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[Callable[[Recommendation | None, str], None]]()
-    monkeypatch.setattr(here.console.advising.queue, "submit", lambda request, done: asked.append(done))
+    monkeypatch.setattr(here.console.advising.queue, "submit", lambda owner, request, done: asked.append(done))
     job = JobHere(here.console, "settled").register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
     until(lambda: len(asked) == 1, "advice is asked for")
@@ -509,7 +514,7 @@ def test_a_repair_takes_no_longer_than_a_restart_that_is_due(
 ) -> None:
     """Once it is known that nobody starts it again, the job is advised anew."""
     asked = list[AdviceRequest]()
-    monkeypatch.setattr(here.console.advising.queue, "submit", lambda request, done: asked.append(request))
+    monkeypatch.setattr(here.console.advising.queue, "submit", lambda owner, request, done: asked.append(request))
     job = JobHere(here.console, "due").register().commit(0, 9, 1).die("W1_2")
 
     def say(restart: Restart) -> None:
