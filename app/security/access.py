@@ -28,7 +28,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
@@ -92,7 +91,6 @@ class Caller:
     def reports(self) -> bool:
         return self.role in _REPORTERS
 
-    @lru_cache(maxsize=4096)  # noqa: B019 (callers are few and small; agents send the same one each second)
     def to_header(self) -> bytes:
         """Encodes the caller for the CALLER header, in ASCII, so that names may have any alphabet."""
         until = None if math.isinf(self.until) else self.until
@@ -535,8 +533,9 @@ class RateLimit:
     burst: float
 
 
-# 8,192 workers stay below this, with one heartbeat a second and all that they report when a generation opens.
-AGENTS = RateLimit(20_000, 100_000)
+# 2,048 launchers, which have 16,384 workers, or as many workers with a Reporter stay below this, with one batch of
+# heartbeats a second and all that they ask and report when a generation opens.
+AGENTS = RateLimit(5_000, 20_000)
 # For people and their programs; a page is some 100 files.
 PEOPLE = RateLimit(100, 1_000)
 UNKNOWN = RateLimit(10, 200)

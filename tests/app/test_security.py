@@ -239,13 +239,13 @@ def test_a_bucket_empties_and_fills_again() -> None:
     assert [limits.take(UNKNOWN, "a") for _ in range(11)] == [0] * 10 + [1]
 
 
-def test_8192_agents_of_one_token_at_1_hz_are_never_limited() -> None:
-    """With four requests of each at once whenever a generation opens, every ten seconds."""
+def test_2048_launchers_of_one_token_at_1_hz_are_never_limited() -> None:
+    """With seven more requests of each at once whenever a generation opens, every ten seconds."""
     now = 0.0
     limits = RateLimits(lambda: now)
     for second in range(30):
         now = float(second)
-        for _ in range(8_192 * (5 if second % 10 == 0 else 1)):
+        for _ in range(2_048 * (8 if second % 10 == 0 else 1)):
             assert limits.take(AGENTS, "token:1") == 0
 
 
