@@ -55,7 +55,7 @@ MAX_SOLVED_OPS = 400_000
 MAX_SECONDS = 3_600.0
 
 
-class _Settings(BaseModel):
+class PlanningSettings(BaseModel):
     """failed, technique, memory: as in planner.jobs.job.Problem. over: what may be chosen beside the order of the ops
     (planner.jobs.job.Over); partition: layers per stage, where it is given."""
 
@@ -68,7 +68,7 @@ class _Settings(BaseModel):
     partition: Annotated[tuple[Annotated[int, INTEGER], ...], Field(max_length=MAX_LAYERS)] = ()
 
 
-class PlanSettings(_Settings):
+class PlanSettings(PlanningSettings):
     """All of a request for a plan but its job. solver: auto, list, cp-sat or milp. time_limit: seconds."""
 
     kind: Literal["plan"] = "plan"
@@ -76,7 +76,7 @@ class PlanSettings(_Settings):
     time_limit: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
 
 
-class MigrationsSettings(_Settings):
+class MigrationsSettings(PlanningSettings):
     """All of a request for migrations but its job. over: if it is not `schedules`, the layers are cut anew, with and
     without migrations. state_bytes: of weights and optimizer of every stage; None: what the profile says. bandwidth:
     bytes per second of a copy. heals_in: seconds until the failed workers are back; None: they don't come back."""
@@ -87,7 +87,7 @@ class MigrationsSettings(_Settings):
     heals_in: Annotated[float, Field(strict=True, ge=0, le=MOST_HEALS_IN, allow_inf_nan=False)] | None = None
 
 
-class _Asked(_Settings):
+class PlanningAsked(PlanningSettings):
     """job: as in planner.jobs.job.Problem."""
 
     job: JobDoc
@@ -121,7 +121,7 @@ class _Asked(_Settings):
         return MemoryLimit.parse(self.memory, field="memory")
 
 
-class PlanAsked(_Asked, PlanSettings):
+class PlanAsked(PlanningAsked, PlanSettings):
     @property
     def timeout(self) -> float:
         return self.time_limit
@@ -151,7 +151,7 @@ class PlanAsked(_Asked, PlanSettings):
         return lay_out(job, self.dead(), technique=self.technique, memory=memory, over=self.over, present=job.partition)
 
 
-class MigrationsAsked(_Asked, MigrationsSettings):
+class MigrationsAsked(PlanningAsked, MigrationsSettings):
     @property
     def timeout(self) -> float:
         return 60.0

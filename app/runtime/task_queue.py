@@ -34,7 +34,7 @@ Done = Callable[[Made | None, str], None]
 """Called with (what was made, "") or (None, why there is nothing), in the queue's own thread."""
 
 
-class _Task(NamedTuple):
+class QueuedRequest(NamedTuple):
     """A request on its way. The arguments are those of TaskQueue.submit."""
 
     owner: str
@@ -62,7 +62,7 @@ class TaskQueue(Generic[Made]):
         on_made: Callable[[Made], None] = lambda made: None,
     ) -> None:
         self._read, self._timeout, self._on_made = read, timeout, on_made
-        self._queue: queue.PriorityQueue[tuple[int, int, _Task | None]] = queue.PriorityQueue()
+        self._queue: queue.PriorityQueue[tuple[int, int, QueuedRequest | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._cancelled: set[str] = set()
         self._stopping = False
@@ -79,7 +79,7 @@ class TaskQueue(Generic[Made]):
         self, owner: str, request: object, done: Done[Made], *, priority: int = AHEAD, makes: bool = True
     ) -> None:
         """owner: the name for `cancel`, such as the job's id. makes: whether the result is newly made."""
-        self._queue.put((priority, next(self._order), _Task(owner, request, done, makes)))
+        self._queue.put((priority, next(self._order), QueuedRequest(owner, request, done, makes)))
 
     def cancel(self, owner: str) -> None:
         """Drops all requests of `owner`, now and later; their callbacks are not called."""
@@ -115,7 +115,7 @@ class TaskQueue(Generic[Made]):
                 except Exception:
                     log.exception("what was made could not be filed", job=task.owner)
 
-    def _solve(self, task: _Task) -> tuple[Made | None, str]:
+    def _solve(self, task: QueuedRequest) -> tuple[Made | None, str]:
         attempts = 0
         while attempts < _ATTEMPTS and not self._stopping:
             try:
