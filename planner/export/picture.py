@@ -415,8 +415,8 @@ def draw_svg(picture: Picture) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="{FONT}" role="img">',
-        f"<title>{_text(picture.title)}</title>",
-        f"<desc>{_text(picture.description)}</desc>",
+        f"<title>{xml_text(picture.title)}</title>",
+        f"<desc>{xml_text(picture.description)}</desc>",
         f'<rect width="100%" height="100%" fill="{picture.background}"/>',
     )
     return "\n".join(chain(head, chain.from_iterable(map(_element, picture.shapes)), ("</svg>", "")))
@@ -444,7 +444,7 @@ def _element(shape: Shape) -> Iterator[str]:
             # Capitals are 0.7 of the size high: this puts their middle on y in every viewer.
             yield (
                 f'<text x="{_number(shape.x)}" y="{_number(shape.y + 0.35 * shape.size)}" '
-                f'font-size="{_number(shape.size)}" fill="{shape.colour}"{anchor}{bold}>{_text(shape.text)}</text>'
+                f'font-size="{_number(shape.size)}" fill="{shape.colour}"{anchor}{bold}>{xml_text(shape.text)}</text>'
             )
 
 
@@ -461,16 +461,13 @@ def _svg_rect(rect: Rect) -> Iterator[str]:
         )
         yield f'<rect {size} fill="{rect.fill}"/>'
         yield f'<path d="{path}" stroke="{rect.hatch}" stroke-width="{_number(HATCH.size * HATCH.solidity)}"/>'
-        yield _closed(f'<rect {size} fill="none" pointer-events="all"{edge}', "rect", rect.tooltip)
-    else:
-        yield _closed(f'<rect {size} fill="{rect.fill}"{edge}', "rect", rect.tooltip)
+    look = 'fill="none" pointer-events="all"' if rect.hatch else f'fill="{rect.fill}"'
+    end = f"><title>{xml_text(rect.tooltip)}</title></rect>" if rect.tooltip else "/>"
+    yield f"<rect {size} {look}{edge}{end}"
 
 
-def _closed(opening: str, tag: str, tooltip: str) -> str:
-    return f"{opening}><title>{_text(tooltip)}</title></{tag}>" if tooltip else f"{opening}/>"
-
-
-def _text(text: str) -> str:
+def xml_text(text: str) -> str:
+    """Escape text. What XML does not allow at all becomes a question mark."""
     return escape(_NO_XML.sub("?", text))
 
 
