@@ -265,6 +265,7 @@ def use_style() -> Palette:
     names = [f.name for f in fields(Palette) if f.type == "str" and f.name != "name"]
     variables = "".join(f"--or-{n.replace('_', '-')}:{getattr(colours, n)};" for n in names)
     variables += "".join(f"--or-op-{k}:{v};" for k, v in colours.ops.items())
+    variables += f"--or-failed-tint:{colours.failed_tint};"
     st.html(f"<style>:root{{{variables}}}</style>")
     return colours
 

@@ -317,7 +317,7 @@ def _worker_rows(drawing: Drawing, frame: ChartFrame, colours: Colours, *, follo
         tone, ground = colours.text, colours.track
         if gone is not None:
             tone = colours.failed_text if gone.failed else colours.muted
-            ground = blend(colours.failed, colours.background, 0.16) if gone.failed else colours.surface
+            ground = blend(colours.failed, colours.background, colours.tint) if gone.failed else colours.surface
         bold = gone is not None and gone.failed
         yield Text(frame.left - 8, y + bar / 2, str(worker), size, tone, "end", bold=bold)
         yield Rect(frame.left, y, frame.width, bar, ground)

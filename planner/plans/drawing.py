@@ -38,7 +38,7 @@ FAILED, OUT = "failed", "out"
 @dataclass(frozen=True)
 class Colours:
     """The colours of a schedule in one theme. ops, ops_text: the fill and the text of each op kind. faint: opacity of
-    the next iteration's bars."""
+    the next iteration's bars. tint: that of `failed` behind the row of a worker that has failed."""
 
     name: str
     background: str
@@ -50,10 +50,15 @@ class Colours:
     accent: str
     failed: str
     failed_text: str
-    failed_tint: str
     ops: dict[str, str]
     ops_text: dict[str, str]
     faint: float
+    tint: float
+
+    @property
+    def failed_tint(self) -> str:
+        """The ground of the row of a worker that has failed."""
+        return rgba(self.failed, self.tint)
 
 
 # The colours of ops were searched for the largest smallest distance under full deutan-, protan- and tritanomaly.
@@ -68,10 +73,10 @@ LIGHT = Colours(
     accent="#2862B2",
     failed="#D7541F",
     failed_text="#A93D10",
-    failed_tint="rgba(215, 84, 31, 0.16)",
     ops={"F": "#2862B2", "I": "#50BDD6", "W": "#F2AF50", "B": "#666F35", "O": "#652742"},
     ops_text={"F": "#FFFFFF", "I": "#16222E", "W": "#16222E", "B": "#FFFFFF", "O": "#FFFFFF"},
     faint=0.32,
+    tint=0.16,
 )
 DARK = Colours(
     name="dark",
@@ -84,11 +89,17 @@ DARK = Colours(
     accent="#7FA6EA",
     failed="#D75734",
     failed_text="#F58A68",
-    failed_tint="rgba(215, 87, 52, 0.22)",
     ops={"F": "#4771C5", "I": "#37CDA6", "W": "#EFC11D", "B": "#8C5638", "O": "#ECE2FD"},
     ops_text={"F": "#FFFFFF", "I": "#10181F", "W": "#10181F", "B": "#FFFFFF", "O": "#10181F"},
     faint=0.5,
+    tint=0.22,
 )
+
+
+def rgba(colour: str, opacity: float) -> str:
+    """Return a colour, given as #RRGGBB, with an opacity."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, {opacity})"
 
 
 @dataclass(frozen=True)

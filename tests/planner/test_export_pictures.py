@@ -14,10 +14,10 @@ from hypothesis import given
 from PIL import Image
 
 from openrecycle.planner.export import EXPORTERS
-from openrecycle.planner.export.picture import SCALE, Rect, Text, draw_png, draw_svg, gantt, hatch_lines
+from openrecycle.planner.export.picture import SCALE, Rect, Text, blend, draw_png, draw_svg, gantt, hatch_lines, small
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.plans.drawing import LIGHT, Drawing, raster, raster_fills
+from openrecycle.planner.plans.drawing import DARK, LIGHT, Colours, Drawing, raster, raster_fills
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
@@ -119,6 +119,15 @@ def test_a_plan_says_of_no_worker_that_it_failed() -> None:
                 assert "failed" not in shape.text.lower() and shape.colour != LIGHT.failed
             elif isinstance(shape, Rect):
                 assert shape.fill != LIGHT.failed and (shape.stroke != LIGHT.failed or shape.hatch)
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_the_row_of_a_failed_worker_has_the_tint_of_the_pages(colours: Colours) -> None:
+    drawing = Drawing.of(worked_example(Technique.STAGGERED, "W1_2").schedule(), out={"W1_2": "failed"})
+    opacity = float(colours.failed_tint.removesuffix(")").split(",")[-1])
+    tint = blend(colours.failed, colours.background, opacity)
+    shapes = small(drawing, colours, drawing.schedule.period, "").shapes
+    assert sum(isinstance(shape, Rect) and shape.fill == tint for shape in shapes) == 1
 
 
 def test_png_has_letters() -> None:
