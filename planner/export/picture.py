@@ -184,7 +184,7 @@ def gantt(plan: Plan, pipeline: int | None = None) -> Picture:
     shown = [w for w in job.workers() if pipeline in (None, w.pipeline)]
     drawing = Drawing.of(schedule, shown, fault_free=plan.metrics.fault_free)
     workers = drawing.rows.workers
-    detailed = len(workers) <= MAX_ROWS and sum(schedule.op_counts[w] for w in drawing.living) <= MAX_OPS
+    detailed = len(workers) <= MAX_ROWS and drawing.op_count <= MAX_OPS
     image = None if detailed else model.raster(drawing)
     end = max([schedule.ends[w] for w in drawing.living] + [drawing.fault_free_end, schedule.period])
     left = MARGIN + max(text_width(str(worker), SMALL) for worker in workers) + 10
@@ -247,11 +247,7 @@ def _head(
     y = MARGIN + 8
     yield Text(MARGIN, y, _title(plan, pipeline), TITLE, colours.text, bold=True)
     y += 6
-    notes = []
-    if image is not None:
-        workers, shown = len(drawing.rows.workers), len(image)
-        note = "Each line of pixels is a worker; a dark one is out."
-        notes = [note if shown == workers else f"{note} {shown:,} of {workers:,} are shown, dark ones first."]
+    notes = [] if image is None else [model.rows_words(drawing)]
     for line in _wrapped(_facts(plan), room) + notes:
         y += LINE_HEIGHT
         yield Text(MARGIN, y, line, BODY, colours.muted)
@@ -322,7 +318,7 @@ def _worker_rows(drawing: Drawing, frame: ChartFrame, colours: Colours, *, follo
         yield Text(frame.left - 8, y + bar / 2, str(worker), size, tone, "end", bold=bold)
         yield Rect(frame.left, y, frame.width, bar, ground)
         if gone is not None:
-            words = f"{'✕ ' if gone.failed else ''}{gone.why} – {gone.words}"
+            words = f"{gone.title} – {gone.words}"
             yield Text(frame.left + frame.width / 2, y + bar / 2, words, size, tone, "middle")
     for op, start, end in drawing.next_ops(0, frame.end) if following else ():
         x, right = frame.x(start), frame.x(end)
@@ -561,12 +557,9 @@ def _png_rect(canvas: ImageDraw, rect: Rect) -> None:
 
 def _line(canvas: ImageDraw, line: Line) -> None:
     width = max(1, round(line.width * SCALE))
-    if line.dash is None:
-        canvas.line([_scaled(line.start), _scaled(line.end)], fill=line.colour, width=width)
-        return
     (x0, y0), (x1, y1) = line.start, line.end
     length = max(1e-9, ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5)
-    on, off = line.dash
+    on, off = line.dash or (length, 0)
     at = 0.0
     while at < length:
         a, b = at / length, min(length, at + on) / length
