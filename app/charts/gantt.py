@@ -22,9 +22,7 @@ from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.drawing import (
     BAR_HEIGHT,
     EDGE,
-    FAILED,
     HATCH,
-    OP_WORDS,
     Colours,
     Drawing,
     HeldMemory,
@@ -34,7 +32,7 @@ from openrecycle.planner.plans.drawing import (
     label,
     op_words,
     raster,
-    raster_workers,
+    rgba,
     row_marks,
 )
 from openrecycle.planner.plans.plan import Plan
@@ -66,6 +64,8 @@ AT_LEFT: dict[str, Any] = {"x": 0, "xref": "paper", "xanchor": "left", "yref": "
 
 Span = tuple[Worker, float, float]
 """Worker, from and to in ticks."""
+Places = list[float | int | None]
+"""Along the time axis or across the rows. None breaks a line."""
 
 
 @dataclass(frozen=True)
@@ -211,12 +211,16 @@ def _figures(figure: go.Figure, sheet: Sheet, head: str, values: list[str], top:
 
 
 def _mark_fault_free_end(figure: go.Figure, sheet: Sheet) -> None:
-    x, colours = sheet.x(sheet.drawing.fault_free_end), sheet.colours
-    figure.add_shape(
-        type="line", x0=x, x1=x, yref="paper", y0=0, y1=1, line={"color": colours.text, "width": 1.5, "dash": "dot"}
-    )
-    words = sheet.drawing.fault_free_words
-    note(figure, words, colours.text, x=x, xanchor="right", y=1, yref="paper", yanchor="bottom")
+    drawing, colour = sheet.drawing, sheet.colours.text
+    _rule(figure, sheet, drawing.fault_free_end, {"color": colour, "width": 1.5, "dash": "dot"})
+    x, words = sheet.x(drawing.fault_free_end), drawing.fault_free_words
+    note(figure, words, colour, x=x, xanchor="right", y=1, yref="paper", yanchor="bottom")
+
+
+def _rule(figure: go.Figure, sheet: Sheet, tick: float, line: dict[str, Any], over: str = "paper", **more: Any) -> None:
+    """Draws a vertical line at a tick, over all rows or those of an axis."""
+    x = sheet.x(tick)
+    figure.add_shape(type="line", x0=x, x1=x, yref=over, y0=0, y1=1, line=line, **more)
 
 
 def _mark_out(figure: go.Figure, sheet: Sheet) -> None:
@@ -236,7 +240,7 @@ def _mark_out(figure: go.Figure, sheet: Sheet) -> None:
             line_width=0,
             name=str(out.worker),
         )
-        words = f"<b>{'✕ ' if out.failed else ''}{out.why}</b> – {out.words}"
+        words = f"<b>{out.title}</b> – {out.words}"
         colour = colours.failed_text if out.failed else colours.muted
         note(figure, words, colour, 13, x=0.5, xref="x domain", y=y, yref=sheet.axis)
 
@@ -262,7 +266,6 @@ def _track(sheet: Sheet, start: float, end: float) -> go.Bar:
     return _spans(
         sheet,
         [(worker, start, end) for worker in sheet.drawing.living],
-        name="Bubble (idle)",
         marker={"color": sheet.colours.track, "line": {"width": 0}},
         hoverinfo="skip",
         meta={"kind": "track"},
@@ -291,7 +294,6 @@ def _alike(sheet: Sheet, ops: Sequence[Op], kind: str, *, moved: bool, aside: bo
     return _spans(
         sheet,
         [(op.worker, op.start, op.end) for op in ops],
-        name=OP_WORDS[kind],
         opacity=ASIDE_OPACITY if aside else None,
         # A click must not dim the other bars: it selects a path, which the server draws.
         unselected={"marker": {"opacity": 1}},
@@ -329,9 +331,9 @@ def _shapes(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[go.
     # A step of length 0 gets a visible width.
     least = {"O": sheet.drawing.schedule.end / 500}
     traces = [
-        go.Scatter(
-            **_boxes(sheet, [(op.worker, op.start, max(op.end, op.start + least.get(kind, 0))) for op in own]),
-            name=OP_WORDS[kind],
+        _boxes(
+            sheet,
+            [(op.worker, op.start, max(op.end, op.start + least.get(kind, 0))) for op in own],
             fillcolor=sheet.colours.ops[kind],
             fillpattern=_hatch(sheet.colours) if moved else None,
             opacity=ASIDE_OPACITY if aside else None,
@@ -340,11 +342,10 @@ def _shapes(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[go.
         for (kind, moved), own in by_look(ops).items()
     ]
     # An invisible line through the middles of all bars: it is a single element, and reacts to the pointer.
-    under = go.Scatter(
-        x=[sheet.x(op.start + op.duration / 2) for op in ops],
-        y=[sheet.rows.at[op.worker] for op in ops],
-        yaxis=sheet.axis,
-        mode="lines",
+    under = _line(
+        sheet,
+        [sheet.x(op.start + op.duration / 2) for op in ops],
+        [sheet.rows.at[op.worker] for op in ops],
         line={"width": 0, "simplify": False},
         hovertext=[_sentence(op, sheet.job) for op in ops],
         hoverinfo="text",
@@ -353,8 +354,12 @@ def _shapes(sheet: Sheet, ops: Sequence[Op], *, aside: bool = False) -> list[go.
     return [*traces, under]
 
 
-def _boxes(sheet: Sheet, boxes: Iterable[Span]) -> dict[str, Any]:
-    """Returns the arguments of a trace that draws boxes as one outline.
+def _line(sheet: Sheet, x: Places, y: Places, **look: Any) -> go.Scatter:
+    return go.Scatter(x=x, y=y, yaxis=sheet.axis, mode="lines", **{"hoverinfo": "skip", **look})
+
+
+def _boxes(sheet: Sheet, boxes: Iterable[Span], **look: Any) -> go.Scatter:
+    """Makes a trace that draws boxes as one outline.
 
     The outline has no break, since Plotly makes an element of each part. It runs along the bottom of a row, up and down
     at each box, back along the bottom, and on to the next row by the line on which it will come back. A gap at the
@@ -363,9 +368,9 @@ def _boxes(sheet: Sheet, boxes: Iterable[Span]) -> dict[str, Any]:
     rows: dict[Worker, list[tuple[float, float]]] = {}
     for worker, begin, end in boxes:
         rows.setdefault(worker, []).append((begin, end))
-    edge = sheet.x(min((begin for row in rows.values() for begin, _ in row), default=0))
-    x: list[float | int] = []
-    y: list[float] = []
+    edge = sheet.x(min(begin for row in rows.values() for begin, _ in row))
+    x: Places = []
+    y: Places = []
     for worker, row in rows.items():
         top, bottom = (sheet.rows.at[worker] + side * BAR_HEIGHT / 2 for side in (-1, 1))
         x.append(edge)
@@ -376,15 +381,7 @@ def _boxes(sheet: Sheet, boxes: Iterable[Span]) -> dict[str, Any]:
             y += [bottom, top, top, bottom]
         x.append(edge)
         y.append(bottom)
-    return {
-        "x": x,
-        "y": y,
-        "yaxis": sheet.axis,
-        "mode": "lines",
-        "line": {"width": 0, "simplify": False},
-        "fill": "toself",
-        "hoverinfo": "skip",
-    }
+    return _line(sheet, x, y, line={"width": 0, "simplify": False}, fill="toself", **look)
 
 
 def _ghost(sheet: Sheet, start: float, end: float, *, shapes: bool = False) -> list[go.Bar | go.Scatter]:
@@ -397,16 +394,13 @@ def _ghost(sheet: Sheet, start: float, end: float, *, shapes: bool = False) -> l
         kinds: dict[str, list[Span]] = {}
         for op, begin, until in following:
             kinds.setdefault(op.kind, []).append((op.worker, begin, until))
-        return [
-            go.Scatter(**_boxes(sheet, boxes), fillcolor=colours.ops[kind], **look) for kind, boxes in kinds.items()
-        ]
+        return [_boxes(sheet, boxes, fillcolor=colours.ops[kind], **look) for kind, boxes in kinds.items()]
     if not following:
         return []
     return [
         _spans(
             sheet,
             [(op.worker, begin, until) for op, begin, until in following],
-            name="Next iteration",
             marker={
                 "color": [colours.ops[op.kind] for op, *_ in following],
                 "line": {"width": 1, "color": colours.background},
@@ -421,8 +415,8 @@ def _thread(sheet: Sheet, ops: Sequence[Op], name: str, dash: str = "solid") -> 
     """Outlines ops and joins each with the next by a line, dark on a light one so that it is visible on any colour."""
     colours, at = sheet.colours, sheet.rows.at
     shown = [op for op in ops if op.worker in at]
-    x: list[float | int | None] = []
-    y: list[float | None] = []
+    x: Places = []
+    y: Places = []
     for before, op in pairwise(shown):
         # From edge to edge, so that the numbers in the bars stay readable.
         x += [sheet.x(before.end), sheet.x(op.start), None]
@@ -434,10 +428,9 @@ def _thread(sheet: Sheet, ops: Sequence[Op], name: str, dash: str = "solid") -> 
         hoverinfo="skip",
         meta={"kind": name},
     )
-    line = {"x": x, "y": y, "yaxis": sheet.axis, "mode": "lines", "hoverinfo": "skip"}
-    ground = go.Scatter(**line, line={"width": 5, "color": colours.background}, meta={"kind": f"{name} ground"})
-    above = go.Scatter(**line, line={"width": 2, "color": colours.text, "dash": dash}, meta={"kind": f"{name} line"})
-    return [outline, ground, above]
+    ground = _line(sheet, x, y, line={"width": 5, "color": colours.background}, meta={"kind": f"{name} ground"})
+    line = {"width": 2, "color": colours.text, "dash": dash}
+    return [outline, ground, _line(sheet, x, y, line=line, meta={"kind": f"{name} line"})]
 
 
 def _waits(sheet: Sheet, path: Iterable[Link]) -> list[go.Bar]:
@@ -450,7 +443,6 @@ def _waits(sheet: Sheet, path: Iterable[Link]) -> list[go.Bar]:
         _spans(
             sheet,
             [(link.op.worker, link.op.start - link.waited, link.op.start) for link in still],
-            name="Wait on the critical path",
             marker={"color": CLEAR, "line": {"width": 2, "color": sheet.colours.failed}},
             hovertext=[f"{each.op} waits {text.planned(sheet.job.units(each.waited), unit)} here" for each in still],
             hoverinfo="text",
@@ -468,7 +460,7 @@ def _add_held(figure: go.Figure, above: Sheet, start: float, end: float, *, with
     muted, living = sheet.colours.muted, sheet.drawing.living
     height, below = _pixels(sheet.rows), round(sheet.rows.extent * HELD)
     whole = height + BETWEEN + below
-    figure.add_traces([_curves(sheet, held, start, end), *_limits(sheet, held, start, end)])
+    figure.add_traces(_memory(sheet, held, start, end))
     figure.update_layout(
         height=whole + TOP + BOTTOM,
         yaxis={"domain": [1 - height / whole, 1]},
@@ -496,68 +488,35 @@ def _peak_words(held: HeldMemory, worker: Worker) -> str:
     return f"{peak}" if limit is None else f"{peak} of {limit}"
 
 
-def _curves(sheet: Sheet, held: HeldMemory, start: float, end: float) -> go.Scatter:
-    """Draws the held memory between two ticks as an area per worker."""
+def _memory(sheet: Sheet, held: HeldMemory, start: float, end: float) -> list[go.Scatter]:
+    """Draws what each worker holds between two ticks as an area, and its limit as a line."""
     amount = text.size if held.in_bytes else str
     unit = "" if held.in_bytes else " activations"
-    x: list[float | int | None] = []
-    y: list[float | None] = []
+    areas: tuple[Places, Places] = [], []
     words: list[str] = []
+    limits: tuple[Places, Places] = [], []
     for worker in sheet.drawing.living:
         limit = held.limit(worker)
         most = unit if limit is None else f" of {amount(limit)}{unit}"
         for tick, kept in held.outline(worker, start, end):
-            x.append(sheet.x(tick))
-            y.append(_level(sheet, held, worker, kept))
+            areas[0].append(sheet.x(tick))
+            areas[1].append(held.level(worker, kept))
             words.append(f"<b>{worker}</b> holds {amount(kept)}{most}")
-        x.append(None)
-        y.append(None)
+        areas[0].append(None)
+        areas[1].append(None)
         words.append("")
-    fill = sheet.colours.ops["F"]
-    red, green, blue = (int(fill[i : i + 2], 16) for i in (1, 3, 5))
-    return go.Scatter(
-        x=x,
-        y=y,
-        yaxis=sheet.axis,
-        mode="lines",
-        fill="toself",
-        name="Memory held" if held.in_bytes else "Activations held",
-        line={"width": 0},
-        fillcolor=f"rgba({red}, {green}, {blue}, {HELD_OPACITY})",
-        hovertext=words,
-        hoverinfo="text",
-        meta={"kind": "memory"},
-    )
-
-
-def _limits(sheet: Sheet, held: HeldMemory, start: float, end: float) -> list[go.Scatter]:
-    x: list[float | int | None] = []
-    y: list[float | None] = []
-    for worker in sheet.drawing.living:
-        limit = held.limit(worker)
         if limit is not None:
-            level = _level(sheet, held, worker, limit)
-            x += [sheet.x(start), sheet.x(end), None]
-            y += [level, level, None]
-    if not x:
-        return []
-    return [
-        go.Scatter(
-            x=x,
-            y=y,
-            yaxis=sheet.axis,
-            mode="lines",
-            name="Memory limit",
-            line={"width": 1.5, "dash": "dot", "color": sheet.colours.muted},
-            hoverinfo="skip",
-            meta={"kind": "memory limit"},
-        )
-    ]
-
-
-def _level(sheet: Sheet, held: HeldMemory, worker: Worker, kept: int) -> float:
-    """Returns the y position for an amount of memory in a worker's row; rows count downwards."""
-    return sheet.rows.at[worker] + BAR_HEIGHT / 2 - BAR_HEIGHT * kept / held.top
+            level = held.level(worker, limit)
+            limits[0].extend([sheet.x(start), sheet.x(end), None])
+            limits[1].extend([level, level, None])
+    colours = sheet.colours
+    fill = rgba(colours.ops["F"], HELD_OPACITY)
+    look: dict[str, Any] = {"fill": "toself", "fillcolor": fill, "line": {"width": 0}, "meta": {"kind": "memory"}}
+    traces = [_line(sheet, *areas, hovertext=words, hoverinfo="text", **look)]
+    if limits[0]:
+        line = {"width": 1.5, "dash": "dot", "color": colours.muted}
+        traces.append(_line(sheet, *limits, line=line, meta={"kind": "memory limit"}))
+    return traces
 
 
 # -- several below each other -----------------------------------------------------------------------
@@ -570,10 +529,6 @@ class Strip:
     name: str
     plan: Plan
     drawing: Drawing
-
-    @property
-    def ops(self) -> int:
-        return sum(self.drawing.schedule.op_counts[w] for w in self.drawing.living)
 
 
 def comparison(
@@ -590,7 +545,7 @@ def comparison(
     time axis that is shown first; the user can move to the rest (default: all).
     """
     factors = time_factors([s.plan for s in strips])
-    ops = sum(s.ops for s in strips)
+    ops = sum(s.drawing.op_count for s in strips)
     as_pictures, shapes = ops > MAX_BARS, ops > MAX_NODES
     sheets = [
         Sheet(s.drawing, colours, factor, f"y{i + 1}" if i else "y")
@@ -616,8 +571,9 @@ def comparison(
             _mark_out(figure, sheet)
         _add_title(figure, strip, sheet, top / whole)
         top -= height + COMPARE_BETWEEN
-    _add_baseline(figure, sheets[0])
-    dense = any(s.ops > DENSE_OPS_PER_ROW * max(1, len(s.drawing.rows.workers)) for s in strips)
+    baseline = {"color": colours.accent, "width": 1.5, "dash": "dot"}
+    _rule(figure, sheets[0], strips[0].drawing.schedule.period, baseline, name="baseline")
+    dense = any(s.drawing.op_count > DENSE_OPS_PER_ROW * max(1, len(s.drawing.rows.workers)) for s in strips)
     _lay_out(figure, top=COMPARE_TOP, right=14, dense=dense, shapes=shapes)
     figure.update_xaxes(
         title_text=f"time ({RELATIVE if _relative(strips) else short_unit(strips)})",
@@ -659,27 +615,20 @@ def _row_pixels(sheets: Sequence[Sheet]) -> int:
 
 
 def _picture_axis(sheet: Sheet) -> dict[str, object]:
-    """Makes a y axis of row numbers, of which a few have a worker's name."""
-    workers = sheet.rows.workers
-    step = max(1, len(workers) // 4)
-    return {
-        **_rows_axis(sheet, 11),
-        "tickvals": list(range(0, len(workers), step)),
-        "ticktext": [str(w) for w in workers[::step]],
-        "range": [len(workers) - 0.5, -0.5],
-    }
+    """Makes the y axis of a picture, from 0 to 1, with the names of a few workers."""
+    places, workers = zip(*row_marks(sheet.drawing), strict=True)
+    return {**_rows_axis(sheet, 11), "tickvals": places, "ticktext": list(map(str, workers)), "range": [1, 0]}
 
 
 def _add_picture(figure: go.Figure, sheet: Sheet) -> None:
-    rows = len(sheet.rows.workers)
     figure.add_layout_image(
         source=picture(sheet.drawing, sheet.colours),
         xref="x",
         yref=sheet.axis,
         x=0,
-        y=-0.5,
+        y=0,
         sizex=sheet.x(sheet.drawing.schedule.end),
-        sizey=rows,
+        sizey=1,
         sizing="stretch",
         layer="below",
     )
@@ -694,22 +643,10 @@ def _add_title(figure: go.Figure, strip: Strip, sheet: Sheet, top: float) -> Non
     period ends."""
     period = sheet.drawing.schedule.period
     words = text.planned(sheet.job.units(period), sheet.job.time_unit)
-    title = f"<b>{_plain(strip.name)}</b> · period {_plain(words)}"
+    # Plotly reads some HTML in annotations.
+    title = f"<b>{escape(strip.name, quote=False)}</b> · period {escape(words, quote=False)}"
     note(figure, title, sheet.colours.text, 13, y=top, yshift=2, **AT_LEFT)
-    line = {"color": sheet.colours.text, "width": 2}
-    x = sheet.x(period)
-    figure.add_shape(type="line", x0=x, x1=x, yref=f"{sheet.axis} domain", y0=0, y1=1, line=line)
-
-
-def _add_baseline(figure: go.Figure, sheet: Sheet) -> None:
-    x = sheet.x(sheet.drawing.schedule.period)
-    line = {"color": sheet.colours.accent, "width": 1.5, "dash": "dot"}
-    figure.add_shape(type="line", x0=x, x1=x, yref="paper", y0=0, y1=1, line=line, name="baseline")
-
-
-def _plain(text: str) -> str:
-    """Escapes a name from people, since Plotly reads some HTML in annotations."""
-    return text.replace("&", "&amp;").replace("<", "&lt;")
+    _rule(figure, sheet, period, {"color": sheet.colours.text, "width": 2}, f"{sheet.axis} domain")
 
 
 # Up to this many ops one bar per op stays quick; larger schedules get an overview and a detail.
@@ -740,27 +677,6 @@ class Detail:
 def picture(drawing: Drawing, colours: Colours) -> str:
     """Returns the drawing's raster as a PNG in a data URL."""
     return "data:image/png;base64," + base64.b64encode(raster_png(raster(drawing), colours)).decode()
-
-
-def thinned_words(drawing: Drawing) -> str:
-    """Says in a sentence that the drawing's raster has not all workers; "": it has."""
-    shown, workers = len(raster_workers(drawing)), drawing.rows.workers
-    if shown == len(workers):
-        return ""
-    first = ", those that are out first" if len(drawing.living) < len(workers) else ""
-    return f"Of {len(workers):,} workers {shown:,} are drawn{first}."
-
-
-def rows_words(drawing: Drawing) -> str:
-    """Says in a few sentences what the rows of the drawing's raster are."""
-    names = [str(worker) for worker in drawing.rows.workers if worker not in drawing.schedule.ops]
-    failed = sum(drawing.out.get(name) == FAILED for name in names)
-    parts = [thinned_words(drawing) or "One row per worker."]
-    if failed:
-        parts.append(f"Red rows: {text.count(failed, 'failed worker')}.")
-    if rest := len(names) - failed:
-        parts.append(f"Grey rows: {text.count(rest, 'place')} without a worker.")
-    return " ".join(parts)
 
 
 def overview(drawing: Drawing, drawn: str, alt: str) -> str:

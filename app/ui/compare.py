@@ -15,7 +15,6 @@ from openrecycle.app.charts.gantt import (
     comparison,
     last_time,
     short_unit,
-    thinned_words,
     time_factors,
 )
 from openrecycle.app.charts.theme import Palette
@@ -42,7 +41,7 @@ from openrecycle.app.ui.schedule import choose_rows
 from openrecycle.app.ui.tables import beside_html, differences, stage_table
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.plans.drawing import Drawing
+from openrecycle.planner.plans.drawing import Drawing, thinned_words
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 
@@ -206,7 +205,7 @@ def _compare(console: ConsoleService, sources: list[Source], colours: Palette) -
     what = " ".join([colours.name, named, *labels, *(",".join(map(str, s.drawing.rows.workers)) for s in strips)])
     what += "".join(f" {sorted(s.drawing.out.items())}" for s in strips)
     shown, turn = address.drawn_with("compare-chart", what, time.shown)
-    pictured = sum(strip.ops for strip in strips) > MAX_BARS
+    pictured = sum(strip.drawing.op_count for strip in strips) > MAX_BARS
     if pictured:
         thinned = dict.fromkeys(filter(None, (thinned_words(strip.drawing) for strip in strips)))
         shown_as = "So many ops are shown as pictures; the Schedule page shows each plan's ops."
@@ -215,7 +214,7 @@ def _compare(console: ConsoleService, sources: list[Source], colours: Palette) -
     figure = comparison(strips, colours, shown=shown, revision=str(turn))
     alt = "Gantt charts below each other: " + "; ".join(map(facts.schedule_words, (s.plan for s in sources), schedules))
     components.schedule_chart(figure, "compare-chart", time, alt)
-    ops = sum(strip.ops for strip in strips)
+    ops = sum(strip.drawing.op_count for strip in strips)
     if MAX_NODES < ops <= MAX_BARS:
         components.quiet(
             f"All {ops:,} ops are drawn; so many have no numbers. Fewer workers, or fewer plans, have them."

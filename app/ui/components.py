@@ -37,6 +37,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import access, address
 from openrecycle.app.ui.address import BEGAN_WITH, FOLLOWED_CONFIG, ITERATIONS, TimeRange, follow
 from openrecycle.app.ui.facts import OVER, Card, is_old, op_time_words
+from openrecycle.planner.export.picture import xml_text
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.drawing import legend as op_keys
@@ -54,8 +55,6 @@ HALF_LINE, TITLE = 9, 8
 _TAG = re.compile(r"(<[^>]*>)")
 _DASHES = {"dot": ' stroke-dasharray="2 3"', "dash": ' stroke-dasharray="6 4"'}
 _BOLD = {"<b>": '<tspan font-weight="600">', "</b>": "</tspan>"}
-# Characters that are not allowed in XML.
-_FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 Document = dict[str, Any]
 
@@ -102,10 +101,12 @@ def chart_placeholder(figure: go.Figure) -> str:
     traces, layout = whole["data"], whole["layout"]
     if not any(trace["type"] == "bar" for trace in traces):
         return ""
-    area, margin, height = Area.of(layout), layout["margin"], layout["height"]
-    drawn = "".join([*_failed(area), *(path for trace in traces for path in _trace(area, trace)), *_lines(area)])
+    area, margin, height, title = Area.of(layout), layout["margin"], layout["height"], layout["xaxis"]["title"]
+    marks = (path for trace in traces for path in (_bars if trace["type"] == "bar" else _curve)(area, trace))
+    drawn = "".join([*_failed(area), *marks, *_lines(area)])
     stretched = f'<svg width="100%" height="{height}" viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none">'
-    inside = f"{stretched}{drawn}</svg>" + "".join([*_numbers(area, traces), *_notes(area), _title(area)])
+    below = _text("50%", height - TITLE, title["text"], title["font"])
+    inside = f"{stretched}{drawn}</svg>" + "".join([*_numbers(area, traces), *_notes(area), below])
     pictures = (
         ("left", _svg("".join(_names(area, margin["l"] - 3)), "end")),
         ("middle", _svg(inside, "middle")),
@@ -125,10 +126,6 @@ def _svg(inside: str, anchor: str) -> str:
         f'sans-serif" font-size="12" text-anchor="{anchor}" dominant-baseline="central">{inside}</svg>'
     )
     return "data:image/svg+xml;base64," + base64.b64encode(whole.encode()).decode()
-
-
-def _trace(area: Area, trace: Document) -> Iterator[str]:
-    return _bars(area, trace) if trace["type"] == "bar" else _curve(area, trace)
 
 
 def _bars(area: Area, trace: Document) -> Iterator[str]:
@@ -168,13 +165,11 @@ def _curve(area: Area, trace: Document) -> Iterator[str]:
         pen = "L"
     look = f'fill="{_paint(trace["fillcolor"])}"' if trace.get("fill") else _stroke(line)
     look += f' opacity="{trace["opacity"]}"' if trace.get("opacity") is not None else ""
-    if steps and look:
+    if steps:
         yield f'<path {look} d="{"".join(steps)}"/>'
 
 
-def _stroke(line: Document | None) -> str:
-    if not line:
-        return ""
+def _stroke(line: Document) -> str:
     dash = _DASHES.get(line.get("dash", ""), "")
     look = f'stroke="{line["color"]}" stroke-width="{line["width"]}"{dash}'
     return f'fill="none" vector-effect="non-scaling-stroke" {look}'
@@ -226,12 +221,6 @@ def _notes(area: Area, *, beside: bool = False) -> Iterator[str]:
         yield _text(at, y, note["text"], note["font"], "" if beside else note.get("xanchor", ""))
 
 
-def _title(area: Area) -> str:
-    """Returns the title of the time axis."""
-    title = area.layout["xaxis"]["title"]
-    return _text("50%", area.layout["height"] - TITLE, title["text"], title["font"])
-
-
 def _names(area: Area, right: float) -> Iterator[str]:
     """Yields the names of the rows."""
     for name, axis in area.layout.items():
@@ -245,10 +234,8 @@ def _text(x: str, y: float, words: str, font: Document, anchor: str = "") -> str
     size = f' font-size="{font["size"]}"' if "size" in font else ""
     faint = "" if font.get("opacity") is None else f' opacity="{font["opacity"]}"'
     side = {"left": ' text-anchor="start"', "right": ' text-anchor="end"'}.get(anchor, "")
-    inside = "".join(
-        _BOLD.get(part, "") if _TAG.fullmatch(part) else escape(unescape(part)) for part in _TAG.split(words)
-    )
-    return f'<text x="{x}" y="{y:.1f}"{size}{side}{faint} fill="{font["color"]}">{_FORBIDDEN.sub("", inside)}</text>'
+    parts = (_BOLD.get(part, "") if _TAG.fullmatch(part) else xml_text(unescape(part)) for part in _TAG.split(words))
+    return f'<text x="{x}" y="{y:.1f}"{size}{side}{faint} fill="{font["color"]}">{"".join(parts)}</text>'
 
 
 # -- the console's own pieces of HTML -----------------------------------------------------------
@@ -278,6 +265,7 @@ def use_style() -> Palette:
     names = [f.name for f in fields(Palette) if f.type == "str" and f.name != "name"]
     variables = "".join(f"--or-{n.replace('_', '-')}:{getattr(colours, n)};" for n in names)
     variables += "".join(f"--or-op-{k}:{v};" for k, v in colours.ops.items())
+    variables += f"--or-failed-tint:{colours.failed_tint};"
     st.html(f"<style>:root{{{variables}}}</style>")
     return colours
 

@@ -53,7 +53,7 @@ from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import AUTO, SECONDS, Job, Worker
 from openrecycle.planner.layers.migration import Migrations
-from openrecycle.planner.plans.drawing import FAILED, Drawing
+from openrecycle.planner.plans.drawing import FAILED, Drawing, rows_words
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.portfolio import reference_plan
@@ -715,7 +715,7 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
 
 def _picture(schedule: Schedule, colours: Palette) -> None:
     drawing = Drawing.of(schedule, out={str(worker): FAILED for worker in schedule.problem.failed})
-    components.quiet(f"{charts.rows_words(drawing)} Save the plan to look at it op by op on Schedule.")
+    components.quiet(f"{rows_words(drawing)} Save the plan to look at it op by op on Schedule.")
     alt = f"Overview of {len(drawing.rows.workers):,} workers over one iteration."
     st.html(charts.overview(drawing, charts.picture(drawing, colours), alt))
 

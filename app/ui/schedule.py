@@ -32,7 +32,7 @@ from openrecycle.app.ui.plan_pickers import export_button, open_file, pick_plan,
 from openrecycle.app.ui.tables import Table, operations_table, workers_table
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Technique, Worker
-from openrecycle.planner.plans.drawing import Drawing, pipeline_workers, stage_workers, touched_workers
+from openrecycle.planner.plans.drawing import Drawing, pipeline_workers, rows_words, stage_workers, touched_workers
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 
@@ -177,7 +177,7 @@ def large_chart(
         st.html(charts.overview(drawing, drawn, alt))
         part = charts.box_of(drawing, detail)
         box_select(width, len(workers), part, key=PAD, on_box=partial(remember_box, wish.time))
-    st.caption(charts.rows_words(drawing))
+    st.caption(rows_words(drawing))
     components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
     part_drawing = Drawing.of(schedule, detail.workers, out, detail.window, plan.metrics.fault_free)
     components.legend_of([part_drawing], ghost=False)

@@ -184,7 +184,7 @@ def gantt(plan: Plan, pipeline: int | None = None) -> Picture:
     shown = [w for w in job.workers() if pipeline in (None, w.pipeline)]
     drawing = Drawing.of(schedule, shown, fault_free=plan.metrics.fault_free)
     workers = drawing.rows.workers
-    detailed = len(workers) <= MAX_ROWS and sum(schedule.op_counts[w] for w in drawing.living) <= MAX_OPS
+    detailed = len(workers) <= MAX_ROWS and drawing.op_count <= MAX_OPS
     image = None if detailed else model.raster(drawing)
     end = max([schedule.ends[w] for w in drawing.living] + [drawing.fault_free_end, schedule.period])
     left = MARGIN + max(text_width(str(worker), SMALL) for worker in workers) + 10
@@ -247,11 +247,7 @@ def _head(
     y = MARGIN + 8
     yield Text(MARGIN, y, _title(plan, pipeline), TITLE, colours.text, bold=True)
     y += 6
-    notes = []
-    if image is not None:
-        workers, shown = len(drawing.rows.workers), len(image)
-        note = "Each line of pixels is a worker; a dark one is out."
-        notes = [note if shown == workers else f"{note} {shown:,} of {workers:,} are shown, dark ones first."]
+    notes = [] if image is None else [model.rows_words(drawing)]
     for line in _wrapped(_facts(plan), room) + notes:
         y += LINE_HEIGHT
         yield Text(MARGIN, y, line, BODY, colours.muted)
@@ -317,12 +313,12 @@ def _worker_rows(drawing: Drawing, frame: ChartFrame, colours: Colours, *, follo
         tone, ground = colours.text, colours.track
         if gone is not None:
             tone = colours.failed_text if gone.failed else colours.muted
-            ground = blend(colours.failed, colours.background, 0.16) if gone.failed else colours.surface
+            ground = blend(colours.failed, colours.background, colours.tint) if gone.failed else colours.surface
         bold = gone is not None and gone.failed
         yield Text(frame.left - 8, y + bar / 2, str(worker), size, tone, "end", bold=bold)
         yield Rect(frame.left, y, frame.width, bar, ground)
         if gone is not None:
-            words = f"{'✕ ' if gone.failed else ''}{gone.why} – {gone.words}"
+            words = f"{gone.title} – {gone.words}"
             yield Text(frame.left + frame.width / 2, y + bar / 2, words, size, tone, "middle")
     for op, start, end in drawing.next_ops(0, frame.end) if following else ():
         x, right = frame.x(start), frame.x(end)
@@ -415,8 +411,8 @@ def draw_svg(picture: Picture) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="{FONT}" role="img">',
-        f"<title>{_text(picture.title)}</title>",
-        f"<desc>{_text(picture.description)}</desc>",
+        f"<title>{xml_text(picture.title)}</title>",
+        f"<desc>{xml_text(picture.description)}</desc>",
         f'<rect width="100%" height="100%" fill="{picture.background}"/>',
     )
     return "\n".join(chain(head, chain.from_iterable(map(_element, picture.shapes)), ("</svg>", "")))
@@ -444,7 +440,7 @@ def _element(shape: Shape) -> Iterator[str]:
             # Capitals are 0.7 of the size high: this puts their middle on y in every viewer.
             yield (
                 f'<text x="{_number(shape.x)}" y="{_number(shape.y + 0.35 * shape.size)}" '
-                f'font-size="{_number(shape.size)}" fill="{shape.colour}"{anchor}{bold}>{_text(shape.text)}</text>'
+                f'font-size="{_number(shape.size)}" fill="{shape.colour}"{anchor}{bold}>{xml_text(shape.text)}</text>'
             )
 
 
@@ -461,16 +457,13 @@ def _svg_rect(rect: Rect) -> Iterator[str]:
         )
         yield f'<rect {size} fill="{rect.fill}"/>'
         yield f'<path d="{path}" stroke="{rect.hatch}" stroke-width="{_number(HATCH.size * HATCH.solidity)}"/>'
-        yield _closed(f'<rect {size} fill="none" pointer-events="all"{edge}', "rect", rect.tooltip)
-    else:
-        yield _closed(f'<rect {size} fill="{rect.fill}"{edge}', "rect", rect.tooltip)
+    look = 'fill="none" pointer-events="all"' if rect.hatch else f'fill="{rect.fill}"'
+    end = f"><title>{xml_text(rect.tooltip)}</title></rect>" if rect.tooltip else "/>"
+    yield f"<rect {size} {look}{edge}{end}"
 
 
-def _closed(opening: str, tag: str, tooltip: str) -> str:
-    return f"{opening}><title>{_text(tooltip)}</title></{tag}>" if tooltip else f"{opening}/>"
-
-
-def _text(text: str) -> str:
+def xml_text(text: str) -> str:
+    """Escape text. What XML does not allow at all becomes a question mark."""
     return escape(_NO_XML.sub("?", text))
 
 
@@ -564,12 +557,9 @@ def _png_rect(canvas: ImageDraw, rect: Rect) -> None:
 
 def _line(canvas: ImageDraw, line: Line) -> None:
     width = max(1, round(line.width * SCALE))
-    if line.dash is None:
-        canvas.line([_scaled(line.start), _scaled(line.end)], fill=line.colour, width=width)
-        return
     (x0, y0), (x1, y1) = line.start, line.end
     length = max(1e-9, ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5)
-    on, off = line.dash
+    on, off = line.dash or (length, 0)
     at = 0.0
     while at < length:
         a, b = at / length, min(length, at + on) / length

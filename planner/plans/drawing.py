@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.jobs.words import names, planned, plural
+from openrecycle.planner.jobs.words import count, names, planned, plural
 from openrecycle.planner.plans import schedule as schedules
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.schedule import Op, Schedule
@@ -38,7 +38,7 @@ FAILED, OUT = "failed", "out"
 @dataclass(frozen=True)
 class Colours:
     """The colours of a schedule in one theme. ops, ops_text: the fill and the text of each op kind. faint: opacity of
-    the next iteration's bars."""
+    the next iteration's bars. tint: that of `failed` behind the row of a worker that has failed."""
 
     name: str
     background: str
@@ -50,10 +50,15 @@ class Colours:
     accent: str
     failed: str
     failed_text: str
-    failed_tint: str
     ops: dict[str, str]
     ops_text: dict[str, str]
     faint: float
+    tint: float
+
+    @property
+    def failed_tint(self) -> str:
+        """The ground of the row of a worker that has failed."""
+        return rgba(self.failed, self.tint)
 
 
 # The colours of ops were searched for the largest smallest distance under full deutan-, protan- and tritanomaly.
@@ -68,10 +73,10 @@ LIGHT = Colours(
     accent="#2862B2",
     failed="#D7541F",
     failed_text="#A93D10",
-    failed_tint="rgba(215, 84, 31, 0.16)",
     ops={"F": "#2862B2", "I": "#50BDD6", "W": "#F2AF50", "B": "#666F35", "O": "#652742"},
     ops_text={"F": "#FFFFFF", "I": "#16222E", "W": "#16222E", "B": "#FFFFFF", "O": "#FFFFFF"},
     faint=0.32,
+    tint=0.16,
 )
 DARK = Colours(
     name="dark",
@@ -84,11 +89,17 @@ DARK = Colours(
     accent="#7FA6EA",
     failed="#D75734",
     failed_text="#F58A68",
-    failed_tint="rgba(215, 87, 52, 0.22)",
     ops={"F": "#4771C5", "I": "#37CDA6", "W": "#EFC11D", "B": "#8C5638", "O": "#ECE2FD"},
     ops_text={"F": "#FFFFFF", "I": "#10181F", "W": "#10181F", "B": "#FFFFFF", "O": "#10181F"},
     faint=0.5,
+    tint=0.22,
 )
+
+
+def rgba(colour: str, opacity: float) -> str:
+    """Return a colour, given as #RRGGBB, with an opacity."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, {opacity})"
 
 
 @dataclass(frozen=True)
@@ -137,11 +148,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class OutRow:
-    """The row of a worker that the plan goes without. words: the workers that run its micro-batches. failed: whether it
-    is known to have failed; otherwise it may have moved, been drained, or never been there."""
+    """The row of a worker that the plan goes without. title: why it does, if that is known. words: the workers that run
+    its micro-batches. failed: whether it is known to have failed; otherwise it may have moved, been drained, or never
+    been there."""
 
     worker: Worker
-    why: str
+    title: str
     words: str
     failed: bool
 
@@ -207,6 +219,11 @@ class Drawing:
         low, high = self.window
         return tuple(op for op in rows if op.end > low and op.start < high)
 
+    @property
+    def op_count(self) -> int:
+        """The number of ops of the rows, also outside of the window."""
+        return sum(self.schedule.op_counts[w] for w in self.living)
+
     @cached_property
     def fault_free_end(self) -> int:
         """The end of fault-free 1F1B, which the slowdown is measured against."""
@@ -246,7 +263,7 @@ class Drawing:
         why = self.out.get(str(worker), OUT)
         return OutRow(
             worker,
-            why,
+            f"✕ {why}" if why == FAILED else why,
             f"its micro-batches run on {names(list(map(str, takers)), 4, ' and ') or 'no peer'}",
             why == FAILED,
         )
@@ -367,6 +384,10 @@ class HeldMemory:
         last = max(corners[-1][0], 0) if before == 0 else end
         return [*corners, (last, before), (last, 0), (corners[0][0], 0)]
 
+    def level(self, worker: Worker, kept: int) -> float:
+        """Return the place of an amount in the worker's row; rows count downwards."""
+        return self.drawing.rows.at[worker] + BAR_HEIGHT / 2 - BAR_HEIGHT * kept / self.top
+
 
 # -- large schedules --------------------------------------------------------------------------------
 
@@ -413,3 +434,24 @@ def row_marks(drawing: Drawing) -> list[tuple[float, Worker]]:
     workers = drawing.rows.workers
     rows = sorted({round(i) for i in np.linspace(0, len(workers) - 1, min(len(workers), 9))})
     return [((row + 0.5) / len(workers), workers[row]) for row in rows]
+
+
+def thinned_words(drawing: Drawing) -> str:
+    """Say in a sentence that the drawing's raster has not all workers; "": it has."""
+    shown, workers = len(raster_workers(drawing)), drawing.rows.workers
+    if shown == len(workers):
+        return ""
+    first = ", those that are out first" if len(drawing.living) < len(workers) else ""
+    return f"Of {len(workers):,} workers {shown:,} are drawn{first}."
+
+
+def rows_words(drawing: Drawing) -> str:
+    """Say in a few sentences what the rows of the drawing's raster are."""
+    gone = [str(worker) for worker in drawing.rows.workers if worker not in drawing.schedule.ops]
+    failed = sum(drawing.out.get(name) == FAILED for name in gone)
+    parts = [thinned_words(drawing) or "One row per worker."]
+    if failed:
+        parts.append(f"Red rows: {count(failed, 'failed worker')}.")
+    if rest := len(gone) - failed:
+        parts.append(f"Grey rows: {count(rest, 'place')} without a worker.")
+    return " ".join(parts)

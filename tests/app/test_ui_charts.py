@@ -211,7 +211,7 @@ def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(col
     out = {"W1_2": "failed", "W0_1": "moved to W2_2"}
     whole = Drawing.of(schedule, out=out)
     html = charts.overview(whole, charts.picture(whole, colours), 'say "all"')
-    assert charts.rows_words(whole) == golden("one-row-per-worker-red-rows")
+    assert model.rows_words(whole) == golden("one-row-per-worker-red-rows")
     assert 'alt="say &quot;all&quot;"' in html and "(a&lt;b)" in html
     found = re.search(r'src="data:image/png;base64,([^"]+)"', html)
     assert found
@@ -248,8 +248,8 @@ def test_a_picture_that_has_not_all_workers_says_so() -> None:
     whole = Drawing.of(schedule, out={"W301_1": "failed"})
     image = model.raster(whole)
     assert len(image) == 402 and (image == model.CODE_FAILED).any()
-    assert charts.rows_words(whole) == golden("of-1204-workers-402-are")
-    assert charts.thinned_words(Drawing.of(schedule, whole.rows.workers[:600])) == ""
+    assert model.rows_words(whole) == golden("of-1204-workers-402-are")
+    assert model.thinned_words(Drawing.of(schedule, whole.rows.workers[:600])) == ""
 
 
 def test_a_detail_is_where_the_box_was() -> None:

@@ -120,7 +120,7 @@ def test_plans_of_any_kind_and_unit_stand_on_one_axis(console: ConsoleService, j
     saved = console.plans.library.save(factory.plan(("W0_1",), unit="slot", memory="none"), "in <b>slots</b>")
     test = open_page(job=job.job_id, plans=[f"job:{job.job_id}:in-force", f"saved:{saved}"])
     assert RELATIVE in chart(test)["layout"]["xaxis"]["title"]["text"]
-    assert titles(test)[1] == "in &lt;b>slots&lt;/b>", "names are not read as HTML"
+    assert titles(test)[1] == "in &lt;b&gt;slots&lt;/b&gt;", "names are not read as HTML"
     assert golden("their-units-differ") in words(test)
 
 

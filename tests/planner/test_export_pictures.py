@@ -14,10 +14,10 @@ from hypothesis import given
 from PIL import Image
 
 from openrecycle.planner.export import EXPORTERS
-from openrecycle.planner.export.picture import SCALE, Rect, Text, draw_png, draw_svg, gantt, hatch_lines
+from openrecycle.planner.export.picture import SCALE, Rect, Text, blend, draw_png, draw_svg, gantt, hatch_lines, small
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.plans.drawing import LIGHT, Drawing, raster, raster_fills
+from openrecycle.planner.plans.drawing import DARK, LIGHT, Colours, Drawing, raster, raster_fills, rows_words
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
@@ -121,6 +121,15 @@ def test_a_plan_says_of_no_worker_that_it_failed() -> None:
                 assert shape.fill != LIGHT.failed and (shape.stroke != LIGHT.failed or shape.hatch)
 
 
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_the_row_of_a_failed_worker_has_the_tint_of_the_pages(colours: Colours) -> None:
+    drawing = Drawing.of(worked_example(Technique.STAGGERED, "W1_2").schedule(), out={"W1_2": "failed"})
+    opacity = float(colours.failed_tint.removesuffix(")").split(",")[-1])
+    tint = blend(colours.failed, colours.background, opacity)
+    shapes = small(drawing, colours, drawing.schedule.period, "").shapes
+    assert sum(isinstance(shape, Rect) and shape.fill == tint for shape in shapes) == 1
+
+
 def test_png_has_letters() -> None:
     """The title's strip holds its ink: text is really drawn, with the font that Pillow carries."""
     drawing = gantt(worked_example())
@@ -155,15 +164,15 @@ def test_a_large_plan_is_the_raster_between_its_axes(pipelines: int, stages: int
     )
     rows = [w for w in words(text) if w[:1] == "W" and "_" in w]
     assert (rows[0], rows[-1]) == ("W0_0", str(Worker(pipelines - 1, stages - 1)))
-    assert any(golden("each-line-of-pixels") in w for w in words(text))
+    assert rows_words(Drawing.of(plan.schedule())) in words(text)
     colours = {colour for _, colour in pixels(EXPORTERS["png"].render(plan)).getcolors(1 << 20) or []}
     assert {fills[code] for code in set(codes.ravel().tolist())} <= colours
 
 
 def test_a_picture_says_that_it_shows_fewer_workers_than_there_are() -> None:
     plan = make_plan(Problem(Job.uniform(64, 16, 2)), solver="list", look_ahead=False)
-    (note,) = [w for w in words(EXPORTERS["svg"].render(plan).decode()) if golden("each-line-of-pixels") in w]
-    assert re.findall(r"[\d,]+\d", note) == ["512", "1,024"]
+    (note,) = [w for w in words(EXPORTERS["svg"].render(plan).decode()) if w == rows_words(Drawing.of(plan.schedule()))]
+    assert re.findall(r"[\d,]+\d", note) == ["1,024", "512"]
 
 
 def test_a_picture_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
