@@ -48,8 +48,6 @@ class Violation:
 
     rule: for programs, the rule that is broken.
 
-    - A plan as a document: `op-count` (too few ops for its job), `problem` (its job and losses are none), `spelling`
-      (of a worker), `doubled-worker` (among the failed), `ticks` (times finer than the job's).
     - Its layers: `layers` (a stage is not what its layers are together).
     - Workers: `failed-worker` (has ops), `missing-worker` (lives and has none).
     - Each op: `range` (numbers that no job has), `row` (it is not of the worker in whose row it stands), `outside-grid`
@@ -80,20 +78,8 @@ def check(subject: Schedule | Plan, *, hashed: bool = True) -> list[Violation]:
     """
     if isinstance(subject, Schedule):
         return list(islice(_Checker(subject).violations(), MOST_VIOLATIONS))
-    least = 2 * subject.job.ops // 3
-    if subject.op_count < least:  # checked first: a small document may claim a job that would take all memory
-        return [
-            Violation(
-                "op-count",
-                f"the plan has {subject.op_count:,} ops, and an F and a B of all micro-batches are {least:,}",
-            )
-        ]
-    try:
-        schedule = subject.schedule()
-    except PlannerError as error:
-        return [Violation("problem", f"the plan describes no problem: {error}")]
-    checker = _Checker(schedule)
-    found = list(islice(chain(_document(subject, schedule), checker.violations()), MOST_VIOLATIONS))
+    checker = _Checker(subject.schedule())
+    found = list(islice(checker.violations(), MOST_VIOLATIONS))
     if found:
         return found
     return [*(_fingerprint(subject) if hashed else ()), *_numbers(subject, checker)]
@@ -514,39 +500,6 @@ def _reduction_ticks(problem: Problem, stage: int) -> int:
     times = job.profiles[stage].reductions
     dead = sum(worker.stage == stage for worker in problem.failed)
     return round(times[-1 - dead] * job.ticks_per_unit) if times else 0
-
-
-def _document(plan: Plan, schedule: Schedule) -> Iterator[Violation]:
-    """Check that names have their one spelling, and times are whole ticks."""
-    for name in (*plan.workers, *plan.failed):
-        if str(Worker.parse(name)) != name:
-            yield Violation("spelling", f"worker {name!r} should be spelt {Worker.parse(name)}")
-    if len(set(plan.failed)) != len(plan.failed):
-        yield Violation("doubled-worker", "failed names a worker twice")
-    job, names = schedule.problem.job, list(plan.workers)
-    for row in np.unique(plan.workers.arrays.row[_doubtful(plan, job.ticks_per_unit)]).tolist():
-        for said, op in zip(plan.workers[names[row]], schedule.ops[Worker.parse(names[row])], strict=False):
-            if said.start != job.units(op.start) or said.duration != job.units(op.duration):
-                yield Violation(
-                    "ticks",
-                    f"{op}: start {said.start} and duration {said.duration} are finer than the job's durations",
-                    (op,),
-                )
-            if (said.micro_batch is None) != (said.kind == "O"):
-                yield Violation("micro-batch", f"{op}: micro_batch is null for O and a number for all others", (op,))
-
-
-def _doubtful(plan: Plan, scale: int) -> NDArray[np.bool_]:
-    """[ops]: ops that have to be checked one by one; numbers in a plan's arrays are mostly right (see PlannedOps)."""
-    arrays = plan.workers.arrays
-    doubtful = np.zeros(len(arrays.kind), bool)
-    for column in (arrays.start, arrays.duration):
-        if column.dtype != object:
-            ticks = column * float(scale)
-            doubtful |= (np.abs(ticks) >= 1 << 53) | (np.rint(ticks) / scale != column)
-    if any(column.dtype == object for column in (arrays.micro_batch, arrays.start, arrays.duration)):
-        doubtful[:] = True
-    return doubtful
 
 
 def _fingerprint(plan: Plan) -> Iterator[Violation]:

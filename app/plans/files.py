@@ -25,7 +25,8 @@ from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.runtime.errors import ConsoleError, bounded, sentence, starting
@@ -60,13 +61,20 @@ MOST_CONTAINERS, MOST_FIELDS = 150_000, 800_000
 CONTAINER_BYTES, FIELD_BYTES = 40, 10
 
 
+def _plan(value: Any) -> Plan | None:
+    try:
+        return value if value is None or isinstance(value, Plan) else Plan.from_document(value)
+    except PlannerError as error:
+        raise PydanticCustomError("plan", "{why}", {"why": str(error)}) from None
+
+
 class PlanToSave(BaseModel):
     """plan: a whole Plan document, which is checked; or solve: the id of one that was made here."""
 
     model_config = ConfigDict(extra="forbid")
 
     name: Annotated[str, Field(max_length=200)]
-    plan: Plan | None = None
+    plan: Annotated[Plan | None, PlainValidator(_plan, json_schema_input_type=Plan | None)] = None
     solve: Annotated[str, Field(max_length=64)] | None = None
 
     @property

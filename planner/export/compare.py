@@ -195,11 +195,13 @@ def _moved(first: Plan, other: Plan) -> tuple[int | None, int | None, int | None
 
 def _places(plan: Plan) -> dict[_Key, tuple[str, float]]:
     """Return worker and start of each op. O is left out, since it always runs on its own worker."""
+    schedule = plan.schedule()
     return {
-        ("I" if op.kind == "B" else op.kind, op.pipeline, op.micro_batch, op.stage): (worker, op.start)
-        for worker, ops in plan.workers.items()
-        for op in ops
-        if op.kind != "O"
+        ("I" if op.kind == "B" else op.kind, op.pipeline, op.micro_batch, op.stage): (
+            str(op.worker),
+            schedule.problem.job.units(op.start),
+        )
+        for op in schedule.compute_ops()
     }
 
 

@@ -4,9 +4,8 @@
 
 The payload is arrays of how long each op waits beyond its precedence (see `_waits`). Most waits are 0 and repeat from
 one micro-batch to the next, so they deflate well; pipelines with equal rows share one. A plan that does not fit these
-arrays is kept as its JSON. Either way the plan comes back exactly, in less than a second for 8,192 workers, and its
-document as it was, byte for byte. The header says which problem the plan is for, except in a catalog, whose plans all
-have the same.
+arrays is kept as its JSON. Either way the plan comes back exactly, in less than a second for 8,192 workers. The header
+says which problem the plan is for, except in a catalog, whose plans all have the same.
 
 The process that makes a plan also packs it; others pass the bytes on as they are (`packed`).
 """
@@ -156,10 +155,8 @@ def pack(plan: Plan, effort: Effort | None = None) -> bytes:
     schedule = plan.schedule()
     problem, job = schedule.problem, schedule.problem.job
     asked = RequestedPlan(job=plan.job, technique=plan.technique, memory=plan.memory) if alone else None
-    # (1.0 equals 1, but is written differently, so arrays of Python's numbers are kept as JSON.)
-    plain = all(column.dtype != object for column in plan.workers.arrays.columns)
-    items = _items(schedule) if plain else None
-    if items is None or not _plan(schedule, plan.metrics, plan.solver, plan.fingerprint).is_written_as(plan):
+    items = _items(schedule)
+    if items is None or _with_peaks(schedule, plan.metrics) != plan.metrics:
         plan = plan if plan.fingerprint else plan.hashed()  # only its JSON can hold it
         header = _header(problem, plan.metrics, plan.solver, effort, "json")
         header = header.model_copy(update={"asked": asked, "fingerprint": plan.fingerprint})
@@ -189,8 +186,11 @@ def unpack(data: bytes, question: CatalogQuestion | None = None, *, source: str 
     """Unpack a plan. question: that of its catalog; None: the plan stands alone. hashed: False to leave out the
     fingerprint, whose computation takes as long as all else. Raises PlanError when the data is damaged."""
     header, found = _read(data, question, source)
-    known = header.fingerprint or ""
-    plan = found if isinstance(found, Plan) else _plan(found, header.metrics, header.solver, known)
+    if isinstance(found, Plan):
+        plan = found
+    else:
+        metrics, known = _with_peaks(found, header.metrics), header.fingerprint or ""
+        plan = Plan.of(found, metrics=metrics, solver=header.solver, fingerprint=known)
     if question is None:
         plan.workers.packed = data
     return plan.hashed() if hashed and not plan.fingerprint else plan
@@ -222,11 +222,10 @@ def _read(data: bytes, question: CatalogQuestion | None, source: str) -> tuple[H
         raise PlanError(f"{source} is not {what}: {error}") from None
 
 
-def _plan(schedule: Schedule, metrics: MetricsDoc, solver: SolverDoc, fingerprint: str) -> Plan:
-    """Make the plan, with the peak activations of all workers, which the header does not have."""
+def _with_peaks(schedule: Schedule, metrics: MetricsDoc) -> MetricsDoc:
+    """Add the peak activations of all workers, which the header does not have."""
     counts = {str(worker): count for worker, count in schedule.peak_activations.items()}
-    metrics = metrics.model_copy(update={"peak_activations": counts})
-    return Plan.of(schedule, metrics=metrics, solver=solver, fingerprint=fingerprint)
+    return metrics.model_copy(update={"peak_activations": counts})
 
 
 def _schedule(header: Header, data: bytes, question: CatalogQuestion) -> Schedule:

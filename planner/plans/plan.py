@@ -1,8 +1,10 @@
 """The Plan document: versioned JSON with a published schema and a fingerprint. Also how documents from people are read.
 
 A Plan is a solved schedule together with what a reader needs to trust it: the problem, the metrics, the proven bound,
-and the name of the solver. Times are in the job's own time unit. A file that a user names may be anything: a device, a
-pipe, or far too large; `read_whole` is careful with it.
+and the name of the solver. It holds its ops once, as a Schedule in ticks. The document, whose times are in the job's
+own time unit, and the fingerprint are written from the Schedule, in one way: a document that is read may have 1.0 for 1
+or its workers in another order, and is the same plan. A file that a user names may be anything: a device, a pipe, or
+far too large; `read_whole` is careful with it.
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ import errno
 import hashlib
 import json
 import os
-import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress, islice, starmap
-from operator import attrgetter
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import (
@@ -39,7 +40,6 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.job import (
     SIZES,
     TIMES,
@@ -58,14 +58,12 @@ from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.schedule import (
     KINDS,
     Ints,
-    Numbers,
     O,
     OpArrays,
     OpsByWorker,
     Schedule,
     bounds_of,
     renamed,
-    whole,
 )
 
 # The largest files that are read. A plan takes about 100 bytes an op; a job, a trace or a token takes far less.
@@ -92,6 +90,7 @@ def read_whole(path: str | Path, *, most: int = OTHER_BYTES) -> bytes:
 
 SCHEMA_VERSION: Literal[1] = 1
 Model = TypeVar("Model", bound=BaseModel)
+T = TypeVar("T")
 
 
 # Times are bounded: a whole number may be too large for a float, and would pass for finite.
@@ -118,9 +117,6 @@ _WHERE_GIVEN = Field(exclude_if=lambda value: not value)
 
 
 _AT_A_TIME = 256
-# Longer documents are read worker by worker, and all are written worker by worker: pydantic and json let no other
-# thread run meanwhile, and 2,048 workers at once take seconds.
-AT_ONCE = 1_000_000
 # Plans come from other people's files and are printed on terminals, so control characters are refused.
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
 
@@ -239,131 +235,95 @@ class JobDoc(DocumentModel):
         return made
 
 
+Kind = Literal["F", "I", "W", "B", "O"]
+_MOST_INDEX = 1 << 62
+_Index = Annotated[int, Field(ge=-_MOST_INDEX, le=_MOST_INDEX), INTEGER]
+
+
 class OpDoc(DocumentModel):
     """`micro_batch` counts from 0 inside its home `pipeline`; null for O, which belongs to none."""
 
-    kind: Literal["F", "I", "W", "B", "O"]
-    pipeline: Annotated[int, INTEGER]
-    micro_batch: Annotated[int | None, INTEGER]
-    stage: Annotated[int, INTEGER]
+    kind: Kind
+    pipeline: _Index
+    micro_batch: _Index | None
+    stage: _Index
     start: Time
     duration: Time
 
 
 class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
-    """The ops of a plan in arrays, by worker. An OpDoc is made whenever an op is looked at, and is not kept.
+    """A plan's schedule as people read it: by worker the ops, with times in the job's time unit. An OpDoc is made
+    whenever an op is looked at, and is not kept.
 
-    arrays: as in OpArrays, except that start and duration are the document's numbers. These are int64 where all are
-    whole; float64 where some have fractions (a whole one is then written without a fraction); and Python's own numbers
-    where the document has a number such as 1.0, or one with more digits than these types hold. A micro-batch of -1
-    means null, and is O's; in a document where they do not go together, micro-batches are Python's own values.
     packed: the plan's packed form, kept to be passed on unchanged; empty until it is made (planner.plans.packed).
-    schedule: the schedule that the plan was made of, if it was.
     """
 
-    __slots__ = ("arrays", "names", "packed", "schedule")
+    __slots__ = ("_workers", "packed", "schedule")
 
-    def __init__(self, names: Iterable[str], arrays: OpArrays) -> None:
-        self.names = {name: row for row, name in enumerate(names)}
-        self.arrays = arrays
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
         self.packed = b""
-        self.schedule: Schedule | None = None
+        self._workers = {str(worker): worker for worker in schedule.ops}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        # A wrong document may have a million wrong entries: validation stops at the first.
-        documents = handler.generate_schema(dict[WorkerName, _OpDocs])
+        documents = handler.generate_schema(dict[WorkerName, tuple[OpDoc, ...]])
         as_documents = core_schema.plain_serializer_function_ser_schema(dict, return_schema=documents)
-        return core_schema.no_info_after_validator_function(cls.of, documents, serialization=as_documents)
+        return core_schema.json_or_python_schema(
+            documents, core_schema.is_instance_schema(cls), serialization=as_documents
+        )
 
-    @classmethod
-    def of(cls, workers: Mapping[str, Sequence[OpDoc]]) -> PlannedOps:
-        if isinstance(workers, PlannedOps):
-            return workers
-        ops = [op for ops in workers.values() for op in ops]
-        return cls.of_columns(workers, map(len, workers.values()), _columns(ops))
+    def texts(self, names: Iterable[str], fields: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yields (worker's name, its ops in JSON with the fields in this order). It is the one way in which a time is
+        written: a whole number as an integer, any other as the shortest float.
 
-    @classmethod
-    def of_columns(cls, names: Iterable[str], counts: Iterable[int], columns: Sequence[list[Any]]) -> PlannedOps:
-        """counts: ops of each worker. columns: one list per field of OpDoc, with the document's own numbers, as 1 and
-        1.0 are written differently."""
-        kinds, pipelines, micro_batches, stages, starts, durations = columns
-        kind = whole([*map(KINDS.index, kinds)])
-        numbers = kind, whole(pipelines), _micro_batches(micro_batches, kind), whole(stages)
-        return cls(names, OpArrays(bounds_of(counts), *numbers, _times(starts), _times(durations)))
-
-    @classmethod
-    def of_schedule(cls, schedule: Schedule) -> PlannedOps:
-        job, arrays = schedule.problem.job, schedule.arrays
-        workers = sorted(schedule.ops)
-        if workers != list(schedule.ops):
-            arrays = arrays.rows([row for _, row in sorted(zip(schedule.ops, range(len(workers)), strict=True))])
-        numbers = np.where(arrays.kind == O, -1, arrays.micro_batch)
-        if (numbers[arrays.kind != O] < 0).any():  # no valid schedule has that
-            numbers = np.where(arrays.kind == O, np.array(None), arrays.micro_batch)
-        start, duration = _units(job, arrays.start), _units(job, arrays.duration)
-        made = cls(map(str, workers), replace(arrays, micro_batch=numbers, start=start, duration=duration))
-        made.schedule = schedule
-        return made
-
-    def canonical(self) -> Iterator[tuple[str, str]]:
-        """Yields (worker's name, its ops) in the form from which the fingerprint is computed."""
-        for name, columns in self._texts(sorted(self.names)):
-            ops = [
-                f'{{"duration":{d},"kind":"{kind}","micro_batch":{m},"pipeline":{p},"stage":{s},"start":{a}}}'
-                for kind, p, m, s, a, d in zip(*columns, strict=True)
-            ]
-            yield name, f"[{','.join(ops)}]"
-
-    def documents(self) -> Iterator[tuple[str, str]]:
-        """Yields (worker's name, its ops) as the Plan document has them."""
-        for name, columns in self._texts(self.names):
-            ops = [
-                f'{{"kind":"{kind}","pipeline":{p},"micro_batch":{m},"stage":{s},"start":{a},"duration":{d}}}'
-                for kind, p, m, s, a, d in zip(*columns, strict=True)
-            ]
-            yield name, f"[{','.join(ops)}]"
-
-    def _texts(self, names: Iterable[str]) -> Iterator[tuple[str, list[list[str]]]]:
-        """Yields (worker's name, its columns as text)."""
-        (kinds, *columns), known = self._columns(slice(None)), _Texts()
-        ops = [kinds]
-        for column, array in zip(columns, self.arrays.columns[1:], strict=True):
-            text = _text if array.dtype == object else known.__getitem__
-            ops.append(list(map(text, column)))
-        bounds = self.arrays.bounds.tolist()
+        It goes worker by worker, since 2,048 workers at once take long, and no other thread would run meanwhile."""
+        arrays, units = self.schedule.arrays, self.schedule.problem.job.units
+        write: dict[str, Callable[[int], str]] = {
+            "kind": lambda kind: f'"{KINDS[kind]}"',
+            "micro_batch": lambda number: "null" if number == _NULL else repr(number),
+            "start": lambda ticks: repr(units(ticks)),
+            "duration": lambda ticks: repr(units(ticks)),
+        }
+        last = len(fields) - 1
+        texts = [
+            _Texts(f'{"," if i else "{"}"{field}":', write.get(field, repr), "}" if i == last else "").__getitem__
+            for i, field in enumerate(fields)
+        ]
         for name in names:
-            begin, end = bounds[self.names[name] : self.names[name] + 2]
-            yield name, [column[begin:end] for column in ops]
-
-    def _columns(self, part: slice) -> list[list[Any]]:
-        """The columns in the form that `of_columns` takes."""
-        kind, pipeline, micro_batch, stage, start, duration = (column[part] for column in self.arrays.columns)
-        if micro_batch.dtype != object:
-            null = micro_batch < 0
-            micro_batch = micro_batch.astype(object)
-            micro_batch[null] = None
-        plain = (_LETTERS[kind], pipeline, micro_batch, stage)
-        return [*(column.tolist() for column in plain), _numbers(start), _numbers(duration)]
+            part = self.schedule.part(self._workers[name])
+            columns = {field: column[part] for field, column in zip(_FIELDS, arrays.columns, strict=True)}
+            columns["micro_batch"] = np.where(columns["kind"] == O, _NULL, columns["micro_batch"])
+            ops = zip(*(map(text, columns[f].tolist()) for text, f in zip(texts, fields, strict=True)), strict=True)
+            yield name, f"[{','.join(map(''.join, ops))}]"
 
     def __getitem__(self, name: str) -> tuple[OpDoc, ...]:
-        columns = self._columns(self.arrays.part(self.names[name]))
-        return tuple(starmap(_op_doc, zip(*columns, strict=True)))
+        units, part = self.schedule.problem.job.units, self.schedule.part(self._workers[name])
+        kinds, *numbers, starts, durations = (column[part].tolist() for column in self.schedule.arrays.columns)
+        pipelines, micro_batches, stages = numbers
+        kind = [KINDS[k] for k in kinds]
+        micro_batch = [None if k == O else m for k, m in zip(kinds, micro_batches, strict=True)]
+        rows = zip(kind, pipelines, micro_batch, stages, map(units, starts), map(units, durations), strict=True)
+        return tuple(_op_doc(dict(zip(_FIELDS, row, strict=True))) for row in rows)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names
+        return name in self._workers
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return iter(self._workers)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self._workers)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, PlannedOps) or list(self.names) != list(other.names):
+        if not isinstance(other, PlannedOps):
             return isinstance(other, Mapping) and dict(self) == dict(other)
-        return np.array_equal(self.arrays.bounds, other.arrays.bounds) and all(
-            map(np.array_equal, self.arrays.columns, other.arrays.columns)
+        one, two = self.schedule, other.schedule
+        return one is two or (
+            list(one.ops) == list(two.ops)
+            and one.problem.job.ticks_per_unit == two.problem.job.ticks_per_unit
+            and np.array_equal(one.arrays.bounds, two.arrays.bounds)
+            and all(map(np.array_equal, one.arrays.columns, two.arrays.columns))
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -372,79 +332,84 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
         return repr(dict(self))
 
 
-def _text(number: int | float | None) -> str:
-    return "null" if number is None else repr(number)
+def _op_doc(values: dict[str, Any]) -> OpDoc:
+    """OpDoc.model_construct, several times as fast: a plan has up to 10^6 ops."""
+    op = OpDoc.__new__(OpDoc)
+    object.__setattr__(op, "__dict__", values)
+    object.__setattr__(op, "__pydantic_fields_set__", _KEYS)
+    object.__setattr__(op, "__pydantic_extra__", None)
+    object.__setattr__(op, "__pydantic_private__", None)
+    return op
 
 
-class _Texts(dict[int | float | None, str]):
+class _Texts(dict[int, str]):
     """The text of each number, kept since a plan repeats them: to write one float takes as long as the rest of its op.
-    Whole numbers must be ints here: 1.0 would be found as 1."""
+    before, after: what stands beside each number."""
 
-    def __missing__(self, number: int | float | None) -> str:
+    def __init__(self, before: str, write: Callable[[int], str], after: str) -> None:
+        self._before, self._write, self._after = before, write, after
+
+    def __missing__(self, number: int) -> str:
         if len(self) >= _MOST_TEXTS:
             self.clear()
-        text = self[number] = _text(number)
+        text = self[number] = f"{self._before}{self._write(number)}{self._after}"
         return text
 
 
-_OpDocs = Annotated[tuple[OpDoc, ...], Field(fail_fast=True)]
 _FIELDS = tuple(OpDoc.model_fields)
-_VALUES = attrgetter(*_FIELDS)
-_LETTERS = np.array([*KINDS], object)
+_INDEX = {kind: k for k, kind in enumerate(KINDS)}
+_NULL = -_MOST_INDEX - 1
 _MOST_TEXTS = 1 << 16
-_EXACT = 1 << 53  # whole numbers from here on are not all floats
+_EXACT = 1 << 53  # from here on, floats do not tell ticks apart
 
 
-def _columns(ops: Sequence[OpDoc]) -> Sequence[list[Any]]:
-    return list(map(list, zip(*map(_VALUES, ops), strict=True))) or [[] for _ in _FIELDS]
+# -- reading ops --------------------------------------------------------------------------------
+
+_KEYS, _VALUES = set(_FIELDS), itemgetter(*_FIELDS)
+_Column = Annotated[list[T], Field(fail_fast=True)]  # a wrong document may have a million wrong ops
+_COLUMNS = TypeAdapter(  # in the order of OpDoc's fields
+    tuple[_Column[Kind], _Column[_Index], _Column[_Index | None], _Column[_Index], _Column[Time], _Column[Time]]
+)
 
 
-def _micro_batches(values: list[int | None], kind: Ints) -> Numbers:
-    numbers = whole([-1 if m is None else m for m in values])
-    if (
-        numbers.dtype == object
-        or ((numbers < 0) != (kind == O)).any()
-        or values.count(None) < np.count_nonzero(kind == O)
-    ):
-        return np.array(values, object)
-    return numbers
+def _object(pairs: list[tuple[str, Any]]) -> Any:
+    """Makes an object of a plan's JSON: of an op a tuple of its fields, which takes half as much as a dictionary."""
+    read = _unique(pairs)
+    return _VALUES(read) if read.keys() == _KEYS else read
 
 
-def _times(values: list[int | float]) -> Numbers:
-    """Makes an array of a document's times, in the smallest type that keeps their spelling; see PlannedOps."""
-    if set(map(type, values)) <= {int}:
-        return whole(values)
-    floats = np.array(values, float)
-    whole_ones = compress(values, (floats == np.floor(floats)).tolist())
-    if np.abs(floats).max() < _EXACT and set(map(type, whole_ones)) <= {int}:
-        return floats
-    return np.array(values, object)
-
-
-def _numbers(times: Numbers) -> list[int | float]:
-    """Returns times as the document has them: whole numbers as ints, but for those that it spells otherwise."""
-    if times.dtype == float:
-        is_whole = times == np.floor(times)
-        fractions, times = times, times.astype(object)
-        times[is_whole] = fractions[is_whole].astype(np.int64)
-    numbers: list[int | float] = times.tolist()
-    return numbers
-
-
-def _units(job: Job, ticks: Numbers) -> Numbers:
-    """Applies Job.units to each."""
-    scale = job.ticks_per_unit
-    if ticks.dtype == object or np.abs(ticks).max(initial=0) >= _EXACT:
-        return _times([job.units(t) for t in ticks.tolist()])
-    return ticks if scale == 1 else ticks / scale
-
-
-def _ticks(job: Job, times: Numbers) -> Numbers:
-    """Converts times to the nearest ticks."""
-    scale = job.ticks_per_unit
-    if times.dtype != object and float(np.abs(times).max(initial=0)) * scale < 1 << 62:
-        return times * scale if times.dtype != float else np.rint(times * scale).astype(np.int64)
-    return whole([round(v * scale) for v in times.tolist()])
+def _columns(name: str, ops: Any, scale: int) -> list[Ints]:
+    """Checks the ops of one worker and returns their columns; see OpArrays. scale: ticks per unit. Raises PlanError."""
+    if not isinstance(ops, list):
+        raise PlanError(f"workers.{name}: expected a list of ops")
+    ops = [_VALUES(op) if type(op) is dict and op.keys() == _KEYS else op for op in ops]
+    for i, op in enumerate(ops):
+        if type(op) is not tuple:
+            try:
+                OpDoc.model_validate_json(json.dumps(op))
+            except ValidationError as error:  # always: some field is missing, or another is there
+                where = ".".join(map(str, ("workers", name, i, *error.errors()[0]["loc"])))
+                raise PlanError(first_problem(error, where)) from None
+    try:
+        columns = _COLUMNS.validate_python([*zip(*ops, strict=True)] or [()] * len(_FIELDS))
+    except ValidationError as error:
+        field, at = error.errors()[0]["loc"][:2]
+        raise PlanError(first_problem(error, f"workers.{name}.{at}.{_FIELDS[int(field)]}")) from None
+    kind, pipeline, micro_batch, stage, *times = columns
+    if odd := [i for i, m in enumerate(micro_batch) if (m is None) != (kind[i] == "O")]:
+        expected = "null for O, and a number for all others"
+        raise InputError(f"workers.{name}.{odd[0]}.micro_batch", micro_batch[odd[0]], expected)
+    numbers = [_INDEX[k] for k in kind], pipeline, [-1 if m is None else m for m in micro_batch], stage
+    made = [np.array(column, np.int64) for column in numbers]
+    for what, column in zip(("start", "duration"), times, strict=True):
+        units = np.array(column, float)
+        ticks = np.rint(units * scale)
+        if (odd := (ticks >= _EXACT) | (ticks / scale != units)).any():
+            i = int(odd.argmax())
+            expected = f"a multiple of {1 / scale:g}, as the job's durations are, and fewer than 2^53 of them"
+            raise InputError(f"workers.{name}.{i}.{what}", column[i], expected)
+        made.append(ticks.astype(np.int64))
+    return made
 
 
 class MetricsDoc(DocumentModel):
@@ -508,14 +473,18 @@ class Plan(DocumentModel):
     @classmethod
     def of(cls, schedule: Schedule, *, metrics: MetricsDoc, solver: SolverDoc, fingerprint: str | None = None) -> Plan:
         """fingerprint: the fingerprint where it is known already; "" to leave it out for now."""
-        problem = schedule.problem
+        problem, workers = schedule.problem, sorted(schedule.ops)
+        if workers != list(schedule.ops):
+            rows = [row for _, row in sorted(zip(schedule.ops, range(len(workers)), strict=True))]
+            arrays = schedule.arrays.rows(rows)
+            schedule = replace(schedule, ops=OpsByWorker(workers, lambda: arrays))
         body: dict[str, Any] = {
             "job": job_doc(problem.job),
             "failed": tuple(str(w) for w in sorted(problem.failed)),
             "partition": problem.job.partition,
             "technique": problem.technique,
             "memory": problem.memory.text,
-            "workers": PlannedOps.of_schedule(schedule),
+            "workers": PlannedOps(schedule),
             "schema_version": SCHEMA_VERSION,
         }
         plan = cls.model_construct(metrics=metrics, solver=solver, fingerprint=fingerprint or "", **body)
@@ -534,127 +503,95 @@ class Plan(DocumentModel):
             body["partition"] = list(self.partition)
         head = json.dumps(body, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(f'{head[:-1]},"workers":{{'.encode())
-        # `workers` is the last key of all. It is hashed worker by worker, for the reason that `AT_ONCE` gives.
-        for i, (name, ops) in enumerate(self.workers.canonical()):
+        # `workers` is the last key of all.
+        for i, (name, ops) in enumerate(self.workers.texts(sorted(self.workers), sorted(_FIELDS))):
             digest.update(f'{"," if i else ""}"{name}":{ops}'.encode())
         digest.update(b"}}")
         return digest.hexdigest()[:32]
 
+    def schedule(self) -> Schedule:
+        """Returns the schedule that the plan is made of, in ticks. planner.check says whether it is valid."""
+        return self.workers.schedule
+
     def problem(self) -> Problem:
-        """Makes the Problem. Raises PlannerError when the document describes no job."""
-        failed = parse_workers(self.failed)
-        job = self.job.job()
-        if self.partition:
-            job = job.with_partition(self.partition)
-        return Problem(job, failed, self.technique, MemoryLimit.parse(self.memory, field="memory"))
+        return self.schedule().problem
 
     @property
     def op_count(self) -> int:
-        return len(self.workers.arrays.kind)
+        return len(self.schedule().arrays.kind)
 
     def rerouted(self) -> dict[str, int]:
         """Returns by worker how many forwards of other pipelines' micro-batches it runs per iteration."""
         return {str(worker): count for worker, count in self.schedule().rerouted_forwards.items()}
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copies the plan, without the schedule that its ops were made from, and its packed form."""
-        workers = PlannedOps.of((update or {}).get("workers", self.workers))
-        update = {**(update or {}), "workers": PlannedOps(workers, workers.arrays)}
-        return super().model_copy(update=update, deep=deep)
-
-    def schedule(self) -> Schedule:
-        """Returns the schedule in ticks. It is not checked: planner.check does that."""
-        if self.workers.schedule is not None:
-            return self.workers.schedule
-        problem, arrays = self.problem(), self.workers.arrays
-        rows = {Worker.parse(name, field="workers"): row for row, name in enumerate(self.workers)}
-        if len(rows) < len(self.workers):  # a worker is there in two spellings
-            arrays = arrays.rows(list(rows.values()))
-        if arrays.micro_batch.dtype == object:
-            arrays = replace(arrays, micro_batch=whole([-1 if m is None else m for m in arrays.micro_batch.tolist()]))
-        times = {name: _ticks(problem.job, getattr(arrays, name)) for name in ("start", "duration")}
-        made = replace(arrays, **times)
-        return Schedule(problem, OpsByWorker(rows, lambda: made))
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Plan:
+        """Copies the plan. Other ops or another problem are read as those of a document. Raises PlanError."""
+        said = {**self.__dict__, **(update or {})}
+        if not (update or {}).keys() <= _BESIDE_THE_OPS:
+            return Plan.from_json(Plan.model_construct(**said).model_dump_json())
+        return Plan.of(self.schedule(), **{name: said[name] for name in _BESIDE_THE_OPS})
 
     # -- JSON --------------------------------------------------------------------------------
 
-    def is_written_as(self, other: Plan) -> bool:
-        """Says whether both have the same `to_json`: equal plans may not, as 1.0 equals 1. Their ops' times must be in
-        arrays of numpy's numbers."""
-        return self.workers == other.workers and self._without_ops() == other._without_ops()
-
-    def _without_ops(self) -> str:
-        return Plan.model_construct(**{**self.__dict__, "workers": {}}).model_dump_json()
-
     def to_json(self) -> str:
-        before, empty, after = self._without_ops().partition(_NO_WORKERS)
-        workers = ",".join(f'"{name}":{ops}' for name, ops in self.workers.documents())
+        rest = Plan.model_construct(**{**self.__dict__, "workers": {}}).model_dump_json()
+        before, empty, after = rest.partition('"workers":{}')
+        workers = ",".join(f'"{name}":{ops}' for name, ops in self.workers.texts(self.workers, _FIELDS))
         return f"{before}{empty[:-1]}{workers}}}{after}"
 
     @classmethod
-    def from_json(cls, text: str | bytes, *, source: str = "plan", at_once: int = AT_ONCE) -> Plan:
-        """Reads a plan. at_once: a longer text (in characters) is read worker by worker. Raises PlanError naming the
-        first field that is wrong."""
+    def from_json(cls, text: str | bytes, *, source: str = "plan") -> Plan:
+        """Reads a plan. A worker has one spelling, a time is a whole number of ticks, and there are enough ops for the
+        job. Raises PlanError naming the first field that is wrong."""
         try:
-            read = cls._piecemeal(text) if len(text) > at_once else None
-            if read is None:
-                read = cls.model_validate_json(text)
-                refuse_duplicates(text)
-            return read
-        except DuplicateKey as error:
+            document = read_json(text if isinstance(text, str) else text.decode(), _object)
+        except ValueError as error:
             raise PlanError(f"{source} is not a plan: {error}") from None
-        except ValidationError as error:
-            raise PlanError(f"{source} is not a plan: {first_problem(error)}") from None
+        return cls.from_document(document, source=source)
 
     @classmethod
-    def _piecemeal(cls, text: str | bytes) -> Plan | None:
-        """Reads a document that is laid out as by `to_json`; returns None for any other, valid or not."""
+    def from_document(cls, document: Any, *, source: str = "plan") -> Plan:
+        """As `from_json`, of what the JSON is in Python. The ops are taken out of it: there are 400,000 in a plan of
+        2,048 workers. They are validated worker by worker, since pydantic lets no other thread run meanwhile."""
         try:
-            text = text if isinstance(text, str) else text.decode()
-            begin = text.index(_NO_WORKERS[:-1]) + len(_NO_WORKERS) - 1
-            names, counts, columns, at = [], [], [list[Any]() for _ in _FIELDS], begin
-            while found := _WORKER.match(text, at):
-                ops, at = _OPS.validate_json(found[2]), found.end()
-                if "\\" in found[2] or any(found[2].count(key) != len(ops) for key in _OP_KEYS):
-                    return None  # some key is there twice, or written with escapes
-                names.append(found[1])
-                counts.append(len(ops))
-                for column, more in zip(columns, _columns(ops), strict=True):  # (pydantic's objects are freed at once)
-                    column += more
-            if len(set(names)) != len(names):
-                return None
-            plan = cls.model_validate_json(text[:begin] + text[at:])
-            refuse_duplicates(text[:begin] + text[at:])
-        except ValueError:
-            return None
-        if plan.workers:  # `workers` is there twice
-            return None
-        return plan.model_copy(update={"workers": PlannedOps.of_columns(names, counts, columns)})
+            return cls._of_document(document)
+        except ValidationError as error:
+            raise PlanError(f"{source} is not a plan: {first_problem(error)}") from None
+        except PlannerError as error:
+            raise PlanError(f"{source} is not a plan: {error}") from None
+
+    @classmethod
+    def _of_document(cls, document: Any) -> Plan:
+        workers: Any = document.get("workers") if isinstance(document, dict) else None
+        rest = {**document, "workers": {}} if isinstance(workers, dict) else document
+        said = cls.model_validate_json(json.dumps(rest))  # refuses a document without workers
+        found: int = sum(len(ops) for ops in workers.values() if isinstance(ops, list))
+        if found < (least := 2 * said.job.ops // 3):  # a small document may claim a job that would take all memory
+            raise PlanError(f"it has {found:,} ops, and an F and a B of all micro-batches are {least:,}")
+        failed = [_worker(name, "failed") for name in said.failed]
+        if len(set(failed)) < len(failed):
+            raise PlanError("failed: a worker is there twice")
+        job = said.job.job()
+        job = job.with_partition(said.partition) if said.partition else job
+        memory = MemoryLimit.parse(said.memory, field="memory")
+        problem = Problem(job, frozenset(failed), said.technique, memory)
+        places = [_worker(name, "workers") for name in workers]
+        columns = [_columns(name, workers.pop(name), job.ticks_per_unit) for name in list(workers)]
+        bounds = bounds_of(len(kinds) for kinds, *_ in columns)
+        arrays = OpArrays(bounds, *map(np.concatenate, zip(*columns, strict=True)))
+        schedule = Schedule(problem, OpsByWorker(places, lambda: arrays))
+        return cls.of(schedule, metrics=said.metrics, solver=said.solver, fingerprint=said.fingerprint)
 
     def renamed(self, names: Sequence[int], workers: Sequence[Sequence[int]] = ()) -> Plan:
         """Renames each pipeline p to names[p]: workers change places, and micro-batches their homes. Then the part of
         pipeline p on stage s goes to workers[s][p]. The fingerprint is computed anew. Returns the plan itself where
-        nothing changes."""
+        nothing changes. Raises InputError for a job whose workers differ in speed."""
         if not workers and list(names) == sorted(names):
             return self if self.fingerprint else self.hashed()
-        peaks, every = self.metrics.peak_activations, {*self.workers, *self.failed, *self.metrics.peak_activations}
-        places = {name: renamed(Worker.parse(name), names, workers) for name in every}
-
-        def in_order(of: Iterable[str]) -> list[str]:
-            return sorted(of, key=places.__getitem__)
-
-        moved = in_order(
-            {places[name]: name for name in self.workers}.values()
-        )  # (one that is there in two spellings: once)
-        parts = [places[name].pipeline for name in moved] if workers else []
-        arrays = self.workers.arrays.renamed(names, [self.workers.names[name] for name in moved], parts)
-        counted = {str(places[name]): peaks[name] for name in in_order(peaks)}
-        changes: dict[str, Any] = {
-            "failed": tuple(str(places[name]) for name in in_order(self.failed)),
-            "workers": PlannedOps((str(places[name]) for name in moved), arrays),
-            "metrics": self.metrics.model_copy(update={"peak_activations": counted}),
-        }
-        return Plan.model_construct(**{**self.__dict__, **changes}).hashed()
+        peaks = {renamed(Worker.parse(w), names, workers): n for w, n in self.metrics.peak_activations.items()}
+        counted = {"peak_activations": {str(worker): peaks[worker] for worker in sorted(peaks)}}
+        metrics = self.metrics.model_copy(update=counted)
+        return Plan.of(self.schedule().renamed(names, workers), metrics=metrics, solver=self.solver)
 
     def hashed(self) -> Plan:
         """Computes the fingerprint of a plan that has just been made, and returns the plan."""
@@ -671,12 +608,15 @@ class Plan(DocumentModel):
         return cls.from_json(data, source=str(path))
 
 
-_OPS: TypeAdapter[tuple[OpDoc, ...]] = TypeAdapter(_OpDocs)
-_NO_WORKERS = '"workers":{}'
-_WORKER = re.compile(r'"(W[0-9]{1,6}_[0-9]{1,6})":(\[[^\[\]]*\])(?:,(?=")|(?=\}))')
+_BESIDE_THE_OPS = {"metrics", "solver", "fingerprint"}
 
 
-_OP_KEYS = tuple(f'"{name}"' for name in _FIELDS)
+def _worker(name: str, field: str) -> Worker:
+    """Reads a worker in its one spelling. Raises InputError."""
+    worker = Worker.parse(name, field=field)
+    if str(worker) != name:
+        raise InputError(field, name, f"{worker}, as it is spelt")
+    return worker
 
 
 class DuplicateKey(PlannerError):
@@ -685,28 +625,25 @@ class DuplicateKey(PlannerError):
 
 def refuse_duplicates(text: str | bytes) -> None:
     """Raises DuplicateKey for valid JSON in which an object has a key twice."""
-    json.loads(text, object_pairs_hook=_unique)
+    json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs) and None)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> None:
-    if len({key for key, _ in pairs}) != len(pairs):
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    read = dict(pairs)
+    if len(read) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise DuplicateKey(f"the key {twice[:80]!r} is there twice in one object")
+    return read
 
 
-def read_json(text: str | bytes) -> Any:
-    """Parse JSON that a person, a file or another host gave.
+def read_json(text: str | bytes, made: Callable[[list[tuple[str, Any]]], Any] = _unique) -> Any:
+    """Parse JSON that a person, a file or another host gave. made: makes an object of its pairs.
 
     Raises ValueError with a readable message, also where an object has a key twice or the nesting is too deep.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _unique(pairs)
-        return dict(pairs)
-
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=made)
     except DuplicateKey as error:
         raise ValueError(str(error)) from None
     except RecursionError:
@@ -759,37 +696,14 @@ def _fields_of(profile: StageProfile) -> dict[str, Any]:
     return {**times, "reductions": _plain_all(profile.reductions), **sizes}
 
 
-def first_problem(error: ValidationError) -> str:
-    """Make one sentence of pydantic's error: field, value and what was expected."""
+def first_problem(error: ValidationError, where: str = "") -> str:
+    """Make one sentence of pydantic's error: field, value and what was expected. where: other words for the field."""
     first = error.errors(include_url=False)[0]
-    where = printable(".".join(map(str, first["loc"]))[:200]) or "the document"
+    where = printable((where or ".".join(map(str, first["loc"])))[:200]) or "the document"
     value = repr(first.get("input"))
     shown = value if len(value) <= 80 else value[:77] + "..."
     more = len(error.errors()) - 1
     return f"{where}: {first['msg']} (got {shown})" + (f", and {more} more" if more else "")
-
-
-_SET = set(_FIELDS)  # shared by all: OpDoc is frozen, and copying one copies the set
-
-
-def _op_doc(
-    kind: str, pipeline: int, micro_batch: int | None, stage: int, start: int | float, duration: int | float
-) -> OpDoc:
-    """OpDoc.model_construct, eight times as fast: a plan has up to 10^6 ops."""
-    op = OpDoc.__new__(OpDoc)
-    values = {
-        "kind": kind,
-        "pipeline": pipeline,
-        "micro_batch": micro_batch,
-        "stage": stage,
-        "start": start,
-        "duration": duration,
-    }
-    object.__setattr__(op, "__dict__", values)
-    object.__setattr__(op, "__pydantic_fields_set__", _SET)
-    object.__setattr__(op, "__pydantic_extra__", None)
-    object.__setattr__(op, "__pydantic_private__", None)
-    return op
 
 
 def _plain_all(values: Iterable[float]) -> tuple[float | int, ...]:

@@ -118,22 +118,15 @@ class OpArrays:
         order = np.arange(bounds[-1]) + np.repeat(begin - bounds[:-1], counts)
         return OpArrays(bounds, *(column[order] for column in self.columns))
 
-    def renamed(self, names: Sequence[int], rows: Sequence[int], parts: Sequence[int] = ()) -> OpArrays:
+    def renamed(self, names: Sequence[int], rows: Sequence[int], pipelines: Sequence[int]) -> OpArrays:
         """Renames each pipeline p to names[p], and puts the workers in the order of `rows`.
 
-        parts: by worker, its new pipeline, given where workers swap their parts: its O is entered under that pipeline.
-        Ops without duration that begin together are sorted again as in `Schedule.build`.
+        pipelines: by worker, its new pipeline, under which its O is entered. Ops without duration that begin together
+        are sorted again as in `Schedule.build`.
         """
         moved = self.rows(rows)
-        if moved.pipeline.dtype == object:
-            pipeline = whole([names[p] for p in moved.pipeline])
-        else:
-            pipeline = np.asarray(names, np.int64)[moved.pipeline]
-        if parts:
-            pipeline = np.where(moved.kind == O, np.asarray(parts, np.int64)[moved.row], pipeline)
-        moved = replace(moved, pipeline=pipeline)
-        if any(column.dtype.kind == "O" for column in moved.columns):
-            return moved
+        own = np.asarray(pipelines, np.int64)[moved.row]
+        moved = replace(moved, pipeline=np.where(moved.kind == O, own, np.asarray(names, np.int64)[moved.pipeline]))
         row, start, end, last = moved.row, moved.start, moved.end, moved.kind == O
         same = row[1:] == row[:-1]
         later = (start[1:] > start[:-1]) | ((start[1:] == start[:-1]) & (end[1:] >= end[:-1]))

@@ -132,6 +132,8 @@ def test_a_plan_against_itself_and_its_mirror(problem: Problem) -> None:
     assert all(row.values[0] == row.values[1] for row in same.values())
     assert [same[key].values[1] for key in ("moved_worker", "moved_start", "split_otherwise")] == [0, 0, 0]
     # The same plan with its pipelines renamed: every number is the same, whatever moved.
+    if problem.job.speeds:
+        return
     mirror = plan.renamed(range(problem.job.pipelines)[::-1])
     found = rows(plan, mirror)
     for key in ("period", "makespan", "bubble_fraction", "peak_activations", "rerouted_ops", "ops"):

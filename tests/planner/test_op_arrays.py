@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.check import check
+from openrecycle.planner.jobs.errors import InfeasibleError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.packed import decode_header, pack, unpack
 from openrecycle.planner.plans.plan import Plan, PlanError
@@ -155,6 +156,11 @@ def over_capacity(schedule: Schedule, capacity: int) -> set[str]:
 
 def overfull(plan: Plan, capacity: int) -> set[str]:
     """The workers that hold more than that, as planner.check sees it."""
-    job = plan.job.model_copy(update={"capacity_bytes": capacity or 0})
-    found = check(plan.model_copy(update={"job": job, "memory": "bytes"}))
+    problem = plan.problem()
+    job = replace(problem.job, capacity_bytes=(max(1, capacity),) * problem.job.stages)
+    try:
+        problem = replace(problem, job=job, memory=MemoryLimit("bytes"))
+    except InfeasibleError:  # not even one micro-batch has room
+        return set()
+    found = check(Schedule(problem, plan.schedule().ops))
     return {v.sentence.split(" ")[0] for v in found if v.rule == "memory"}
