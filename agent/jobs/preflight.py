@@ -79,9 +79,9 @@ from openrecycle.planner.layers.room import LayerRoom
 # -- what memory a job's workers take -----------------------------------------------------------
 
 _KEY = (0, 0)
-_SMALL = 4 << 20
+SMALL_BYTES = 4 << 20
 """Bytes of parameters up to which a model runs for real, in less time than it takes to import tensors without data."""
-_LARGE = 256 << 20
+LARGE_BYTES = 256 << 20
 """Bytes of parameters above which a model never runs for real: that may take minutes, and too much memory."""
 
 
@@ -264,8 +264,8 @@ def micro_batch_memory(
             found.append(memory)
         return found
 
-    ways = [compat.tensors_without_data, _real][: 1 if parameter_bytes > _LARGE else 2]
-    if parameter_bytes <= _SMALL:
+    ways = [compat.tensors_without_data, _real][: 1 if parameter_bytes > LARGE_BYTES else 2]
+    if parameter_bytes <= SMALL_BYTES:
         ways.reverse()
     for way in ways:
         try:
@@ -345,7 +345,7 @@ def _any_numbers(leaf: Any) -> Any:
     if not isinstance(leaf, TensorSpec):
         return leaf
     made = leaf.empty(torch.device("meta"))
-    if made.nbytes > _LARGE:
+    if made.nbytes > LARGE_BYTES:
         raise ValueError(made.nbytes)
     return torch.zeros_like(made, device="cpu")
 
@@ -673,10 +673,10 @@ def _check_types(
     layers up to there are run for real. looking_up: layers that may take indices."""
     first = next((i for i, layer in enumerate(shapes) if any(p.is_floating_point() for _, p in layer)), None)
     size = 0 if first is None else sum(p.nbytes for layer in shapes[: first + 1] for _, p in layer)
-    if first is None or size > _LARGE:
+    if first is None or size > LARGE_BYTES:
         return
     # Types that indices may have are tried only on small layers: otherwise it takes seconds, and workers will show it.
-    indices = _AS_INDICES if first in looking_up or size > _SMALL else set()
+    indices = _AS_INDICES if first in looking_up or size > SMALL_BYTES else set()
     types = {p.dtype for _, p in shapes[first] if p.is_floating_point()}
     try:
         inputs = tensors_of(probe_inputs(workload, options.seed), "data")

@@ -85,7 +85,7 @@ def newest_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport:
 
 _KINDS = frozenset(get_args(OpKind))
 _RUN = re.compile(r"[A-Za-z0-9 .:@/()+_-]{1,80}")
-_CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
 _REGISTERING_SECONDS = 0.05
 _UNANSWERED = 4
 """Failed requests in a row before the log warns that the console does not answer. The last of them comes a second or
@@ -328,10 +328,10 @@ class Reporter:
         if self._closing.is_set():
             return
         self._status.phase = "draining" if done else self._status.phase
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + CLOSE_SECONDS
         if done:
             with self._news:
-                self._news.wait_for(lambda: self._deployment or self.fenced or self._in_vain, _CLOSE_SECONDS)
+                self._news.wait_for(lambda: self._deployment or self.fenced or self._in_vain, CLOSE_SECONDS)
         self._closing.set()
         self._iterations.stop(tries=False)
         # Both threads get a second at least, even if the console took most of the time to answer.

@@ -561,10 +561,11 @@ class MicroBatchState:
 
 class Strategy(Protocol):
     """A way to split the backward. It fills and empties a MicroBatchState. whole: I leaves nothing to W, unless the
-    state is late."""
+    state is late. parameters: those whose gradients it computes."""
 
     name: StrategyName
     whole: bool
+    parameters: list[nn.Parameter]
 
     def recording(self, state: MicroBatchState) -> AbstractContextManager[None]:
         """Returns the context for the module's forward."""
@@ -589,18 +590,18 @@ class Fused:
     whole = True
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = _trainable(module)
+        self.parameters = _trainable(module)
 
     def recording(self, state: MicroBatchState) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def input_backward(self, state: MicroBatchState) -> None:
         if not state.late:
-            state.known = _backward(state, self._parameters)
+            state.known = _backward(state, self.parameters)
 
     def weight_backward(self, state: MicroBatchState, sink: Sums) -> None:
         if state.late:
-            state.known = _backward(state, self._parameters)
+            state.known = _backward(state, self.parameters)
         for parameter, gradient in state.known:
             sink.add(parameter, gradient)
         state.known = []
@@ -649,7 +650,7 @@ class TorchSplit:
     def __init__(self, module: nn.Module) -> None:
         # Imported here, not at the top: most stages do without.
         self._of_inputs, self._of_weights = compat.split_backward()
-        self._parameters = _trainable(module)
+        self.parameters = _trainable(module)
 
     def recording(self, state: MicroBatchState) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -662,16 +663,16 @@ class TorchSplit:
         inputs = [x for x in state.inputs if x.requires_grad]
         dys = None if state.dys == (None,) else list(state.dys)
         state.seed.put()
-        _, state.groups = self._of_inputs(outputs, dys, inputs, self._parameters)
+        _, state.groups = self._of_inputs(outputs, dys, inputs, self.parameters)
         state.release()
 
     def weight_backward(self, state: MicroBatchState, sink: Sums) -> None:
         if state.late:
-            gradients = _backward(state, self._parameters)
+            gradients = _backward(state, self.parameters)
         else:
-            with _own_gradients(self._parameters) as gradients:
+            with _own_gradients(self.parameters) as gradients:
                 # The graph is kept, since two groups of parameters may share a part of it.
-                self._of_weights(self._parameters, state.groups, retain_graph=True)
+                self._of_weights(self.parameters, state.groups, retain_graph=True)
         state.groups = []
         for parameter, gradient in gradients:
             sink.add(parameter, gradient)

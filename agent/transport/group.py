@@ -92,7 +92,7 @@ _EXPIRED = "Timed out waiting"
 _KEEP_ALIVE_SECONDS = 60
 """A router or firewall between two hosts may forget a connection over which nothing has passed for some minutes."""
 _ROW, _TABLE, _TERM, _TOTAL = (2**31 - n for n in (2, 3, 4, 5))
-_PIECE_BYTES, _UNDER_WAY_BYTES = 1 << 20, 16 << 20
+PIECE_BYTES, UNDER_WAY_BYTES = 1 << 20, 16 << 20
 """For scatters: the most bytes of a message, and about how many bytes are under way each way."""
 _ADDED = 1 << 15
 """How many elements torch adds in the calling thread; for more it uses others."""
@@ -242,7 +242,7 @@ class GlooPending:
     ) -> None:
         self._work = work
         self.tensor = tensor
-        self._timeout, self._group, self.peers, self._peer = timeout, group, peers, peer
+        self.timeout, self._group, self.peers, self._peer = timeout, group, peers, peer
 
     def arrived(self) -> bool:
         """See PendingTransfer. For sends and receives, gloo shows the end only to a thread that waits."""
@@ -251,8 +251,8 @@ class GlooPending:
     def wait(self) -> Tensor:
         self._group.begin_wait(self)
         try:
-            if self._timeout is not None:
-                self._work.wait(self._timeout)
+            if self.timeout is not None:
+                self._work.wait(self.timeout)
             elif not wait_or_leave(self._work, lambda: self._group.cancelled):
                 # Nothing comes over closed connections, so the operation does not write to the tensor any more.
                 self._group.close()
@@ -267,7 +267,7 @@ class GlooPending:
         return self.tensor
 
 
-_ASK_AGAIN = 0.2
+ASK_AGAIN_SECONDS = 0.2
 
 
 def wait_or_leave(work: Any, cancelled: Callable[[], bool], seconds: float = math.inf) -> bool:
@@ -282,7 +282,7 @@ def wait_or_leave(work: Any, cancelled: Callable[[], bool], seconds: float = mat
     while True:
         left = ends - time.monotonic()
         try:
-            work.wait(timedelta(seconds=max(min(_ASK_AGAIN, left), 0.001)))
+            work.wait(timedelta(seconds=max(min(ASK_AGAIN_SECONDS, left), 0.001)))
             return True
         except RuntimeError:
             if work.is_completed():
@@ -304,7 +304,7 @@ class _Scatter:
 
     def __init__(self, group: GivenGlooGroup, tensor: Tensor, parts: Sequence[SummedPart]) -> None:
         self.tensor, self._group = tensor, group
-        longest = _PIECE_BYTES // tensor.element_size()
+        longest = PIECE_BYTES // tensor.element_size()
         self._waiting = deque(
             SummedPart(start, min(start + longest, part.end), part.ranks)
             for part in parts
@@ -320,7 +320,7 @@ class _Scatter:
     def wait(self) -> Tensor:
         group = self._group
         # The thread of a scatter that was left may wait for minutes (see wait_or_leave), and later ones don't begin.
-        while not self._ended.wait(0 if group.scatter_left else _ASK_AGAIN) and not group.cancelled:
+        while not self._ended.wait(0 if group.scatter_left else ASK_AGAIN_SECONDS) and not group.cancelled:
             pass
         if self._problem or not self._ended.is_set():
             if not self._ended.is_set():
@@ -356,7 +356,7 @@ class _Scatter:
         group, under_way, size = self._group, deque[tuple[SummedPart, list[GlooPending], int]](), 0
         passed_on: list[GlooPending] = []
         while self._waiting or under_way:
-            if self._waiting and (not under_way or size < _UNDER_WAY_BYTES):
+            if self._waiting and (not under_way or size < UNDER_WAY_BYTES):
                 under_way.append(self._begin(self._waiting.popleft(), passed_on))
                 size += under_way[-1][2]
                 continue
@@ -371,7 +371,7 @@ class _Scatter:
                             raise TransferError("nobody waits for it any more")
                         for some, more in zip(torch.split(into, _ADDED), torch.split(came, _ADDED), strict=True):
                             some.add_(more)
-                    if came.nbytes == _PIECE_BYTES:
+                    if came.nbytes == PIECE_BYTES:
                         group.spare.append(came)
             if group.rank == part.ranks[0]:
                 passed_on += [group.begin_message(True, to, into, _TOTAL) for to in part.ranks[1:]]
@@ -393,7 +393,7 @@ class _Scatter:
     def _memory(self, like: Tensor) -> Tensor:
         # Memory is used again: what this thread frees, the system's allocator does not use again.
         spare = self._group.spare
-        fits = spare and like.nbytes == _PIECE_BYTES and spare[-1].dtype == like.dtype
+        fits = spare and like.nbytes == PIECE_BYTES and spare[-1].dtype == like.dtype
         return spare.pop() if fits else torch.empty_like(like)
 
 
@@ -405,7 +405,7 @@ class GivenGlooGroup(Group):
     """An existing gloo group, for tensors on the CPU. members: by rank."""
 
     def __init__(self, group: Any, rank: int, members: Sequence[Worker], timeouts: Timeouts) -> None:
-        self.rank, self._members, self._group = rank, members, group
+        self.rank, self.members, self._group = rank, members, group
         self.others = [other for other in range(len(members)) if other != rank]
         self.only_other = only_other(members, rank)
         self._scatters, self._scattering = deque[_Scatter](), threading.Lock()
@@ -431,8 +431,8 @@ class GivenGlooGroup(Group):
         try:
             work = self._post(sends, other, tensor, tag)
         except RuntimeError as error:
-            raise TransferError(first_line(error), self._members[other]) from None
-        return GlooPending(work, tensor, self._timeout, self, (other,), self._members[other])
+            raise TransferError(first_line(error), self.members[other]) from None
+        return GlooPending(work, tensor, self._timeout, self, (other,), self.members[other])
 
     def _post(self, sends: bool, other: int, tensor: Tensor, tag: int) -> Any:
         """Raises RuntimeError."""
@@ -513,7 +513,7 @@ class GivenGlooGroup(Group):
                 wait(reversed(asked))
         except RuntimeError as error:
             others = [rank for rank in among if rank != self.rank]
-            peer = self._members[others[0]] if len(others) == 1 else None  # with more, nobody knows with which it broke
+            peer = self.members[others[0]] if len(others) == 1 else None  # with more, nobody knows with which it broke
             raise TransferError(first_line(error), peer) from None
         return table
 
@@ -922,7 +922,7 @@ _GLANCE_SECONDS = 2e-5
 
 # -- a process group over NCCL, for tensors on a GPU --------------------------------------------
 
-_ABORT_SECONDS = 5.0
+ABORT_SECONDS = 5.0
 """An abort that takes longer does not wait for memory, but for a peer that was just connecting."""
 MESSAGE_CTAS = 2
 """How many blocks a kernel has that carries messages between two workers. While the kernel waits for the other worker,
@@ -950,11 +950,11 @@ def abort_aside(group: Any) -> None:
 
 
 def await_aborts() -> None:
-    """Waits until the aborts that were begun before have given their memory back, for at most `_ABORT_SECONDS`. An
+    """Waits until the aborts that were begun before have given their memory back, for at most `ABORT_SECONDS`. An
     abort that hangs is waited for only once."""
     with _aborts:
         waiting = list(_aborting)
-    until = time.monotonic() + _ABORT_SECONDS
+    until = time.monotonic() + ABORT_SECONDS
     for thread in waiting:
         thread.join(max(0.0, until - time.monotonic()))
     with _aborts:
@@ -1038,7 +1038,7 @@ class NcclGroup(Group):
         *,
         messages: bool = False,
     ) -> None:
-        self.rank, self._members = rank, members
+        self.rank, self.members = rank, members
         self._seconds, self._sum_seconds, self._device = timeouts.transfer, timeouts.group, device
         self._cancelled, self._aborting = threading.Event(), threading.Lock()
         self._aborted = False
@@ -1047,22 +1047,22 @@ class NcclGroup(Group):
 
     def send(self, to: int, tensor: Tensor, tag: int) -> NcclPending:
         assert tag == _NO_TAG, "NCCL has no tags"
-        return self._start(self._members[to], self._seconds, tensor, lambda: self._group.send([tensor], to, _NO_TAG))
+        return self._start(self.members[to], self._seconds, tensor, lambda: self._group.send([tensor], to, _NO_TAG))
 
     def receive(self, source: int, buffer: Tensor, tag: int) -> NcclPending:
         assert tag == _NO_TAG, "NCCL has no tags"
         return self._start(
-            self._members[source], self._seconds, buffer, lambda: self._group.recv([buffer], source, _NO_TAG)
+            self.members[source], self._seconds, buffer, lambda: self._group.recv([buffer], source, _NO_TAG)
         )
 
     def begin_sum(self, tensor: Tensor) -> NcclPending:
-        peer = only_other(self._members, self.rank)
+        peer = only_other(self.members, self.rank)
         return self._start(peer, self._sum_seconds, tensor, lambda: self._group.allreduce([tensor]))
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> NcclPending:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        peer = only_other(self._members, self.rank)
+        peer = only_other(self.members, self.rank)
         return self._start(peer, self._sum_seconds, tensor, lambda: self._group.broadcast([tensor], options))
 
     def cancel(self) -> None:

@@ -38,11 +38,11 @@ class LossyGroup(GlooGroup):
         pending = super().receive(source, buffer, tag)
         if self._loses(source, self.rank):
             # What will not come need not be waited for as long as what may; all else keeps the job's time-outs.
-            pending._timeout = timedelta(milliseconds=500)
+            pending.timeout = timedelta(milliseconds=500)
         return pending
 
     def _loses(self, source: int, to: int) -> bool:
-        return [str(self._members[source]), str(self._members[to])] in [list(link) for link in self.lost]
+        return [str(self.members[source]), str(self.members[to])] in [list(link) for link in self.lost]
 
 
 class BadLink(Gpt):

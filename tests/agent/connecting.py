@@ -43,7 +43,7 @@ class ConnectingGroup(GlooGroup):
     def _meet(self, other: int) -> None:
         if other in self._met or not self._name.endswith(("/forward", "/backward")):
             return
-        if self.dies == (self._name, str(self._members[self.rank])):
+        if self.dies == (self._name, str(self.members[self.rank])):
             os.kill(os.getpid(), signal.SIGKILL)
         self._met.add(other)
         self._store.set(f"{self._name}/{self.rank}-{other}", b"here")

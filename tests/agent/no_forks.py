@@ -1,13 +1,12 @@
-"""Imported by a server that processes are forked from: its second fork fails, as without memory."""
+"""Imported by a server that processes are forked from, before openrecycle.fork_server takes up how it forks: its
+second fork fails, as without memory."""
 
 from __future__ import annotations
 
 import errno
 import os
 
-from openrecycle import fork_server
-
-_real = fork_server._fork
+_real = os.fork
 _asked = 0
 
 
@@ -19,4 +18,4 @@ def _fork() -> int:
     return _real()
 
 
-fork_server._fork = _fork
+os.fork = _fork

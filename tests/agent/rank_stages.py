@@ -251,7 +251,7 @@ def train(
         dx = stage.input_backward(key, None)
         if isinstance(dx, Tensor):
             out[f"of the input {key}"] = dx
-    held = sum(p.untyped_storage().nbytes() for p in stage.split._parameters) if split == "torch" else 0  # type: ignore[attr-defined]
+    held = sum(p.untyped_storage().nbytes() for p in stage.split.parameters) if split == "torch" else 0
     for key in keys[::-1]:
         stage.weight_backward(key)
     out["loss"] = torch.tensor(sums.loss)

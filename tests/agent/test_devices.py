@@ -422,7 +422,7 @@ def test_nothing_is_received_before_an_abort_has_given_its_memory_back(group: An
 @pytest.mark.timeout(20)
 def test_an_abort_that_hangs_is_waited_for_once(group: Any, backend: _Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer was just connecting: nothing ends that wait, and no later generation is to pay for it again."""
-    monkeypatch.setattr(groups, "_ABORT_SECONDS", 0.5)
+    monkeypatch.setattr(groups, "ABORT_SECONDS", 0.5)
     never = threading.Event()
     backend.abort = never.wait
     group.cancel()

@@ -103,7 +103,7 @@ def test_a_child_ends_with_its_parent_however_that_ends() -> None:
 _ONE_FAILS = """
 import multiprocessing, os
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["openrecycle.fork_server", "tests.agent.no_forks"])
+context.set_forkserver_preload(["tests.agent.no_forks", "openrecycle.fork_server"])
 kept = []
 def started():
     mine, theirs = context.Pipe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ def test_who_joins_waits_for_the_iteration_in_hand(
 ) -> None:
     """However long one takes: to give up would interrupt it."""
     communicator, store = Communicator(TIMEOUTS), NobodyComes()
-    monkeypatch.setattr(communicator._stores, "connect", lambda address, timeout: store)
+    monkeypatch.setattr(StoreClient, "connect", lambda self, address, timeout: store)
     me, peer = Worker(0, 0), Worker(1, 0)
     with pytest.raises(TransferError, match=golden("generation-2-did-not-come")):
         communicator.form(2, me, [me, peer], ("127.0.0.1", 1), at_boundary=at_boundary)
@@ -68,7 +69,8 @@ def test_a_newer_generation_ends_the_wait_for_peers_that_do_not_connect(store: R
         for _ in living[1:]:
             gone.add("generation1/ready", 1)
         gone.set("generation1/go", b"go")  # whoever is last says so
-        until(lambda: communicators[0]._connecting is not None or waiting.done())
+        connects = "connect-generation-1"
+        until(lambda: connects in [thread.name for thread in threading.enumerate()] or waiting.done())
         for communicator in communicators:
             communicator.cancel(2)
         with pytest.raises(TransferError, match=golden("generation-1-is-superseded-by")):

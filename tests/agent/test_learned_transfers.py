@@ -103,7 +103,7 @@ def test_an_output_is_let_go_when_its_gradient_is_there() -> None:
         first, second = (LearnedTransfers(mine, job) for mine in lines)
         for transfers, mine in zip((first, second), lines, strict=True):
             transfers.begin(0, Script.of(schedule, mine.me))
-        keys = [(op.pipeline, op.micro_batch) for op in Script.of(schedule, first._lines.me).ops if op.kind == "F"]
+        keys = [(op.pipeline, op.micro_batch) for op in Script.of(schedule, lines[0].me).ops if op.kind == "F"]
         outputs = {key: torch.ones(3) for key in keys}
         kept = {key: weakref.ref(output) for key, output in outputs.items()}
         for key in keys:

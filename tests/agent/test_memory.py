@@ -72,7 +72,7 @@ def _options(**changes: Any) -> TrainingOptions:
 @pytest.fixture(params=[0, 1 << 30], ids=["without data", "for real"])
 def tried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the first micro-batch is run."""
-    monkeypatch.setattr(preflight, "_SMALL", request.param)
+    monkeypatch.setattr(preflight, "SMALL_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("tried")
@@ -91,7 +91,7 @@ def test_what_a_micro_batch_holds_is_counted() -> None:
 
 
 def test_a_layer_that_looks_at_its_numbers_runs_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_SMALL", 0)
+    monkeypatch.setattr(preflight, "SMALL_BYTES", 0)
     chain: Any = Chain(looks=True)
     found = micro_batch_memory(chain, (4,), 0, None, 1)
     assert found is not None and found[0].forward > 4 * ROW

@@ -64,8 +64,8 @@ def me_of(groups: Groups) -> Worker:
 def test_who_wants_a_part_gets_its_sum(
     count: int, kind: Callable[[Group], Group], store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "_PIECE_BYTES", 8 * 1000)  # parts are of several messages
-    monkeypatch.setattr(transport, "_UNDER_WAY_BYTES", 8 * 3000)
+    monkeypatch.setattr(transport, "PIECE_BYTES", 8 * 1000)  # parts are of several messages
+    monkeypatch.setattr(transport, "UNDER_WAY_BYTES", 8 * 3000)
     chance = random.Random(count)
     terms = [torch.randint(-(2**61), 2**61, (2, SIZE)) // count for _ in range(count)]
     parts = [cut(chance, count), cut(chance, count)]
@@ -147,7 +147,7 @@ class Messages:
 
 
 def test_threads_that_are_not_woken_keep_nobody_waiting_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_ASK_AGAIN", 2.0)  # for each of them it would be more than the test's time
+    monkeypatch.setattr(transport, "ASK_AGAIN_SECONDS", 2.0)  # for each of them it would be more than the test's time
     group = GivenGlooGroup(Messages(), 0, PEERS[:2], Timeouts())
     begun = [group.begin_scatter(torch.ones(8), [SummedPart(0, 8, (0,))]) for _ in range(60)]
     group.cancel()

@@ -1,8 +1,8 @@
 """Workers without processes: real executors over groups without tags, in an order drawn by chance.
 
 Threads of which one runs at a time. Whoever waits says for what; when all wait for what nobody will do,
-that is a deadlock, found at once. Each message carries a label of its own on both ends, of which the
-code under test knows nothing, and the two labels must be equal where a send meets a receive.
+that is a deadlock, found at once. Each message carries a label, of which the code under test knows
+nothing; whoever asks for a message must get the one with its label.
 """
 
 from __future__ import annotations
@@ -111,19 +111,22 @@ class _Pending:
     tensor: Tensor
     label: Any
     done: bool = False
+    taken: bool = False
 
     def arrived(self) -> bool:
         return self.done
 
     def wait(self) -> Tensor:
         self.baton.until(lambda: self.done)
+        self.taken = True
         return self.tensor
 
 
 @dataclass
 class Wires:
     """All lanes of a grid. met: for each pair, which of its ends have connected. sums: of each stage, what each worker
-    has come to. messages: that arrived."""
+    has come to. messages: that arrived. awaited: the receives of each rank that it has posted and not waited for. most:
+    that anybody had of those at once. tags: that were said; the wires go by none."""
 
     baton: Baton
     sent: dict[Any, deque[_Pending]] = field(default_factory=dict)
@@ -131,45 +134,56 @@ class Wires:
     met: dict[Any, set[int]] = field(default_factory=dict)
     sums: dict[Any, list[list[str]]] = field(default_factory=dict)
     messages: int = 0
+    awaited: dict[int, list[_Pending]] = field(default_factory=dict)
+    most: int = 0
+    tags: set[int] = field(default_factory=set)
 
-    def put(self, where: dict[Any, deque[_Pending]], lane: Any, tensor: Tensor, label: Any) -> _Pending:
+    def put(self, where: dict[Any, deque[_Pending]], lane: Any, tensor: Tensor, label: Any = None) -> _Pending:
         pending = _Pending(self.baton, tensor, label)
         where.setdefault(lane, deque()).append(pending)
         out, into = self.sent.get(lane), self.posted.get(lane)
         while out and into:
             message, receive = out.popleft(), into.popleft()
-            if message.label != receive.label:
-                raise Mispaired(f"lane {lane}: sent {message.label}, expected {receive.label}")
+            if _form(message.tensor) != _form(receive.tensor):
+                raise Mispaired(f"lane {lane}: sent {message.tensor}, expected {receive.tensor}")
             receive.tensor.copy_(message.tensor)
+            receive.tensor.label = message.label  # type: ignore[attr-defined]
             message.done = receive.done = True
             self.messages += 1
         return pending
 
+    def post(self, rank: int, lane: Any, buffer: Tensor) -> _Pending:
+        pending = self.put(self.posted, lane, buffer)
+        self.awaited[rank] = [known for known in self.awaited.get(rank, ()) if not known.taken] + [pending]
+        self.most = max(self.most, len(self.awaited[rank]))
+        return pending
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
 
 class Group:
-    """As NCCL: no tags (all are 0), and the first message of a pair blocks until the other end is there."""
+    """As NCCL: no tags, and the first message of a pair blocks until the other end is there."""
 
     def __init__(self, wires: Wires, name: str, rank: int) -> None:
         self._wires, self._name, self.rank = wires, name, rank
         self.label: Any = None
 
     def send(self, to: int, tensor: Tensor, tag: int) -> _Pending:
-        assert tag == 0
+        self._wires.tags.add(tag)
         self._connect(to)
-        return self._wires.put(self._wires.sent, (self._name, self.rank, to), tensor.clone(), self._named(tensor))
+        return self._wires.put(self._wires.sent, (self._name, self.rank, to), tensor.clone(), self.label)
 
     def receive(self, source: int, buffer: Tensor, tag: int) -> _Pending:
-        assert tag == 0
+        self._wires.tags.add(tag)
         self._connect(source)
-        return self._wires.put(self._wires.posted, (self._name, source, self.rank), buffer, self._named(buffer))
+        return self._wires.post(self.rank, (self._name, source, self.rank), buffer)
 
     def cancel(self) -> None:
         raise NotImplementedError
 
     halt = cancel
-
-    def _named(self, tensor: Tensor) -> Any:
-        return self.label, tuple(tensor.shape), tensor.dtype
 
     def _connect(self, other: int) -> None:
         met = self._wires.met.setdefault((self._name, *sorted((self.rank, other))), set())
@@ -295,20 +309,32 @@ class _Steps:
         return 0.0
 
 
-class Labelled(OrderedTransfers):
-    """Labels what it sends and receives, for the wires to compare."""
+class Labelled(Transfers):
+    """Labels what it sends, and looks at the labels of what it gets."""
+
+    def __init__(self, lines: Lines, layout: TransferLayout) -> None:
+        super().__init__(lines, layout)
+        self.lines, self.iteration = lines, 0
+
+    def begin(self, iteration: int, script: Script) -> None:
+        self.iteration = iteration
+        super().begin(iteration, script)
 
     def send(self, kind: str, key: MicroBatch, tensors: Mapping[int, Tensor]) -> None:
-        self._label(kind, key)
+        group: Any = self.lines.forward if kind == "F" else self.lines.backward
+        group.label = self.iteration, kind, key
         super().send(kind, key, tensors)
 
-    def _listen(self, kind: str, key: MicroBatch) -> None:
-        self._label(kind, key)
-        super()._listen(kind, key)
+    def receive(self, kind: str, key: MicroBatch) -> dict[int, Tensor]:
+        got = super().receive(kind, key)
+        for tensor in got.values():
+            if (label := tensor.label) != (self.iteration, kind, key):  # type: ignore[attr-defined]
+                raise Mispaired(f"{self.lines.me} got {label}, expected {self.iteration, kind, key}")
+        return got
 
-    def _label(self, kind: str, key: MicroBatch) -> None:
-        group: Any = self._lines.forward if kind == "F" else self._lines.backward
-        group.label = self._iteration, kind, key
+
+class LabelledByOrder(Labelled, OrderedTransfers):
+    """As workers have them over NCCL."""
 
 
 NOTHING_READ = SimpleNamespace(inputs=lambda *place: None, targets=lambda *place: None)
@@ -320,20 +346,19 @@ def train(
     *,
     width: int,
     seed: int,
-    kind: type[Transfers] = Labelled,
+    kind: type[Transfers] = LabelledByOrder,
     connects: bool = True,
     runs: Mapping[Worker, tuple[Worker, ...]] | None = None,
     workload: Any = NOTHING_READ,
     took: Callable[[Worker, MicroBatch, Any], None] = lambda worker, key, x: None,
-) -> tuple[Wires, int]:
+) -> Wires:
     """Every worker of `schedule` runs the rounds; width: tensors per boundary. connects: before the first. runs: see
     Script.of. workload: what is read. took: is told of each worker's forwards, whose outputs are -1.
-    Returns the wires, and the most receives that anybody had posted at once. Raises Mispaired or Deadlock."""
+    Raises Mispaired or Deadlock."""
     job, living = schedule.problem.job, sorted(schedule.ops)
     baton = Baton(seed)
     wires, rank = Wires(baton), {w: i for i, w in enumerate(living)}
     stage_io = ((WIDE, NARROW, WIDE)[:width],) * (job.stages - 1)
-    most = 0
 
     def task(me: Worker) -> Callable[[], None]:
         peers = tuple(w for w in living if w.stage == me.stage)
@@ -344,12 +369,6 @@ def train(
             Peers(wires, me.stage, size) if size > 1 else None,  # type: ignore[arg-type]
             rank,
         )
-        made: list[Transfers] = []
-
-        def transfers(layout: TransferLayout) -> Transfers:
-            made.append(kind(lines, layout))
-            return made[-1]
-
         incoming = stage_io[me.stage - 1] if me.stage else ()
         stage = _Stage(stage_io[me.stage] if me.stage < job.stages - 1 else (), incoming, partial(took, me))
         steps = _Steps(me)
@@ -366,11 +385,10 @@ def train(
             lambda iteration, loss: None,
             stage_io,
         )
-        groups: Any = SimpleNamespace(transfers=transfers, ranks=Ranks(), peer_group=lines.peers, peers=peers)
+        groups: Any = SimpleNamespace(transfers=partial(kind, lines), ranks=Ranks(), peer_group=lines.peers, peers=peers)
         script = Script.of(schedule, me, runs)
 
         def live() -> None:
-            nonlocal most
             if connects:
                 connect(lines, script.neighbours, CPU)
             for number, current in enumerate(rounds):
@@ -381,11 +399,11 @@ def train(
                 except OpError as error:
                     assert error.__cause__ is not None
                     raise error.__cause__ from None
-                most = max(most, len(made[0]._receiving))
-                assert not made[0]._receiving, "what was posted has not been asked for"
+                awaited = wires.awaited.get(rank[me], [])
+                assert all(pending.taken for pending in awaited), "what was posted has not been asked for"
 
         return live
 
     baton.run([task(me) for me in living])
     assert not any(wires.sent.values()) and not any(wires.posted.values()), "messages are left over"
-    return wires, most
+    return wires
