@@ -213,7 +213,7 @@ def train(
         if record is not None:
             check_writable(record)
         stopped: list[int] = []
-        printing = _Printing()
+        printing = PrintedLines()
         terminal = Delivery(printing, "printing", printing.remark)
 
         def say(text: str) -> None:
@@ -295,7 +295,7 @@ def _job(grid: tuple[int | None, int | None, int | None], profile: Path | None, 
     return planning.job(Job(job.pipelines, job.stages, job.micro_batches), document)
 
 
-class _Printing:
+class PrintedLines:
     """Shows the record's lines, in words: iterations on standard output, what is out of the ordinary on standard
     error. One that is closed, or full, is said on the other, and left alone from then on."""
 

@@ -454,7 +454,7 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starle
     if not settings.api_only:
         from streamlit.file_util import get_static_dir
 
-        streamlit = _streamlit(settings)
+        streamlit = streamlit_app(settings)
         quiet = BUSY_SECONDS if _trains(host.console) else CALM_SECONDS
         preload = Preload(warm_up, {"simulate": lambda: _prepare_simulations(host.console)}, quiet=quiet)
         static = Path(get_static_dir())
@@ -637,7 +637,8 @@ def _ready(settings: Settings, host: ConsoleHost, on_ready: Callable[[Settings],
         on_ready(settings)
 
 
-def _streamlit(settings: Settings) -> Any:
+def streamlit_app(settings: Settings) -> Any:
+    """Makes the pages' application, and sets the options that Streamlit runs it with."""
     import streamlit as st
     from streamlit import config
     from streamlit.web import bootstrap

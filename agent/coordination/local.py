@@ -208,6 +208,11 @@ class LocalCoordination(Coordination):
     def stands(self) -> str:
         return self._state.halted if may_pass(self._state) else ""
 
+    @property
+    def looks(self) -> bool:
+        """Whether a better partition of the layers is being looked for."""
+        return self._layout is not None
+
     def poll(self, now: float) -> list[Order]:
         self._now = now
         self._take(Tick())

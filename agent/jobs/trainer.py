@@ -291,7 +291,7 @@ class ResilientTrainer:
             except Exception as error:  # check_workload explains what is wrong with the data
                 log.debug("no micro-batch could be read: %s", error)
         self._told = (_Functions(_full(on_iteration), on_recovery), *callbacks)
-        self._callbacks = partial(_Callbacks, self._told, on_error)
+        self._callbacks = partial(CalledBack, self._told, on_error)
         self._launcher: Launcher | None = None
         self._stop_asked = False
         self._workload = SentWorkload.of(workload)
@@ -391,7 +391,7 @@ class ResilientTrainer:
         _check_script(self._workload)
         folder = str(options.weights or tempfile.mkdtemp(prefix="weights-", dir=scratch()))
         try:
-            lines = _RecordLines()
+            lines = ResultLines()
             callbacks = self._callbacks(self.stop, self._written)
             with contextlib.ExitStack() as ending:
                 targets: list[Callable[[dict[str, Any]], None]] = [lines]
@@ -528,7 +528,7 @@ def _model(
     return given, check_whole("layer_count", layer_count, job.stages, expected), shared
 
 
-class _RecordLines:
+class ResultLines:
     """Takes the lines of the record, and collects from them what TrainingResult holds."""
 
     def __init__(self) -> None:
@@ -596,7 +596,7 @@ def _warn(text: str) -> None:
     _log({"warning": text})
 
 
-class _Callbacks:
+class CalledBack:
     """Passes the lines of the record to the user's callbacks, and remarks to the log.
 
     stop: ends the training in order. written: gives the checkpoint after so many iterations.

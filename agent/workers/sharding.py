@@ -182,7 +182,8 @@ class ShardedStage:
         together."""
         shards = self._shards
         if shards.stale and self._group is not None:
-            self._broadcast(self._group, [part.detach() for part in shards.parts], self._primaries)
+            parts = [part.detach() for part in shards.parts]
+            broadcast(self._group, self._me, self.peers, parts, self._primaries)
         shards.caught_up()
 
     def gather_untrained(self, bare: Collection[Worker]) -> None:
@@ -190,41 +191,8 @@ class ShardedStage:
         source = next((peer for peer in self.peers if peer not in bare), None)
         if bare and source is not None and self._group is not None:
             parts = [part for tensor in large_untrained(self._optimizer).values() for part in _cut(tensor)]
-            self._broadcast(self._group, parts, [source] * len(parts))
+            broadcast(self._group, self._me, self.peers, parts, [source] * len(parts))
         self._shards.untrained_came()
-
-    def _broadcast(self, group: Group, parts: Sequence[Tensor], sources: Sequence[Worker]) -> None:
-        """Sends each tensor from the worker that has it (`sources`) to all peers. Its layout in memory may differ
-        between workers."""
-        under_way = deque[tuple[PendingTransfer, Sequence[Tensor]]]()
-
-        def finish() -> None:
-            pending, apart = under_way.popleft()
-            came = pending.wait()
-            if apart:
-                for part, its in zip(apart, torch.split(came, [part.nbytes for part in apart]), strict=True):
-                    part.copy_(its.clone().view(part.dtype).view(part.shape))
-
-        try:
-            for a, b in runs_of([part.nbytes for part in parts], MESSAGE_BYTES, sources):
-                run, mine = parts[a:b], sources[a] == self._me
-                memory, apart = _one_piece(run), list[Tensor]()
-                if memory is None and mine:
-                    memory = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in run])
-                elif memory is None:
-                    apart = list(run)
-                    memory = torch.empty(sum(p.nbytes for p in run), dtype=torch.uint8, device=run[0].device)
-                if memory.numel():
-                    under_way.append((group.begin_broadcast(memory, self.peers.index(sources[a])), apart))
-                if len(under_way) == _AT_A_TIME:
-                    finish()
-            while under_way:
-                finish()
-        except TransferError:
-            for pending, _ in under_way:  # nothing may write to parameters once recovery begins
-                with suppress(TransferError):
-                    pending.wait()
-            raise
 
     # -- averages, for the weights in the end ----------------------------------------------------
 
@@ -338,6 +306,42 @@ class ShardedStage:
 
         for a, b in runs_of(_bytes(shards, range(len(shards.parts))), MESSAGE_BYTES, primaries):
             self._receive_states(primaries[a], range(a, b), hold)
+
+
+def broadcast(
+    group: Group, me: Worker, peers: Sequence[Worker], parts: Sequence[Tensor], sources: Sequence[Worker]
+) -> None:
+    """Sends each tensor from the worker that has it (`sources`) to all `peers`, which call it together. Its layout in
+    memory may differ between workers. Raises TransferError."""
+    under_way = deque[tuple[PendingTransfer, Sequence[Tensor]]]()
+
+    def finish() -> None:
+        pending, apart = under_way.popleft()
+        came = pending.wait()
+        if apart:
+            for part, its in zip(apart, torch.split(came, [part.nbytes for part in apart]), strict=True):
+                part.copy_(its.clone().view(part.dtype).view(part.shape))
+
+    try:
+        for a, b in runs_of([part.nbytes for part in parts], MESSAGE_BYTES, sources):
+            run, mine = parts[a:b], sources[a] == me
+            memory, apart = _one_piece(run), list[Tensor]()
+            if memory is None and mine:
+                memory = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in run])
+            elif memory is None:
+                apart = list(run)
+                memory = torch.empty(sum(p.nbytes for p in run), dtype=torch.uint8, device=run[0].device)
+            if memory.numel():
+                under_way.append((group.begin_broadcast(memory, peers.index(sources[a])), apart))
+            if len(under_way) == _AT_A_TIME:
+                finish()
+        while under_way:
+            finish()
+    except TransferError:
+        for pending, _ in under_way:  # nothing may write to parameters once recovery begins
+            with suppress(TransferError):
+                pending.wait()
+        raise
 
 
 def _numbers(shards: Shards, span: Span) -> range:

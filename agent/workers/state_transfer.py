@@ -323,7 +323,7 @@ class StateServer:
             (number,) = _REQUEST.unpack(_exactly(connection, _REQUEST.size))
             if not 0 <= number < len(self._pieces):
                 return
-            header, parts = self._copy(number, self._pieces[number])
+            header, parts = self.piece(number)
             size = sum(part.nbytes for part in parts)
             connection.sendall(_REPLY.pack(len(header), size) + header)
             for part in parts:
@@ -334,10 +334,10 @@ class StateServer:
                     pause = self._free_at - time.monotonic()
                 time.sleep(max(0.0, pause))
 
-    def _copy(self, number: int, piece: ColumnPiece) -> tuple[bytes, list[Tensor]]:
+    def piece(self, number: int) -> tuple[bytes, list[Tensor]]:
         """Returns a piece as it is now: its header, which says of which version it is, and its tensors. These are the
         only copy that is made, since the next step must not wait until they are sent."""
-        document: Any = None
+        piece, document = self._pieces[number], None
         with self._optimizer.lock:
             if self._optimizer.shards is None:
                 version, live = self._optimizer.version, self._live.now()

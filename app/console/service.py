@@ -739,7 +739,7 @@ class ConsoleService:
                 job.take_heartbeats()
         self.histories.close()
         self.recorder.close()
-        self._flush()
+        self.flush()
         self._unwatch()
 
     def new_job(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
@@ -830,7 +830,7 @@ class ConsoleService:
                 turns = max(1, -(-turns // FLUSH_AT_ONCE))
             if turns:
                 turns -= 1
-                self._flush(FLUSH_AT_ONCE)
+                self.flush(FLUSH_AT_ONCE)
 
     def _rest(self, resting: dict[str, float]) -> None:
         """Reduces jobs that have long been at rest to their lines, all but the newest, and drops from `resting` those
@@ -855,7 +855,7 @@ class ConsoleService:
         if self.loop_watch.overdue <= self.failure_timeouts.heartbeat:
             job.tick()
 
-    def _flush(self, most: int = MAX_WORKERS) -> None:
+    def flush(self, most: int = MAX_WORKERS) -> None:
         """Writes the newest heartbeats to the database, for at most `most` workers of each job."""
         beats = {job: rows for job in self.jobs.live() if (rows := job.measurements.unsaved(most))}
         if not beats and not any(job.measurements.refused for job in self.jobs.live()):

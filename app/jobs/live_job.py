@@ -1025,7 +1025,7 @@ class LiveJob:
 
     def restore(self, job_row: Record) -> None:
         """Takes the job up from its rows in the database. job_row: of the job itself."""
-        self._read(job_row)
+        self.read(job_row)
         self.measurements.read(self._store.workers(self.job_id))
         if not self.state.over:
             for row in self._store.job_plans(self.job_id):
@@ -1041,7 +1041,7 @@ class LiveJob:
         try:
             if (row := self._store.job(self.job_id)) is None:
                 raise unknown_job(self.job_id)
-            self._read(row)
+            self.read(row)
         except SQLAlchemyError as error:
             raise unavailable(error) from error
         # Silence counts on: otherwise no worker would be lost by it while any change fails every few seconds. But time
@@ -1078,7 +1078,8 @@ class LiveJob:
         state = replace(state, pending=pending, broken=broken, offer=known.offer, unmovable=known.unmovable)
         return state.with_heard(members)
 
-    def _read(self, job_row: Record) -> None:
+    def read(self, job_row: Record) -> None:
+        """Makes memory equal to the job's rows in the database."""
         store, job_id = self._store, self.job_id
         state = read_state(store, job_row, self.spec, self.plans.nominal.home)
         self.feed.read(store.last_event(job_id), store.events(job_id, limit=LOOK_BACK, newest=True))

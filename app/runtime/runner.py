@@ -62,14 +62,14 @@ class Threads:
 # The database has one writer at a time: more threads would only queue in another place.
 _pool = Threads(8, "api")
 # Jobs are created one after the other: one of 16,384 workers takes half a second, and eight would take all threads.
-_maker = Threads(1, "new jobs")
+new_job_threads = Threads(1, "new jobs")
 # Exports wait for child processes, so they have threads of their own and leave the others to agents.
-_exporter = Threads(4, "exports")
+export_threads = Threads(4, "exports")
 
 
 def stuck() -> str:
     """Returns the names of the pools whose threads are all stuck; empty: none."""
-    return ", ".join(threads.name for threads in (_pool, _maker) if threads.stuck)
+    return ", ".join(threads.name for threads in (_pool, new_job_threads) if threads.stuck)
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -78,13 +78,13 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 async def in_turn(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Runs a function that may make thousands of workers, in a thread of its own, so that other requests don't wait."""
-    return await _maker.run(partial(function, *args, **kwargs))
+    return await new_job_threads.run(partial(function, *args, **kwargs))
 
 
 async def exporting(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Runs a function that makes a file, which may take minutes. Raises ConsoleError (429) when all such threads are at
     work."""
-    return await _exporter.run_now(partial(function, *args, **kwargs))
+    return await export_threads.run_now(partial(function, *args, **kwargs))
 
 
 async def answer_in_thread(function: Callable[P, BaseModel], *args: P.args, **kwargs: P.kwargs) -> Response:

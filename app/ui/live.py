@@ -92,7 +92,7 @@ def read_now(console: ConsoleService, job_id: str, iterations: int, events: int)
             at,
         )
 
-    return _shared.read((id(console), job_id, events), read)
+    return shared_reads.read((id(console), job_id, events), read)
 
 
 class SharedReads:
@@ -129,7 +129,7 @@ class SharedReads:
         end()
 
 
-_shared = SharedReads()
+shared_reads = SharedReads()
 
 # -- what operators do on Live ------------------------------------------------------------------
 

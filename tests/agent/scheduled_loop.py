@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from openrecycle import Reporter
 from openrecycle.agent.examples.own_loop import ITERATIONS, JOB, build, train
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.own_loops import own_loop
 from openrecycle.agent.own_loops.own_loop import ScheduledOp
-from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.transport.group import GivenGlooGroup, TransferError
 from openrecycle.planner.plans.plan import Plan
 
 
@@ -76,23 +77,39 @@ class UnsureLoop(own_loop.OwnLoop):
     """The last message of one reduction does not come."""
 
     iteration: int
-    stands: bool
+    number: int
 
-    def _gather(self, *args: Any) -> Any:
-        if self.stands and self._iteration == self.iteration:
+    def begin(self, iteration: int) -> Iterator[ScheduledOp]:
+        self.number = iteration
+        return super().begin(iteration)
+
+    def reduce(self, tensors: tuple[Tensor, ...], measure: Callable[[], float]) -> float:
+        UnsureGroup.unsure = self.number == self.iteration
+        try:
+            return super().reduce(tensors, measure)
+        finally:
+            UnsureGroup.unsure = False
+
+
+class UnsureGroup(GivenGlooGroup):
+    """unsure: what all agree on behind a reduction does not come. stands: its worker is stopped before."""
+
+    unsure, stands = False, False
+
+    def sum(self, tensor: Tensor) -> None:
+        if self.unsure and self.stands:
             os.kill(os.getpid(), signal.SIGSTOP)
-        gathered = super()._gather(*args)
-        if self._iteration == self.iteration:
+        super().sum(tensor)
+        if self.unsure:
             raise TransferError("the answer was lost")
-        return gathered
 
 
 def main(console: str, run: str, worker: str, shared: str, fault: str) -> None:
     torch.set_num_threads(1)
     FaultyReporter.fault = json.loads(fault)
     if "unsure" in FaultyReporter.fault:
-        UnsureLoop.iteration, UnsureLoop.stands = FaultyReporter.fault["unsure"], "stands" in FaultyReporter.fault
-        own_loop.OwnLoop = UnsureLoop  # type: ignore[misc]
+        UnsureLoop.iteration, UnsureGroup.stands = FaultyReporter.fault["unsure"], "stands" in FaultyReporter.fault
+        own_loop.OwnLoop, own_loop.GivenGlooGroup = UnsureLoop, UnsureGroup  # type: ignore[misc]
     if "measures" in FaultyReporter.fault:
         own_loop.ScheduledOp = Measuring  # type: ignore[misc]
 

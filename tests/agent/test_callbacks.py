@@ -17,7 +17,7 @@ from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.jobs import trainer
 from openrecycle.agent.jobs.callbacks import TrainingStart
 from openrecycle.agent.jobs.results import TrainingResult
-from openrecycle.agent.jobs.trainer import _RecordLines
+from openrecycle.agent.jobs.trainer import ResultLines
 from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.launcher.record import EvaluationResult
 from openrecycle.agent.messages.protocol import Iteration, Recovery
@@ -148,7 +148,7 @@ def first_norm() -> float:
 
 def test_what_a_result_has_of_a_long_job_takes_little_memory() -> None:
     """Also where a checkpoint has led back, and some losses are not known."""
-    lines, count = _RecordLines(), 50_000
+    lines, count = ResultLines(), 50_000
     tracemalloc.start()
     try:
         for number in range(count):

@@ -159,7 +159,7 @@ def _layers_move(
                 if isinstance(order, Deploy):
                     partitions.append(order.plan.partition)
                     _all_form(coordination, order.deployment)
-            looks = bool(orders) or coordination._layout is not None
+            looks = bool(orders) or coordination.looks
             time.sleep(0.001)
         if takes_over and not dead:
             saved = json.loads(json.dumps(coordination.saved()))

@@ -427,11 +427,14 @@ def test_an_older_version_of_tls_is_refused(wire: Wire) -> None:
 
 
 def test_another_version_of_the_messages_is_refused(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each context is made once: the node's has the other version."""
-    contexts = {side: frames_module._context.__wrapped__("other", side) for side in ("lead", "node")}
-    contexts["node"].set_alpn_protocols(["openrecycle-nodes/1"])
-    monkeypatch.setattr(frames_module, "_context", lambda token, side: contexts[side])
-    lead, node = both(wire, "secret", "secret")
+    """Contexts are made once for each token: for this one the node's has the other version."""
+    offer = ssl.SSLContext.set_alpn_protocols
+
+    def offer_old(context: ssl.SSLContext, protocols: list[str]) -> None:
+        offer(context, ["openrecycle-nodes/1"] if context.protocol is ssl.PROTOCOL_TLS_CLIENT else protocols)
+
+    monkeypatch.setattr(ssl.SSLContext, "set_alpn_protocols", offer_old)
+    lead, node = both(wire, "of another version", "of another version")
     assert isinstance(lead, NotTrusted) and isinstance(node, NotTrusted)
 
 
@@ -1180,13 +1183,22 @@ def test_what_is_shut_down_is_not_closed_meanwhile(wire: Wire) -> None:
     assert not closing.is_alive() and slow.shut_down > 0 > slow.fileno()
 
 
-def test_what_comes_after_the_end_of_a_connection_is_not_kept(wire: Wire) -> None:
+def test_what_comes_after_the_end_of_a_connection_is_not_kept(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sender has the token: 940 MB were kept in eight seconds."""
+    made: list[tuple[ssl.SSLObject, ssl.MemoryBIO]] = []
+    wrap = ssl.SSLContext.wrap_bio
+
+    def kept(context: ssl.SSLContext, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, **how: Any) -> ssl.SSLObject:
+        made.append((wrap(context, incoming, outgoing, **how), outgoing))
+        return made[-1][0]
+
+    monkeypatch.setattr(ssl.SSLContext, "wrap_bio", kept)
     lead, node = both(wire, "secret", "secret")
     node.send({"kind": "last"})
+    (tls, outgoing), *_ = (one for one in made if not one[0].server_side)
     with contextlib.suppress(ssl.SSLError):
-        node._tls.unwrap()
-    wire[1].sendall(node._outgoing.read() + b"\x17\x03\x03" * 1000)
+        tls.unwrap()
+    wire[1].sendall(outgoing.read() + b"\x17\x03\x03" * 1000)
     assert lead.receive() == {"kind": "last"}
     with pytest.raises((ConnectionResetError, NotTrusted)):
         lead.receive(time.monotonic() + 10)

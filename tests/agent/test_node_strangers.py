@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -72,31 +73,41 @@ def test_a_share_of_the_strangers_is_all_that_an_address_gets(hub: NodeHub) -> N
             silent[5].recv(1)
 
 
-class Held:
-    """A lock that nobody gets before it is `free`."""
+class SlowListener(socket.socket):
+    """Whoever is to accept here is about to, and does not before it is `free`."""
 
-    def __init__(self) -> None:
+    def __init__(self, listener: socket.socket) -> None:
+        super().__init__(fileno=listener.detach())
         self.asked, self.free = threading.Event(), threading.Event()
 
-    def __enter__(self) -> None:
+    def accept(self) -> tuple[socket.socket, Any]:
         self.asked.set()
         self.free.wait(20)
+        return super().accept()
 
-    def __exit__(self, *_: object) -> None: ...
 
-
-def test_where_it_listened_is_not_closed_before_nobody_is_about_to_accept_there(hub: NodeHub) -> None:
+def test_where_it_listened_is_not_closed_before_nobody_is_about_to_accept_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What listens next has the number, and would lose a connection."""
-    hub._strangers_lock = held = Held()  # type: ignore[assignment]
-    with socket.create_connection((hub.host, hub.port)):
-        assert held.asked.wait(10)
-        closing = threading.Thread(target=hub.close, args=("test",))
-        closing.start()
-        closing.join(0.2)
-        assert closing.is_alive() and hub._listener.fileno() >= 0
-        held.free.set()
-        closing.join(10)
-    assert not closing.is_alive() and hub._listener.fileno() < 0
+    made: list[SlowListener] = []
+    create = socket.create_server
+
+    def create_slow(address: tuple[str, int]) -> socket.socket:
+        made.append(SlowListener(create(address)))
+        return made[-1]
+
+    monkeypatch.setattr(socket, "create_server", create_slow)
+    hub = NodeHub("127.0.0.1", 0, 3, TOKEN, lambda _: None)
+    (listener,) = made
+    assert listener.asked.wait(10)
+    closing = threading.Thread(target=hub.close, args=("test",))
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive() and listener.fileno() >= 0
+    listener.free.set()
+    closing.join(10)
+    assert not closing.is_alive() and listener.fileno() < 0
 
 
 def test_who_knocks_without_end_fills_no_log() -> None:

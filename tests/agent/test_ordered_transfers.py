@@ -129,7 +129,9 @@ class _Impatient(Labelled, TaggedTransfers):
     """Posts what it wants in its own order, as only tags allow."""
 
 
-@pytest.mark.parametrize(("kind", "connects", "fault"), [(_Impatient, True, Mispaired), (LabelledByOrder, False, Deadlock)])
+@pytest.mark.parametrize(
+    ("kind", "connects", "fault"), [(_Impatient, True, Mispaired), (LabelledByOrder, False, Deadlock)]
+)
 def test_without_the_order_it_goes_wrong(kind: type[Labelled], connects: bool, fault: type[Exception]) -> None:
     """The wires notice: each half of the protocol is needed. Unless they connect first, workers do so when they have
     something to say, as NCCL does by itself."""

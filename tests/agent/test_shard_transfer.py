@@ -20,8 +20,8 @@ from openrecycle.agent.stages.optimizer import ExponentialMovingAverage, StageOp
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, ValidationResult
 from openrecycle.agent.stages.shards import assign
 from openrecycle.agent.workers import state_transfer
-from openrecycle.agent.workers.sharding import ShardedStage
-from openrecycle.agent.workers.state_transfer import Holder, SegmentReceiver, StateReceiver, StateServer
+from openrecycle.agent.workers.sharding import ShardedStage, broadcast
+from openrecycle.agent.workers.state_transfer import SegmentReceiver, StateReceiver, StateServer, receive_offer
 from openrecycle.planner.jobs.job import Worker
 
 A, B = Worker(0, 0), Worker(1, 0)
@@ -58,11 +58,12 @@ def _step(stage: StageOptimizer, validation: ValidationResult | None = CLEAN) ->
 @contextmanager
 def _filled(source: StageOptimizer, target: StageOptimizer, wanted: Sequence[int]) -> Iterator[SegmentReceiver]:
     """Once the segments that are wanted have come."""
-    server = StateServer(source, "127.0.0.1", None)
+    server, wire = StateServer(source, "127.0.0.1", None), _Wire()
     receiver = SegmentReceiver(target, lambda text: None, wanted)
     try:
-        offer = server._offer()
-        holder = Holder(A, server.address, bytes.fromhex(offer["secret"]), offer["numbering"])
+        server.send_offer(wire.of(A), B)
+        holder = receive_offer(wire.of(B), A)
+        assert holder is not None
         receiver.begin_filling([(holder, wanted)])
         receiver.wait(10)
         assert not receiver.missing
@@ -227,9 +228,7 @@ def test_parameters_come_whatever_way_they_lie_in_memory() -> None:
     sources, wire = [A] * 5, _Wire()
 
     def share(me: Worker, parts: list[Tensor]) -> None:
-        stage = SimpleNamespace(_me=me, peers=(A, B))
-        group = wire.of(me).peer_group
-        ShardedStage._broadcast(stage, group, [*parts, torch.zeros(0)], [*sources, B])  # type: ignore[arg-type]
+        broadcast(wire.of(me).peer_group, me, (A, B), [*parts, torch.zeros(0)], [*sources, B])
 
     _together(lambda: share(A, whole), lambda: share(B, lacking))
     assert all(map(torch.equal, whole, lacking))

@@ -135,13 +135,13 @@ def _watched(servers: dict[Worker, StateServer], monkeypatch: pytest.MonkeyPatch
     given: Counter[Worker] = Counter()
 
     def watch(worker: Worker, server: StateServer) -> None:
-        copy = server._copy
+        piece = server.piece
 
-        def counted(number: int, piece: Any) -> tuple[bytes, list[Tensor]]:
+        def counted(number: int) -> tuple[bytes, list[Tensor]]:
             given[worker] += 1
-            return copy(number, piece)
+            return piece(number)
 
-        monkeypatch.setattr(server, "_copy", counted)
+        monkeypatch.setattr(server, "piece", counted)
 
     for worker, server in servers.items():
         watch(worker, server)
@@ -526,16 +526,16 @@ def test_a_damaged_piece_is_not_put_in_place(monkeypatch: pytest.MonkeyPatch) ->
     said: list[str] = []
     wire: Any = _Wire()
     server, receiver = StateServer(source, "127.0.0.1", None), StateReceiver(target, said.append)
-    copy, damaged = server._copy, []
+    piece, damaged = server.piece, []
 
-    def once_damaged(number: int, piece: Any) -> tuple[bytes, list[Tensor]]:
-        header, parts = copy(number, piece)
+    def once_damaged(number: int) -> tuple[bytes, list[Tensor]]:
+        header, parts = piece(number)
         if number == 2 and not damaged:
             damaged.append(number)
             parts[0].view(-1).view(torch.uint8)[0] ^= 1
         return header, parts
 
-    monkeypatch.setattr(server, "_copy", once_damaged)
+    monkeypatch.setattr(server, "piece", once_damaged)
     with closing(server):
         server.send_description(wire, B, 0)
         receiver.begin(*receiver.receive_description(wire, [A]))

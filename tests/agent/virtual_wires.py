@@ -385,7 +385,9 @@ def train(
             lambda iteration, loss: None,
             stage_io,
         )
-        groups: Any = SimpleNamespace(transfers=partial(kind, lines), ranks=Ranks(), peer_group=lines.peers, peers=peers)
+        groups: Any = SimpleNamespace(
+            transfers=partial(kind, lines), ranks=Ranks(), peer_group=lines.peers, peers=peers
+        )
         script = Script.of(schedule, me, runs)
 
         def live() -> None:

@@ -55,7 +55,7 @@ def lived_job(console: ConsoleService, *, finished: bool = True) -> str:
     job.take_heartbeats()
     console.recorder.write(float("inf"))
     console.recorder.tidy(time.time() + 7200)
-    console._flush()
+    console.flush()
     losses = [
         Iteration(iteration=i, loss=1 / (i + 3), loss_hex=(1 / (i + 3)).hex(), seconds=0.1, generation=1, living=4)
         for i in range(7)

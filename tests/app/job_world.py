@@ -91,7 +91,7 @@ class World:
     def __post_init__(self) -> None:
         self.store = Store(self.database)
         self.job_id = secrets.token_hex(6)
-        self.job = self._live()
+        self.job = self.new_live()
         self.held = self.job.plans.nominal.home
         members = [{"name": m.name, "state": m.state.value} for m in self.job.state.members.values()]
         self.store.create_job(
@@ -109,7 +109,7 @@ class World:
         self.pool = ProcessPool.__new__(ProcessPool)
         self.pool.running = {}
 
-    def _live(self) -> LiveJob:
+    def new_live(self) -> LiveJob:
         job = LiveJob(
             self.job_id,
             self.spec,
@@ -146,7 +146,7 @@ class World:
         """It was killed, and started again on what the database has."""
         self.database.heal()
         self.wanted.clear()
-        self.job = self._live()
+        self.job = self.new_live()
         self.job.restore(self.row)
         self.in_doubt = False
 

@@ -15,12 +15,13 @@ import pytest
 from catalog_requests import catalog_request
 from ui_console import console_refuses, until
 
+from openrecycle.app.catalogs import service
 from openrecycle.app.catalogs.contents import CatalogRequest, needed, stale, summary
 from openrecycle.app.catalogs.contents import report as contents_report
 from openrecycle.app.catalogs.service import Catalogs, Filling, exported
 from openrecycle.app.charts import text
 from openrecycle.app.charts.theme import DARK, LIGHT
-from openrecycle.app.runtime.processes import Channel, Children
+from openrecycle.app.runtime.processes import Channel
 from openrecycle.app.ui import catalog
 from openrecycle.app.ui.catalog import catalog_curves
 from openrecycle.db.store import Store
@@ -183,17 +184,15 @@ def test_a_filling_whose_process_died_is_begun_again_a_bounded_number_of_times(s
 
 
 @pytest.mark.processes
-def test_a_filling_that_can_not_succeed_is_not_begun_again(store: Store) -> None:
+def test_a_filling_that_can_not_succeed_is_not_begun_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "serve_filling", says_it_failed)
     catalogs = Catalogs(store, processes=1, again_after=(3600.0,))
-    request = catalog_request(**SMALL)
-    asked = Children(says_it_failed, name="fails").begin()
-    filling = Filling(request, CatalogInfo.of(request.question).fingerprint, asked)
-    catalogs._collect(CatalogInfo.of(request.question), filling, asked)
+    filling = ended(catalogs.fill(catalog_request(**SMALL)))
     assert (filling.state, filling.failures) == ("failed", 0)
     catalogs.close()
 
 
-def says_it_failed(channel: Channel) -> None:
+def says_it_failed(channel: Channel, *_: object) -> None:
     """The child."""
     channel.say(b'{"error": "no"}')
 
@@ -346,23 +345,21 @@ def test_an_export_holds_every_plan(catalogs: Catalogs, tmp_path: Path) -> None:
     assert opened.find([Worker(1, 0)]) is not None
 
 
-def says_and_dies(channel: Channel, *messages: bytes) -> None:
+def says_and_dies(channel: Channel, request: CatalogRequest, *_: object) -> None:
     """The child."""
-    for message in messages:
-        channel.say(message)
+    channel.say(b'{"done": 0, "total": 3}')
+    channel.say(plan_name(frozenset()).encode() + b"\0" + pack(make(request), Effort(solver="list")))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.processes
-def test_the_last_plans_of_a_process_that_ends_are_kept(catalogs: Catalogs, store: Store) -> None:
-    request = catalog_request(**SMALL)
-    info = CatalogInfo.of(request.question)
-    name, blob = plan_name(frozenset()), pack(make(request), Effort(solver="list"))
-    asked = Children(says_and_dies, name="dies").begin(b'{"done": 0, "total": 3}', name.encode() + b"\0" + blob)
-    filling = Filling(request, info.fingerprint, asked)
-    catalogs._collect(info, filling, asked)
+def test_the_last_plans_of_a_process_that_ends_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "serve_filling", says_and_dies)
+    catalogs = Catalogs(store, processes=1, again_after=())
+    filling = ended(catalogs.fill(catalog_request(**SMALL)))
     assert (filling.state, filling.total) == ("failed", 3)
-    assert store.catalog_blobs(info.fingerprint).names() == [name]
+    assert store.catalog_blobs(filling.fingerprint).names() == [plan_name(frozenset())]
+    catalogs.close()
 
 
 # -- what is drawn of it -----------------------------------------------------------------------

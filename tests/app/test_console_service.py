@@ -302,12 +302,12 @@ def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Consol
 
 
 def test_a_job_that_no_plan_fits_halts_and_says_why(console: ConsoleService, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(job: LiveJob, failed: tuple[str, ...]) -> None:
+        job.plans.plan_made(failed, None, "no schedule exists: x")
+
+    monkeypatch.setattr(console.plans.ahead, "make_now", refuse)
     created, _ = console.jobs.create(SPEC)
-    job = console.jobs.find(created.job_id)
-    monkeypatch.setattr(job.plans, "plan_now", lambda failed: None)
-    monkeypatch.setattr(
-        job, "_want_plan", lambda job, failed: job.plans.plan_made(failed, None, "no schedule exists: x")
-    )
+    monkeypatch.setattr(console.jobs.find(created.job_id).plans, "plan_now", lambda failed: None)
     register_all(console, created.job_id)
     view = console.queries.view(created.job_id)
     assert view.state is JobState.HALTED

@@ -18,7 +18,7 @@ from streamlit import config
 
 from openrecycle.app.runtime.patches import PAGES, PageBase
 from openrecycle.app.runtime.settings import Settings
-from openrecycle.app.server import _streamlit
+from openrecycle.app.server import streamlit_app
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -147,7 +147,7 @@ def test_pages_have_the_console_s_theme(monkeypatch: pytest.MonkeyPatch) -> None
     try:
         config.get_config_options(force_reparse=True)
         assert config.get_option("theme.light.primaryColor") is None, "Streamlit's own"
-        _streamlit(Settings())
+        streamlit_app(Settings())
         for mode in ("light", "dark"):
             assert config.get_option(f"theme.{mode}.primaryColor") == theme[mode]["primaryColor"]
     finally:

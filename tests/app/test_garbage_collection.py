@@ -120,12 +120,12 @@ def test_no_run_of_a_page_ends_in_a_round(monkeypatch: pytest.MonkeyPatch) -> No
     from streamlit import config
 
     from openrecycle.app.runtime.settings import Settings
-    from openrecycle.app.server import _streamlit
+    from openrecycle.app.server import streamlit_app
 
     monkeypatch.setattr(config, "_main_script_path", config._main_script_path)
     assert config.get_option("runner.postScriptGC"), "Streamlit's own way"
     try:
-        _streamlit(Settings())
+        streamlit_app(Settings())
         assert not config.get_option("runner.postScriptGC")
     finally:
         config.get_config_options(force_reparse=True)

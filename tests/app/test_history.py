@@ -38,7 +38,7 @@ from openrecycle.app.observing.history import (
     table_file,
 )
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.processes import Channel, Children
+from openrecycle.app.runtime.processes import Channel
 from openrecycle.app.server import create_routes
 from openrecycle.db.access import AuditStore
 from openrecycle.db.job_rows import MODELS, HiddenJob, JobRows, table
@@ -532,16 +532,18 @@ def test_of_a_console_that_is_killed_the_next_one_removes_what_it_exported(origi
     exported.unlink()
 
 
-def test_what_a_killed_export_has_written_is_gone(origin: tuple[Database, str, Path], temporary: Path) -> None:
+def test_what_a_killed_export_has_written_is_gone(
+    origin: tuple[Database, str, Path], temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever asked for it left meanwhile."""
     source, job_id, _ = origin
     console = ConsoleService(Store(source))
     console.jobs.follow()
-    histories = Histories(console.jobs, source)
-    histories._children = Children(half_a_file, name="half")
+    monkeypatch.setattr(histories, "work", half_a_file)
+    exports = Histories(console.jobs, source)
 
     async def leave() -> None:
-        task = asyncio.create_task(histories.export(job_id, audit=False))
+        task = asyncio.create_task(exports.export(job_id, audit=False))
         while not [*temporary.glob("*.part")]:
             assert not task.done(), task
             await asyncio.sleep(0.01)
@@ -552,7 +554,7 @@ def test_what_a_killed_export_has_written_is_gone(origin: tuple[Database, str, P
     try:
         asyncio.run(leave())
     finally:
-        histories.close()
+        exports.close()
         console.close()
     assert not [*temporary.glob("history-*")]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from ui_console import ConsoleHere, JobHere
+from sqlalchemy.exc import OperationalError
+from ui_console import ConsoleHere, JobHere, console_refuses
 
 from openrecycle.agent.coordination.membership import Note, Stalled
 from openrecycle.app.console.view import EventView
@@ -100,7 +102,7 @@ def job(here: ConsoleHere) -> Iterator[JobHere]:
     yield JobHere(here.console, "folding").register()
 
 
-def test_the_feed_of_a_job_has_few_rows(here: ConsoleHere, job: JobHere) -> None:
+def test_the_feed_of_a_job_has_few_rows(here: ConsoleHere, job: JobHere, monkeypatch: pytest.MonkeyPatch) -> None:
     console, live = here.console, here.console.jobs.find(job.job_id)
     before = live.feed.last
     for seconds in (2.0, 3.5, 61.25):
@@ -110,16 +112,24 @@ def test_the_feed_of_a_job_has_few_rows(here: ConsoleHere, job: JobHere) -> None
     assert row["last_at"] > row["at"] and "61.2 s" in row["text"]
     shown = console.queries.view(job.job_id).events[0]
     assert (shown.seq, shown.count, shown.last_at) == (row["seq"], 3, row["last_at"])
-    # As after an answer of the database that was lost: memory is what the database has.
-    live._doubtful = True
-    live.apply(Stalled(4))
+    # After an answer of the database that was lost, memory is what the database has.
+    apply = here.store.apply
+
+    def unanswered(*change: Any) -> None:
+        apply(*change)
+        raise OperationalError("a statement", {}, RuntimeError("answer lost"))
+
+    with monkeypatch.context() as network, console_refuses("unavailable"):
+        network.setattr(here.store, "apply", unanswered)
+        live.apply(Stalled(4))
+    live.apply(Stalled(4.5))
     rows = console.queries.events(job.job_id, before, 100)
-    assert [r["count"] for r in rows if "stood still" in r["text"]] == [4]
+    assert [r["count"] for r in rows if "stood still" in r["text"]] == [5]
     # What somebody has taken note of, and happens again, is to be seen again.
     console.operators.acknowledge(live.job_id, [before + 1], "ada")
     live.apply(Stalled(5))
     rows = console.queries.events(job.job_id, before, 100)
-    assert [r["count"] for r in rows if "stood still" in r["text"]] == [4, 1]
+    assert [r["count"] for r in rows if "stood still" in r["text"]] == [5, 1]
     assert [r["seq"] for r in rows] == list(range(before + 1, live.feed.last + 1)), "no gaps"
     assert console.queries.events(job.job_id, 0, 1)[0]["count"] == 1
 

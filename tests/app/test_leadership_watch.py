@@ -13,8 +13,9 @@ import pytest
 import structlog
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
+from ui_console import until
 
-from openrecycle.app.console.leadership import ActiveConsole, ConsoleHost, Leadership, LeaseTimes
+from openrecycle.app.console.leadership import ConsoleHost, Leadership, LeaderStatus, LeaseTimes
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderSession
 from openrecycle.db.store import Store
@@ -165,23 +166,35 @@ def test_an_only_console_whose_connection_broke_says_so_and_leads_on(
     stack: ExitStack, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database has not noticed that the connection is gone: its session, and the lock, live on."""
-    only = watch(stack, url, "a", LeaseTimes(renew=LONG, lease=LONG, poll=1.0))
+    only = watch(stack, url, "a", LeaseTimes(renew=LONG, lease=LONG, poll=LONG))
     only.start()
-    assert only._session is not None
-    stack.callback(only._session.close)
     with monkeypatch.context() as network:
-        network.setattr(LeaderSession, "close", lambda self: None)  # the word does not reach the database
+        close = LeaderSession.close  # the word does not reach the database
+        network.setattr(LeaderSession, "close", lambda self: stack.callback(close, self))
         network.setattr(LeaderSession, "renew", _unreachable)
         network.setattr(LeaderSession, "try_lock", _unreachable)
-        only._step()
-        only._step()
+        look_once(only)
+        look_once(only)
     assert only.status.term is None
-    assert only.status.sentence == (golden("this-consoles-lead-is-in-doubt-the", "1"))
-    only._step()
-    assert only.status.doubt and golden("the-lead-of-term-1") in only.status.reason
+    assert only.status.sentence == (golden("this-consoles-lead-is-in-doubt-the", f"{LONG:g}"))
+    evict, said = LeaderSession.evict, list[LeaderStatus]()
+
+    def watched(session: LeaderSession, *whose: Any) -> int:
+        said.append(only.status)
+        return evict(session, *whose)
+
+    monkeypatch.setattr(LeaderSession, "evict", watched)
     only.look()
     assert until_leading(only) == 2, "what was left of its session was ended at once, not after a lease"
+    assert said[0].doubt and golden("the-lead-of-term-1") in said[0].reason
     assert not only.status.doubt
+
+
+def look_once(watch: Leadership) -> None:
+    """To the end of that look."""
+    before = watch.status
+    watch.look()
+    until(lambda: watch.status is not before)
 
 
 def _unreachable(*_: object) -> None:
@@ -191,12 +204,17 @@ def _unreachable(*_: object) -> None:
 def test_a_console_that_is_up_and_not_confirmed_says_for_how_long(stack: ExitStack, url: str) -> None:
     clock = Clock()
     only = watch(stack, url, "a", LeaseTimes(renew=LONG, lease=4.0, poll=LONG), clock)
-    only.start()
-    host = ConsoleHost(lambda term: Database(url), only, lambda database: ConsoleService(Store(database)))
-    assert host.status.sentence.endswith(golden("this-console-leads-term-1"))
-    up: Any = "a console"
-    host._seat = ActiveConsole(up, up, 1)
-    assert host.console is up
+    said: list[str] = []
+
+    def make(database: Database) -> ConsoleService:
+        said.append(host.status.sentence)
+        return ConsoleService(Store(database))
+
+    host = ConsoleHost(lambda term: Database(url), only, make)
+    stack.callback(host.close)
+    host.start()
+    assert said[0].endswith(golden("this-console-leads-term-1"))
+    assert host.console is not None
     clock.now += 5.2
     assert host.console is None
     assert host.status.sentence == (golden("this-consoles-lead-is-in-doubt", f"{LONG:g}"))

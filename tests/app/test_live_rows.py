@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 import ui_factory as factory
-from ui_console import JobHere, until
+from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.app.charts.progress import generation_marks, progress_rows, throughput, worker_grid
 from openrecycle.app.charts.theme import LIGHT
@@ -68,15 +68,16 @@ def test_all_who_look_at_a_large_job_within_a_second_share_what_they_see(console
     assert console.queries.view(job.job_id).workers is not console.queries.view(job.job_id).workers
 
 
-def test_of_generations_that_commit_nothing_none_is_read(console: ConsoleService) -> None:
+def test_of_generations_that_commit_nothing_none_is_read(here: ConsoleHere) -> None:
     """A job may form anew for days: of 20,000 of them no mark was made, and all were read at each look."""
+    console = here.console
     job = JobHere(console, "forming anew").register().commit(0, 9, 1).die("W1_2").commit(10, 12, 2)
     live = console.jobs.find(job.job_id)
     current = live.state.current
     assert current is not None and current.number == 2
     for number in range(3, 9):
         row = generation_row(replace(current, number=number))
-        console._store.apply(job.job_id, JobUpdate(generation=row))
+        here.store.apply(job.job_id, JobUpdate(generation=row))
     live.stored()
     view = console.queries.view(job.job_id)
     assert [g.generation for g in view.generations] == [2]

@@ -71,12 +71,13 @@ class Console(Queries):
     @property
     def picker(self) -> str:
         """What the plan pickers call the plan that is run."""
-        plans, catalogs = PlanCache(self._store), Catalogs(self._store)
+        store = self._world.store
+        plans, catalogs = PlanCache(store), Catalogs(store)
         sources = PlanSources(
-            self._store,
+            store,
             find=lambda job_id: self._world.job,
             plans=plans,
-            library=Library(self._store, plans),
+            library=Library(store, plans),
             making=Making(),
             catalogs=catalogs,
             measured=lambda *_, **__: None,
@@ -292,8 +293,8 @@ class Lives(RuleBasedStateMachine):
     def a_console_that_is_started_anew_says_the_same(self) -> None:
         before, job = view_of(self.world), self.world.job
         row = self.world.row
-        fresh = self.world._live()
-        fresh._read(row)
+        fresh = self.world.new_live()
+        fresh.read(row)
         fresh.measurements.contacts = dict(job.measurements.contacts)  # they are written behind
         # A choice that is pending is made anew when the console takes the job up.
         again = fresh.worker_states(), replace(job.worker_states(), waiting=False)

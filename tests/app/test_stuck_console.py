@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from console_server import ROOT
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from ui_console import until
 
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime import runner
@@ -67,6 +69,11 @@ def test_it_ends_in_time_whatever_hangs(tmp_path: Path, what: str, number: int) 
             process.kill()
 
 
+def end_thread() -> NoReturn:
+    raise SystemExit
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +82,7 @@ def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
     console.start()
     release = threading.Event()
     threads = runner.Threads(2, "some threads")
-    monkeypatch.setattr(runner, "_maker", threads)
+    monkeypatch.setattr(runner, "new_job_threads", threads)
     asked = TestClient(Starlette(routes=create_routes(console)))
     try:
         assert asked.get("/healthz").json() == {"status": "ok"}
@@ -106,12 +113,10 @@ def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
         asyncio.run(hang(2))
         assert stuck == [False, True], "one that is left can still work"
         assert asked.get("/healthz").status_code == 200
-        console._stop.set()
-        console._ticker.join(10)
-        console._stop.clear()
-        assert asked.get("/healthz").status_code == 503, "the one that looks for silent workers is gone"
+        with monkeypatch.context() as ending:
+            ending.setattr(console.jobs, "live", end_thread)
+            until(lambda: asked.get("/healthz").status_code == 503, "the one that looks for silent workers is gone")
     finally:
-        console._stop.set()
         release.set()
         console.close()
         database.close()
@@ -119,7 +124,7 @@ def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
 
 def test_more_exports_than_are_made_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, release = runner.Threads(2, "exports"), threading.Event()
-    monkeypatch.setattr(runner, "_exporter", threads)
+    monkeypatch.setattr(runner, "export_threads", threads)
 
     async def ask() -> None:
         made = [asyncio.ensure_future(runner.exporting(release.wait)) for _ in range(2)]

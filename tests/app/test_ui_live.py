@@ -195,7 +195,7 @@ def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
     goes_on = threading.Event()
     view = console.queries.view
     monkeypatch.setattr(console.queries, "view", lambda *args: goes_on.wait(60) and view(*args))
-    monkeypatch.setattr(live, "_shared", SharedReads(0.01))
+    monkeypatch.setattr(live, "shared_reads", SharedReads(0.01))
     test.run()
     assert golden("the-database-has-not-answered") in test.warning[0].value
     assert "10 <span" in html(test), "iterations done"
@@ -204,7 +204,7 @@ def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
     assert test.warning and [t for t in threading.enumerate() if t.name == "page read"] == begun, "one waits for all"
     goes_on.set()
     begun[0].join()
-    monkeypatch.setattr(live, "_shared", SharedReads(60))
+    monkeypatch.setattr(live, "shared_reads", SharedReads(60))
     test.run()
     assert not test.warning and not test.exception
 

@@ -24,9 +24,9 @@ import time
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from openrecycle.agent.cli import _Printing
+from openrecycle.agent.cli import PrintedLines
 from openrecycle.agent.jobs.callbacks import Callback
-from openrecycle.agent.jobs.trainer import _Callbacks
+from openrecycle.agent.jobs.trainer import CalledBack
 from openrecycle.agent.messages.client import Delivery
 from openrecycle.agent.messages.protocol import Iteration
 from openrecycle.agent.models.workload import NamedWorkload
@@ -111,10 +111,10 @@ def held_up(minutes: float, longest: float, held: float, seed: int) -> None:
     pipe = UnreadPipe(times, held, random.Random(dice.random()))
     callback = SlowCallback(times, held, random.Random(dice.random()))
     said: list[str] = []
-    callbacks = _Callbacks([callback], "log", lambda: None, no_checkpoint)
+    callbacks = CalledBack([callback], "log", lambda: None, no_checkpoint)
     ways = (
         Delivery(callbacks, "on_iteration", said.append),
-        Delivery(_Printing(), "printing", said.append),
+        Delivery(PrintedLines(), "printing", said.append),
     )
     end, due = [float("inf")], [float("inf")]
     generations: list[str] = []

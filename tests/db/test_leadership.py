@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -33,8 +34,8 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def opened(stack: ExitStack, url: str, me: str = "", term: int | None = None) -> Database:
-    database = Database(url, me=me, term=term)
+def opened(stack: ExitStack, url: str, me: str = "", term: int | None = None, **options: Any) -> Database:
+    database = Database(url, me=me, term=term, **options)
     stack.callback(database.close)
     return database
 
@@ -45,11 +46,11 @@ def session(stack: ExitStack, url: str, me: str) -> LeaderSession:
     return made
 
 
-def leading(stack: ExitStack, url: str, me: str) -> tuple[LeaderSession, Database]:
+def leading(stack: ExitStack, url: str, me: str, **options: Any) -> tuple[LeaderSession, Database]:
     """A console's session that leads, and its database."""
     made = session(stack, url, me)
     assert made.try_lock()
-    return made, opened(stack, url, me, made.claim(f"http://{me}:8501"))
+    return made, opened(stack, url, me, made.claim(f"http://{me}:8501"), **options)
 
 
 def write(database: Database, action: str) -> None:
@@ -117,9 +118,8 @@ def test_a_silent_leader_loses_its_sessions_and_the_lock(stack: ExitStack, url: 
 
 
 def test_what_an_earlier_leader_writes_is_refused(stack: ExitStack, url: str) -> None:
-    first, database = leading(stack, url, "a")
     fenced: list[str] = []
-    database._on_fenced = lambda: fenced.append("a")
+    first, database = leading(stack, url, "a", on_fenced=lambda: fenced.append("a"))
     write(database, "its own")
     first.close()
     second, newer = session(stack, url, "b"), None
