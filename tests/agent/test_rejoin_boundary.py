@@ -34,13 +34,12 @@ def test_nothing_is_redone_and_the_bits_stay(monkeypatch: pytest.MonkeyPatch) ->
     lives, and that is all that the launcher's time-out (hang_seconds) goes by."""
     waiting: list[tuple[Worker, str]] = []
     heard: list[float] = []
-    let_in, came = LocalCoordination.ready, set[Worker]()
+    let_in = LocalCoordination.ready
 
     def ready(self: LocalCoordination, worker: Worker, incarnation: str, *process: Any) -> None:
-        if worker in came:
+        if self._state.current:
             waiting.append((worker, incarnation))
         else:
-            came.add(worker)
             let_in(self, worker, incarnation)
 
     def while_it_waits(job: LocalJob, worker: str, message: dict[str, Any]) -> None:

@@ -109,16 +109,6 @@ def test_abandon_leaves_nothing_behind() -> None:
     assert stage.held == 0 and not total.buffer.any()
 
 
-def test_weight_backward_holds_no_more_than_forward_did() -> None:
-    """Between I and W only what the Linears need is kept: no graph."""
-    module, shape = _modules()["transformer"]
-    stage = Stage(module, GradientSum(module.parameters(), terms=1))
-    stage.forward((0, 0), torch.randn(shape), seed=1)
-    stage.input_backward((0, 0), torch.ones(shape))
-    state = stage._states[0, 0]
-    assert not state.inputs and not state.outputs and len(state.deferred) == 4
-
-
 class Rounding(torch.autograd.Function):
     """Rounds a gradient up or down, as it draws."""
 
