@@ -15,7 +15,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 from openrecycle.planner.jobs.errors import InputError
@@ -354,9 +354,14 @@ class Sweep:
         names = [outcome.policy for outcome in self.outcomes[0]]
         for a in range(len(names)):
             for b in range(a + 1, len(names)):
-                rates = zip(self.hours, self.rates(a), self.rates(b), strict=True)
-                gaps = [(hours, x - y) for hours, x, y in rates if not alike(x, y)]  # elsewhere neither leads
-                for (before, lead), (after, behind) in pairwise(gaps):
+                rates = list(zip(self.hours, self.rates(a), self.rates(b), strict=True))
+                apart = {hours for hours, x, y in rates if not alike(x, y)}
+                gaps = [(hours, x - y) for hours, x, y in rates if x != y]  # where they are equal, neither leads
+                leads = [list(run) for _, run in groupby(gaps, key=lambda gap: gap[1] > 0)]
+                # What is as good as equal all the time is no lead.
+                leads = [run for run in leads if any(hours in apart for hours, _ in run)]
+                for one, other in pairwise(leads):
+                    (before, lead), (after, behind) = one[-1], other[0]
                     if (lead > 0) != (behind > 0):
                         share = lead / (lead - behind)
                         low, high = math.log(before), math.log(after)
