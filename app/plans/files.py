@@ -26,7 +26,6 @@ from typing import Annotated, Any, NamedTuple
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
-from pydantic_core import PydanticCustomError
 
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.runtime.errors import ConsoleError, bounded, sentence, starting
@@ -64,8 +63,8 @@ CONTAINER_BYTES, FIELD_BYTES = 40, 10
 def _plan(value: Any) -> Plan | None:
     try:
         return value if value is None or isinstance(value, Plan) else Plan.from_document(value)
-    except PlannerError as error:
-        raise PydanticCustomError("plan", "{why}", {"why": str(error)}) from None
+    except PlannerError as error:  # it says the field of the plan, which pydantic doesn't know
+        raise ConsoleError(422, "invalid", f"plan: {error}") from None
 
 
 class PlanToSave(BaseModel):

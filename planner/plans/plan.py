@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -96,21 +97,22 @@ T = TypeVar("T")
 # Times are bounded: a whole number may be too large for a float, and would pass for finite.
 def _no_text_or_truth(value: object) -> object:
     if isinstance(value, bool | str):
-        raise ValueError("a valid integer")
+        raise PydanticCustomError("int_type", "Input should be a valid integer")
     return value
 
 
 INTEGER = BeforeValidator(_no_text_or_truth)
 """For an int as JSON Schema defines it: 3.0 is one, "3" and true are none. In an annotation it has to stand
 behind the field's limits, which the schema loses otherwise."""
+Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]
 Time = Annotated[
-    StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)],
+    StrictInt | Finite,
     Field(ge=0, le=1e18),
     WithJsonSchema({"type": "number", "minimum": 0, "maximum": 1e18}),  # else the schema loses the limits
 ]
 WorkerName = Annotated[str, Field(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
 Bytes = Annotated[int, Field(ge=0), INTEGER]
-Speed = Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
+Speed = Annotated[Finite, Field(gt=0)]
 # An optional field is left out where it is empty. So documents of jobs without it, and their fingerprints, stay what
 # they were before the field existed.
 _WHERE_GIVEN = Field(exclude_if=lambda value: not value)
@@ -222,6 +224,8 @@ class JobDoc(DocumentModel):
             layers=tuple(layers[layer] for layer in self.layers),
             partition=self.partition,
         )
+        if len(speeds) < len(self.speeds):
+            raise InputError("speeds", f"{len(self.speeds):,} speeds of {len(speeds):,} workers", "each worker once")
         for worker in speeds:
             made.check_worker(worker, field="speeds")
         of: Sequence[StageDoc] = self.layers or self.profiles
@@ -378,6 +382,16 @@ def _object(pairs: list[tuple[str, Any]]) -> Any:
     return _VALUES(read) if read.keys() == _KEYS else read
 
 
+def _dumped(document: Any) -> bytes:
+    """Writes a small part of a document for pydantic. Raises PlanError."""
+    try:
+        return json.dumps(document, ensure_ascii=False).encode()
+    except RecursionError:  # json reads a level more than it writes
+        raise PlanError("it is nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise PlanError(f"it has {error.object[error.start]!a} in a text, half of a pair of surrogates") from None
+
+
 def _columns(name: str, ops: Any, scale: int) -> list[Ints]:
     """Checks the ops of one worker and returns their columns; see OpArrays. scale: ticks per unit. Raises PlanError."""
     if not isinstance(ops, list):
@@ -386,7 +400,7 @@ def _columns(name: str, ops: Any, scale: int) -> list[Ints]:
     for i, op in enumerate(ops):
         if type(op) is not tuple:
             try:
-                OpDoc.model_validate_json(json.dumps(op))
+                OpDoc.model_validate_json(_dumped(op))
             except ValidationError as error:  # always: some field is missing, or another is there
                 where = ".".join(map(str, ("workers", name, i, *error.errors()[0]["loc"])))
                 raise PlanError(first_problem(error, where)) from None
@@ -422,13 +436,13 @@ class MetricsDoc(DocumentModel):
     period: Time
     lower_bound: Time
     bound_over: Annotated[Over, Field(exclude_if=lambda value: value == "schedules")] = "schedules"
-    gap: StrictFloat
-    bubble_fraction: StrictFloat
-    slowdown_vs_1f1b: StrictFloat
+    gap: Finite
+    bubble_fraction: Finite
+    slowdown_vs_1f1b: Finite
     # Against solvers.list_scheduler.best_fault_free, or against this plan itself where it is shorter: a plan around
     # failures is also a plan without them.
-    slowdown_vs_best: StrictFloat
-    peak_activations: dict[WorkerName, Annotated[int, INTEGER]]
+    slowdown_vs_best: Finite
+    peak_activations: Annotated[dict[WorkerName, Annotated[int, INTEGER]], WrapValidator(_some_at_a_time)]
 
     @property
     def fault_free(self) -> float:
@@ -448,7 +462,7 @@ class SolverDoc(DocumentModel):
 
     name: Annotated[str, Field(max_length=80, pattern=PRINTABLE)]
     status: Literal["optimal", "feasible"]
-    seconds: StrictFloat
+    seconds: Finite
     message: Annotated[str, Field(max_length=2000, pattern=PRINTABLE)] = ""
 
 
@@ -547,27 +561,29 @@ class Plan(DocumentModel):
             document = read_json(text if isinstance(text, str) else text.decode(), _object)
         except ValueError as error:
             raise PlanError(f"{source} is not a plan: {error}") from None
-        return cls.from_document(document, source=source)
-
-    @classmethod
-    def from_document(cls, document: Any, *, source: str = "plan") -> Plan:
-        """As `from_json`, of what the JSON is in Python. The ops are taken out of it: there are 400,000 in a plan of
-        2,048 workers. They are validated worker by worker, since pydantic lets no other thread run meanwhile."""
         try:
-            return cls._of_document(document)
-        except ValidationError as error:
-            raise PlanError(f"{source} is not a plan: {first_problem(error)}") from None
+            return cls.from_document(document)
         except PlannerError as error:
             raise PlanError(f"{source} is not a plan: {error}") from None
 
     @classmethod
-    def _of_document(cls, document: Any) -> Plan:
+    def from_document(cls, document: Any) -> Plan:
+        """Reads what the JSON of a plan is in Python. The ops are taken out of it: there are 400,000 in a plan of 2,048
+        workers. They are validated worker by worker, since pydantic lets no other thread run meanwhile. Raises
+        PlannerError, which begins with the field."""
         workers: Any = document.get("workers") if isinstance(document, dict) else None
         rest = {**document, "workers": {}} if isinstance(workers, dict) else document
-        said = cls.model_validate_json(json.dumps(rest))  # refuses a document without workers
+        try:
+            said = cls.model_validate_json(_dumped(rest))  # refuses a document without workers
+        except ValidationError as error:
+            raise PlanError(first_problem(error)) from None
+        grid = said.job.pipelines, said.job.stages
+        check_sizes(*grid, said.job.micro_batches)
+        if len(workers) > (most := math.prod(grid)):  # before each is read: a row takes time even if it is empty
+            raise InputError("workers", f"{len(workers):,} rows", f"at most {most:,}, one for each worker of the job")
         found: int = sum(len(ops) for ops in workers.values() if isinstance(ops, list))
         if found < (least := 2 * said.job.ops // 3):  # a small document may claim a job that would take all memory
-            raise PlanError(f"it has {found:,} ops, and an F and a B of all micro-batches are {least:,}")
+            raise InputError("workers", f"{found:,} ops", f"at least {least:,}, an F and a B of all micro-batches")
         failed = [_worker(name, "failed") for name in said.failed]
         if len(set(failed)) < len(failed):
             raise PlanError("failed: a worker is there twice")

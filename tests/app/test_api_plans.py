@@ -22,6 +22,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem
 from openrecycle.planner.plans.plan import Plan, job_doc
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
+from tests.planner.plans import with_another
 
 pytestmark = pytest.mark.processes
 
@@ -131,6 +132,9 @@ def test_a_plan_from_elsewhere_is_checked(client: TestClient) -> None:
     assert client.post(f"{API}/plans", json={"name": "from elsewhere", "plan": body}).status_code == 201
     boasting = {**body, "metrics": {**body["metrics"], "period": 1}}
     refused(client.post(f"{API}/plans", json={"name": "x", "plan": boasting}), 422, "plan: ")
+    for at, value in (("job.pipelines", "3"), ("failed", ["W02_1"]), ("workers.W0_0.0.start", 0.5)):
+        wrong = client.post(f"{API}/plans", json={"name": "x", "plan": json.loads(with_another(good, at, value))})
+        assert wrong.status_code == 422 and wrong.json()["detail"].startswith(f"plan: {at}: "), wrong.text
     refused(client.post(f"{API}/plans", json={"name": "x"}), 422, "plan, solve: expected one of them")
     refused(client.post(f"{API}/plans", json={"name": "", "plan": body}), 422, "name: got ''")
     refused(client.post(f"{API}/plans", json={"name": "x", "solve": "none"}), 404, "solve: got 'none'")

@@ -1,8 +1,10 @@
-"""Plans to export and compare."""
+"""Plans to export and compare, and their documents."""
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from typing import Any
 
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, SolverDoc
@@ -39,3 +41,14 @@ def as_plan(schedule: Schedule) -> Plan:
         peak_activations={str(w): n for w, n in schedule.peak_activations.items()},
     )
     return Plan.of(schedule, metrics=metrics, solver=SolverDoc(name="test", status="optimal", seconds=0.0))
+
+
+def with_another(plan: Plan, at: str, value: object) -> str:
+    """The plan's document with another value at this place."""
+    document: dict[str, Any] = json.loads(plan.to_json())
+    place: Any = document
+    *way, last = at.split(".")
+    for name in way:
+        place = place[int(name) if isinstance(place, list) else name]
+    place[int(last) if isinstance(place, list) else last] = value
+    return json.dumps(document)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from openrecycle.planner.plans.plan import Plan, PlanError
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
+from tests.planner.plans import with_another
 from tests.planner.problems import problems
 
 
@@ -57,17 +58,6 @@ def test_a_document_that_is_laid_out_otherwise_is_the_same_plan(plan: Plan) -> N
     assert Plan.from_json(json.dumps(document, sort_keys=True)) == plan
 
 
-def changed(plan: Plan, at: str, value: object) -> str:
-    """The plan's document with another value at this place."""
-    document: dict[str, Any] = json.loads(plan.to_json())
-    place: Any = document
-    *way, last = at.split(".")
-    for name in way:
-        place = place[int(name) if isinstance(place, list) else name]
-    place[int(last) if isinstance(place, list) else last] = value
-    return json.dumps(document)
-
-
 @pytest.mark.parametrize(
     ("at", "value", "said"),
     [
@@ -92,17 +82,33 @@ def changed(plan: Plan, at: str, value: object) -> str:
         ("workers.W0_0.3.micro_batch", None, r"workers\.W0_0\.3\.micro_batch"),
         ("workers.W0_0.-1.micro_batch", 0, r"workers\.W0_0\.[0-9]+\.micro_batch"),
         ("metrics.odd", 1, r"metrics\.odd"),
+        ("metrics.gap", math.nan, r"metrics\.gap"),
+        ("metrics.slowdown_vs_best", -math.inf, r"metrics\.slowdown_vs_best"),
+        ("solver.seconds", math.inf, r"solver\.seconds"),
+        ("solver.name", "\ud800", "ud800"),
+        ("job.speeds", {"W0_0": 0.5, "W0_00": 2.0}, "speeds"),
+        ("job.pipelines", "3", r"job\.pipelines"),
+        ("job.pipelines", 10**300, r"pipelines.{,1200}$"),
+        ("job.pipelines", 4, "workers"),
+        ("workers", {f"W{n}_0": [] for n in range(13)}, "workers"),
     ],
 )
 def test_what_is_no_plan_is_refused_by_its_field(plan: Plan, at: str, value: object, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        Plan.from_json(changed(plan, at, value))
+        Plan.from_json(with_another(plan, at, value))
+
+
+def test_what_is_nested_as_deeply_as_python_reads_is_refused_in_a_sentence() -> None:
+    # How deep that is depends on who calls, and it may be read and not written again.
+    for depth in range(100, sys.getrecursionlimit()):
+        with pytest.raises(PlanError):
+            Plan.from_json(f'{{"job":{"[" * depth}{"]" * depth}}}')
 
 
 def test_the_fingerprint_is_of_the_ops_and_not_of_who_solved_them(plan: Plan) -> None:
     solver = plan.solver.model_copy(update={"name": "by hand", "seconds": 1e6})
     assert plan.model_copy(update={"solver": solver}).compute_fingerprint() == plan.fingerprint
-    other = Plan.from_json(changed(plan, "workers.W0_0.0.start", 1))
+    other = Plan.from_json(with_another(plan, "workers.W0_0.0.start", 1))
     assert other.compute_fingerprint() != plan.fingerprint
 
 
