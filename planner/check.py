@@ -4,6 +4,7 @@ The rules and the metrics are written here from the definitions, without code of
 planner.plans.schedule, so that a mistake in one is not repeated in the other. Some numbers do not follow from the ops
 alone. Their code is shared with the code that makes plans, so a mistake in it is not found here:
 
+- A document is turned into ticks, and written for its fingerprint, by planner.plans.plan alone.
 - `period_bound` (planner.plans.bounds) proves a lower bound. A search that went further left no proof in the document,
   so a higher bound is accepted only from PROVERS, and `claim` says so. A bound over all partitions of the layers is
   proven anew (`_Layouts`).

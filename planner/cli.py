@@ -770,7 +770,7 @@ def check(
 ) -> None:
     """Say whether a plan is valid.
 
-    Exit status: 0 valid, 1 invalid (what clashes is named), 2 unreadable.
+    Exit status: 0 valid, 1 invalid (what clashes is named), 2 not a plan (the field is named).
     """
     loaded = Plan.load(path)
     violations = find_violations(loaded)
