@@ -29,8 +29,8 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetPydanticSchema,
     StrictFloat,
-    StrictInt,
     TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -94,7 +94,6 @@ Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
 
 
-# Times are bounded: a whole number may be too large for a float, and would pass for finite.
 def _no_text_or_truth(value: object) -> object:
     if isinstance(value, bool | str):
         raise PydanticCustomError("int_type", "Input should be a valid integer")
@@ -105,10 +104,21 @@ INTEGER = BeforeValidator(_no_text_or_truth)
 """For an int as JSON Schema defines it: 3.0 is one, "3" and true are none. In an annotation it has to stand
 behind the field's limits, which the schema loses otherwise."""
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]
+# Bounded, since a whole number may be too large for a float, and would pass for finite. A union that pydantic makes of
+# the annotation says of any other value that it is no integer, and checks the bounds in Python.
+_TIMES = core_schema.union_schema(
+    [
+        core_schema.int_schema(strict=True, ge=0, le=10**18),
+        core_schema.float_schema(strict=True, ge=0, le=10**18, allow_inf_nan=False),
+    ],
+    mode="left_to_right",
+    custom_error_type="time",
+    custom_error_message="Input should be a number from 0 to 1e18",
+)
 Time = Annotated[
-    StrictInt | Finite,
-    Field(ge=0, le=1e18),
-    WithJsonSchema({"type": "number", "minimum": 0, "maximum": 1e18}),  # else the schema loses the limits
+    int | float,
+    GetPydanticSchema(lambda source, handler: _TIMES),
+    WithJsonSchema({"type": "number", "minimum": 0, "maximum": 1e18}),
 ]
 WorkerName = Annotated[str, Field(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
 Bytes = Annotated[int, Field(ge=0), INTEGER]

@@ -82,6 +82,7 @@ def test_a_document_that_is_laid_out_otherwise_is_the_same_plan(plan: Plan) -> N
         ("workers.W0_0.3.micro_batch", None, r"workers\.W0_0\.3\.micro_batch"),
         ("workers.W0_0.-1.micro_batch", 0, r"workers\.W0_0\.[0-9]+\.micro_batch"),
         ("metrics.odd", 1, r"metrics\.odd"),
+        ("metrics.period", "3", r"metrics\.period: "),
         ("metrics.gap", math.nan, r"metrics\.gap"),
         ("metrics.slowdown_vs_best", -math.inf, r"metrics\.slowdown_vs_best"),
         ("solver.seconds", math.inf, r"solver\.seconds"),
