@@ -538,6 +538,8 @@ def _transfer_broken(state: State, event: TransferBroken, now: float, failure_ti
     old = event.generation != state.generation if event.generation else reporter.acknowledged == ""
     if state.over or state.current is None or state.pending or old:
         return Transition(state, reason="that connection belongs to a generation that is over or about to end")
+    if state.halted and not state.unheard:  # no link is to blame for what broke with the workers that are gone
+        return Transition(state, reason="the job is halted, and its workers connect anew when it goes on")
     complaint = Complaint(reporter.name, "" if event.worker == event.reporter else event.worker, event.detail)
     if state.broken:
         known = state.broken

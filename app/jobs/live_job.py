@@ -555,26 +555,42 @@ class TakenTogether(NamedTuple):
 def run_together(
     state: State, reports: Sequence[IncomingReport], now: float, failure_timeouts: FailureTimeouts
 ) -> TakenTogether:
-    """Takes reports one after the other, with no plan in between; ends of processes that follow each other at once."""
-    states, decisions, refused = [state], list[Decision](), list[Refuse | None]()
+    """Takes reports one after the other, with no plan in between. Ends of processes are taken at once if nothing else
+    comes between them than transfers that broke, as those do that the survivors had with the lost ones."""
+    states, decisions, refused = [state], list[Decision](), dict[int, Refuse | None]()
+    order = _order([report.event for report in reports])
 
     def take(after: Transition, refusals: Sequence[Refuse | None]) -> None:
         nonlocal state, decisions
-        refused.extend(refusals)
+        refused.update(zip(order[len(refused) :], refusals, strict=False))
         before, state = state, after.state
         decisions += [decision for decision in after.decisions if not isinstance(decision, Refuse)]
         # A place may be filled, emptied and filled again: then the last state alone does not tell by whom.
         if _moves(state) != _moves(before) and before is not states[-1]:
             states.append(before)
 
-    for kind, events in groupby((report.event for report in reports), type):
+    for kind, events in groupby((reports[index].event for index in order), type):
         if kind is Exited:
             take(*coordinator.all_exited(state, cast("Iterator[Exited]", events), now))
             continue
         for event in events:
             after = coordinator.step(state, event, now, failure_timeouts)
             take(after, [after.refusal])
-    return TakenTogether([*states, state], decisions, refused)
+    return TakenTogether([*states, state], decisions, [refused[index] for index in range(len(reports))])
+
+
+def _order(events: Sequence[Event]) -> list[int]:
+    """Returns in which order the events of one batch are taken (see run_together)."""
+    order, behind_ends = list[int](), None
+    for index, event in enumerate(events):
+        if isinstance(event, Exited) and behind_ends is not None:
+            order.insert(behind_ends, index)
+            behind_ends += 1
+            continue
+        order.append(index)
+        if not isinstance(event, TransferBroken):
+            behind_ends = len(order) if isinstance(event, Exited) else None
+    return order
 
 
 def _moves(state: State) -> tuple[tuple[str, str], ...]:

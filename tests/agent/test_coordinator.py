@@ -140,6 +140,34 @@ def test_workers_that_end_together_leave_in_one_generation_and_none_takes_the_pl
     assert {m.name for m in after.members.values() if m.state is WorkerState.FAILED} == {*gone, "W2_1"} - {"W0_0"}
 
 
+def test_transfers_that_broke_between_the_ends_of_processes_change_nothing_of_that() -> None:
+    run = Run(4, 2, checkpoints=True).start()
+    gone = [*(f"W{pipeline}_0" for pipeline in range(4)), "W3_1"]
+    ends = [Exited(name, f"{name}-1", "launcher", "was killed by SIGKILL") for name in gone]
+    others = [TransferBroken(*about, "W3_0", 1, "reset") for about in (("W1_1", "W1_1-1"), ("W9_9", "never"))]
+    alone = run_together(run.state, list(map(IncomingReport, ends)), run.now, FAILURE_TIMEOUTS)
+    for at in range(1, len(ends)):
+        reports = list(map(IncomingReport, [*ends[:at], *others, *ends[at:]]))
+        taken = run_together(run.state, reports, run.now, FAILURE_TIMEOUTS)
+        assert (taken.states, taken.decisions) == (alone.states, alone.decisions), at
+        codes = [refusal and refusal.code for refusal in taken.refused]
+        assert codes == [*[None] * (at + 1), "unknown_worker", *[None] * (len(ends) - at)]
+
+
+def test_a_link_of_a_worker_that_ended_before_is_to_blame_for_nothing_in_a_job_that_halted() -> None:
+    run = Run().start()
+    ends = [Exited(name, f"{name}-1", "launcher", "was killed by SIGKILL") for name in ("W0_0", "W1_0")]
+    broken = TransferBroken("W0_1", "W0_1-1", "W0_0", 1, "reset")
+    reports = list(map(IncomingReport, [*ends, broken]))
+    run.state = run_together(run.state, reports, run.now, FAILURE_TIMEOUTS).states[-1]
+    assert run.state.halted
+    known = len(run.notes)
+    run.wait(5, "W0_1", "W1_1")
+    run.send(replace(broken, reporter="W1_1", incarnation="W1_1-1", worker="W1_0"))
+    run.wait(5, "W0_1", "W1_1")
+    assert run.state.broken is None and not run.state.links.breaks and run.notes[known:] == []
+
+
 def test_a_failure_while_the_plan_is_made_replaces_the_pending_generation() -> None:
     run = Run(3, 2).start()
     run.plans = False
