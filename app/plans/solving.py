@@ -304,6 +304,7 @@ def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
 
     report: called with (seconds, incumbent, bound, solver), the middle two in the job's time unit. wanted: says whether
     to go on. Raises PlannerError."""
+    request.check()  # a page may ask for what has just been typed, before anybody has looked at it
     if isinstance(request, MigrationsAsked):
         return json.dumps({"migrations": _migrations(request).model_dump()}).encode()
     begin = time.monotonic()

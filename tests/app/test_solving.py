@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from ui_console import console_refuses, until
 
+from openrecycle.app.plans import solving
 from openrecycle.app.plans.solving import MigrationsAsked, PlanAsked, Solve, Solves, answer
 from openrecycle.app.runtime.processes import Channel
 from openrecycle.planner.check import check
@@ -21,6 +22,7 @@ from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job, LayerProfile
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import refuses
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -235,6 +237,17 @@ def test_absurd_sizes_are_refused_before_memory_is_taken() -> None:
     absurd = SMALL.model_copy(update={"pipelines": 10**6, "micro_batches": 10**6})
     with pytest.raises(InputError, match="at most 400,000 ops here"):
         PlanAsked(job=absurd).check()
+
+
+@pytest.mark.parametrize("kind", [PlanAsked, MigrationsAsked])
+def test_a_page_that_asks_without_a_look_at_the_size_is_refused_by_the_child(
+    kind: type[PlanAsked] | type[MigrationsAsked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A saved plan may be larger, and Planner offers to look for migrations beside it."""
+    monkeypatch.setattr(solving, "MAX_SOLVED_OPS", 215)
+    asked = kind(job=SMALL, failed=("W1_2",))
+    with refuses("pipelines x stages x micro_batches x 3 ops", 216):
+        answer(asked, print, lambda: True)
 
 
 def test_old_results_are_let_go(make: Callable[..., Solves]) -> None:
