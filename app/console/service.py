@@ -258,15 +258,14 @@ class JobRegistry:
         return True
 
     def let_go(self, job_id: str) -> None:
-        """Forgets a job that was deleted; all that wait for news of it are told to stop."""
+        """Forgets a job that was deleted."""
         with self._lock:
             job = self._jobs.pop(job_id, None)
             self._left_out = {other: name for other, name in self._left_out.items() if other != job_id}
         self.past.drop(job_id)
         if job is not None:
+            job.let_go()
             self._console.job_ended(job)
-            job.topic.close()
-            job.generation_topic.close()
 
     def take_up_all(self, over: int) -> None:
         """Takes up every job of the database that is not over, and the newest `over` of the others. The rest, which may
@@ -816,6 +815,8 @@ class ConsoleService:
                         job.plans.let_go()
                         resting.setdefault(job.job_id, time.monotonic())
                 except Exception as error:  # could come four times a second for every job, so it is logged seldom
+                    if job.deleted:  # meanwhile
+                        continue
                     if refused := passing(error):
                         job.turn_failed()
                         text = "a tick could not be stored; it is tried again"

@@ -652,6 +652,7 @@ class LiveJob:
         self._ticked = clock()
         self._beats: dict[str, LastHeartbeat] = {}  # heartbeats that the coordinator has not taken yet
         self._published_generation = 0
+        self.deleted = False  # then nothing of it is stored any more
         self._doubtful = False  # may the database hold another state than this object?
         # When, by `clock`, the job may be read back again, and until when ticks wait for that after one was in vain.
         self._read_again_at, self._again_at = -math.inf, -math.inf
@@ -942,6 +943,12 @@ class LiveJob:
             self._save(JobUpdate(events=events, audit=audit, repeats=repeats))
         self.topic.publish()
 
+    def let_go(self) -> None:
+        """Notes that the job was deleted; all that wait for news of it are told to stop."""
+        self.deleted = True
+        self.topic.close()
+        self.generation_topic.close()
+
     def stored(self, events: int = 0) -> None:
         """Says that `events` numbered event rows have been stored."""
         self.feed.added(events)
@@ -1017,9 +1024,11 @@ class LiveJob:
         """Holds the lock while the caller changes what is stored of the job. Before that, memory is made equal to the
         database, if a failed write has left that in doubt.
 
-        Raises ConsoleError when the database fails.
+        Raises ConsoleError when the database fails, or the job was deleted.
         """
         with self.lock:
+            if self.deleted:
+                raise unknown_job(self.job_id)
             if self._doubtful:
                 self._read_again()
             try:

@@ -575,6 +575,18 @@ def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatc
         again.close()
 
 
+def test_nothing_is_stored_of_a_job_that_was_deleted_while_somebody_had_it(console: ConsoleService) -> None:
+    """As the tick has that was at other jobs meanwhile. Its rows may be there still, or be gone."""
+    job = console.jobs.find(console.jobs.create(SPEC)[0].job_id)
+    console.histories.delete(job.job_id, "ada")
+    for _ in range(2):
+        with console_refuses("unknown_job"):
+            job.record(Note("info", "job", "too late"))
+        with console_refuses("unknown_job"):
+            job.tick()
+        until(lambda: not JobRows(console.database).hidden(), "its rows are deleted")
+
+
 def test_the_console_of_this_process(console: ConsoleService) -> None:
     set_console(None)
     with pytest.raises(RuntimeError, match=golden("no-console-runs-in-this")):
