@@ -298,7 +298,7 @@ class JobPlanner:
             if error.status == 409:
                 self._crowded_out[job.job_id] = entry[0]
             log.warning("no plans ahead; they are made when they are needed", job=job.job_id, reason=error.detail)
-        if job.state.over:  # it ended meanwhile, in a thread that may have found nothing to stop yet
+        if job.state.over or job.deleted:  # meanwhile, in a thread that may have found nothing to stop yet
             self._filling[job.job_id] = entry
             self.cancel(job)
 

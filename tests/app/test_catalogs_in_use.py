@@ -166,3 +166,16 @@ def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path) -> None:
     assert filling.state == "cancelled"
     until(here.console.catalogs.idle)
     here.close()
+
+
+def test_no_filling_begins_for_a_job_that_was_deleted_meanwhile(tmp_path: Path) -> None:
+    here = ConsoleHere(tmp_path, tolerance=3)
+    here.console.plans.ahead.plans_ahead = False
+    job = here.console.jobs.find(JobHere(here.console, "large", pipelines=8, stages=16, micro_batches=64).job_id)
+    here.console.plans.ahead.plans_ahead, here.console.plans.ahead.held_ops = True, 1
+    here.console.histories.delete(job.job_id, "ada")
+    here.console.plans.ahead.make_ahead(job)
+    filling = here.console.catalogs.filling(info_of(job.plans.question).fingerprint)
+    assert filling is None or filling.state == "cancelled"
+    until(here.console.catalogs.idle)
+    here.close()
