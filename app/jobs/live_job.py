@@ -661,7 +661,11 @@ class LiveJob:
     def ask_for(self, failed: tuple[str, ...]) -> None:
         """Has the plan without these workers made elsewhere, by `want_plan`."""
         self.plans.asks_for(failed)
-        self._want_plan(self, failed)
+        try:
+            self._want_plan(self, failed)
+        except BaseException:  # as where no thread can be started: the next tick asks again
+            self.plans.give_up()
+            raise
 
     def plan_missing(self) -> tuple[str, ...] | None:
         """Returns the failed workers of the plan that a pending generation waits for and nobody makes, for example

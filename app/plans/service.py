@@ -245,7 +245,14 @@ class JobPlanner:
                 return
             done(*found)
 
-        threading.Thread(target=look_up, name="planning-look-up", daemon=True).start()
+        def look_up_or_make() -> None:
+            try:
+                look_up()
+            except Exception as error:  # all workers wait for the plan, stored or not
+                self._seldom.failed("a stored plan could not be looked up; it is made anew", error, job=job.job_id)
+                self.make(job, failed, done)
+
+        threading.Thread(target=look_up_or_make, name="planning-look-up", daemon=True).start()
 
     def make(
         self, job: LiveJob, failed: Iterable[str], done: Done[Plan], *, other: Job | None = None, ahead: bool = False

@@ -266,6 +266,40 @@ def test_a_plan_for_all_workers_that_nobody_makes_any_more_is_asked_for_again(
     assert asked == [(), ()]
 
 
+def test_a_plan_that_could_not_even_be_asked_for_is_asked_for_again(
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_now, refused = console.plans.ahead.make_now, list[RuntimeError]()
+
+    def no_thread_at_first(job: LiveJob, failed: tuple[str, ...]) -> None:
+        if not refused:
+            refused.append(RuntimeError("can't start new thread"))
+            raise refused[0]
+        make_now(job, failed)
+
+    monkeypatch.setattr(console.plans.ahead, "make_now", no_thread_at_first)
+    console.plans.ahead.plans_ahead = False
+    job = console.jobs.find(console.jobs.create(SPEC)[0].job_id)
+    job.plans.inline_ops = 0
+    with pytest.raises(RuntimeError):
+        register_all(console, job.job_id)
+    until(lambda: job.state.generation == 1)
+
+
+def test_a_plan_is_made_where_the_look_for_a_stored_one_fails(
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(question: object, failed: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(console.catalogs, "find", fails)
+    console.plans.ahead.plans_ahead = False
+    job = console.jobs.find(console.jobs.create(SPEC)[0].job_id)
+    job.plans.inline_ops = 0
+    register_all(console, job.job_id)
+    until(lambda: job.state.generation == 1)
+
+
 def test_reports_that_come_at_once_are_taken_one_after_the_other(console: ConsoleService, store: Store) -> None:
     spec = SPEC.model_copy(update={"pipelines": 5})
     created, _ = console.jobs.create(spec)
