@@ -148,6 +148,15 @@ def _freeze() -> None:
             logger.propagate = True
 
 
+@pytest.fixture(autouse=True)
+def main_stays() -> Iterator[None]:
+    """Streamlit puts the page that it runs in the place of `__main__` and leaves it there, and multiprocessing has
+    children run that."""
+    main = sys.modules["__main__"]
+    yield
+    sys.modules["__main__"] = main
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """What the tests of a file have imported stays, too."""
