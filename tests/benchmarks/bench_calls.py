@@ -4,7 +4,8 @@
 - the exit of a worker, from the route's function to the decided and stored generation; its plan is made ahead
 - one more run of Live's script, and of the Planner's with an answer
 
-Calls of libraries are not counted, but those that they make back into the product are. All threads count.
+Calls of libraries are not counted, but those that they make back into the product are. All threads count. Functions
+with a name are also counted alone, without comprehensions and lambdas.
 
     python -m tests.benchmarks.bench_calls
 """
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 from streamlit.testing.v1 import AppTest
 
@@ -79,7 +80,7 @@ def _packs() -> bool:
 @contextmanager
 def counted(what: str) -> Iterator[None]:
     """Prints how many functions the block called, and how often."""
-    calls = Counter[object]()
+    calls = Counter[CodeType]()
 
     def look(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(ROOMS):
@@ -92,7 +93,8 @@ def counted(what: str) -> Iterator[None]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-    print(f"{what:45}{len(calls):6,} functions{calls.total():8,} calls", flush=True)
+    named = sum(not code.co_name.startswith("<") for code in calls)
+    print(f"{what:45}{len(calls):6,} functions, {named:3,} with a name{calls.total():8,} calls", flush=True)
 
 
 if __name__ == "__main__":
