@@ -55,7 +55,7 @@ class Violation(AssertionError):
 
 
 @dataclass(frozen=True)
-class Model:
+class AgreementModel:
     """lazy: workers that the plan gives no micro-batch while others of their stage live. waits: does a step wait
     for the other stages' reductions (as after a clipped gradient)? barrier, finishes, settles: the rules that make it
     safe: nobody steps before its stage has reduced, who has reduced steps, and nobody has a gradient before every other

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.planner.jobs.job import Worker
-from tests.agent.agreement_model import IDLE, REPLICA, Model, Violation
+from tests.agent.agreement_model import IDLE, REPLICA, AgreementModel, Violation
 from tests.conftest import at_length
 
 
@@ -22,7 +22,7 @@ from tests.conftest import at_length
     ],
 )
 def test_every_order_leads_to_an_agreement(lazy: frozenset[Worker], waits: bool) -> None:
-    found = Model(2, 2, iterations=3, deaths=1, returns=1, lazy=lazy, waits=waits).explore()
+    found = AgreementModel(2, 2, iterations=3, deaths=1, returns=1, lazy=lazy, waits=waits).explore()
     assert found > 10_000, "the model has moved"
 
 
@@ -30,6 +30,6 @@ def test_every_order_leads_to_an_agreement(lazy: frozenset[Worker], waits: bool)
 def test_each_rule_is_needed(without: str) -> None:
     """The model finds the order of events in which a stage's last survivor is two iterations behind, or somebody who is
     to go back has nothing to go back to any more."""
-    model = Model(2, 2, iterations=3, deaths=1, returns=0, lazy=IDLE, **{without: False})  # type: ignore[arg-type]
+    model = AgreementModel(2, 2, iterations=3, deaths=1, returns=0, lazy=IDLE, **{without: False})  # type: ignore[arg-type]
     with pytest.raises(Violation):
         model.explore()

@@ -685,17 +685,17 @@ def test_what_modules_of_a_layer_share_stays_one_parameter() -> None:
 
 
 def test_a_micro_batch_is_divided_into_runs_of_samples() -> None:
-    class Data:
+    class FourSamples:
         samples_per_micro_batch = 4
 
         def inputs(self, *_: int) -> Any:
             return torch.arange(4), {"mask": torch.arange(8).view(4, 2)}
 
-    parts: list[Any] = [DividedBatches(Data(), rank, 2).inputs(0, 0, 0, 0) for rank in range(2)]  # type: ignore[arg-type]
+    parts: list[Any] = [DividedBatches(FourSamples(), rank, 2).inputs(0, 0, 0, 0) for rank in range(2)]  # type: ignore[arg-type]
     assert [part[0].tolist() for part in parts] == [[0, 1], [2, 3]]
     assert parts[1][1]["mask"].tolist() == [[4, 5], [6, 7]]
     with pytest.raises(InputError):
-        DividedBatches(Data(), 0, 3).inputs(0, 0, 0, 0)  # type: ignore[arg-type]
+        DividedBatches(FourSamples(), 0, 3).inputs(0, 0, 0, 0)  # type: ignore[arg-type]
 
 
 def test_the_loss_is_that_of_the_whole_micro_batch() -> None:
