@@ -24,11 +24,12 @@ if TYPE_CHECKING:
         Planning,
         Timeouts,
     )
+    from openrecycle.agent.jobs.callables import Model
     from openrecycle.agent.jobs.callbacks import Callback, MLflow, ProgressBar, TensorBoard, WeightsAndBiases
     from openrecycle.agent.jobs.results import TrainingResult
     from openrecycle.agent.jobs.trainer import ResilientTrainer
     from openrecycle.agent.launcher.launch import JobFailed
-    from openrecycle.agent.models.data import Evaluation, Loading, MicroBatchSampler, PadCollate
+    from openrecycle.agent.models.data import Data, Evaluation, MicroBatchSampler, PadCollate
     from openrecycle.agent.models.layers import TensorSpec
     from openrecycle.agent.own_loops.own_group import GroupLost, Membership
     from openrecycle.agent.own_loops.reporter import Reporter
@@ -45,6 +46,7 @@ _HOMES = {
     "Callback": "openrecycle.agent.jobs.callbacks",
     "Checkpoints": "openrecycle.agent.config.options",
     "Console": "openrecycle.agent.config.options",
+    "Data": "openrecycle.agent.models.data",
     "Evaluation": "openrecycle.agent.models.data",
     "ExponentialMovingAverage": "openrecycle.agent.stages.optimizer",
     "Faults": "openrecycle.agent.config.options",
@@ -54,10 +56,10 @@ _HOMES = {
     "InputError": "openrecycle.planner.jobs.errors",
     "Job": "openrecycle.planner.jobs.job",
     "JobFailed": "openrecycle.agent.launcher.launch",
-    "Loading": "openrecycle.agent.models.data",
     "MLflow": "openrecycle.agent.jobs.callbacks",
     "Membership": "openrecycle.agent.own_loops.own_group",
     "MicroBatchSampler": "openrecycle.agent.models.data",
+    "Model": "openrecycle.agent.jobs.callables",
     "Optimization": "openrecycle.agent.config.options",
     "PadCollate": "openrecycle.agent.models.data",
     "Planning": "openrecycle.agent.config.options",
@@ -77,6 +79,7 @@ __all__ = [
     "Callback",
     "Checkpoints",
     "Console",
+    "Data",
     "Evaluation",
     "ExponentialMovingAverage",
     "Faults",
@@ -86,10 +89,10 @@ __all__ = [
     "InputError",
     "Job",
     "JobFailed",
-    "Loading",
     "MLflow",
     "Membership",
     "MicroBatchSampler",
+    "Model",
     "Optimization",
     "PadCollate",
     "Planning",

@@ -210,9 +210,14 @@ def _expected(about: Mapping[str, Any], *, whole: bool) -> str:
 
 @contextmanager
 def spelled(names: Mapping[str, str]) -> Iterator[None]:
-    """Replaces the path of an option, in an InputError from inside the block, by what `names` has for it."""
+    """Replaces the path of an option, in an InputError from inside the block, by what `names` has for it. What follows
+    in brackets stays."""
     try:
         yield
     except InputError as error:
         expected = re.sub(r"`([a-z_.]+)`", lambda match: names.get(match[1], match[0]), error.expected)
-        raise InputError(names.get(error.field, error.field), error.value, expected) from None
+        field, bracket, place = error.field.partition("[")
+        field = names.get(field, field) + bracket + place
+        if (field, expected) == (error.field, error.expected):
+            raise
+        raise InputError(field, error.value, expected) from error.__cause__

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from openrecycle import Faults, Job, ResilientTrainer
+from openrecycle import Data, Faults, Job, Model, ResilientTrainer
 
 
 def build_layer(layer: int, layers: int) -> nn.Module:
@@ -22,11 +22,8 @@ def points() -> TensorDataset:
 
 if __name__ == "__main__":
     trainer = ResilientTrainer(
-        layers=build_layer,
-        layer_count=6,
-        loss=functional.cross_entropy,
-        data=points(),
-        batch_size=16,
+        model=Model(layers=build_layer, layer_count=6, loss=functional.cross_entropy),
+        data=Data(points(), batch_size=16),
         optimizer=partial(torch.optim.AdamW, lr=3e-3),
         job=Job.uniform(pipelines=2, stages=3, micro_batches=4),
         # W1_1 is SIGKILLed in iteration 20; leave it out, and nothing printed last changes

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from openrecycle import Faults, Job, ResilientTrainer
+from openrecycle import Faults, Job, Model, ResilientTrainer
 
 
 def points() -> TensorDataset:
@@ -24,8 +24,7 @@ if __name__ == "__main__":
     #     cross_entropy(model(x), y).backward()
     #     optimizer.step()
     trainer = ResilientTrainer(
-        layers=list(model),
-        loss=functional.cross_entropy,
+        model=Model(layers=list(model), loss=functional.cross_entropy),
         data=loader,
         optimizer=partial(torch.optim.AdamW, lr=3e-3),
         job=Job.uniform(pipelines=2, stages=2, micro_batches=4),

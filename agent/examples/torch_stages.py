@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 
-from openrecycle import Faults, Job, ResilientTrainer
+from openrecycle import Faults, Job, Model, ResilientTrainer
 
 PARTS = [["embedding", "block0"], ["block1"], ["block2"], ["block3", "head"]]
 
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     adamw, job = partial(torch.optim.AdamW, lr=1e-2), Job.uniform(pipelines=2, stages=2, micro_batches=4)
     faults = Faults(kill=["W1_1@5:F2"])
     trainer = ResilientTrainer(
-        layers=build, layer_count=4, loss=mse_loss, data=data, optimizer=adamw, job=job, faults=faults
+        model=Model(layers=build, layer_count=4, loss=mse_loss), data=data, optimizer=adamw, job=job, faults=faults
     )
     result = trainer.fit(iterations=20)
     print("loss", result.losses[0], "to", result.losses[-1], "without", *(r.worker for r in result.recoveries))

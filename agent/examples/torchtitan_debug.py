@@ -8,7 +8,7 @@ from torchtitan.distributed import pipeline_parallel as titan  # type: ignore[im
 from torchtitan.models.common import ScaledDotProductAttention  # type: ignore[import-not-found]
 from torchtitan.models.llama3 import llama3_configs  # type: ignore[import-not-found]
 
-from openrecycle import Faults, Job, ResilientTrainer
+from openrecycle import Faults, Job, Model, ResilientTrainer
 
 
 def build(index: int, count: int) -> nn.Module:
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     adamw, job = partial(torch.optim.AdamW, lr=1e-3), Job.uniform(pipelines=2, stages=2, micro_batches=3)
     faults = Faults(kill=["W1_1@3:F2"])
     trainer = ResilientTrainer(
-        layers=build, layer_count=8, loss=loss, data=data, optimizer=adamw, job=job, faults=faults
+        model=Model(layers=build, layer_count=8, loss=loss), data=data, optimizer=adamw, job=job, faults=faults
     )
     result = trainer.fit(iterations=8)
     print("loss", result.losses[0], "to", result.losses[-1], "without", *(r.worker for r in result.recoveries))

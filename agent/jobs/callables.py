@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.models import compat, torch_pipelining
 from openrecycle.agent.models.data import (
+    Data,
     DatasetBatches,
-    Loading,
     Read,
     ReadAhead,
     StreamBatches,
@@ -30,7 +30,7 @@ from openrecycle.agent.models.layers import StageIO, Tied, tensors_of
 from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Metric, first_readable, weight_of
 from openrecycle.agent.stages.optimizer import NamedParameters, make_optimizer
-from openrecycle.planner.jobs.errors import InputError, in_a_line
+from openrecycle.planner.jobs.errors import InputError, check_whole, in_a_line
 
 if TYPE_CHECKING:  # torch takes seconds to import these
     from torch.distributed.pipelining import Pipe, PipelineStage
@@ -40,9 +40,7 @@ LayerBuilder = Callable[[int, int], Built]
 Layers = LayerBuilder | Sequence[nn.Module | Callable[[], Built]]
 """Builds or lists the layers; or stages, which can't be cut."""
 GivenLayers = Union[Layers, "Pipe", Sequence["PipelineStage"]]
-"""What ResilientTrainer takes as layers or stages; for Pipe and PipelineStage see agent.models.torch_pipelining."""
-Data = Callable[[int, int, int], Any]
-"""A function of (iteration, pipeline, micro-batch) that returns (inputs, targets), or a dict (see Loading)."""
+"""What Model takes as layers or stages; for Pipe and PipelineStage see agent.models.torch_pipelining."""
 Loss = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 """A function of a stage's parameters; of (name, parameter) pairs, if its argument is called `named_parameters`."""
@@ -51,61 +49,140 @@ Parallelize = Callable[[nn.Module, Any], Any]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What a job trains: a model cut into layers, and its loss.
+
+    layers: a function of (layer, layers) that returns a torch.nn.Module, with layer_count, the number of layers. Or a
+        sequence with one module, or one builder without arguments, per layer. A layer takes what the previous one
+        returns: a tensor, or several as positional arguments. The random numbers of a builder are seeded per layer.
+        A stage is a run of consecutive layers; where the model is cut has no influence on the numbers. Or a Pipe of
+        torch.distributed.pipelining, each of whose stages counts as a layer; a PipelineStage stands for its module.
+    stages: instead of layers, in the same forms, one module per stage; such a model can't be cut elsewhere.
+    loss: a function of (output of the last layer, targets) that returns the mean loss of a micro-batch.
+    tied: parameters that several layers share, as groups of LAYER.NAME, such as
+        [["0.embedding.weight", "11.head.weight"]]. Not needed where the layers are given as modules. Each layer has a
+        copy, and each copy gets the sum of all the copies' gradients, so that all of them take the same steps.
+    parallelize: a function of (layer, torch DeviceMesh) that returns the layer split over the ranks of a worker, by
+        torch's parallelize_module or fully_shard, or with mesh=... by both. It needs
+        platform=Platform(ranks_per_worker=...).
+    stage_io: the TensorSpecs of what passes between each pair of neighbouring layers (or stages); found out if not
+        given.
+    """
+
+    layers: GivenLayers | None = None
+    layer_count: int | None = None
+    stages: GivenLayers | None = None
+    loss: Loss
+    tied: Sequence[Sequence[str]] = ()
+    parallelize: Parallelize | None = None
+    stage_io: StageIO | None = None
+
+    def __post_init__(self) -> None:
+        """Turns what comes from torch.distributed.pipelining into modules. Raises InputError."""
+        if (self.stages is None) == (self.layers is None):
+            given = "neither" if self.stages is None else "both"
+            raise InputError("model.layers", given, "layers, or stages that can't be cut")
+        field, count = f"model.{self.kind}s", self.layer_count
+        parts, shared = torch_pipelining.modules_of(self.parts, field)
+        if not isinstance(parts, Sequence) and not callable(parts):
+            raise InputError(field, type(parts).__name__, "a list of modules, or a function that builds them")
+        if self.stages is not None and count is not None:
+            raise InputError("model.layer_count", count, "nothing beside stages")
+        if self.layers is not None and isinstance(parts, Sequence):
+            if count not in (None, len(parts)):
+                raise InputError("model.layer_count", count, f"the number of layers given, {len(parts)}")
+            count = len(parts)
+        if self.layers is not None:
+            check_whole("model.layer_count", count, 1, "a whole number of layers, at least 1, that the function builds")
+        _check_loss(self.loss)
+        object.__setattr__(self, f"{self.kind}s", parts)
+        object.__setattr__(self, "layer_count", count)
+        object.__setattr__(self, "tied", (*map(tuple, self.tied), *shared))
+
+    @property
+    def kind(self) -> str:
+        return "stage" if self.layers is None else "layer"
+
+    @property
+    def parts(self) -> Any:
+        """The layers; or the stages, which can't be cut."""
+        return self.stages if self.layers is None else self.layers
+
+    def check(self, stages: int) -> None:
+        """Raises InputError unless a job of so many stages can train this model."""
+        if self.layers is not None:
+            expected = f"a whole number, at least one layer per stage: {stages}"
+            check_whole("model.layer_count", self.layer_count, stages, expected)
+        elif isinstance(self.stages, Sequence) and (given := len(self.stages)) != stages:
+            more = "; as layers=, a stage may hold several" if given > stages else ""
+            raise InputError("model.stages", given, f"one per stage of the job, {stages} in all{more}")
+
+
+def _check_loss(loss: Any) -> None:
+    """Raises InputError for what is no function, and for a loss with parameters that no optimizer would get."""
+    if not callable(loss):
+        raise InputError("model.loss", loss, "something that can be called")
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise InputError("model.loss", f"the class {loss.__name__}", f"a module of it: {loss.__name__}()")
+    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    if names := [name for name, parameter in named if parameter.requires_grad]:
+        got = f"a {type(loss).__name__} with {names[0]}, a parameter that requires a gradient"
+        expected = (
+            "one without, since only parameters of layers are trained: have the last layer hold them, and return them "
+            "beside its output; or, if they are to stay as they are, loss.requires_grad_(False)"
+        )
+        raise InputError("model.loss", got, expected)
+
+
 @dataclass
 class CallableWorkload:
     """A Workload (see there) made of functions.
 
-    make_layers: a function of (layer, layers) that returns a module; or one module, or builder without arguments, per
-    layer. layers: how many; None: one per stage, and they can't be cut. tied_names: parameters that layers share,
-    beside those that the given modules share. make_batch: a function of (iteration, pipeline, micro-batch) that returns
-    a micro-batch, which `loading` splits. stage_io: None: it is inferred. split: the user's `parallelize`, if any.
-    input_names, usual_weight: set by `as_found`.
+    data: cut, so that its `samples` are a function of (iteration, pipeline, micro-batch). input_names, usual_weight:
+    set by `as_found`.
     """
 
-    make_layers: Layers
-    make_batch: Data
-    make_loss: Loss
+    model: Model
+    data: Data
     make_optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None
-    stage_io: StageIO | None
     seed: int
-    layers: int | None = None
-    tied_names: Tied = ()
-    loading: Loading = field(default_factory=Loading)
+    evaluation: EvaluationBatches | None = None
     input_names: tuple[str, ...] = ()
     usual_weight: float | None = None
-    evaluation: EvaluationBatches | None = None
-    split: Parallelize | None = None
+
+    owner_names: ClassVar[Mapping[str, str]] = {own.name: f"model.{own.name}" for own in fields(Model)}
 
     def __post_init__(self) -> None:
         self._batch: tuple[tuple[int, int, int], tuple[Any, Any]] | None = None
         self._ahead: ReadAhead | None = None
         # Found out before any layer becomes part of a stage, where it gets its own copies.
-        self._shared = _shared(self.make_layers)
+        self._shared = _shared(self.model.parts)
 
     def upcoming(self, places: Sequence[tuple[int, int, int]]) -> None:
         """Says which micro-batches this worker will need next, in this order. The first call starts the process that
         reads ahead, if there is to be one."""
-        if self._ahead is None and self.loading.prefetch:
-            self._ahead = ReadAhead(Read(self.make_batch, self.seed), self.loading.prefetch)
+        if self._ahead is None and self.data.prefetch:
+            self._ahead = ReadAhead(Read(self.data.samples, self.seed), self.data.prefetch)
         if self._ahead is not None:
             self._ahead.expect(places)
 
     @property
     def stream(self) -> StreamBatches | None:
         """The part of its data that has a position: a stream."""
-        return Read(self.make_batch, self.seed).stream
+        return Read(self.data.samples, self.seed).stream
 
     @property
     def grid(self) -> tuple[int, int] | None:
         """(pipelines, micro-batches) of the grid that the data are cut for; None: for none."""
-        cut = Read(self.make_batch, self.seed).cut
+        cut = Read(self.data.samples, self.seed).cut
         return None if cut is None else cut.grid
 
     def data_position(self, iteration: int) -> StageState | None:
         """Returns where the data go on at an iteration, for checkpoints and peers: how iterations were cut until now,
         and the position of a stream, if it is known. None where a user's function cuts them."""
-        cut, position = Read(self.make_batch, self.seed).cut, None
+        cut, position = Read(self.data.samples, self.seed).cut, None
         if cut is None:
             return None
         if isinstance(cut, StreamBatches):
@@ -118,7 +195,7 @@ class CallableWorkload:
     def take_data_position(self, iteration: int, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Takes over what `data_position` of a peer, or of the job that wrote a checkpoint, has returned. Raises
         KeyError, TypeError or ValueError where it is wrong."""
-        cut = Read(self.make_batch, self.seed).cut
+        cut = Read(self.data.samples, self.seed).cut
         if cut is None:
             return
         if "cuts" in document:  # none where a function of the user cut the data until now
@@ -135,40 +212,44 @@ class CallableWorkload:
     @property
     def parallelize(self) -> Parallelize:
         """The user's function. Raises AttributeError if there is none, since only some workloads have it."""
-        if self.split is None:
+        if self.model.parallelize is None:
             raise AttributeError("parallelize")
-        return self.split
+        return self.model.parallelize
+
+    @property
+    def stage_io(self) -> StageIO | None:
+        return self.model.stage_io
 
     @property
     def varies(self) -> bool:
         """Do inputs have several shapes?"""
-        return bool(getattr(self.loading.collate, "varies", False))
+        return bool(getattr(self.data.collate, "varies", False))
 
     def largest(self, seed: int) -> tuple[Any, Any]:
         """Returns the (inputs, targets) of a micro-batch, padded to the largest possible length."""
         made = compat.copied(first_readable(partial(self._made, seed)))
-        inputs, targets = self.loading.split(self._widest(made))
+        inputs, targets = self.data.split(self._widest(made))
         return _passed_on(inputs, self.input_names), targets
 
     @property
     def shared_inputs(self) -> tuple[str, ...]:
-        return tuple(self.loading.shared)
+        return tuple(self.data.shared)
 
     def weight(self, targets: Any) -> Any:
-        assert self.loading.weight is not None
-        return self.loading.weight(compat.copied(targets))
+        assert self.data.weight is not None
+        return self.data.weight(compat.copied(targets))
 
     def as_found(self) -> CallableWorkload:
         """Returns a workload that also knows what the data show: the names of the inputs, where these are keyword
         arguments; and, where micro-batches are weighted, how much one counts. Raises InputError."""
         inputs, targets = first_readable(lambda *place: self._of(self.seed, *place))
-        names, evaluation, usual = self.loading.names(inputs), self.evaluation, None
-        if self.loading.weight is not None:
+        names, evaluation, usual = self.data.names(inputs), self.evaluation, None
+        if self.data.weight is not None:
             try:
                 usual = float(weight_of(self, targets)) or 1.0
             except Exception as error:
                 expected = "a function of targets to a number"
-                raise InputError("loading.weight", in_a_line(error)[:200], expected) from error
+                raise InputError("data.weight", in_a_line(error)[:200], expected) from error
         found = evaluation and replace(evaluation, input_names=names)
         return replace(self, input_names=names, usual_weight=usual, evaluation=found)
 
@@ -178,26 +259,27 @@ class CallableWorkload:
 
     @property
     def kind(self) -> str:
-        return "stage" if self.layers is None else "layer"
+        return self.model.kind
 
     def layer_count(self, stages: int) -> int:
-        return stages if self.layers is None else self.layers
+        return self.model.layer_count or stages
 
     def tied(self, layers: int) -> Tied:
         """Returns the parameters that are one in the given modules, and those that the user has named as tied."""
-        return (*self.tied_names, *self._shared)
+        return (*map(tuple, self.model.tied), *self._shared)
 
     def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
         def build() -> Any:
             torch.manual_seed(seed_for("parameters", seed, layer))
-            if isinstance(self.make_layers, Sequence):
-                part = self.make_layers[layer]
-                return part if isinstance(part, nn.Module) else part()
-            return self.make_layers(layer, layers)
+            parts = self.model.parts
+            if isinstance(parts, Sequence):
+                return parts[layer] if isinstance(parts[layer], nn.Module) else parts[layer]()
+            return parts(layer, layers)
 
-        module = torch_pipelining.built(build, layer, layers, f"{self.kind}s")
+        field = f"model.{self.kind}s"
+        module = torch_pipelining.built(build, layer, layers, field)
         if not isinstance(module, nn.Module):
-            raise InputError(f"{self.kind}s", type(module).__name__, f"a torch.nn.Module for {self.kind} {layer}")
+            raise InputError(field, type(module).__name__, f"a torch.nn.Module for {self.kind} {layer}")
         return module
 
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor | tuple[Tensor, ...]:
@@ -206,18 +288,18 @@ class CallableWorkload:
 
     def samples(self, iteration: int, pipeline: int, micro_batch: int) -> tuple[int, ...]:
         """Returns the indices of the samples in a micro-batch; () where data is no map-style data set."""
-        if not isinstance(self.make_batch, DatasetBatches):
+        if not isinstance(self.data.samples, DatasetBatches):
             return ()
-        return tuple(map(int, self.make_batch.sampler(iteration, pipeline, micro_batch)))
+        return tuple(map(int, self.data.samples.sampler(iteration, pipeline, micro_batch)))
 
     def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
         return self._of(seed, iteration, pipeline, micro_batch)[1]
 
     def loss(self, output: Any, targets: Any) -> Tensor:
-        loss = self.make_loss(output, compat.copied(targets))
+        loss = self.model.loss(output, compat.copied(targets))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError("loss", got, "a tensor with one number, the mean over the micro-batch")
+            raise InputError("model.loss", got, "a tensor with one number, the mean over the micro-batch")
         return loss
 
     def optimizer(self, named_parameters: NamedParameters) -> torch.optim.Optimizer:
@@ -229,28 +311,29 @@ class CallableWorkload:
         iteration, pipeline, micro_batch = place
         key = iteration, pipeline, micro_batch
         if self._batch is None or self._batch[0] != key:
-            self._batch = key, self.loading.split(self._made(seed, *key))
+            self._batch = key, self.data.split(self._made(seed, *key))
         return self._batch[1]
 
     def _made(self, seed: int, *place: int) -> Any:
         """Returns a micro-batch as the data give it, not yet split."""
         iteration, pipeline, micro_batch = place
         key = iteration, pipeline, micro_batch
-        return Read(self.make_batch, seed)(key) if self._ahead is None else self._ahead.take(key)
+        return Read(self.data.samples, seed)(key) if self._ahead is None else self._ahead.take(key)
 
     def _widest(self, made: Any) -> Any:
-        collate: Any = self.loading.collate
+        collate: Any = self.data.collate
         return collate.widest(made)
 
 
 @dataclass
 class EvaluationBatches:
-    """EvaluationData (see there) made of functions. make_batch: returns the micro-batch of a number."""
+    """EvaluationData (see there) made of functions. make_batch: returns the micro-batch of a number. data: what is
+    trained on, which says how a micro-batch is split."""
 
     make_batch: Callable[[int], Any]
     micro_batches: int
     metrics: Mapping[str, Metric]
-    loading: Loading
+    data: Data
     input_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -269,7 +352,7 @@ class EvaluationBatches:
         if self._batch is None or self._batch[0] != index:
             with own_numbers("evaluation data", seed, index):
                 made = self.make_batch(index)
-            self._batch = index, self.loading.split(made)
+            self._batch = index, self.data.split(made)
         return self._batch[1]
 
 
@@ -296,14 +379,6 @@ def _shared(layers: Layers) -> Tied:
     return tuple(tuple(names) for names in holders.values() if len(names) > 1)
 
 
-_ARGUMENTS = {
-    "make_batch": "data",
-    "make_loss": "loss",
-    "make_optimizer": "optimizer",
-    "evaluation": "evaluate",
-}
-
-
 @dataclass(frozen=True)
 class SentWorkload:
     """A CallableWorkload as bytes, for worker processes that this process starts itself.
@@ -318,8 +393,8 @@ class SentWorkload:
     @classmethod
     def of(cls, workload: CallableWorkload) -> SentWorkload:
         """Pickles a workload that has passed `check_sendable`."""
-        layers = workload.make_layers
-        path = getattr(layers, "__qualname__", type(layers).__name__)
+        parts = workload.model.parts
+        path = getattr(parts, "__qualname__", type(parts).__name__)
         return cls(path, pickle.dumps(workload), _modules_of_script())
 
     def load(self) -> CallableWorkload:
@@ -329,13 +404,20 @@ class SentWorkload:
 
 def check_sendable(workload: CallableWorkload) -> None:
     """Raises InputError that names an argument which can't be sent to workers."""
-    for own in fields(workload):
-        argument = f"{workload.kind}s" if own.name == "make_layers" else _ARGUMENTS.get(own.name, own.name)
-        value = getattr(workload, own.name)
-        if isinstance(value, EvaluationBatches):
-            for metric in value.metrics.values():
-                _check_sendable("evaluate.metrics", metric)
+    for argument, value in _arguments(workload):
         _check_sendable(argument, value)
+
+
+def _arguments(workload: CallableWorkload) -> Iterator[tuple[str, Any]]:
+    """Yields what the user gave, by the names that the user knows."""
+    yield from ((f"model.{own.name}", getattr(workload.model, own.name)) for own in fields(Model))
+    how = {own.name: getattr(workload.data, own.name) for own in fields(Data)}
+    samples = how.pop("samples")  # after the others, which it may have in it
+    yield from ((f"data.{name}", value) for name, value in how.items())
+    yield from (("data", samples), ("optimizer", workload.make_optimizer), ("scheduler", workload.scheduler))
+    if workload.evaluation is not None:
+        yield from (("evaluate.metrics", metric) for metric in workload.evaluation.metrics.values())
+        yield "evaluate.data", workload.evaluation.make_batch
 
 
 def _check_sendable(argument: str, value: Any) -> None:

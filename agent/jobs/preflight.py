@@ -46,6 +46,7 @@ from openrecycle.agent.models.layers import (
     build_layers,
     kind_of,
     layer_count,
+    owner_names,
     partition_of,
     precision,
     spans,
@@ -430,7 +431,7 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
     """
     compat.check_version()
     # What is tried out here must not change the caller's random numbers, nor its settings of torch.
-    with own_numbers("preflight", options.seed), kept_settings():
+    with own_numbers("preflight", options.seed), kept_settings(), spelled(owner_names(workload)):
         _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
         if options.evaluate_every:
             _check_evaluation(workload, options.seed)
@@ -711,7 +712,7 @@ def _check_splits(workload: Workload, shapes: NamedParameters, ranks: int) -> No
     """Raises InputError unless the layers can be split over ranks, and the optimizer can step their parts."""
     field = "platform.ranks_per_worker"
     if not hasattr(workload, "parallelize"):
-        expected = "1, or `parallelize(layer, mesh)`: a method of the workload, or an argument of ResilientTrainer"
+        expected = "1, or `parallelize(layer, mesh)`: a method of the workload, or Model(parallelize=...)"
         raise InputError(field, ranks, expected)
     kind = type(make_optimizer(workload.optimizer, shapes))
     if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:

@@ -1,8 +1,10 @@
 """ResilientTrainer: pipeline-parallel training of your own model, through failures, on this machine.
 
 trainer = ResilientTrainer(
-    layers=build_layer, layer_count=12, loss=functional.cross_entropy, data=dataset, batch_size=8,
-    optimizer=partial(torch.optim.AdamW, lr=1e-3), job=Job.uniform(2, 3, 4),
+    model=Model(layers=build_layer, layer_count=12, loss=functional.cross_entropy),
+    data=Data(dataset, batch_size=8),
+    optimizer=partial(torch.optim.AdamW, lr=1e-3),
+    job=Job.uniform(2, 3, 4),
 )
 result = trainer.fit(iterations=1000)      # under `if __name__ == "__main__":`
 result.state_dict(0)                       # the trained weights of layer 0
@@ -26,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -43,13 +45,9 @@ from openrecycle.agent.config.options import (
 )
 from openrecycle.agent.jobs.callables import (
     CallableWorkload,
-    Data,
     EvaluationBatches,
-    GivenLayers,
-    Layers,
-    Loss,
+    Model,
     OptimizerFactory,
-    Parallelize,
     SchedulerFactory,
     SentWorkload,
     check_sendable,
@@ -69,24 +67,20 @@ from openrecycle.agent.launcher.record import (
 )
 from openrecycle.agent.messages.client import ConsoleRefused, ConsoleUnavailable, Delivery, Record
 from openrecycle.agent.messages.protocol import Iteration, Recovery
-from openrecycle.agent.models import torch_pipelining
 from openrecycle.agent.models.data import (
+    Data,
+    DataFunction,
     DatasetBatches,
     Evaluation,
     InOrder,
-    Loading,
-    MicroBatchSampler,
     StreamBatches,
-    check_data_function,
-    of_loader,
+    is_function,
     own_numbers,
-    stream_of,
 )
-from openrecycle.agent.models.layers import StageIO, Tied
 from openrecycle.agent.models.workload import Workload, first_readable
 from openrecycle.agent.nodes.role import check_alone
 from openrecycle.forking import fork_context
-from openrecycle.planner.jobs.errors import InputError, PlannerError, check_whole, in_short
+from openrecycle.planner.jobs.errors import InputError, PlannerError, in_short
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.profiles import Profile
@@ -134,32 +128,14 @@ def _has_said_all(error: Exception) -> bool:
 class ResilientTrainer:
     """One job: a grid of worker processes on this machine. The job goes on training while some of them die.
 
-    Worker processes import the arguments. So stages, loss, data, optimizer, scheduler and collate must be functions or
+    Worker processes import the arguments. So layers, loss, data, optimizer, scheduler and collate must be functions or
     classes at the top level of a file, and the script must start training under `if __name__ == "__main__":`.
 
-    The model:
-    layers: a function of (layer, layers) that returns a torch.nn.Module, with layer_count, the number of layers. Or a
-        sequence with one module, or one builder without arguments, per layer. A layer takes what the previous one
-        returns: a tensor, or several as positional arguments. The random numbers of a builder are seeded per layer.
-        A stage is a run of consecutive layers; where the model is cut has no influence on the numbers. Or a Pipe of
-        torch.distributed.pipelining, each of whose stages counts as a layer; a PipelineStage stands for its module.
-    tied: parameters that several layers share, as groups of LAYER.NAME, such as
-        [["0.embedding.weight", "11.head.weight"]]. Not needed where the layers are given as modules. Each layer has a
-        copy, and each copy gets the sum of all the copies' gradients, so that all of them take the same steps.
-    stages: instead of layers, in the same forms, one module per stage; such a model can't be cut elsewhere.
-    parallelize: a function of (layer, torch DeviceMesh) that returns the layer split over the ranks of a worker, by
-        torch's parallelize_module or fully_shard, or with mesh=... by both. It needs
-        platform=Platform(ranks_per_worker=...).
-    loss: a function of (output of the last layer, targets) that returns the mean loss of a micro-batch.
-    stage_io: the TensorSpecs of what passes between each pair of neighbouring layers (or stages); found out if not
-        given.
+    model: a Model(...): the layers, and the loss.
 
     The data:
-    data: a data set, map-style or iterable, with batch_size (samples per micro-batch). Or a DataLoader of one, also
-        torchdata's StatefulDataLoader. Or a function of (iteration, pipeline, micro_batch) that returns the same for
-        equal arguments in every process (torch's generator is seeded accordingly). A micro-batch is a pair (inputs,
-        targets), or a dict: the loss gets its `labels`, and layer 0 its other tensors as keyword arguments.
-    loading: a Loading(...): how samples are picked from a data set and collated, and who gets which entry of a dict.
+    data: a Data(...): samples, and how they become micro-batches. Or a DataLoader, or a function of (iteration,
+        pipeline, micro_batch) that returns a micro-batch.
     evaluate: an Evaluation(...): what the job is evaluated on while it trains.
 
     Optimization:
@@ -192,7 +168,8 @@ class ResilientTrainer:
     on_error: what happens when one of these calls raises, after the traceback was logged. "stop": the training ends
         in order, and `fit` raises the exception, with the TrainingResult so far as its `result`. "log": nothing more.
 
-    `help()` of each option group lists its options, which are also those of `openrecycle train`.
+    `help()` of each of these classes lists its fields; those of the option groups, such as Planning, are also options
+    of `openrecycle train`.
     Raises InputError that names the argument, with its group: `faults.compare_every`.
     """
 
@@ -200,38 +177,34 @@ class ResilientTrainer:
     def __init__(
         self,
         *,
-        stages: GivenLayers | None = None,
-        layers: GivenLayers | None = None,
-        layer_count: int | None = None,
-        tied: Sequence[Sequence[str]] = (),
-        parallelize: Parallelize | None = None,
-        loss: Loss,
-        data: Data | Any,
+        model: Model,
+        data: Data | DataLoader[Any] | DataFunction,
+        evaluate: Evaluation | None = None,
         optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        optimization: Optimization | None = None,
+        seed: int = 0,
         job: Job,
         profile: str | Path | Profile | JobDoc | None = None,
-        scheduler: SchedulerFactory | None = None,
-        batch_size: int | None = None,
-        loading: Loading | None = None,
-        stage_io: StageIO | None = None,
-        seed: int = 0,
-        weights: str | Path | None = None,
-        record: str | Path | None = None,
         planning: Planning | None = None,
-        optimization: Optimization | None = None,
         platform: Platform | None = None,
+        weights: str | Path | None = None,
         checkpoints: Checkpoints | None = None,
+        record: str | Path | None = None,
         faults: Faults | None = None,
         console: Console | None = None,
         on_iteration: Callable[[int, float], object] | Callable[[int, float, Iteration], object] | None = None,
         on_recovery: Callable[[Recovery], object] | None = None,
         callbacks: Sequence[Callback] = (),
-        evaluate: Evaluation | None = None,
         on_error: OnError = "stop",
     ) -> None:
+        if not isinstance(model, Model):
+            expected = "openrecycle.Model(layers=..., loss=...); from_transformers takes a model of transformers"
+            raise InputError("model", type(model).__name__, expected)
+        data = Data.of(data)
         if not isinstance(job, Job):
             raise InputError("job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)")
-        make_layers, count, shared = _model(stages, layers, layer_count, job)
+        model.check(job.stages)
         if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             expected = (
                 "a function of the optimizer that makes one, such as "
@@ -241,17 +214,10 @@ class ResilientTrainer:
         if isinstance(optimizer, torch.optim.Optimizer):
             expected = "a function that makes one of a stage's parameters, such as partial(torch.optim.AdamW, lr=1e-3)"
             raise InputError("optimizer", f"an {type(optimizer).__name__} already made", expected)
-        for argument, value in (("loss", loss), ("optimizer", optimizer)):
-            if not callable(value):
-                raise InputError(argument, value, "something that can be called")
-            if isinstance(value, type) and issubclass(value, torch.nn.Module):
-                raise InputError(argument, f"the class {value.__name__}", f"a module of it: {value.__name__}()")
-        if isinstance(loss, torch.nn.Module):
-            _check_loss(loss)
+        if not callable(optimizer):
+            raise InputError("optimizer", optimizer, "something that can be called")
         if on_error not in get_args(OnError):
             raise InputError("on_error", on_error, "stop or log")
-        if loading is not None and not isinstance(loading, Loading):
-            raise InputError("loading", loading, "openrecycle.Loading(...)")
         given: dict[str, Any] = {"planning": planning, "optimization": optimization, "platform": platform}
         given |= {"checkpoints": checkpoints, "faults": faults, "console": console}
         groups = {name: group for name, group in given.items() if group is not None}
@@ -265,21 +231,8 @@ class ResilientTrainer:
         options.check(to_the_end=False)  # wrong options are refused now, not when training begins
         if options.record is not None:
             check_writable(Path(options.record))
-        make_batch, loading = _batches(data, job, seed, batch_size, loading or Loading())
-        workload = CallableWorkload(
-            make_layers=make_layers,
-            make_batch=make_batch,
-            make_loss=loss,
-            make_optimizer=optimizer,
-            scheduler=scheduler,
-            stage_io=stage_io,
-            seed=seed,
-            layers=count,
-            tied_names=(*(tuple(group) for group in tied), *shared),
-            loading=loading,
-            evaluation=_evaluation(evaluate, make_batch, batch_size, loading),
-            split=parallelize,
-        )
+        cut = data.cut(job, seed)
+        workload = CallableWorkload(model, cut, optimizer, scheduler, seed, _evaluation(evaluate, data.batch_size, cut))
         self._pretrained: Pretrained | None = None
         self._written_folder = False
         check_sendable(workload)
@@ -295,7 +248,7 @@ class ResilientTrainer:
         self._launcher: Launcher | None = None
         self._stop_asked = False
         self._workload = SentWorkload.of(workload)
-        self._options, self._layers = options, count
+        self._options, self._layers = options, model.layer_count
         self._needed = check_workload(workload, options)
         (_warn if self._needed.warning else _say)(self._needed.text)
 
@@ -305,13 +258,11 @@ class ResilientTrainer:
         cls,
         model: Any,
         *,
-        data: Any,
-        batch_size: int | None = None,
-        optimizer: OptimizerFactory,
-        job: Job,
-        loading: Loading | None = None,
+        data: Data | DataLoader[Any] | DataFunction,
         evaluate: Evaluation | None = None,
+        optimizer: OptimizerFactory,
         seed: int = 0,
+        job: Job,
         **others: Any,
     ) -> ResilientTrainer:
         """Returns a trainer for a causal language model of transformers, cut into layers: the embedding, one per
@@ -320,16 +271,14 @@ class ResilientTrainer:
         model: a config, whose model is initialised from `seed`; a folder or a name on the hub, with safetensors; or a
             model with its weights. Each worker reads only the tensors of its own layers. Parameters that need no
             gradient stay as they are.
-        data: a map-style data set with batch_size, or a DataLoader of one. Its samples are dicts with input_ids and,
-            if need be, attention_mask, position_ids and labels. The collator may be one of transformers'. Or a
-            function of (iteration, pipeline, micro_batch) that returns such a batch. Without labels the tokens, except
-            padding, are the labels. A label of -100 is ignored.
+        data: a Data(...) of a map-style data set, or a DataLoader of one. Its samples are dicts with input_ids and, if
+            need be, attention_mask, position_ids and labels. `collate` may be a collator of transformers. Or a function
+            of (iteration, pipeline, micro_batch) that returns such a batch. Without labels the tokens, except padding,
+            are the labels. A label of -100 is ignored.
 
         The loss is the model's own: the mean over all tokens of an iteration, as with transformers' Trainer. All other
         arguments are those of ResilientTrainer. `fit`'s result has `save_pretrained`. Raises InputError.
         """
-        if own := others.keys() & {"layers", "layer_count", "stages", "tied", "loss", "stage_io"}:
-            raise InputError(min(own), "an argument beside a transformers model", "nothing: the model says it")
         if not isinstance(job, Job):
             raise InputError("job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)")
         from openrecycle.agent.models.hugging_face import pretrained_job
@@ -337,20 +286,18 @@ class ResilientTrainer:
         ending = contextlib.ExitStack()
         with contextlib.ExitStack() as failed, own_numbers("first look", seed):
             failed.callback(ending.close)
-            loading = loading or Loading()
-            if isinstance(data, DataLoader):
-                if batch_size is not None:
-                    raise InputError("batch_size", batch_size, "nothing where data is a DataLoader, which has one")
-                data, batch_size, loading = of_loader(data, loading)
             skips = getattr(others.get("faults"), "on_bad_sample", None) == "skip"
-            source, arguments = pretrained_job(model, data, loading, ending, evaluate, skips=skips)
+            source, loss, data, evaluate = pretrained_job(
+                model, Data.of(data).without_loader(), ending, evaluate, skips=skips
+            )
             if job.stages > source.layer_count:
                 raise InputError("job.stages", job.stages, f"at most {source.layer_count}, the layers of the model")
-            batches, split = _batches(arguments["data"], job, seed, batch_size, arguments["loading"])
-            made, pads = first_readable(batches), arguments["loading"].collate
-            ids = split.split(pads.widest(made) if getattr(pads, "varies", False) else made)[0][0]
-            arguments |= {"batch_size": batch_size, "seed": seed, "stage_io": source.stage_io(ids.shape)}
-            trainer = cls(optimizer=optimizer, job=job, **arguments, **others)
+            cut = data.cut(job, seed)
+            made, pads = first_readable(cut.samples), cast(Any, cut.collate)
+            widest = pads.widest(made) if getattr(pads, "varies", False) else made
+            between = source.stage_io(cut.split(widest)[0][0].shape)
+            given = Model(layers=source, layer_count=source.layer_count, loss=loss, tied=source.tied, stage_io=between)
+            trainer = cls(model=given, data=data, evaluate=evaluate, optimizer=optimizer, seed=seed, job=job, **others)
             failed.pop_all()
         weakref.finalize(trainer, ending.close)
         trainer._pretrained = source
@@ -504,30 +451,6 @@ def _when_terminated(handle: Callable[[int], None]) -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _model(
-    stages: GivenLayers | None, layers: GivenLayers | None, layer_count: int | None, job: Job
-) -> tuple[Layers, int | None, Tied]:
-    """Checks the model arguments. Returns what builds the layers, their number (None: one per stage, which can't be
-    cut) and the parameters that a Pipe's stages share. Raises InputError."""
-    if (stages is None) == (layers is None):
-        given = "neither" if stages is None else "both"
-        raise InputError("layers", given, "layers, or stages that can't be cut")
-    given, shared = torch_pipelining.modules_of(*((layers, "layers") if stages is None else (stages, "stages")))
-    if stages is not None:
-        if layer_count is not None:
-            raise InputError("layer_count", layer_count, "nothing beside stages")
-        if isinstance(given, Sequence) and len(given) != job.stages:
-            more = "; as layers=, a stage may hold several" if len(given) > job.stages else ""
-            raise InputError("stages", len(given), f"one per stage of the job, {job.stages} in all{more}")
-        return given, None, shared
-    if isinstance(given, Sequence):
-        if layer_count not in (None, len(given)):
-            raise InputError("layer_count", layer_count, f"the number of layers given, {len(given)}")
-        layer_count = len(given)
-    expected = f"a whole number, at least one layer per stage: {job.stages}"
-    return given, check_whole("layer_count", layer_count, job.stages, expected), shared
-
-
 class ResultLines:
     """Takes the lines of the record, and collects from them what TrainingResult holds."""
 
@@ -569,18 +492,6 @@ class _Functions(Callback):
             self.on_iteration = iteration  # type: ignore[method-assign, assignment]
         if recovery is not None:
             self.on_recovery = recovery  # type: ignore[method-assign, assignment]
-
-
-def _check_loss(loss: torch.nn.Module) -> None:
-    """Raises InputError for a loss with parameters that no optimizer would get."""
-    names = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
-    if names:
-        got = f"a {type(loss).__name__} with {names[0]}, a parameter that requires a gradient"
-        expected = (
-            "one without, since only parameters of layers are trained: have the last layer hold them, and return them "
-            "beside its output; or, if they are to stay as they are, loss.requires_grad_(False)"
-        )
-        raise InputError("loss", got, expected)
 
 
 def _log(line: dict[str, Any]) -> None:
@@ -677,63 +588,29 @@ def _binds(signature: inspect.Signature, arguments: int) -> bool:
     return True
 
 
-def _batches(
-    data: Any,
-    job: Job,
-    seed: int,
-    batch_size: int | None,
-    loading: Loading,
-) -> tuple[Data, Loading]:
-    """Returns the data function (made here if `data` is a data set), and how its micro-batches are split. Raises
-    InputError."""
-    if isinstance(data, DataLoader) and batch_size is not None:
-        raise InputError("batch_size", batch_size, "nothing where data is a DataLoader, which has one")
-    if (stream := stream_of(data, batch_size, loading, job, seed)) is not None:
-        return stream, replace(loading, collate=data.collate_fn) if isinstance(data, DataLoader) else loading
-    if isinstance(data, DataLoader):
-        data, batch_size, loading = of_loader(data, loading)
-    if not hasattr(data, "__getitem__") and callable(data):
-        for argument, value in (("batch_size", batch_size), ("loading.sampler", loading.sampler)):
-            if value is not None:
-                raise InputError(argument, value, "nothing where data is a function: it makes whole micro-batches")
-        check_data_function(data)
-        function: Data = data
-        return function, loading
-    sampler = loading.sampler
-    if sampler is None:
-        if not hasattr(data, "__len__"):
-            raise InputError("data", type(data).__name__, "a data set with a length, or a sampler beside it")
-        if isinstance(data, tuple) and all(isinstance(part, torch.Tensor) for part in data):
-            raise InputError("data", f"a tuple of {len(data)} tensors", "a data set of them: TensorDataset(*tensors)")
-        if batch_size is None:
-            raise InputError("batch_size", None, "the number of samples in a micro-batch where data is a data set")
-        sampler = MicroBatchSampler(len(data), batch_size, job, seed=seed, shuffle=loading.shuffle)
-    return DatasetBatches(data, sampler, loading.collate), loading
-
-
-def _evaluation(
-    evaluate: Evaluation | None, trained_on: Data, batch_size: int | None, loading: Loading
-) -> EvaluationBatches | None:
+def _evaluation(evaluate: Evaluation | None, batch_size: int | None, trained_on: Data) -> EvaluationBatches | None:
     """Returns what the job is evaluated on. A data set is cut into micro-batches of the size that is trained on.
-    Raises InputError."""
+    trained_on: cut. Raises InputError."""
     if evaluate is None:
         return None
-    data, count = evaluate.data, evaluate.micro_batches
+    data, count, how = evaluate.data, evaluate.micro_batches, trained_on
     if isinstance(data, DataLoader):
-        data, size, loading = of_loader(data, loading)
-        if batch_size not in (None, size):
-            raise InputError("evaluate.data", f"a DataLoader with batch_size {size}", f"batch_size {batch_size}")
-        batch_size = size
-    if not hasattr(data, "__getitem__") and callable(data):
+        own = Data(data).without_loader()
+        if batch_size not in (None, own.batch_size):
+            got = f"a DataLoader with batch_size {own.batch_size}"
+            raise InputError("evaluate.data", got, f"batch_size {batch_size}")
+        data, batch_size, how = own.samples, own.batch_size, replace(how, collate=own.collate)
+    if is_function(data):
         if count is None:
             raise InputError(
                 "evaluate.micro_batches", None, "how many micro-batches there are, where data is a function"
             )
-        return EvaluationBatches(data, count, evaluate.metrics, loading)
-    if batch_size is None and isinstance(trained_on, DatasetBatches):
-        batch_size = len(trained_on.sampler(0, 0, 0))
-    if batch_size is None and isinstance(trained_on, StreamBatches):
-        batch_size = trained_on.batch_size
+        return EvaluationBatches(data, count, evaluate.metrics, how)
+    batches = trained_on.samples
+    if batch_size is None and isinstance(batches, DatasetBatches):
+        batch_size = len(batches.sampler(0, 0, 0))
+    if batch_size is None and isinstance(batches, StreamBatches):
+        batch_size = batches.batch_size
     if batch_size is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         expected = "a map-style data set, a DataLoader of one, or a function of the micro-batch's number"
         raise InputError("evaluate.data", type(data).__name__, expected)
@@ -741,7 +618,7 @@ def _evaluation(
     if not whole:
         raise InputError("evaluate.data", len(data), f"at least one micro-batch of {batch_size} samples")
     taken = whole if count is None else min(count, whole)
-    return EvaluationBatches(InOrder(data, batch_size, loading.collate), taken, evaluate.metrics, loading)
+    return EvaluationBatches(InOrder(data, batch_size, how.collate), taken, evaluate.metrics, how)
 
 
 def _check_script(workload: SentWorkload) -> None:

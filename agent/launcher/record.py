@@ -498,7 +498,7 @@ class DataWait:
         if self.passed < UNUSUAL + LOOKED_AT or self.waited <= LONG_WAIT * self.seconds:
             return None
         return (
-            f"workers wait {self.waited / self.seconds:.0%} of the time for their data; Loading(prefetch=4) reads it "
+            f"workers wait {self.waited / self.seconds:.0%} of the time for their data; Data(prefetch=4) reads it "
             "beside the training, which helps where a processor is free"
         )
 

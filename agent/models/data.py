@@ -12,7 +12,7 @@ position travels with the stage's state, so that nobody has to read the stream f
 Random numbers that are drawn while item k of an epoch is read depend on (seed, epoch, k), so they are the same wherever
 the reading began.
 
-With `Loading(prefetch=...)` each worker has a process that reads micro-batches beside the training, in the order in
+With `Data(prefetch=...)` each worker has a process that reads micro-batches beside the training, in the order in
 which the worker needs them (`ReadAhead`). They are passed in shared memory, as torch passes tensors between processes.
 It does not matter which of the two processes reads a micro-batch: what was read in vain is dropped, and if the process
 is gone, the worker reads by itself. The process ends with its worker, however that ends.
@@ -32,7 +32,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
@@ -64,11 +64,26 @@ Sampler = Callable[[int, int, int], Sequence[int]]
 """A function of (iteration, pipeline, micro-batch) that returns the indices of the samples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loading:
-    """How a data set becomes micro-batches. shuffle: every epoch has another order. collate: a function that makes a
-    micro-batch of a list of samples. sampler: says which samples are in which micro-batch, in place of the
-    MicroBatchSampler.
+DataFunction = Callable[[int, int, int], Any]
+"""A function of (iteration, pipeline, micro-batch) that returns (inputs, targets), or a dict (see Data)."""
+
+
+def is_function(samples: Any) -> bool:
+    """Does this make whole micro-batches? A data set that can be called as well does not."""
+    return callable(samples) and not hasattr(samples, "__getitem__")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a job trains on, and how it becomes micro-batches: pairs (inputs, targets), or dicts.
+
+    samples: a data set, map-style or iterable; a DataLoader of one, also torchdata's StatefulDataLoader; or a function
+    of (iteration, pipeline, micro_batch) that returns a micro-batch, the same for equal arguments in every process
+    (torch's generator is seeded accordingly). The last two may also be given without Data(...) around them.
+
+    Of a data set: batch_size: samples per micro-batch. shuffle: every epoch has another order. collate: a function that
+    makes a micro-batch of a list of samples. A DataLoader has these three itself. sampler: says which samples are in
+    which micro-batch, in place of the MicroBatchSampler.
 
     Where a micro-batch is a dict: targets: the name of the entry that the loss gets; or several names, and the loss
     gets a dict of them. All other tensors are the keyword arguments of layer 0. shared: names of those that every other
@@ -81,6 +96,9 @@ class Loading:
     when it needs it.
     """
 
+    samples: Any
+    _: KW_ONLY
+    batch_size: int | None = None
     shuffle: bool = True
     collate: Callable[[list[Any]], Any] = default_collate
     sampler: Sampler | None = None
@@ -91,7 +109,74 @@ class Loading:
 
     def __post_init__(self) -> None:
         """Raises InputError."""
-        check_whole("loading.prefetch", self.prefetch, 0)
+        check_whole("data.prefetch", self.prefetch, 0)
+        function, loader = is_function(self.samples), isinstance(self.samples, DataLoader)
+        if function:
+            check_data_function(self.samples)
+        if function or loader:
+            what = "a function, which makes whole micro-batches" if function else "a DataLoader, which has one"
+            collate = self.collate if loader and self.collate is not default_collate else None
+            given = {"batch_size": self.batch_size, "collate": collate, "sampler": self.sampler if function else None}
+            for name, value in given.items():
+                if value is not None:
+                    raise InputError(f"data.{name}", value, f"nothing where the samples are {what}")
+        elif self.batch_size is not None or self.sampler is None:
+            check_whole("data.batch_size", self.batch_size, 1, "a whole number, the samples in a micro-batch")
+
+    @classmethod
+    def of(cls, given: Any) -> Data:
+        """Returns what was given as `data`, which need not be a Data where nothing else is to be said. Raises
+        InputError."""
+        if isinstance(given, Data):
+            return given
+        if isinstance(given, DataLoader) or is_function(given):
+            return cls(given)
+        expected = "Data(samples, batch_size=...), a DataLoader, or a function of (iteration, pipeline, micro_batch)"
+        raise InputError("data", type(given).__name__, expected)
+
+    def without_loader(self) -> Data:
+        """Returns the data set, samples per micro-batch, collation and shuffling that a DataLoader stands for; other
+        data as they are. A loader's own iterator, which reads batch after batch, is not used: here any batch may be
+        needed at any time. Raises InputError."""
+        loader = self.samples
+        if not isinstance(loader, DataLoader):
+            return self
+        sampler = loader.sampler
+        if isinstance(loader.dataset, IterableDataset):
+            raise InputError("data", "a DataLoader of an iterable data set", "one of a map-style data set")
+        if type(loader.batch_sampler) not in (BatchSampler, type(None)) or loader.batch_size is None:
+            expected = "one with a batch_size, and no batch sampler; or its data set, with Data(sampler=...)"
+            raise InputError("data", "a DataLoader with a batch sampler of its own, or none", expected)
+        shuffled = (
+            isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler)
+        )
+        if not shuffled and type(sampler) is not SequentialSampler:
+            expected = "one that shuffles, or does not; or its data set, with Data(sampler=...)"
+            raise InputError("data", f"a DataLoader with a {type(sampler).__name__}", expected)
+        say_workers_unused(loader)
+        how: dict[str, Any] = {"batch_size": loader.batch_size, "collate": loader.collate_fn, "shuffle": shuffled}
+        return replace(self, samples=loader.dataset, **how)
+
+    def cut(self, job: Job, seed: int) -> Data:
+        """Returns these data with `samples` that are a function of a micro-batch's place, cut for the job's grid.
+        Raises InputError."""
+        if is_function(self.samples):
+            return self
+        made: dict[str, Any] = {"batch_size": None, "sampler": None}
+        if (stream := stream_of(self, job, seed)) is not None:
+            collate = self.samples.collate_fn if isinstance(self.samples, DataLoader) else self.collate
+            return replace(self, samples=stream, collate=collate, **made)
+        data = self.without_loader()
+        samples, sampler = data.samples, data.sampler
+        if sampler is None:
+            if not hasattr(samples, "__len__"):
+                raise InputError("data", type(samples).__name__, "a data set with a length, or a sampler beside it")
+            if isinstance(samples, tuple) and all(isinstance(part, Tensor) for part in samples):
+                got = f"a tuple of {len(samples)} tensors"
+                raise InputError("data", got, "a data set of them: TensorDataset(*tensors)")
+            assert data.batch_size is not None
+            sampler = MicroBatchSampler(len(samples), data.batch_size, job, seed=seed, shuffle=data.shuffle)
+        return replace(data, samples=DatasetBatches(samples, sampler, data.collate), **made)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Returns (inputs, targets) of a micro-batch, which is such a pair, or a dict. Raises InputError."""
@@ -99,12 +184,12 @@ class Loading:
             single = isinstance(self.targets, str)
             wanted = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
             if missing := [name for name in wanted if name not in batch]:
-                expected = f"a dict with {', '.join(missing)}; or name what the loss gets: Loading(targets=...)"
+                expected = f"a dict with {', '.join(missing)}; or name what the loss gets: Data(targets=...)"
                 raise InputError("data", f"a dict of {', '.join(map(str, batch))}", expected)
             inputs = {name: value for name, value in batch.items() if name not in wanted}
             return inputs, batch[wanted[0]] if single else {name: batch[name] for name in wanted}
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            expected = "a pair (inputs, targets), or a dict; Loading(collate=...) can make one of samples"
+            expected = "a pair (inputs, targets), or a dict; Data(collate=...) can make one of samples"
             raise InputError("data", type(batch).__name__, expected)
         return batch[0], batch[1]
 
@@ -114,21 +199,21 @@ class Loading:
         if not isinstance(inputs, Mapping):
             if self.shared:
                 expected = "nothing where inputs are no dict; return such a tensor from each layer"
-                raise InputError("loading.shared", tuple(self.shared), expected)
+                raise InputError("data.shared", tuple(self.shared), expected)
             return ()
         for name, value in inputs.items():
             # torch's own collation makes lists of tensors if samples are lists of numbers, as of other libraries.
             if isinstance(value, (list, tuple)) and value and all(isinstance(part, Tensor) for part in value):
                 expected = (
                     'tensors; have the data set give them (of Hugging Face: `with_format("torch")`), or '
-                    "Loading(collate=...) make them"
+                    "Data(collate=...) make them"
                 )
                 raise InputError("data", f"{name!r}, a list in each sample", expected)
             if not isinstance(value, Tensor) or not isinstance(name, str):
-                expected = f"tensors alone; leave {name!r} out of the samples, or have Loading(collate=...) do it"
+                expected = f"tensors alone; leave {name!r} out of the samples, or have Data(collate=...) do it"
                 raise InputError("data", f"{name!r}, of the type {type(value).__name__}", expected)
         if unknown := set(self.shared) - set(inputs):
-            raise InputError("loading.shared", sorted(unknown), f"names of inputs: {', '.join(sorted(inputs))}")
+            raise InputError("data.shared", sorted(unknown), f"names of inputs: {', '.join(sorted(inputs))}")
         return tuple(sorted(inputs))
 
 
@@ -374,7 +459,7 @@ def say_workers_unused(loader: DataLoader[Any]) -> None:
     if loader.num_workers:
         log.warning(
             "data: num_workers=%d of the DataLoader is not used; each worker reads its data itself, and "
-            "Loading(prefetch=...) reads ahead beside it",
+            "Data(prefetch=...) reads ahead beside it",
             loader.num_workers,
         )
 
@@ -425,23 +510,6 @@ class DatasetBatches:
     def __call__(self, iteration: int, pipeline: int, micro_batch: int) -> Any:
         """Raises what the data set raises, with a note that names the sample."""
         return self.collate([_sample(self.dataset, i) for i in self.sampler(iteration, pipeline, micro_batch)])
-
-
-def of_loader(loader: DataLoader[Any], loading: Loading) -> tuple[Any, int, Loading]:
-    """Returns the data set, the samples per micro-batch and the loading that a DataLoader stands for. Its own iterator,
-    which reads batch after batch, is not used: here any batch may be needed at any time. Raises InputError."""
-    sampler = loader.sampler
-    if isinstance(loader.dataset, IterableDataset):
-        raise InputError("data", "a DataLoader of an iterable data set", "one of a map-style data set")
-    if type(loader.batch_sampler) not in (BatchSampler, type(None)) or loader.batch_size is None:
-        expected = "one with a batch_size, and no batch sampler; or its data set, with Loading(sampler=...)"
-        raise InputError("data", "a DataLoader with a batch sampler of its own, or none", expected)
-    shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler)
-    if not shuffled and type(sampler) is not SequentialSampler:
-        expected = "one that shuffles, or does not; or its data set, with Loading(sampler=...)"
-        raise InputError("data", f"a DataLoader with a {type(sampler).__name__}", expected)
-    say_workers_unused(loader)
-    return loader.dataset, loader.batch_size, replace(loading, collate=loader.collate_fn, shuffle=shuffled)
 
 
 def check_data_function(data: Callable[..., Any]) -> None:
@@ -834,9 +902,10 @@ class StreamBatches:
             raise InputError("data", f"{self.source.name}, whose state_dict leads to another item", expected)
 
 
-def stream_of(data: Any, batch_size: int | None, loading: Loading, job: Job, seed: int) -> StreamBatches | None:
-    """Returns the micro-batches of data that is a stream; None for other data. Raises InputError."""
+def stream_of(given: Data, job: Job, seed: int) -> StreamBatches | None:
+    """Returns the micro-batches of data that are a stream; None for other data. Raises InputError."""
     source: StreamSource
+    data = given.samples
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset):
             source = IterableSource(data.dataset, data.batch_size, data.collate_fn)
@@ -846,16 +915,14 @@ def stream_of(data: Any, batch_size: int | None, loading: Loading, job: Job, see
             return None
         say_workers_unused(data)
     elif isinstance(data, IterableDataset) or _only_iterates(data):
-        if batch_size is None:
-            raise InputError("batch_size", None, "the number of samples in a micro-batch where data is a stream")
-        source = IterableSource(data, check_whole("batch_size", batch_size, 1), loading.collate)
+        source = IterableSource(data, given.batch_size, given.collate)
     else:
         return None
-    if loading.sampler is not None:
-        raise InputError("loading.sampler", loading.sampler, "nothing where data is a stream, which has its own order")
+    if given.sampler is not None:
+        raise InputError("data.sampler", given.sampler, "nothing where the data are a stream, which has its own order")
     if inspect.isgenerator(data):
         raise InputError("data", "a generator", "an IterableDataset: a generator can be iterated only once")
-    stream = StreamBatches(source, job.pipelines, job.micro_batches, seed, kept=2 if loading.prefetch else 1)
+    stream = StreamBatches(source, job.pipelines, job.micro_batches, seed, kept=2 if given.prefetch else 1)
     try:
         source.copied()
     except Exception as error:

@@ -28,10 +28,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.data import (
+    Data,
     Evaluation,
-    Loading,
-    check_data_function,
-    of_loader,
+    is_function,
     own_numbers,
     pad_to,
 )
@@ -284,7 +283,7 @@ class TokenBatches:
             if len({_length(sample.get("input_ids")) for sample in samples}) < 2:
                 raise
             padded = {name: value for name, value in _PADDING.items() if name in samples[0]}
-            expected = f"one length: loading=Loading(collate=PadCollate(LENGTH, {padded}))"
+            expected = f"one length: Data(collate=PadCollate(LENGTH, {padded}))"
             raise InputError("data", "samples of different lengths", expected) from error
         expected = f"dicts with input_ids, and labels, {' and '.join(PASSED)} where there are any"
         if not isinstance(made, Mapping):
@@ -345,49 +344,42 @@ class TokenLoss:
 
 def pretrained_job(
     model: Any,
-    data: Any,
-    loading: Loading,
+    data: Data,
     into: contextlib.ExitStack,
     evaluate: Evaluation | None = None,
     *,
     skips: bool = False,
-) -> tuple[Pretrained, dict[str, Any]]:
-    """Returns the layers, and ResilientTrainer's arguments about model, loss and data. skips: are bad samples skipped?
-    Raises InputError."""
+) -> tuple[Pretrained, TokenLoss, Data, Evaluation | None]:
+    """Returns the layers, the loss, and the data to train and to evaluate on. data: without a DataLoader. skips: are
+    bad samples skipped? Raises InputError."""
     source = pretrained(model, into)
     columns = frozenset(inspect.signature(source.kind.forward).parameters) | {"labels"}
-    by_function = not hasattr(data, "__getitem__") and callable(data)
+    samples, by_function = data.samples, is_function(data.samples)
     if by_function:
-        check_data_function(data)
-        tokens = TokenBatches(data, columns, pads=loading.collate)
-        loading = replace(loading, collate=tokens) if tokens.varies else loading
+        tokens = TokenBatches(samples, columns, pads=data.collate)
     else:
-        collate = transformers.default_data_collator if loading.collate is default_collate else loading.collate
+        collate = transformers.default_data_collator if data.collate is default_collate else data.collate
         tokens = TokenBatches(collate, columns, pads=collate)
-        loading = replace(loading, collate=tokens)
-        columns_alone = isinstance(data, Mapping) and 0 not in data
-        if isinstance(data, IterableDataset) or columns_alone or not hasattr(data, "__getitem__"):
+        columns_alone = isinstance(samples, Mapping) and 0 not in samples
+        if isinstance(samples, IterableDataset) or columns_alone or not hasattr(samples, "__getitem__"):
             expected = (
                 "a map-style data set (or a list) of dicts with input_ids, or a function of (iteration, pipeline, "
                 "micro_batch)"
             )
-            raise InputError("data", type(data).__name__, expected)
+            raise InputError("data", type(samples).__name__, expected)
 
     def first(tokens: TokenBatches) -> dict[str, Tensor]:
         if by_function:
             return first_readable(tokens.batch)
-        return first_readable(lambda i, *_: tokens.batch([data[i]]))
+        return first_readable(lambda i, *_: tokens.batch([samples[i]]))
 
     batch = first(tokens)
-    if loading.weight is None:
-        loading = replace(loading, weight=predicted)
     if isinstance(evaluate, Evaluation) and isinstance(evaluate.data, DataLoader):
-        own, _, how = of_loader(evaluate.data, loading)
-        known = (loading.collate, getattr(loading.collate, "make", None), getattr(loading.collate, "pads", None))
-        if how.collate not in (*known, default_collate):
+        own = Data(evaluate.data).without_loader()
+        if own.collate not in (data.collate, tokens.make, tokens.pads, default_collate):
             expected = "a DataLoader with the collator of the training data, or its data set alone"
             raise InputError("evaluate.data", "a DataLoader with another collator", expected)
-        evaluate = replace(evaluate, data=own)
+        evaluate = replace(evaluate, data=own.samples)
     elif isinstance(evaluate, Evaluation) and not hasattr(evaluate.data, "__getitem__"):
         evaluate = replace(evaluate, data=TokenBatches(evaluate.data, columns, several=False))
     source = replace(source, passed=tuple(name for name in PASSED if name in batch))
@@ -402,12 +394,13 @@ def pretrained_job(
     except TokenError as error:
         expected = f"tokens below {error.below}, for which the model has embeddings"
         raise InputError("data", f"the token {error.token}", expected) from None
-    loading = replace(loading, collate=checked) if loading.collate is tokens else loading
+    if tokens.varies or not by_function:
+        data = replace(data, collate=checked)
+    data = replace(data, samples=checked if by_function else samples, weight=data.weight or predicted)
     with _quiet():  # for GPT-2, whose name does not say which loss it has, this would log a line
         balance: Any = whole.router_aux_loss_coef if source.cut.router is not None else None
         loss = TokenLoss(whole.loss_function, whole.config.vocab_size, balance)
-    arguments = {"layers": source, "layer_count": source.layer_count, "tied": source.tied, "loss": loss}
-    return source, arguments | {"data": checked if by_function else data, "loading": loading, "evaluate": evaluate}
+    return source, loss, data, evaluate
 
 
 # -- how a model is cut ------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.devices import Autocast, seed_for
+from openrecycle.agent.config.settings import spelled
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.data import own_numbers, reseed, reseed_torch
 from openrecycle.agent.models.state import dtype_name, layer_of
@@ -69,6 +70,13 @@ def kind_of(workload: Workload) -> str:
     if isinstance(kind, str) and kind in ("layer", "stage"):  # a user's class may use that name for something else
         return kind
     return "layer" if hasattr(workload, "build_layer") else "stage"
+
+
+def owner_names(workload: Workload) -> Mapping[str, str]:
+    """Returns the names by which the workload's owner knows its parts in an InputError, where they have others than
+    here, such as `model.loss`."""
+    names = getattr(workload, "owner_names", None)
+    return names if isinstance(names, Mapping) else {}
 
 
 def first_names(layer: nn.Module) -> dict[str, str]:
@@ -465,10 +473,11 @@ def layer_io_of(
 
     Raises InputError that names the layer that can't be run, or the wrong declaration.
     """
-    found = _layer_io(workload, layers, seed, autocast, device, warn)
-    for spec in (spec for boundary in found for spec in boundary):
-        if getattr(torch, spec.dtype).is_complex:
-            raise InputError("stage_io", spec.dtype, "real tensors between layers (torch.view_as_real)")
+    with spelled(owner_names(workload)):
+        found = _layer_io(workload, layers, seed, autocast, device, warn)
+        for spec in (spec for boundary in found for spec in boundary):
+            if getattr(torch, spec.dtype).is_complex:
+                raise InputError("stage_io", spec.dtype, "real tensors between layers (torch.view_as_real)")
     return found
 
 

@@ -250,15 +250,13 @@ def trainer(address: str) -> str:
 
 import torch
 from my_model import build_layer, my_dataset
-from openrecycle import Console, Job, ResilientTrainer
+from openrecycle import Console, Data, Job, Model, ResilientTrainer
 
 if __name__ == "__main__":
     trainer = ResilientTrainer(
-        layers=build_layer,  # (layer, layers) -> torch.nn.Module
-        layer_count=12,
-        loss=torch.nn.functional.cross_entropy,
-        data=my_dataset,
-        batch_size=16,
+        # build_layer: (layer, layers) -> torch.nn.Module
+        model=Model(layers=build_layer, layer_count=12, loss=torch.nn.functional.cross_entropy),
+        data=Data(my_dataset, batch_size=16),
         optimizer=partial(torch.optim.AdamW, lr=3e-3),
         job=Job.uniform(pipelines=2, stages=3, micro_batches=4),
         console=Console(url="{address}"),

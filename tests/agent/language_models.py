@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from openrecycle import Job
+from openrecycle import Data, Job
 from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.agent.models.workload import Workload
 
@@ -82,6 +82,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 adamw = partial(torch.optim.AdamW, lr=3e-3)
+of_four = partial(Data, batch_size=4)
 
 
 class Words:
@@ -109,7 +110,7 @@ def batch(iteration: int, pipeline: int, micro_batch: int) -> dict[str, Tensor]:
 
 
 def trainer(model: Any, **changes: Any) -> ResilientTrainer:
-    arguments: dict[str, Any] = {"data": Words(), "batch_size": 4, "optimizer": adamw, "job": Job.uniform(2, 2, 3)}
+    arguments: dict[str, Any] = {"data": of_four(Words()), "optimizer": adamw, "job": Job.uniform(2, 2, 3)}
     return ResilientTrainer.from_transformers(model, **(arguments | changes))
 
 

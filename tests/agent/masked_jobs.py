@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from openrecycle import Evaluation, Job, Loading, ResilientTrainer
+from openrecycle import Data, Evaluation, Job, ResilientTrainer
+from tests.agent.own_jobs import grouped
 
 JOB = Job.uniform(2, 2, 3)
 LENGTH, WORDS, WIDTH, CLASSES, BATCH, LAYERS = 7, 11, 8, 3, 2, 4
@@ -90,6 +91,7 @@ def loaded(samples: int = 96, seed: int = 1) -> DataLoader[dict[str, Tensor]]:
     return DataLoader(Sentences(samples, seed), batch_size=BATCH, shuffle=True)
 
 
+SHARED = ("attention_mask",)
 EVALUATION = Evaluation(data=Sentences(20, 2), every=2, metrics={"accuracy": accuracy})
 
 
@@ -98,10 +100,9 @@ def trainer(**changes: Any) -> ResilientTrainer:
         "layers": build_layer,
         "layer_count": LAYERS,
         "loss": functional.cross_entropy,
-        "data": loaded(),
-        "loading": Loading(shared=("attention_mask",)),
+        "data": Data(loaded(), shared=SHARED),
         "optimizer": decayed,
         "job": JOB,
         "evaluate": EVALUATION,
     }
-    return ResilientTrainer(**(arguments | changes))
+    return ResilientTrainer(**grouped(arguments | changes))

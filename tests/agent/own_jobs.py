@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
 
-from openrecycle import Job
+from openrecycle import Data, Job, Model
 from openrecycle.agent.jobs.trainer import ResilientTrainer
 
 JOB = Job.uniform(2, 2, 3)
@@ -119,6 +120,13 @@ class Squares(Dataset[tuple[Tensor, Tensor]]):
         return x, x * x
 
 
+def grouped(arguments: dict[str, Any]) -> dict[str, Any]:
+    """ResilientTrainer's arguments, of arguments where those of the Model stand beside the others."""
+    own = {each.name for each in fields(Model)} & arguments.keys()
+    rest = {name: value for name, value in arguments.items() if name not in own}
+    return {"model": Model(**{name: arguments[name] for name in own}), **rest}
+
+
 def trainer(**changes: Any) -> ResilientTrainer:
     """The plain job, with changes."""
     arguments: dict[str, Any] = {
@@ -129,9 +137,9 @@ def trainer(**changes: Any) -> ResilientTrainer:
         "job": JOB,
         **changes,
     }
-    return ResilientTrainer(**arguments)
+    return ResilientTrainer(**grouped(arguments))
 
 
 def workload() -> Any:
     """For the command line: data that are cut for JOB."""
-    return trainer(data=Squares(64), batch_size=4).workload()
+    return trainer(data=Data(Squares(64), batch_size=4)).workload()

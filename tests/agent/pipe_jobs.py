@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from openrecycle import Job
 from openrecycle.agent.jobs.trainer import ResilientTrainer
+from tests.agent.own_jobs import grouped
 
 WIDTH, WORDS, BATCH, LENGTH = 8, 11, 3, 5
 CPU = torch.device("cpu")
@@ -128,7 +129,7 @@ def trainer(**changes: Any) -> ResilientTrainer:
         "job": Job.uniform(2, 2, 3),
         **changes,
     }
-    return ResilientTrainer(**arguments)
+    return ResilientTrainer(**grouped(arguments))
 
 
 # -- PipelineStages, made in the worker ------------------------------------------------------

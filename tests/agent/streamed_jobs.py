@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from openrecycle import Job, ResilientTrainer
+from tests.agent.own_jobs import grouped
 
 JOB = Job.uniform(2, 2, 3)
 WIDTH, BATCH = 6, 2
@@ -117,4 +118,4 @@ def trainer(**changes: Any) -> ResilientTrainer:
         "optimizer": partial(torch.optim.AdamW, lr=0.01),
         "job": JOB,
     }
-    return ResilientTrainer(**(arguments | changes))
+    return ResilientTrainer(**grouped(arguments | changes))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle import Loading
+from openrecycle import Data
 from openrecycle.agent.checkpoints import whole_checkpoints
 from openrecycle.agent.config.devices import Platform, Transport
 from openrecycle.agent.config.options import Checkpoints, Faults
@@ -128,7 +128,7 @@ def test_a_micro_batch_of_another_shape_is_left_out() -> None:
 
 def test_a_job_whose_first_micro_batch_is_bad_begins() -> None:
     """What the data is like is seen from the next one; by default it is refused, with the samples' numbers."""
-    damaged: dict[str, Any] = {"data": wrong_jobs.Damaged(), "batch_size": 4, "loading": Loading(shuffle=False)}
+    damaged: dict[str, Any] = {"data": Data(wrong_jobs.Damaged(), batch_size=4, shuffle=False)}
     with pytest.raises(InputError, match=r"sample 1 is damaged.*micro-batch 0 of pipeline 0 \(samples 0, 1, 2, 3\)"):
         own_jobs.trainer(**damaged)
     seen: list[tuple[int, ...]] = []

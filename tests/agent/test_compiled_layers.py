@@ -15,6 +15,7 @@ from openrecycle import Faults, Job, ResilientTrainer
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.stages.stage import Probe, choose_split
+from tests.agent.own_jobs import grouped
 
 
 def compiled(layer: int, layers: int) -> nn.Module:
@@ -38,7 +39,7 @@ def run(**changes: Any) -> TrainingResult:
         "optimizer": partial(torch.optim.AdamW, lr=1e-3),
         "job": Job.uniform(2, 2, 2),
     }
-    return ResilientTrainer(**(given | changes)).fit(iterations=3)
+    return ResilientTrainer(**grouped(given | changes)).fit(iterations=3)
 
 
 def test_the_backward_is_split_as_without_it() -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openrecycle import Callback, Checkpoints, Evaluation, Faults, InputError, Loading, Optimization, Planning
+from openrecycle import Callback, Checkpoints, Data, Evaluation, Faults, InputError, Optimization, Planning
 from openrecycle.agent.config.devices import seed_for
-from openrecycle.agent.jobs.callables import CallableWorkload, EvaluationBatches
+from openrecycle.agent.jobs.callables import CallableWorkload, EvaluationBatches, Model
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.launcher.record import EvaluationResult
 from openrecycle.agent.messages.protocol import Iteration, Recovery
@@ -249,7 +249,7 @@ def test_data_to_evaluate_on_of_another_form_are_refused_before_anything_starts(
     """By the first micro-batch: every one would be refused when it is evaluated, with a warning each."""
     evaluate = Evaluation(data=masked_jobs.Sentences(4, 2))
     with refuses("evaluate.data", "input_ids, attention_mask") as error:
-        masked_jobs.trainer(data=Unmasked(96, 1), batch_size=masked_jobs.BATCH, loading=Loading(), evaluate=evaluate)
+        masked_jobs.trainer(data=Data(Unmasked(96, 1), batch_size=masked_jobs.BATCH), evaluate=evaluate)
     assert error.value.field == "evaluate.data"
     with refuses("evaluate.data", "inputs of 2 tensors"):
         own_jobs.trainer(data=plain, evaluate=Evaluation(data=with_a_mask, micro_batches=3))
@@ -259,9 +259,8 @@ def test_data_to_evaluate_on_of_another_form_are_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"loading": Loading(shared=("mask",))}, "loading.shared"),
-        ({"loading": Loading(targets="label")}, "data"),
-        ({"batch_size": 3}, "batch_size"),
+        ({"data": Data(masked_jobs.loaded(), shared=("mask",))}, "data.shared"),
+        ({"data": Data(masked_jobs.loaded(), targets="label")}, "data"),
         ({"data": torch.utils.data.DataLoader(masked_jobs.Sentences(96, 1), batch_size=None)}, "data"),
         ({"optimizer": uneven}, "optimizer"),
         ({"evaluate": Evaluation(data=masked_jobs.Sentences(1, 2))}, "evaluate.data"),
@@ -290,7 +289,7 @@ def test_an_evaluation_that_can_not_be(options: dict[str, Any], field: str) -> N
 def test_what_layers_and_metrics_change_in_place_is_a_copy() -> None:
     """The only micro-batch that a worker evaluates is kept from one evaluation to the next."""
     given = torch.ones(2, 3), torch.ones(2)
-    batches = EvaluationBatches(lambda index: given, 1, {}, Loading())
+    batches = EvaluationBatches(lambda index: given, 1, {}, Data(plain))
     for _ in range(2):
         inputs, targets = batches.inputs(0, 0), batches.targets(0, 0)
         assert isinstance(inputs, Tensor) and bool(inputs.all()) and bool(targets.all())
@@ -303,7 +302,7 @@ def test_a_weight_that_changes_targets_in_place_changes_those_of_nobody() -> Non
         return targets.mul_(2).sum()
 
     nothing: Any = None
-    workload = CallableWorkload([], nothing, nothing, nothing, None, None, 0, loading=Loading(weight=weight))
+    workload = CallableWorkload(Model(stages=[], loss=print), Data(plain, weight=weight), nothing, None, 0)
     targets = torch.ones(3)
     for _ in range(2):
         assert float(workload.weight(targets)) == 6.0

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from openrecycle import Faults, InputError, Job, Optimization, ResilientTrainer
+from openrecycle import Data, Faults, InputError, Job, Optimization, ResilientTrainer
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.models.state import StageState
 from openrecycle.agent.stages.gradients import SUM_OF, Mode
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, LossScale, PostValidation, ValidationResult
 from openrecycle.agent.stages.stage import Stage
+from tests.agent.own_jobs import grouped
 from tests.conftest import at_length
 
 FP16 = Optimization(autocast="fp16", clip_norm=1.0)
@@ -40,13 +41,12 @@ def train(iterations: int = 8, **changes: Any) -> TrainingResult:
         "layers": build_layer,
         "layer_count": 4,
         "loss": steep,
-        "data": data,
-        "batch_size": 4,
+        "data": Data(data, batch_size=4),
         "optimizer": partial(torch.optim.AdamW, lr=1e-3),
         "job": Job.uniform(2, 2, 2),
         "optimization": FP16,
     }
-    return ResilientTrainer(**(given | changes)).fit(iterations=iterations)
+    return ResilientTrainer(**grouped(given | changes)).fit(iterations=iterations)
 
 
 @cache

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning, load_weights
+from openrecycle import Checkpoints, Data, Faults, Job, PadCollate, Planning, load_weights
 from openrecycle.agent.checkpoints import save_weights
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.jobs.trainer import ResilientTrainer
@@ -25,7 +25,18 @@ from openrecycle.agent.models.layers import LayerStack, TensorSpec, build_layer,
 from openrecycle.agent.models.torch_pipelining import modules_of
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import language_models, streamed_jobs
-from tests.agent.language_models import BLOCKS, CONFIGS, TOKENS, VOCABULARY, Words, gpt2, llama, trainer, transformers
+from tests.agent.language_models import (
+    BLOCKS,
+    CONFIGS,
+    TOKENS,
+    VOCABULARY,
+    Words,
+    gpt2,
+    llama,
+    of_four,
+    trainer,
+    transformers,
+)
 from tests.agent.launches import warm
 from tests.agent.node_runs import lines, two_nodes
 from tests.agent.test_split_architectures import Case, run_split, unsplit
@@ -96,15 +107,15 @@ def test_the_layers_do_what_the_whole_model_does(family: str, padded: bool) -> N
     wanted.backward()
     batch = {"input_ids": ids, **({"attention_mask": mask} if padded else {})}
     with contextlib.ExitStack() as files:
-        source, arguments = pretrained_job(model, lambda *_: batch, Loading(), files)
+        source, loss_of, data, _ = pretrained_job(model, Data(lambda *_: batch), files)
         layers = {k: source(k, source.layer_count) for k in range(source.layer_count)}
     own = {name: p for layer in layers.values() for name, p in layer.named_parameters()}
     for name, of in source.cut.tied.items():
         own[name].data.copy_(own[of].data)
     assert len(source.cut.tied) == model.config.tie_word_embeddings
-    inputs, targets = arguments["data"](0, 0, 0)
+    inputs, targets = data.samples(0, 0, 0)
     assert torch.equal(targets, labels)
-    loss = arguments["loss"](LayerStack(layers)(*inputs, seed=0), targets)
+    loss = loss_of(LayerStack(layers)(*inputs, seed=0), targets)
     assert torch.equal(loss, wanted)
     loss.backward()
     for name, parameter in model.named_parameters():
@@ -222,10 +233,10 @@ def test_the_routers_loss_counts_where_the_config_says_so() -> None:
         model = whole(CONFIGS[family]())
         expected = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
         with contextlib.ExitStack() as files:
-            source, arguments = pretrained_job(model, lambda *_: batch, Loading(), files)
+            source, loss_of, data, _ = pretrained_job(model, Data(lambda *_: batch), files)
             stack = LayerStack({k: source(k, LAST + 1) for k in range(LAST + 1)})
-        inputs, labels = arguments["data"](0, 0, 0)
-        loss = arguments["loss"](stack(*inputs, seed=0), labels)
+        inputs, labels = data.samples(0, 0, 0)
+        loss = loss_of(stack(*inputs, seed=0), labels)
         assert torch.equal(loss, expected)
         losses.append(loss.item())
     assert losses[1] - losses[0] > 0.1
@@ -287,7 +298,7 @@ def test_gpt2s_transposed_linear_is_deferred_under_autocast_too() -> None:
 
 @cache
 def undisturbed(family: str) -> TrainingResult:
-    return trainer(_job_models()[family], data=Words(padded=family == "llama")).fit(iterations=6)
+    return trainer(_job_models()[family], data=of_four(Words(padded=family == "llama"))).fit(iterations=6)
 
 
 @cache
@@ -302,7 +313,8 @@ def _job_models() -> dict[str, Any]:
 def test_a_kill_does_not_show_and_what_is_written_is_read_again(family: str, tmp_path: Path) -> None:
     calm = undisturbed(family)
     model = _job_models()[family]
-    hurt = trainer(model, data=Words(padded=family == "llama"), faults=Faults(kill=["W1_1@2:F2"])).fit(iterations=6)
+    data, faults = of_four(Words(padded=family == "llama")), Faults(kill=["W1_1@2:F2"])
+    hurt = trainer(model, data=data, faults=faults).fit(iterations=6)
     assert hurt.losses == calm.losses and hurt.losses[-1] < hurt.losses[0]
     assert hurt.parameters_sha256 == calm.parameters_sha256
     assert [recovery.worker for recovery in hurt.recoveries] == ["W1_1"]
@@ -378,10 +390,8 @@ def test_a_job_goes_on_from_its_checkpoint_cut_elsewhere(tmp_path: Path) -> None
 def test_other_models_survive_too(name: str, tmp_path: Path) -> None:
     """Mixtral's experts are apart in files. The parameters of the last are all bf16."""
     model: Any = gpt2(dtype="bfloat16") if name == "bf16" else whole(CONFIGS[name]())
-    calm = trainer(model, data=language_models.batch, batch_size=None).fit(iterations=3)
-    hurt = trainer(model, data=language_models.batch, batch_size=None, faults=Faults(kill=["W0_0@1:I1"])).fit(
-        iterations=3
-    )
+    calm = trainer(model, data=language_models.batch).fit(iterations=3)
+    hurt = trainer(model, data=language_models.batch, faults=Faults(kill=["W0_0@1:I1"])).fit(iterations=3)
     assert (hurt.losses, hurt.parameters_sha256) == (calm.losses, calm.parameters_sha256)
     hurt.save_pretrained(tmp_path)
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -500,7 +510,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 def test_transformers_own_collator_and_its_padding() -> None:
     collator = transformers.DataCollatorForLanguageModeling(_tokenizer(), mlm=False, pad_to_multiple_of=16)
-    workload = trainer(llama(), data=Words(padded=True), loading=Loading(collate=collator)).workload()
+    workload = trainer(llama(), data=Data(Words(padded=True), batch_size=4, collate=collator)).workload()
     ids, padding = workload.inputs(0, 0, 0, 0)
     labels = workload.targets(0, 0, 0, 0)
     assert ids.shape == padding.shape == labels.shape == (4, 16)
@@ -513,7 +523,7 @@ def test_transformers_own_collator_and_its_padding() -> None:
 def test_batches_may_be_of_several_lengths(name: str) -> None:
     """Bitwise as where the model is not cut. What routers say is of (samples * tokens)."""
     pad = PadCollate((8, TOKENS), {"input_ids": 0, "attention_mask": 0, "labels": -100})
-    changes = {"data": Texts(), "batch_size": 2, "loading": Loading(collate=pad)}
+    changes = {"data": Data(Texts(), batch_size=2, collate=pad)}
     uncut = trainer(CONFIGS[name](), **changes, job=Job.uniform(2, 1, 3)).fit(iterations=3)
     hurt = trainer(CONFIGS[name](), **changes, job=Job.uniform(2, 2, 3), faults=Faults(kill=["W1_1@1:I1"])).fit(
         iterations=3
@@ -539,13 +549,13 @@ class Texts:
 
 def test_labels_of_the_data_are_taken_as_they_are() -> None:
     data = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, k % 9], "length": 4} for k in range(64)]
-    workload = trainer(llama(), data=data).workload()
+    workload = trainer(llama(), data=of_four(data)).workload()
     assert (workload.targets(0, 0, 0, 0)[:, :2] == -100).all() and (workload.targets(0, 0, 0, 0)[:, 2] == 3).all()
 
 
 def test_a_loss_is_the_mean_over_the_tokens_that_count() -> None:
     data = [{"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, 4, -100]} for _ in range(64)]
-    workload = trainer(llama(), data=data).workload()
+    workload = trainer(llama(), data=of_four(data)).workload()
     logits = torch.randn(4, 5, VOCABULARY)
     expected = nn.functional.cross_entropy(logits[:, 2], torch.full((4,), 4))
     torch.testing.assert_close(workload.loss(logits, workload.targets(0, 0, 0, 0)), expected)
@@ -563,27 +573,24 @@ def _ids(value: Any) -> list[dict[str, Any]]:
         (lambda: transformers.BertConfig(is_decoder=True), {}, ["model: got 'BertLMHeadModel'"]),
         (lambda: transformers.OPTConfig, {}, ["model: got 'type'"]),
         (lambda: "no/such/folder", {}, ["model: got 'no/such/folder'"]),
-        (llama, {"layers": 4}, ["layers: got"]),
-        (llama, {"loss": nn.functional.cross_entropy}, ["loss: got"]),
         (llama, {"job": "2x2"}, ["job: got 'str'"]),
         (llama, {"job": Job.uniform(1, 9, 2)}, ["job.stages: got 9,"]),
-        (llama, {"data": [[1, 2, 3]] * 64}, ["data: got 'list'", golden("dicts-with-input-ids")]),
+        (llama, {"data": of_four([[1, 2, 3]] * 64)}, ["data: got 'list'", golden("dicts-with-input-ids")]),
         (llama, {"data": 7}, ["data: got 'int'"]),
-        (llama, {"data": streamed_jobs.Plain()}, ["data: got 'Plain',"]),
-        (llama, {"data": {"input_ids": [[1, 2]] * 64}}, ["data: got 'dict',"]),
+        (llama, {"data": of_four(streamed_jobs.Plain())}, ["data: got 'Plain',"]),
+        (llama, {"data": of_four({"input_ids": [[1, 2]] * 64})}, ["data: got 'dict',"]),
         (llama, {"data": lambda: None}, ["data: got '<lambda>',"]),
         (
             llama,
-            {"data": [{"input_ids": [1] * n} for n in range(1, 65)]},
+            {"data": of_four([{"input_ids": [1] * n} for n in range(1, 65)])},
             ["data: got 'samples of different lengths'", "PadCollate(LENGTH, {'input_ids': 0})"],
         ),
         (lambda: transformers.GPT2ForTokenClassification(gpt2()), {}, ["model: got 'GPT2ForTokenClassification'"]),
-        (llama, {"data": [{"labels": [1]}] * 64}, ["data: got 'samples without input_ids'"]),
-        (llama, {"data": _ids([7, 4321])}, ["data: got 'the token 4321', expected tokens below "]),
-        (llama, {"data": _ids(3)}, ["data: got 'input_ids [1]'"]),
-        (gpt2, {"data": [{"input_ids": [1], "token_type_ids": [0]}] * 64}, ["(token_type_ids)"]),
-        (llama, {"data": Words(samples=8)}, ["data: got 8"]),
-        (llama, {"batch_size": None}, ["batch_size: got None"]),
+        (llama, {"data": of_four([{"labels": [1]}] * 64)}, ["data: got 'samples without input_ids'"]),
+        (llama, {"data": of_four(_ids([7, 4321]))}, ["data: got 'the token 4321', expected tokens below "]),
+        (llama, {"data": of_four(_ids(3))}, ["data: got 'input_ids [1]'"]),
+        (gpt2, {"data": of_four([{"input_ids": [1], "token_type_ids": [0]}] * 64)}, ["(token_type_ids)"]),
+        (llama, {"data": of_four(Words(samples=8))}, ["data: got 8"]),
     ],
 )
 def test_what_is_wrong_is_said_at_once_and_by_name(
@@ -598,7 +605,7 @@ def test_what_is_wrong_is_said_at_once_and_by_name(
 def test_a_sample_with_a_token_that_the_model_does_not_know_is_left_out_where_bad_ones_are() -> None:
     """It is one that can't be read; were it only met in an op, a GPU could be used no more."""
     data = [*_ids([7, 4321])[:4], *_ids([7, 8])]
-    changes: dict[str, Any] = {"data": data, "loading": Loading(shuffle=False)}
+    changes: dict[str, Any] = {"data": Data(data, batch_size=4, shuffle=False)}
     with pytest.raises(InputError, match="4321"):
         trainer(llama(), **changes)
     made = trainer(llama(), **changes, faults=Faults(on_bad_sample="skip"))
@@ -606,7 +613,7 @@ def test_a_sample_with_a_token_that_the_model_does_not_know_is_left_out_where_ba
     with pytest.raises(ValueError, match="4321"):
         made.workload().inputs(0, 0, 0, 0)
     with pytest.raises(InputError, match="4321"):
-        trainer(llama(), data=_ids([-4321, 8]), faults=Faults(on_bad_sample="skip"))
+        trainer(llama(), data=of_four(_ids([-4321, 8])), faults=Faults(on_bad_sample="skip"))
 
 
 def test_who_gives_a_model_as_layers_is_told_of_the_other_way() -> None:
@@ -641,7 +648,9 @@ def test_without_transformers_the_installation_is_named(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "openrecycle.agent.models.hugging_face")
     with pytest.raises(InputError, match=re.escape(golden("pip-install-openrecycle-transformers"))):
-        ResilientTrainer.from_transformers("gpt2", data=[], batch_size=1, optimizer=print, job=Job.uniform(1, 1, 1))
+        ResilientTrainer.from_transformers(
+            "gpt2", data=Data([], batch_size=1), optimizer=print, job=Job.uniform(1, 1, 1)
+        )
 
 
 def test_transformers_is_imported_only_by_who_asks_for_it() -> None:

@@ -32,12 +32,13 @@ import sys
 from functools import partial
 import torch
 from torch.nn import functional
-from openrecycle import Faults, Job, Reporter, ResilientTrainer
+from openrecycle import Data, Faults, Job, Model, Reporter, ResilientTrainer
 from openrecycle.agent.examples.own_job import build_layer, points
 
 if __name__ == "__main__":
     result = ResilientTrainer(
-        layers=build_layer, layer_count=4, loss=functional.cross_entropy, data=points(), batch_size=4,
+        model=Model(layers=build_layer, layer_count=4, loss=functional.cross_entropy),
+        data=Data(points(), batch_size=4),
         optimizer=partial(torch.optim.AdamW, lr=1e-3), job=Job.uniform(2, 2, 2), faults=Faults(kill=["W0_1@1:F0"]),
     ).fit(iterations=3)
     Reporter(console="http://127.0.0.1:9", run="r", job=Job.uniform(1, 1, 1), worker="W0_0", iterations=1).close()

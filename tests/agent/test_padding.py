@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from openrecycle import Faults, InputError, Job, JobFailed, Loading, Optimization, PadCollate, Platform
+from openrecycle import Data, Faults, InputError, Job, JobFailed, Optimization, PadCollate, Platform
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.transport.group import GivenGlooGroup
 from tests.agent import masked_jobs
@@ -36,10 +37,8 @@ class Unpadded(masked_jobs.Sentences):
         return sample | {name: sample[name][:length] for name in FILL}
 
 
-def trainer(data: Any, **loading: Any) -> Any:
-    return masked_jobs.trainer(
-        data=data, batch_size=1, evaluate=None, loading=Loading(shared=("attention_mask",), **loading)
-    )
+def trainer(samples: Any, **how: Any) -> Any:
+    return masked_jobs.trainer(data=Data(samples, batch_size=1, shared=SHARED, **how), evaluate=None)
 
 
 def test_dicts_and_tuples_are_padded() -> None:
@@ -90,7 +89,7 @@ def micro_batches(job: Any, iterations: int) -> list[tuple[list[Any], list[Any]]
 
 def test_samples_that_are_padded_here_or_before_are_the_same() -> None:
     here = trainer(Unpadded(), collate=PadCollate(masked_jobs.LENGTH, FILL))
-    before = masked_jobs.trainer(data=masked_jobs.Sentences(40, seed=1), batch_size=1, evaluate=None)
+    before = trainer(masked_jobs.Sentences(40, seed=1))
     assert micro_batches(here, 2) == micro_batches(before, 2)
 
 
@@ -115,17 +114,18 @@ class Lines(IterableDataset[dict[str, Tensor]]):
         return iter([Unpadded()[i] for i in range(40)])
 
 
+VARIED = Data(Unpadded(), batch_size=1, shared=SHARED, collate=SEVERAL)
+
+
 @cache
 def whole(pipelines: int, micro_batches: int) -> TrainingResult:
     """Each worker has all layers: nothing is sent to another stage."""
     job = Job.uniform(pipelines, 1, micro_batches)
-    return several(Unpadded(), evaluate=masked_jobs.EVALUATION, job=job).fit(iterations=4)
+    return several(evaluate=masked_jobs.EVALUATION, job=job).fit(iterations=4)
 
 
-def several(data: Any, **changes: Any) -> Any:
-    loading = Loading(shared=SHARED, collate=SEVERAL)
-    own = {} if isinstance(data, DataLoader) else {"batch_size": 1}
-    return masked_jobs.trainer(**{"data": data, "loading": loading, "evaluate": None} | own | changes)
+def several(**changes: Any) -> Any:
+    return masked_jobs.trainer(**{"data": VARIED, "evaluate": None} | changes)
 
 
 def as_over_nccl(layer: int, layers: int) -> torch.nn.Module:
@@ -135,16 +135,16 @@ def as_over_nccl(layer: int, layers: int) -> torch.nn.Module:
     return masked_jobs.build_layer(layer, layers)
 
 
-AHEAD = Loading(shared=SHARED, collate=SEVERAL, prefetch=2)
-
-
 @pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kill", "changes"),
     [
         ("W1_1@1:I1", {}),
-        ("W0_0@2:W2", {"layers": as_over_nccl, "platform": Platform(transport="ordered"), "loading": AHEAD}),
+        (
+            "W0_0@2:W2",
+            {"layers": as_over_nccl, "platform": Platform(transport="ordered"), "data": replace(VARIED, prefetch=2)},
+        ),
         at_length("W1_0@1:F1", {"optimization": Optimization(clip_norm=0.1)}),
         at_length("W0_1@2:R", {"job": Job.uniform(3, 2, 2)}),
     ],
@@ -152,9 +152,9 @@ AHEAD = Loading(shared=SHARED, collate=SEVERAL, prefetch=2)
 def test_shapes_may_vary_through_a_kill(kill: str, changes: dict[str, Any]) -> None:
     """Bitwise as where nothing is cut and nobody dies."""
     given = {"evaluate": masked_jobs.EVALUATION} | changes
-    hurt = several(Unpadded(), faults=Faults(kill=[kill]), **given).fit(iterations=4)
+    hurt = several(faults=Faults(kill=[kill]), **given).fit(iterations=4)
     if "optimization" in changes:
-        calm = several(Unpadded(), **given).fit(iterations=4)
+        calm = several(**given).fit(iterations=4)
         assert hurt.parameters_sha256 == calm.parameters_sha256
     else:
         job = given.get("job", masked_jobs.JOB)
@@ -174,15 +174,12 @@ def frozen_first(layer: int, layers: int) -> torch.nn.Module:
 def test_shapes_may_vary_where_no_gradient_travels() -> None:
     """What a frozen first stage is given back has neither gradients nor their shapes."""
     cut = Job.uniform(2, 2, 3, layers=masked_jobs.LAYERS, partition=(1, masked_jobs.LAYERS - 1))
-    losses = [
-        several(Unpadded(), layers=frozen_first, job=job).fit(iterations=2).losses
-        for job in (cut, Job.uniform(2, 1, 3))
-    ]
+    losses = [several(layers=frozen_first, job=job).fit(iterations=2).losses for job in (cut, Job.uniform(2, 1, 3))]
     assert losses[0] == losses[1]
 
 
 def test_shapes_do_vary() -> None:
-    workload = several(Unpadded()).workload()
+    workload = several().workload()
     shapes = {workload.inputs(0, i, p, m)[0].shape for i in range(3) for p in range(2) for m in range(3)}
     assert shapes == {(1, 3), (1, 5), (1, 7)}
     inputs, targets = workload.largest(0)
@@ -192,8 +189,8 @@ def test_shapes_do_vary() -> None:
 def test_shapes_may_vary_in_a_stream() -> None:
     """The collate of a loader is known, and the first micro-batch is not changed by its having been looked at."""
     loader = DataLoader(Lines(), batch_size=1, collate_fn=SEVERAL)
-    streamed = several(loader, loading=Loading(shared=SHARED))
-    ordered = several(Unpadded(), loading=Loading(shared=SHARED, collate=SEVERAL, shuffle=False))
+    streamed = several(data=Data(loader, shared=SHARED))
+    ordered = several(data=replace(VARIED, shuffle=False))
     assert micro_batches(streamed, 3) == micro_batches(ordered, 3)
 
 
@@ -212,4 +209,4 @@ def growing(layer: int, layers: int) -> torch.nn.Module:
 @pytest.mark.processes
 def test_an_output_larger_than_the_largest_is_said() -> None:
     with pytest.raises(JobFailed, match=golden("at-most-as-of-the-largest")):
-        several(Unpadded(), layers=growing).fit(iterations=3)
+        several(layers=growing).fit(iterations=3)

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
+from openrecycle import Checkpoints, Data, Faults, JobFailed, TensorSpec, Timeouts
 from openrecycle.agent.config.devices import Mode, Platform, memory_group, memory_limit
 from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions
-from openrecycle.agent.jobs.callables import CallableWorkload
+from openrecycle.agent.jobs.callables import CallableWorkload, Model
 from openrecycle.agent.jobs.preflight import check_schedule, check_workload
 from openrecycle.agent.models.compat import tensors_without_data
 from openrecycle.agent.models.layers import build_layers
@@ -59,15 +59,16 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
     [
         (
             {"stages": wrong_jobs.tied_by_builder},
-            ["stages: got '0.weight of stage 0, which is table.weight of"],
+            ["model.stages: got '0.weight of stage 0, which is table.weight of"],
         ),
+        ({"tied": [["0.0.weight", "1.wait"]]}, ["model.tied: got '1.wait'"]),
         ({"stages": wrong_jobs.numbers_needed_and_tied}, ["table.weight of stage 0, which is table.weight of stage 1"]),
         ({"stages": [wrong_jobs.WithStatistics] * 2}, ["statistics of stage 0, which is", golden("no-buffer-in-two")]),
         (
             {"stages": [nn.Linear(W, W), nn.utils.parametrizations.weight_norm(nn.Linear(W, W))]},
-            ["stages: got 'list with"],
+            ["model.stages: got 'list with"],
         ),
-        ({"stages": wrong_jobs.lazy}, ["stages: got 'weight of stage 1, whose shape", golden("no-lazy-ones")]),
+        ({"stages": wrong_jobs.lazy}, ["model.stages: got 'weight of stage 1, whose shape", golden("no-lazy-ones")]),
         (
             {"stages": [nn.Linear(W, W), nn.LazyBatchNorm1d(affine=False)]},
             ["running_mean of stage 1", golden("no-lazy-ones")],
@@ -78,12 +79,15 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
             {"stages": [partial(wrong_jobs.Halves, torch.float4_e2m1fn_x2)] * 2},
             ["turns of stage 0, which is float4_e2m1fn_x2", "keep uint8"],
         ),
-        ({"stages": wrong_jobs.frozen}, ["stages: got '4 parameters,"]),
-        ({"stages": [wrong_jobs.Table(), nn.Linear(W, W)]}, ["stages: got", "rows of stage 0"]),
-        ({"stages": wrong_jobs.sparse}, ["stages: got 'Embedding(sparse=True), 0 of stage 0', expected sparse=False"]),
+        ({"stages": wrong_jobs.frozen}, ["model.stages: got '4 parameters,"]),
+        ({"stages": [wrong_jobs.Table(), nn.Linear(W, W)]}, ["model.stages: got", "rows of stage 0"]),
+        (
+            {"stages": wrong_jobs.sparse},
+            ["model.stages: got 'Embedding(sparse=True), 0 of stage 0', expected sparse=False"],
+        ),
         (
             {"stages": wrong_jobs.limited},
-            ["stages: got 'EmbeddingBag(max_norm=...), 0 of stage 0', expected no max_norm"],
+            ["model.stages: got 'EmbeddingBag(max_norm=...), 0 of stage 0', expected no max_norm"],
         ),
         ({"optimizer": torch.optim.SparseAdam}, ["optimizer: got 'SparseAdam'", "dense"]),
         ({"optimizer": wrong_jobs.Ticking}, ["optimizer: got 'Ticking'", golden("a-worker-that-re-joins")]),
@@ -139,28 +143,31 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ),
         (
             {"data": wrong_jobs.classes, "loss": nn.functional.cross_entropy},
-            ["loss: got 'IndexError: ", "float32[4, 6]; targets int64[4]"],
+            ["model.loss: got 'IndexError: ", "float32[4, 6]; targets int64[4]"],
         ),
         (
             {"data": partial(wrong_jobs.classes, dtype=torch.float32), "loss": nn.functional.cross_entropy},
-            ["loss: got 'RuntimeError: ", "targets float32[4])'"],
+            ["model.loss: got 'RuntimeError: ", "targets float32[4])'"],
         ),
-        ({"loss": nn.MSELoss(reduction="none")}, ["loss: got [4, 6],"]),
-        ({"loss": wrong_jobs.detached}, ["loss: got", "no detach"]),
-        ({"loss": wrong_jobs.Weighing()}, ["loss: got", "Weighing", "weights", "requires_grad_(False)"]),
+        ({"loss": nn.MSELoss(reduction="none")}, ["model.loss: got [4, 6],"]),
+        ({"loss": wrong_jobs.detached}, ["model.loss: got", "no detach"]),
+        ({"loss": wrong_jobs.Weighing()}, ["model.loss: got", "Weighing", "weights", "requires_grad_(False)"]),
         ({"data": wrong_jobs.elsewhere}, ["data: got 'tensors on meta'", "the CPU"]),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
-        ({"data": wrong_jobs.Ragged(), "batch_size": 4}, ["data: got 'RuntimeError: stack expects each", "PadCollate"]),
+        (
+            {"data": Data(wrong_jobs.Ragged(), batch_size=4)},
+            ["data: got 'RuntimeError: stack expects each", "PadCollate"],
+        ),
         ({"data": wrong_jobs.as_lists}, ["data: got \"'x',", "with_format"]),
         ({"data": wrong_jobs.the_next}, ["data: got 'another micro-batch 0 of pipeline 0 when"]),
         (
-            {"data": wrong_jobs.Augmented(), "batch_size": 4},
+            {"data": Data(wrong_jobs.Augmented(), batch_size=4)},
             ["data: got 'another micro-batch 0 of pipeline 0 (samples ", golden("by-the-samples-index")],
         ),
         ({"data": wrong_jobs.generated}, ["data: got 'generated',"]),
         ({"data": len}, ["data: got 'len',"]),
-        ({"data": wrong_jobs.Unreadable(), "batch_size": 4}, ["data: got 'NotImplementedError"]),
-        ({"data": own_jobs.Squares(0), "batch_size": 4}, ["data: got 0,"]),
+        ({"data": Data(wrong_jobs.Unreadable(), batch_size=4)}, ["data: got 'NotImplementedError"]),
+        ({"data": Data(own_jobs.Squares(0), batch_size=4)}, ["data: got 0,"]),
         ({"data": 7}, ["data: got 'int', expected"]),
         ({"on_error": "ignore"}, ["on_error: got 'ignore',"]),
         ({"on_iteration": lambda: None}, ["on_iteration: got '()'", "(iteration, loss)"]),
@@ -187,8 +194,14 @@ def test_what_was_typed_or_read_from_standard_input_can_not_be_imported(
     vars(typed).update(build=build, **({} if file is None else {"__file__": file}))
     build.__module__, build.__qualname__ = "__main__", "build"
     monkeypatch.setitem(sys.modules, "__main__", typed)
-    with refuses("stages"):
+    with refuses("model.stages"):
         own_jobs.trainer(stages=build)
+
+
+@pytest.mark.processes
+def test_what_is_declared_to_pass_between_layers_is_refused_by_its_name() -> None:
+    with refuses("model.stage_io[0]", "float33"):
+        own_jobs.trainer(stage_io=[[TensorSpec((1,), "float33")]]).fit(iterations=1)
 
 
 def test_torch_says_nothing_of_what_is_only_tried(caplog: pytest.LogCaptureFixture) -> None:
@@ -340,23 +353,26 @@ def test_a_label_that_is_none_of_the_classes_is_found_in_a_large_model(device: A
     """On a GPU it would end all that a process has there."""
 
     def checked(data: Any) -> None:
-        given = CallableWorkload([Wide(), Wide()], data, nn.functional.cross_entropy, own_jobs.sgd, None, None, 0)
+        model = Model(stages=[Wide(), Wide()], loss=nn.functional.cross_entropy)
+        given = CallableWorkload(model, Data(data), own_jobs.sgd, None, 0)
         check_workload(given, TrainingOptions(job=Job(1, 2, 1), platform=Platform(device=device)))  # type: ignore[arg-type]
 
     with pytest.raises(InputError) as refused:
         checked(wrong_jobs.classes)
-    assert refused.value.field == "loss" and "Target 6" in str(refused.value)
+    assert refused.value.field == "model.loss" and "Target 6" in str(refused.value)
     checked(wrong_jobs.numbered_from_0)
 
 
 def test_what_a_loss_makes_of_numbers_that_are_no_output_is_not_looked_at() -> None:
-    given = CallableWorkload([Wide(), Wide()], own_jobs.data, wrong_jobs.positive_alone, own_jobs.sgd, None, None, 0)
+    model = Model(stages=[Wide(), Wide()], loss=wrong_jobs.positive_alone)
+    given = CallableWorkload(model, Data(own_jobs.data), own_jobs.sgd, None, 0)
     check_workload(given, TrainingOptions(job=Job(1, 2, 1)))  # type: ignore[arg-type]
 
 
 def test_whatever_builders_draw_with_is_seeded() -> None:
     """And nothing is left of it in the caller's own random numbers."""
-    given = CallableWorkload(wrong_jobs.drawn, *[None] * 5, 0, layers=2)  # type: ignore[arg-type]
+    model = Model(layers=wrong_jobs.drawn, layer_count=2, loss=nn.functional.mse_loss)
+    given = CallableWorkload(model, *[None] * 3, 0)  # type: ignore[arg-type]
     numpy.random.seed(7)
     expected, draws = numpy.random.rand(), []
     for seed in (0, 0, 1):
@@ -370,7 +386,8 @@ def test_whatever_builders_draw_with_is_seeded() -> None:
 
 def test_an_error_in_a_layer_names_it() -> None:
     mixed = [nn.Linear(W, W), nn.Linear(W, W, dtype=torch.float64)]
-    given = CallableWorkload(mixed, *[None] * 5, 0, layers=2)  # type: ignore[arg-type]
+    model = Model(layers=mixed, loss=nn.functional.mse_loss)
+    given = CallableWorkload(model, *[None] * 3, 0)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError) as caught:
         build_layers(given, range(2), 2, 0)(torch.randn(4, W), seed=0)
     assert caught.value.__notes__ == ["layer 1"]

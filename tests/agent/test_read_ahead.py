@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from openrecycle import Faults, JobFailed, Loading, Planning
+from openrecycle import Data, Faults, JobFailed, Planning
 from openrecycle.agent.models.data import Read, ReadAhead, stream_of
 from tests.agent import masked_jobs, own_jobs, streamed_jobs, wrong_jobs
 from tests.conftest import at_length
@@ -59,20 +59,20 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(
-    ("changes", "prefetch"),
+    ("data", "prefetch"),
     [
-        ({"data": streamed_jobs.Drawn(), "batch_size": 4}, 4),
-        at_length({}, 1),
-        at_length({}, 4),
-        at_length({"data": streamed_jobs.Drawn(), "batch_size": 4}, 1),
-        at_length({"data": own_jobs.Squares(60), "batch_size": 4}, 4),
+        (Data(streamed_jobs.Drawn(), batch_size=4), 4),
+        at_length(Data(own_jobs.data), 1),
+        at_length(Data(own_jobs.data), 4),
+        at_length(Data(streamed_jobs.Drawn(), batch_size=4), 1),
+        at_length(Data(own_jobs.Squares(60), batch_size=4), 4),
     ],
 )
-def test_the_bits_are_the_same_through_a_kill(changes: dict[str, Any], prefetch: int) -> None:
+def test_the_bits_are_the_same_through_a_kill(data: Data, prefetch: int) -> None:
     """Of functions, and of data sets that draw at random."""
-    plain = own_jobs.trainer(**changes).fit(iterations=6)
+    plain = own_jobs.trainer(data=data).fit(iterations=6)
     faults = Faults(kill=["W1_0@2:W1", "W0_1@3:F1"], rejoin=["W1_0@3"])
-    ahead = own_jobs.trainer(**changes, loading=Loading(prefetch=prefetch), faults=faults).fit(iterations=6)
+    ahead = own_jobs.trainer(data=replace(data, prefetch=prefetch), faults=faults).fit(iterations=6)
     assert (ahead.losses, ahead.parameters_sha256) == (plain.losses, plain.parameters_sha256)
 
 
@@ -91,7 +91,7 @@ class Slow(torch.utils.data.Dataset[Any]):
 def test_what_workers_wait_for_data_is_measured() -> None:
     seen: list[float] = []
     own_jobs.trainer(
-        data=Slow(), batch_size=4, on_iteration=lambda i, loss, iteration: seen.append(iteration.data_seconds)
+        data=Data(Slow(), batch_size=4), on_iteration=lambda i, loss, iteration: seen.append(iteration.data_seconds)
     ).fit(iterations=3)
     # Each pipeline reads three micro-batches of four samples, on the first stage and on the last.
     assert len(seen) == 3 and min(seen) >= 3 * 4 * 0.004
@@ -100,16 +100,16 @@ def test_what_workers_wait_for_data_is_measured() -> None:
 @pytest.mark.chaos
 def test_dicts_come_over_as_well() -> None:
     plain = masked_jobs.trainer().fit(iterations=4)
-    loading = Loading(shared=("attention_mask",), prefetch=2)
-    ahead = masked_jobs.trainer(loading=loading, faults=Faults(kill=["W1_1@1:I0"])).fit(iterations=4)
+    data = Data(masked_jobs.loaded(), shared=masked_jobs.SHARED, prefetch=2)
+    ahead = masked_jobs.trainer(data=data, faults=Faults(kill=["W1_1@1:I0"])).fit(iterations=4)
     assert (ahead.losses, ahead.evaluations) == (plain.losses, plain.evaluations)
 
 
 def test_another_process_reads_what_is_trained_on_in_order(tmp_path: Path) -> None:
     """For W0_0 the inputs of pipeline 0, for W1_1 the targets of pipeline 1, and so on; before that the first
     micro-batch, on which the stage is tried out."""
-    data = Noted(tmp_path)
-    own_jobs.trainer(data=data, loading=Loading(prefetch=2), planning=Planning(technique="adaptive")).fit(iterations=3)
+    data = Data(Noted(tmp_path), prefetch=2)
+    own_jobs.trainer(data=data, planning=Planning(technique="adaptive")).fit(iterations=3)
     read = reads(tmp_path)
     readers = {pid: lines for pid, lines in read.items() if any(line.startswith("(2,") for line in lines)}
     assert len(readers) == 4 and os.getpid() not in readers
@@ -123,18 +123,18 @@ def test_another_process_reads_what_is_trained_on_in_order(tmp_path: Path) -> No
 
 
 def test_an_exception_is_the_one_of_the_data(tmp_path: Path) -> None:
-    data = Noted(tmp_path, broken=(2, 1, 1))
+    data = Data(Noted(tmp_path, broken=(2, 1, 1)), prefetch=4)
     with pytest.raises(JobFailed, match=r"LookupError: nothing at \(2, 1, 1\)"):
-        own_jobs.trainer(data=data, loading=Loading(prefetch=4)).fit(iterations=4)
+        own_jobs.trainer(data=data).fit(iterations=4)
 
 
 @pytest.mark.chaos
 def test_a_sample_is_named_and_may_be_skipped(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "openrecycle")
-    options: dict[str, Any] = {"data": wrong_jobs.Damaged(), "batch_size": 4, "loading": Loading(prefetch=3)}
+    options: dict[str, Any] = {"data": Data(wrong_jobs.Damaged(), batch_size=4, prefetch=3)}
     faults = Faults(on_bad_sample="skip")
     result = own_jobs.trainer(**options, faults=faults).fit(iterations=2)
-    plain = own_jobs.trainer(data=wrong_jobs.Damaged(), batch_size=4, faults=faults).fit(iterations=2)
+    plain = own_jobs.trainer(data=Data(wrong_jobs.Damaged(), batch_size=4), faults=faults).fit(iterations=2)
     assert result.losses == plain.losses
     assert "(sample 1)" in caplog.text
 
@@ -222,8 +222,8 @@ def test_many_small_ones_do_not_fill_the_pipe_both_ways() -> None:
 
 def test_where_it_is_gone_the_worker_reads_on_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And from where the other was."""
-    stream = stream_of(streamed_jobs.stateful(tmp_path), None, Loading(prefetch=3), streamed_jobs.JOB, 0)
-    plain = stream_of(streamed_jobs.stateful(), None, Loading(), streamed_jobs.JOB, 0)
+    stream = stream_of(Data(streamed_jobs.stateful(tmp_path), prefetch=3), streamed_jobs.JOB, 0)
+    plain = stream_of(Data(streamed_jobs.stateful()), streamed_jobs.JOB, 0)
     assert stream is not None and plain is not None
     ahead = ReadAhead(Read(stream, 0), 3)
     places = [(i, 0, m) for i in range(4, 8) for m in range(3)]

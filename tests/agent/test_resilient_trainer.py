@@ -23,10 +23,11 @@ from torch.nn import functional
 from openrecycle import (
     Checkpoints,
     Console,
+    Data,
     Evaluation,
     Faults,
     JobFailed,
-    Loading,
+    Model,
     Optimization,
     Planning,
     ProgressBar,
@@ -36,7 +37,7 @@ from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
-from tests.agent import own_jobs, wrong_jobs
+from tests.agent import own_jobs, streamed_jobs, wrong_jobs
 from tests.agent.consoles import console
 from tests.agent.launches import Launched
 from tests.conftest import at_length, refuses
@@ -65,35 +66,38 @@ class Local:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stages": lambda stage, stages: nn.Linear(1, 1)}, ["stages: got '<lambda>'", golden("top-level-of-a-file")]),
-        ({"stages": Local().method()}, ["stages: got 'Local.method.<locals>.build'", golden("inside-a-function")]),
-        ({"loss": lambda output, targets: output}, ["loss: got '<lambda>'"]),
-        ({"loss": nn.MSELoss}, ["loss: got 'the class MSELoss'", "MSELoss()"]),
+        (
+            {"stages": lambda stage, stages: nn.Linear(1, 1)},
+            ["model.stages: got '<lambda>'", golden("top-level-of-a-file")],
+        ),
+        (
+            {"stages": Local().method()},
+            ["model.stages: got 'Local.method.<locals>.build'", golden("inside-a-function")],
+        ),
+        ({"loss": lambda output, targets: output}, ["model.loss: got '<lambda>'"]),
+        ({"loss": nn.MSELoss}, ["model.loss: got 'the class MSELoss'", "MSELoss()"]),
         ({"callbacks": ProgressBar()}, ["callbacks: got", golden("a-list-of")]),
         ({"optimizer": lambda parameters: None}, ["optimizer: got '<lambda>'"]),
         ({"optimizer": 0.1}, ["optimizer: got 0.1"]),
         ({"data": lambda i, p, m: None}, ["data: got '<lambda>'"]),
-        ({"stages": [nested]}, ["stages: got 1,"]),
-        ({"stages": [nn.Linear(6, 6), wrong_jobs.WithFunction()]}, ["stages: got 'WithFunction of number 1'"]),
-        ({"data": wrong_jobs.Locked(), "batch_size": 2}, ["data: got 'Locked'", "locks"]),
-        ({"data": own_jobs.Squares(100), "batch_size": 2, "loading": Loading(collate=lambda s: s)}, ["got '<lambda>'"]),
-        ({"data": (s for s in "abc"), "batch_size": 2}, ["data: got 'a generator'", "IterableDataset"]),
-        ({"data": (torch.zeros(99, 6), torch.zeros(99, 6)), "batch_size": 2}, ["data: got", "TensorDataset"]),
-        ({"data": own_jobs.Endless(), "batch_size": 2}, ["data: got 'Endless'"]),
-        ({"data": own_jobs.Squares(100)}, ["batch_size: got None"]),
-        ({"data": own_jobs.Squares(100), "batch_size": 0}, ["batch_size: got 0"]),
-        ({"data": own_jobs.Squares(10), "batch_size": 2}, ["data: got 10", "at least 12 samples"]),
-        ({"batch_size": 4}, ["batch_size: got 4,"]),
+        ({"stages": [nested]}, ["model.stages: got 1,"]),
+        ({"stages": [nn.Linear(6, 6), wrong_jobs.WithFunction()]}, ["model.stages: got 'WithFunction of number 1'"]),
+        ({"data": Data(wrong_jobs.Locked(), batch_size=2)}, ["data: got 'Locked'", "locks"]),
+        ({"data": Data(own_jobs.Squares(100), batch_size=2, collate=lambda s: s)}, ["data.collate: got '<lambda>'"]),
+        ({"data": Data((s for s in "abc"), batch_size=2)}, ["data: got 'a generator'", "IterableDataset"]),
+        ({"data": Data((torch.zeros(99, 6), torch.zeros(99, 6)), batch_size=2)}, ["data: got", "TensorDataset"]),
+        ({"data": Data(own_jobs.Endless(), batch_size=2)}, ["data: got 'Endless'"]),
+        ({"data": own_jobs.Squares(100)}, ["data: got 'Squares', expected Data(samples, batch_size=...)"]),
+        ({"data": Data(own_jobs.Squares(10), batch_size=2)}, ["data: got 10", "at least 12 samples"]),
         ({"job": "2x2"}, ["job: got 'str'", "Job.uniform"]),
         ({"optimization": "fast"}, ["optimization: got 'fast', expected openrecycle.Optimization(...)"]),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, ["optimizer: got", "SGD", "partial(torch.optim"]),
         ({"optimizer": pairs}, ["optimizer: got", "named_parameters"]),
-        ({"stages": nn.Sequential(nn.Linear(6, 6), nn.Tanh())}, ["stages: got", "list(model)"]),
+        ({"stages": nn.Sequential(nn.Linear(6, 6), nn.Tanh())}, ["model.stages: got", "list(model)"]),
         (
             {"evaluate": Evaluation(data=own_jobs.data, micro_batches=1, metrics={"x": lambda *_: 0})},
             ["evaluate.metrics: got"],
         ),
-        ({"loading": 4}, ["loading: got 4, expected openrecycle.Loading(...)"]),
         ({"seed": -1}, ["seed: got -1"]),
         ({"planning": Planning(memory="bytes")}, ["capacity_bytes: got None"]),
         ({"planning": Planning(pace="profile")}, ["planning.pace: got 'profile'", golden("its-time-unit-is-slot")]),
@@ -112,6 +116,34 @@ def test_what_is_wrong_is_said_at_once_and_by_name(changes: dict[str, Any], word
         own_jobs.trainer(**changes)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "value"),
+    [
+        (partial(Model, loss=functional.mse_loss), "model.layers", "neither"),
+        (partial(Model, layers=[nn.Tanh()], stages=[nn.Tanh()], loss=functional.mse_loss), "model.layers", "both"),
+        (partial(Model, stages=[nn.Tanh()], layer_count=1, loss=functional.mse_loss), "model.layer_count", 1),
+        (partial(Model, layers=[nn.Tanh()], layer_count=2, loss=functional.mse_loss), "model.layer_count", 2),
+        (partial(Model, layers=own_jobs.build_stage, loss=functional.mse_loss), "model.layer_count", None),
+        (partial(Model, layers=nn.Sequential().children(), loss=functional.mse_loss), "model.layers", "generator"),
+        (partial(Model, layers=[nn.Tanh()], loss=0.1), "model.loss", 0.1),
+        (partial(Data, own_jobs.Squares(9)), "data.batch_size", None),
+        (partial(Data, own_jobs.Squares(9), batch_size=0), "data.batch_size", 0),
+        (partial(Data, streamed_jobs.Plain()), "data.batch_size", None),
+        (partial(Data, own_jobs.data, batch_size=4), "data.batch_size", 4),
+        (partial(Data, own_jobs.data, sampler=max), "data.sampler", max),
+        (partial(Data, streamed_jobs.plain(), batch_size=2), "data.batch_size", 2),
+        (partial(Data, streamed_jobs.shuffled(), batch_size=2), "data.batch_size", 2),
+        (partial(Data, streamed_jobs.plain(), collate=list), "data.collate", list),
+        (partial(own_jobs.ResilientTrainer, model=nn.Tanh(), data=None, optimizer=print, job=None), "model", "Tanh"),
+    ],
+)
+def test_what_is_wrong_with_a_model_or_data_alone_is_said_before_they_are_used(
+    make: Callable[[], Any], field: str, value: Any
+) -> None:
+    with refuses(field, value):
+        make()
 
 
 @pytest.mark.parametrize("capacity", ["80GiB", 80 << 30])
@@ -243,9 +275,9 @@ def test_the_loss_is_that_of_the_plain_loop() -> None:
     parts = [nn.Linear(own_jobs.WIDTH, own_jobs.WIDTH), nn.Linear(own_jobs.WIDTH, own_jobs.WIDTH)]
     whole = nn.Sequential(*parts)
     points = own_jobs.Squares(24)
-    result = own_jobs.trainer(
-        stages=parts, data=points, batch_size=4, loading=Loading(shuffle=False), optimizer=own_jobs.sgd
-    ).fit(iterations=2)
+    result = own_jobs.trainer(stages=parts, data=Data(points, batch_size=4, shuffle=False), optimizer=own_jobs.sgd).fit(
+        iterations=2
+    )
     optimizer = own_jobs.sgd(whole.parameters())
     x, y = torch.stack([points[i][0] for i in range(24)]), torch.stack([points[i][1] for i in range(24)])
     for loss in result.losses:
@@ -344,10 +376,11 @@ def test_the_pages_calls_fit_their_signatures() -> None:
     pages = [ROOT / "README.md", *(ROOT / "app/docs").glob("*.md")]
     blocks = [block for page in pages for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
     calls = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
-    named = {call.func.id: call for call in calls if isinstance(call.func, ast.Name) and call.func.id in agent.__all__}
-    assert set(named) >= {"ResilientTrainer", "Reporter"}
-    for name, call in named.items():
-        inspect.signature(getattr(agent, name)).bind(**{keyword.arg or "": None for keyword in call.keywords})
+    ours = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in agent.__all__]
+    assert {ast.unparse(call.func) for call in ours} >= {"ResilientTrainer", "Model", "Data", "Reporter"}
+    for call in ours:
+        values: dict[str, Any] = {keyword.arg or "": None for keyword in call.keywords}
+        inspect.signature(getattr(agent, ast.unparse(call.func))).bind(*call.args, **values)
 
 
 def test_public_names() -> None:

@@ -19,7 +19,7 @@ from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.messages.protocol import Command
-from openrecycle.agent.models.data import Loading
+from openrecycle.agent.models.data import Data
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
@@ -210,8 +210,8 @@ def test_without_a_checkpoint_all_go_back_to_the_start(given: str, tmp_path: Pat
     make: Callable[..., ResilientTrainer] = own_jobs.trainer
     if given == "modules and a stream":
         layers = [streamed_jobs.build_layer(layer, 4) for layer in range(4)]
-        read = {"data": streamed_jobs.stateful(), "loading": Loading(prefetch=2)}
-        make = partial(streamed_jobs.trainer, layers=layers, layer_count=None, **read)
+        read = Data(streamed_jobs.stateful(), prefetch=2)
+        make = partial(streamed_jobs.trainer, layers=layers, layer_count=None, data=read)
     kept = Checkpoints(directory=tmp_path / "kept", every=1000) if given == "checkpoints" else Checkpoints()
     faults = Faults(kill=["W0_1@2:F0", "W1_1@2:F1"], max_restarts=1, restart_delay=0.1)
     record = tmp_path / "run.jsonl"

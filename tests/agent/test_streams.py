@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from openrecycle import Checkpoints, Evaluation, Faults, InputError, Loading, Planning
+from openrecycle import Checkpoints, Data, Evaluation, Faults, InputError, Planning
 from openrecycle.agent.config.options import OnBadSample
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.launcher.launch import JobFailed
@@ -24,7 +24,7 @@ from openrecycle.agent.models.data import MicroBatchSampler, StreamBatches, Stre
 from openrecycle.agent.monitoring.liveness import describe_exception
 from openrecycle.planner.jobs.job import Job
 from tests.agent import own_jobs, streamed_jobs
-from tests.conftest import at_length
+from tests.conftest import at_length, refuses
 from tests.golden import golden
 
 ITERATIONS, RESUMED_AT = 14, 9
@@ -34,7 +34,7 @@ Make = Callable[..., Any]
 
 
 def batches(data: Any, size: int | None = None, seed: int = 3, **options: Any) -> StreamBatches:
-    stream = stream_of(data, size, Loading(**options), streamed_jobs.JOB, seed)
+    stream = stream_of(Data(data, batch_size=size, **options), streamed_jobs.JOB, seed)
     assert stream is not None
     return stream
 
@@ -158,10 +158,8 @@ def undisturbed(make: Make) -> TrainingResult:
 def test_a_kill_and_a_return_do_not_show(make: Make, prefetch: int) -> None:
     """On the first stage and the last, which come back while others train on."""
     faults = Faults(kill=["W1_0@3:R", "W0_1@6:F1"], rejoin=["W1_0@3", "W0_1@7"])
-    loading = Loading(prefetch=prefetch)
-    result = streamed_jobs.trainer(data=make(), planning=STAYS, faults=faults, loading=loading).fit(
-        iterations=ITERATIONS
-    )
+    data = Data(make(), prefetch=prefetch)
+    result = streamed_jobs.trainer(data=data, planning=STAYS, faults=faults).fit(iterations=ITERATIONS)
     plain = undisturbed(make)
     assert (result.losses, result.parameters_sha256) == (plain.losses, plain.parameters_sha256)
     assert [recovery.worker for recovery in result.recoveries] == ["W1_0", "W0_1"]
@@ -183,14 +181,11 @@ def test_a_job_resumes_to_the_same_bits_and_reads_on_from_where_it_was(
 ) -> None:
     saved, seen = tmp_path / "saved", tmp_path / "seen"
     seen.mkdir()
-    loading = Loading(prefetch=prefetch)
     first = streamed_jobs.trainer(
-        data=make(), loading=loading, planning=STAYS, checkpoints=Checkpoints(directory=saved)
+        data=Data(make(), prefetch=prefetch), planning=STAYS, checkpoints=Checkpoints(directory=saved)
     ).fit(iterations=RESUMED_AT)
-    again = Checkpoints(directory=saved, resume="newest")
-    second = streamed_jobs.trainer(data=make(seen), loading=loading, planning=STAYS, checkpoints=again).fit(
-        iterations=ITERATIONS
-    )
+    again, data = Checkpoints(directory=saved, resume="newest"), Data(make(seen), prefetch=prefetch)
+    second = streamed_jobs.trainer(data=data, planning=STAYS, checkpoints=again).fit(iterations=ITERATIONS)
     plain = undisturbed(make)
     assert first.losses + second.losses == plain.losses
     assert second.parameters_sha256 == plain.parameters_sha256
@@ -223,19 +218,19 @@ def test_resumed_with_another_batch_no_sample_is_left_out_or_comes_twice(
     kind: str, prefetch: int, tmp_path: Path
 ) -> None:
     """Also through the death and return of a worker that reads: it learns from its peer what was read before."""
-    data: dict[str, Any] = {"data": streamed_jobs.stateful()}
+    data = Data(streamed_jobs.stateful(), prefetch=prefetch)
     if kind == "stream":
         stream = batches(streamed_jobs.stateful(), seed=0)  # the trainer's
         there = [stream(*place) for place in places(range(12))]
     else:
         dataset = TensorDataset(*map(torch.stack, zip(*map(streamed_jobs.sample, range(50)), strict=True)))
-        data = {"data": dataset, "batch_size": streamed_jobs.BATCH}
+        data = Data(dataset, batch_size=streamed_jobs.BATCH, prefetch=prefetch)
         orders = [MicroBatchSampler(50, 50, Job.uniform(1, 1, 1))(epoch, 0, 0) for epoch in range(3)]
         # After 36 samples of an epoch of 50 comes the next, where an iteration has 18.
         seen = torch.tensor([order[:36] for order in orders]).reshape(-1, streamed_jobs.BATCH)
         there = [dataset[indices] for indices in seen]
     saved = tmp_path / "saved"
-    first = data | {"planning": STAYS, "loading": Loading(prefetch=prefetch)}
+    first: dict[str, Any] = {"data": data, "planning": STAYS}
     streamed_jobs.trainer(**first, checkpoints=Checkpoints(directory=saved)).fit(iterations=RESHAPED_AT)
     shutil.copytree(saved, tmp_path / "copy")
     second = first | {"job": WIDE, "checkpoints": Checkpoints(directory=saved, resume="newest")}
@@ -285,17 +280,14 @@ class Strange(streamed_jobs.Stateful):
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"data": streamed_jobs.Plain()}, "batch_size"),
-        ({"data": streamed_jobs.Plain(), "batch_size": 0}, "batch_size"),
-        ({"data": streamed_jobs.plain(), "batch_size": 2}, "batch_size"),
-        ({"data": streamed_jobs.shuffled(), "batch_size": 2}, "batch_size"),
-        ({"data": streamed_jobs.Plain(), "batch_size": 2, "loading": Loading(sampler=max)}, "loading.sampler"),
-        ({"data": Singles(), "batch_size": 3}, "data"),
-        ({"data": Unseeded(), "batch_size": 2}, "data"),
-        ({"data": own_jobs.Endless(), "batch_size": 2}, "data"),
-        ({"data": streamed_jobs.Plain(samples=1), "batch_size": 2}, "data"),
-        ({"data": streamed_jobs.Stateful(skips=2), "batch_size": 2}, "data"),
-        ({"data": (n for n in range(9)), "batch_size": 2}, "data"),
+        ({"data": streamed_jobs.Plain()}, "data"),
+        ({"data": Data(streamed_jobs.Plain(), batch_size=2, sampler=max)}, "data.sampler"),
+        ({"data": Data(Singles(), batch_size=3)}, "data"),
+        ({"data": Data(Unseeded(), batch_size=2)}, "data"),
+        ({"data": Data(own_jobs.Endless(), batch_size=2)}, "data"),
+        ({"data": Data(streamed_jobs.Plain(samples=1), batch_size=2)}, "data"),
+        ({"data": Data(streamed_jobs.Stateful(skips=2), batch_size=2)}, "data"),
+        ({"data": Data((n for n in range(9)), batch_size=2)}, "data"),
         ({"evaluate": Evaluation(data=streamed_jobs.plain())}, "data"),
         ({"evaluate": Evaluation(data=streamed_jobs.Plain())}, "evaluate.data"),
     ],
@@ -308,8 +300,8 @@ def test_what_is_wrong_with_a_stream_is_said_before_anything_starts(changes: dic
 
 @pytest.mark.parametrize("prefetch", [-1, True, 1.5])
 def test_a_number_to_read_ahead_is_a_whole_one(prefetch: Any) -> None:
-    with pytest.raises(InputError):
-        Loading(prefetch=prefetch)
+    with refuses("data.prefetch", prefetch):
+        Data(streamed_jobs.plain(), prefetch=prefetch)
 
 
 def test_what_is_not_used_of_a_loader_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -374,7 +366,7 @@ def test_a_stream_that_ends_with_an_error_ends_the_job(on_bad_sample: OnBadSampl
     """Else all later micro-batches were left out, and it would train on nothing."""
     faults = Faults(on_bad_sample=on_bad_sample)
     with pytest.raises(JobFailed, match="OSError: no sample 18") as error:
-        streamed_jobs.trainer(data=streamed_jobs.Plain(broken=18), batch_size=2, faults=faults).fit(iterations=4)
+        streamed_jobs.trainer(data=Data(streamed_jobs.Plain(broken=18), batch_size=2), faults=faults).fit(iterations=4)
     assert "item 9" in str(error.value)
     if on_bad_sample == "skip":
         assert "on_bad_sample" not in str(error.value), "it has been skipped, and the stream goes on no more"
@@ -382,7 +374,7 @@ def test_a_stream_that_ends_with_an_error_ends_the_job(on_bad_sample: OnBadSampl
 
 def test_whole_micro_batches_may_come_out_of_the_data_set() -> None:
     loader = DataLoader(streamed_jobs.Plain(), batch_size=None)
-    stream = stream_of(loader, None, Loading(), Job.uniform(1, 1, 2), 0)
+    stream = stream_of(Data(loader), Job.uniform(1, 1, 2), 0)
     assert stream is not None
     assert stream(0, 0, 1)[0].shape == (streamed_jobs.WIDTH,)
 

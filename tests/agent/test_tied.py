@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from openrecycle.agent.config.devices import Mode
 from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.jobs.callables import CallableWorkload
+from openrecycle.agent.jobs.callables import CallableWorkload, Model
 from openrecycle.agent.models.layers import LayerStack, build_layers, tied_of
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.stages.gradients import SUM_OF
@@ -52,7 +52,8 @@ class Twice(nn.Module):
 
 def test_what_a_layer_shares_within_itself_it_shares_on_with_its_copy() -> None:
     table = nn.Embedding(8, 8)
-    given = CallableWorkload([table, Twice(table.weight)], *[None] * 5, 0, layers=2)  # type: ignore[arg-type]
+    model = Model(layers=[table, Twice(table.weight)], loss=nn.functional.mse_loss)
+    given = CallableWorkload(model, *[None] * 3, 0)  # type: ignore[arg-type]
     stack = build_layers(given, range(1, 2), 2, 0)
     (own,) = stack.parameters()
     assert own is not table.weight and torch.equal(own, table.weight)
@@ -64,7 +65,8 @@ def test_layers_that_are_wrapped_share_by_the_names_that_their_owner_sees() -> N
     """As for activation checkpointing, with whole layers in wrappers."""
     table, head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     head.weight = table.weight
-    given = CallableWorkload([checkpoint_wrapper(table), checkpoint_wrapper(head)], *[None] * 5, 0, layers=2)  # type: ignore[arg-type]
+    model = Model(layers=[checkpoint_wrapper(table), checkpoint_wrapper(head)], loss=nn.functional.mse_loss)
+    given = CallableWorkload(model, *[None] * 3, 0)  # type: ignore[arg-type]
     (names,) = tied = tied_of(given, 2)  # type: ignore[arg-type]
     stack, me = build_layers(given, range(2), 2, 0), Worker(0, 0)
     assert set(names) == set(dict(stack.named_parameters())) and stack.copies == {names[1]}

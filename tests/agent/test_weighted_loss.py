@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from openrecycle import Evaluation, Faults, InputError, Job, Loading, Optimization, Planning, ResilientTrainer
+from openrecycle import Data, Evaluation, Faults, InputError, Job, Optimization, Planning, ResilientTrainer
 from openrecycle.agent.config.devices import Mode, seed_for
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.models.data import MicroBatchSampler
+from tests.agent.own_jobs import grouped
 from tests.conftest import at_length
 
 JOB = Job.uniform(2, 2, 3)
@@ -76,14 +77,12 @@ def trainer(**changes: Any) -> ResilientTrainer:
         "layers": build_layer,
         "layer_count": LAYERS,
         "loss": tag_loss,
-        "data": Tagged(),
-        "batch_size": BATCH,
-        "loading": Loading(weight=tokens),
+        "data": Data(Tagged(), batch_size=BATCH, weight=tokens),
         "optimizer": sgd,
         "job": JOB,
         "evaluate": Evaluation(data=Tagged(), every=3),
     }
-    return ResilientTrainer(**(arguments | changes))
+    return ResilientTrainer(**grouped(arguments | changes))
 
 
 @cache
@@ -153,5 +152,5 @@ def nothing(tags: Tensor) -> None:
 
 def test_a_weight_that_is_none_is_said_at_once() -> None:
     with pytest.raises(InputError) as error:
-        trainer(loading=Loading(weight=nothing))
-    assert error.value.field == "loading.weight"
+        trainer(data=Data(Tagged(), batch_size=BATCH, weight=nothing))
+    assert error.value.field == "data.weight"

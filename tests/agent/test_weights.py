@@ -23,7 +23,7 @@ from openrecycle.agent.checkpoints import (
     weights_file,
     write_share,
 )
-from openrecycle.agent.jobs.callables import CallableWorkload
+from openrecycle.agent.jobs.callables import CallableWorkload, Model
 from openrecycle.agent.jobs.results import CheckpointWeights, WrittenCheckpoint
 from openrecycle.agent.models.layers import build_layers
 from openrecycle.agent.models.state import StateError, Writer
@@ -158,7 +158,8 @@ _sgd = partial(torch.optim.SGD, lr=0.0)
 
 def after_a_step(folder: Path, optimizer: Any) -> CheckpointWeights:
     """A checkpoint of two layers, all of whose numbers are 7."""
-    task: Any = CallableWorkload(wrapped, None, None, optimizer, None, None, 0, layers=2)  # type: ignore[arg-type]
+    model = Model(layers=wrapped, layer_count=2, loss=nn.functional.mse_loss)
+    task: Any = CallableWorkload(model, None, optimizer, None, 0)  # type: ignore[arg-type]
     stack = build_layers(task, range(2), 2, 0)
     with torch.no_grad():
         for tensor in (*stack.parameters(), *stack.buffers()):
