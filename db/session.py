@@ -92,6 +92,10 @@ class FileGone(SQLAlchemyError):
     """The SQLite file is gone, or another file has its name. Nothing has been stored. `str(error)` says which file."""
 
 
+class LogGone(FileGone):
+    """The file is there, but its log (`-wal`), which has what was stored last, is gone, or another one has its name."""
+
+
 class Database:
     """One database. Thread-safe.
 
@@ -119,8 +123,12 @@ class Database:
         self.patience = PATIENCE_SECONDS
         self._held = False  # has the last write waited in vain for another process?
         self._lead: IO[str] | None = None
+        # Of a database that leads: a connection that stays open, so that SQLite keeps its log; and which file this is.
+        self._keeper: Connection | None = None
+        self._log: tuple[int, int] | None = None
         if self.is_sqlite:
             self._path = _sqlite_path(self.url, make=make)
+            self.url = self.url.set(database=str(self._path))  # people see in which folder it is
             self._file = _identity(self._path)
             # mode=rw: SQLite must not create a new file in the place of one that is gone.
             there = self.url.set(database=f"file://{quote(str(self._path))}")
@@ -142,7 +150,8 @@ class Database:
     def lead(self) -> None:
         """Claims an SQLite file for this process until `close`, so that no second console decides as well.
 
-        Raises DatabaseError when another console has it. On PostgreSQL, consoles decide by LeaderSession who leads.
+        From then on `check_file` knows the file's log, too. Raises DatabaseError when another console has it, or it
+        can't be read. On PostgreSQL, consoles decide by LeaderSession who leads.
         """
         assert self.is_sqlite
         handle = Path(f"{self._path}.lock").open("w")  # noqa: SIM115 (`close` closes it)
@@ -154,6 +163,12 @@ class Database:
                 f"database {self.shown_url} is in use by another console; stop that one, or name another database"
             ) from None
         self._lead = handle
+        with explained(self.shown_url), self._alone():
+            self._keeper = self.engine.connect()
+            self._keeper.detach()  # closed at the end, not returned to the pool
+            self._keeper.execute(text("select 1 from sqlite_master"))
+            self._keeper.rollback()
+        self._log = _identity(_log(self._path))
 
     def upgrade(self) -> None:
         """Creates the tables in an empty database. Processes that start together take turns. Raises DatabaseError,
@@ -184,10 +199,12 @@ class Database:
                 )
 
     def check_file(self) -> None:
-        """Raises FileGone where SQLite's file is not the one that was opened. What is written to an unlinked file is
-        lost with this process, and a new connection would create or read another file."""
+        """Raises FileGone where SQLite's file is not the one that was opened, LogGone where its log is not. What is
+        written to an unlinked file is lost with this process, and a new connection would create or read another."""
         if self.is_sqlite and _identity(self._path) != self._file:
             raise FileGone(f"{self._path} was moved, deleted or replaced")
+        if self._log is not None and _identity(_log(self._path)) != self._log:
+            raise LogGone(f"{_log(self._path)} was moved, deleted or replaced")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -256,6 +273,10 @@ class Database:
         self.engine.dispose()
 
     def _lead_no_more(self) -> None:
+        self._log = None
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
         if self._lead is not None:
             self._lead.close()
             self._lead = None
@@ -369,7 +390,7 @@ def _sqlite_path(url: URL, *, make: bool) -> Path:
         str(path).encode()
     except UnicodeEncodeError:  # a URL can't hold such a name
         raise DatabaseError(f"--database-url: got the file {str(path)!r}, expected a name in UTF-8") from None
-    newest = Path(f"{path.resolve()}-wal")  # SQLite puts it beside the file that a link points to
+    newest = _log(path)
     # If the file is gone or empty, SQLite deletes its log; a running console may have the log open.
     if _size(newest) and not _size(path):
         raise DatabaseError(
@@ -398,6 +419,11 @@ def _sqlite_path(url: URL, *, make: bool) -> Path:
             "name a file on a local disk, or a PostgreSQL database"
         )
     return path
+
+
+def _log(path: Path) -> Path:
+    """Return where SQLite has the log of the database `path`: beside the file that a link points to."""
+    return Path(f"{path.resolve()}-wal")
 
 
 def _size(path: Path) -> int:

@@ -61,10 +61,14 @@ def unavailable(error: SQLAlchemyError) -> ConsoleError:
     status is 503 (try again), or 422 for something that the database can never store."""
     from sqlalchemy.exc import DataError
 
-    from openrecycle.db.session import FileGone
+    from openrecycle.db.session import FileGone, LogGone
 
     if isinstance(error, DataError):
         return ConsoleError(422, "invalid", "a text has a NUL character, or a number is larger than what can be stored")
+    if isinstance(error, LogGone):
+        detail = "the -wal file beside the database was moved, deleted or replaced: put it back, or stop the console "
+        detail += "with Ctrl-C and start it again; until then nothing is stored"
+        return ConsoleError(503, "database_gone", detail)
     if isinstance(error, FileGone):
         detail = "the file of the database was moved, deleted or replaced: nothing can be stored until it is back, "
         return ConsoleError(503, "database_gone", detail + "and not all can be read")

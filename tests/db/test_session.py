@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import URL, event, text
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.db.session import Database, DatabaseError, FileGone, file_system
+from openrecycle.db.session import Database, DatabaseError, FileGone, LogGone, file_system
 from tests.databases import sqlite_in
 from tests.golden import golden
 
@@ -169,6 +169,30 @@ def test_nothing_is_written_to_a_file_that_is_not_there_any_more(tmp_path: Path)
         database.rows(query)
     assert not file.exists(), "a new one would have no tables"
     database.close()
+
+
+def test_nothing_is_written_to_a_log_that_is_not_there_any_more(tmp_path: Path) -> None:
+    """`sqlite3` deletes it if the file is away at that moment. What has been written is stored at the console's end."""
+    log, elsewhere = tmp_path / "console.db-wal", tmp_path / "moved"
+    database = sqlite_in(tmp_path)
+    database.lead()
+    database.engine.dispose()  # the last of the others may be closed: the log stays
+    made = text("create table note (words text)")
+    with database.write() as session:
+        session.execute(made)
+    log.rename(elsewhere)
+    with pytest.raises(LogGone), database.write():
+        pass
+    elsewhere.rename(log)
+    with database.write() as session:
+        session.execute(text("insert into note values ('kept')"))
+    log.unlink()
+    with pytest.raises(LogGone), database.write():
+        pass
+    database.close()
+    again = sqlite_in(tmp_path)
+    assert again.scalars(text("select words from note")) == ["kept"]
+    again.close()
 
 
 @pytest.mark.parametrize("emptied", [False, True])
