@@ -51,12 +51,16 @@ def create(
     with _store(database_url, make=True) as database:
         made, audit = Tokens(TokenStore(database)), AuditLog(AuditStore(database))
         if job is not None and all(row["id"] != job for row in Store(database).jobs()):
-            raise ConsoleError(404, "unknown_job", f"--job: got {job!r}, expected the id of a job of this console")
-        token, text = made.create(role, created_by=_actor(), name=name, job_id=job, days=days)
+            _no_such_job(job, database)
+        try:
+            token, text = made.create(role, created_by=_actor(), name=name, job_id=job, days=days)
+        except ConsoleError as error:  # about a field of the API, which is called like the option
+            fail(f"--{error}" if error.status == 422 else str(error))
         audit.record(_actor(), "create token", token.id, job_id=job, detail=token.name)
     print(text)
     ends = "it does not expire" if token.expires_at is None else f"it expires on {_day(token.expires_at)}"
-    print(f"{token.name!r} may {_words(token.role, job)}; {ends}. It is not shown again.", file=sys.stderr)
+    may = f"{token.name!r} may {_words(token.role, job)}, at a console on {database.shown_url}"
+    print(f"{may}; {ends}. It is not shown again.", file=sys.stderr)
 
 
 @tokens.command("list")
@@ -112,6 +116,10 @@ def _store(database_url: str, *, make: bool = False) -> Iterator[Database]:
         fail(f"the database can't take this now ({type(error).__name__}); try again")
     except OSError as error:
         fail(f"{error.filename or 'the file'} can't be written: {error.strerror or error}")
+
+
+def _no_such_job(job: str, database: Database) -> NoReturn:
+    fail(f"--job: got {job!r}, expected the id of a job in the database {database.shown_url}")
 
 
 def _words(role: str, job: str | None) -> str:
@@ -306,8 +314,8 @@ def export_command(
 def _export_to(job: str, out: Path, database_url: str, *, file: TextIO) -> None:
     with _store(database_url) as database:
         manifest = export(database, job, out)
-    if manifest is None:
-        fail(f"--job: got {job!r}, expected the id of a job of this database")
+        if manifest is None:
+            _no_such_job(job, database)
     rows = sum(table.rows for table in manifest.tables.values())
     print(f"{out}: job {job}, {rows:,} rows, {len(manifest.plans):,} plans, {out.stat().st_size:,} bytes", file=file)
 
@@ -333,7 +341,7 @@ def delete_command(job: JobId, database_url: DatabaseUrl = "") -> None:
     with _store(database_url) as database:
         row = next((row for row in Store(database).jobs() if row["id"] == job), None)
         if row is None:
-            fail(f"--job: got {job!r}, expected the id of a job of this database")
+            _no_such_job(job, database)
         with nullcontext() if row["state"] in OVER else _no_console(database, job, row["state"]):
             rows = JobRows(database)
             audit = audit_row(_actor(), "delete", job, job_id=job, detail=row["name"])
