@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import random
+import socket
 import ssl
 import sys
 import threading
@@ -573,7 +574,7 @@ class ConsoleClient:
             except requests.RequestException as error:
                 trouble = _not_trusted(error) or self._no_authorities(error)
                 silent = silent or not trouble
-                reasons.append(f"{url} {trouble or f'does not answer ({type(error).__name__})'}")
+                reasons.append(f"{url} {trouble or f'does not answer ({_reason(error)})'}")
                 continue
             except OSError as error:  # the file that REQUESTS_CA_BUNDLE names can't be read
                 reasons.append(f"{url} can't be asked ({error})")
@@ -610,6 +611,26 @@ class ConsoleClient:
     def _first_timeout(self) -> float:
         """Returns a short time-out if there is a standby, which should not wait for a console that hangs."""
         return self._timeout if len(self._urls) == 1 else min(FIRST_TIMEOUT_SECONDS, self._timeout)
+
+
+_REASONS = {
+    ssl.SSLError: "TLS fails; perhaps it should be http://",
+    ConnectionRefusedError: "connection refused",
+    socket.gaierror: "unknown host",
+    TimeoutError: "timeout",
+    ConnectionResetError: "connection closed",
+}
+
+
+def _reason(error: BaseException) -> str:
+    """Returns in words why a request got no answer; the name of the error where there are none."""
+    cause: BaseException | None = error
+    while cause is not None:
+        for kind, words in _REASONS.items():
+            if isinstance(cause, kind):
+                return words
+        cause = cause.__cause__ or cause.__context__
+    return "timeout" if isinstance(error, requests.Timeout) else type(error).__name__
 
 
 def _not_trusted(error: BaseException | None) -> str:

@@ -501,7 +501,9 @@ class Tokens:
         with self._lock, storing():
             row = self._store.get(token_id)
             if row is None:
-                raise ConsoleError(404, "unknown_token", f"token: got {token_id!r}, expected the id of a token, as in the list of tokens")
+                raise ConsoleError(
+                    404, "unknown_token", f"token: got {token_id!r}, expected the id of a token in the list"
+                )
             if not self._store.revoke(token_id, self._clock()):
                 raise ConsoleError(409, "revoked", f"token {token_id} was revoked before")
             self._known = {known: token for known, token in self._known.items() if known != token_id}

@@ -420,10 +420,11 @@ class AccessGuard:
         if scope["type"] == "http" and scope["method"] == "GET" and "text/html" in headers.get("accept", ""):
             back = scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
             return RedirectResponse(f"{LOGIN}?next={quote(back, safe='')}", 303)
+        given = "a token that is unknown here, or has ended" if "authorization" in headers else "none"
         return problem(
             401,
             "unauthorized",
-            "Authorization: expected `Bearer` and a token of this console",
+            f"Authorization: got {given}, expected `Bearer` and a token of this console",
             {"WWW-Authenticate": 'Bearer realm="OpenReCycle"'},
         )
 

@@ -181,6 +181,22 @@ def test_a_file_of_authorities_that_names_none_is_said_to(
     assert golden("no-certificate-can-be-read", file) in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "there", "why"),
+    [
+        ("http", False, golden("no-answer-since-refused")),
+        ("https", True, golden("no-answer-since-no-tls")),
+        ("http", True, golden("no-answer-since-timeout")),
+    ],
+)
+def test_why_no_answer_came_is_said_in_words(scheme: str, there: bool, why: str, stack: ExitStack) -> None:
+    """Not as the name of an exception. https:// before a console without a proxy is an easy mistake."""
+    url = answering(stack, None if scheme == "http" else GOOD).url if there else gone()
+    with pytest.raises(ConsoleUnavailable) as raised:
+        read(ConsoleClient(url.replace("http", scheme), timeout=0.2 if scheme == "http" else 30.0))
+    assert why in str(raised.value)
+
+
 def test_a_refusal_is_an_answer(stack: ExitStack) -> None:
     no = (404, {"title": "t", "status": 404, "code": "unknown_job", "detail": "no such job"})
     first, second = answering(stack, no), answering(stack, GOOD)

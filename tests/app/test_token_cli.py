@@ -27,7 +27,7 @@ def run(url: str, *arguments: str) -> tuple[int, str, str]:
 def test_a_token_from_making_to_revoking(url: str) -> None:
     status, text, said = run(url, "create", "--role", "operate", "--name", "ada", "--days", "30")
     assert (status, text.startswith("orc_")) == (0, True)
-    assert golden("ada-may-look-at-everything") in said
+    assert golden("ada-may-look-at-everything", url) in said
     assert golden("not-shown-again") in said
     token_id = text.split("_")[1]
     status, table, _ = run(url, "list")
