@@ -53,9 +53,9 @@ def test_a_token_from_making_to_revoking(url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("create", "--role", "boss"), "role: got 'boss',"),
+        (("create", "--role", "boss"), "--role: got 'boss',"),
         (("create", "--role", "agent", "--job", "x"), "--job: got 'x',"),
-        (("create", "--role", "view", "--days", "0"), "days: got 0,"),
+        (("create", "--role", "view", "--days", "0"), "--days: got 0,"),
         (("revoke", "nope"), "token: got 'nope',"),
     ],
 )
