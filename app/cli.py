@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.app.observing.history import HistoryError, delete_job, export, import_history
-from openrecycle.app.runtime.errors import ConsoleError, SettingsError
+from openrecycle.app.runtime.errors import ConsoleError, SettingsError, unavailable
 from openrecycle.app.runtime.processes import prepare_children
 from openrecycle.app.runtime.settings import RetentionLimits, Settings, default_database_url, read_token, seconds
 from openrecycle.app.security.access import AuditLog, Tokens, read_oidc
@@ -113,7 +113,7 @@ def _store(database_url: str, *, make: bool = False) -> Iterator[Database]:
     except UnicodeEncodeError as error:
         fail(f"got {error.object!r:.100}, expected text in UTF-8")
     except SQLAlchemyError as error:
-        fail(f"the database can't take this now ({type(error).__name__}); try again")
+        fail(str(unavailable(error)))
     except OSError as error:
         fail(f"{error.filename or 'the file'} can't be written: {error.strerror or error}")
 

@@ -25,7 +25,7 @@ from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation,
 from openrecycle.app.jobs.live_job import LiveJob, changes, repair_times
 from openrecycle.app.jobs.states import ProcessState
 from openrecycle.app.jobs.throughput import NOTHING, Waited, segments, unit_seconds
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError, unavailable
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import count
@@ -122,7 +122,7 @@ class Advising:
         try:
             request = self._request(job, failed)
         except SQLAlchemyError as error:
-            log.warning("advice waits for the database", job=job.job_id, reason=type(error).__name__)
+            log.warning("advice waits for the database", job=job.job_id, reason=str(unavailable(error)))
             return
         if request is None:
             if job.state.choosing:

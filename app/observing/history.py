@@ -70,8 +70,8 @@ from openrecycle.agent.messages.protocol import (
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.observing.as_run import IterationAsRun
-from openrecycle.app.runtime.errors import ConsoleError, named, storing, unknown_job
-from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
+from openrecycle.app.runtime.errors import ConsoleError, named, storing, unavailable, unknown_job
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, Seldom
 from openrecycle.db.access import audit_row
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
 from openrecycle.db.job_rows import DELETING, IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record, table
@@ -841,6 +841,7 @@ class Histories:
     def __init__(self, jobs: JobReader, database: Database) -> None:
         self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
+        self._seldom = Seldom()
         self._exporting = threading.Lock()
         self._files: set[Path] = set()  # exported files, which their readers delete
         self._children = Children(work, name="history", memory=MOST_MEMORY)
@@ -943,7 +944,7 @@ class Histories:
                 self._delete_rows()
                 self._jobs.follow()
             except SQLAlchemyError as error:
-                log.warning("histories wait for the database", reason=type(error).__name__)
+                self._seldom.warn("histories wait for the database", reason=str(unavailable(error)))
             except Exception:
                 log.exception("jobs that came or went could not be followed")
             self._deleted.wait(FOLLOW_SECONDS)

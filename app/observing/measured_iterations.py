@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.as_run import IterationAsRun, MeasuredIteration, as_plan, as_schedule, assemble
-from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.runtime.errors import ConsoleError, storing, unavailable
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import SECONDS
@@ -254,7 +254,7 @@ class Measuring:
         try:
             self._store.put_measured(job.job_id, measured.iteration, measured.model_dump_json(), measured.at, keep=keep)
         except SQLAlchemyError as error:
-            log.warning("a measured iteration could not be stored", job=job.job_id, reason=type(error).__name__)
+            log.warning("a measured iteration could not be stored", job=job.job_id, reason=str(unavailable(error)))
         job.topic.publish()
         return f"iteration {message.iteration} is measured"
 
@@ -313,7 +313,7 @@ class Measuring:
             return self._store.measured_iterations(job.job_id)[-_most_kept(job) :]
         except SQLAlchemyError as error:
             log.warning(
-                "which measured iterations are stored is not known", job=job.job_id, reason=type(error).__name__
+                "which measured iterations are stored is not known", job=job.job_id, reason=str(unavailable(error))
             )
             return []
 

@@ -47,6 +47,7 @@ from openrecycle.app.jobs.throughput import (
     recent_rate,
     share_of,
 )
+from openrecycle.app.runtime.errors import unavailable
 from openrecycle.db.store import Store
 from openrecycle.planner.plans.plan import Plan
 
@@ -272,7 +273,7 @@ class JobMetrics(Collector):
                 try:
                     self._add(families, job)
                 except SQLAlchemyError as error:
-                    log.warning("the metrics of a job can't be read", job=job.job_id, reason=type(error).__name__)
+                    log.warning("the metrics of a job can't be read", job=job.job_id, reason=str(unavailable(error)))
         yield from families.all
 
     def _add(self, out: _Families, job: LiveJob) -> None:

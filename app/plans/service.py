@@ -45,7 +45,7 @@ from openrecycle.app.plans.solving import (
     Solves,
     plan_maker,
 )
-from openrecycle.app.runtime.errors import ConsoleError, named, passing, storing
+from openrecycle.app.runtime.errors import ConsoleError, named, passing, storing, unavailable
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
 from openrecycle.db.access import audit_row
@@ -472,7 +472,7 @@ class Drifting:
             if watch is None:
                 watch = self._of[job.job_id] = self._begin(job)
         except SQLAlchemyError as error:
-            log.warning("speeds wait for the database", job=job.job_id, reason=type(error).__name__)
+            log.warning("speeds wait for the database", job=job.job_id, reason=str(unavailable(error)))
             return
         reports, failed, current = job.measurements.op_times.take(), out(job.state), job.state.current
         if failed is None or current is None:

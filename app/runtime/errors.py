@@ -61,7 +61,7 @@ def unavailable(error: SQLAlchemyError) -> ConsoleError:
     status is 503 (try again), or 422 for something that the database can never store."""
     from sqlalchemy.exc import DataError
 
-    from openrecycle.db.session import FileGone, LogGone
+    from openrecycle.db.session import FileGone, LogGone, WriteFenced
 
     if isinstance(error, DataError):
         return ConsoleError(422, "invalid", "a text has a NUL character, or a number is larger than what can be stored")
@@ -82,6 +82,8 @@ def unavailable(error: SQLAlchemyError) -> ConsoleError:
         return ConsoleError(503, "disk_fails", detail)
     if "readonly" in text or "read-only" in text:
         return ConsoleError(503, "read_only", "the database can't be written: it is read-only; try again once it can")
+    if isinstance(error, WriteFenced):
+        return ConsoleError(503, "unavailable", "this console can store nothing while it does not lead; try again")
     why = "it is busy" if "locked" in text else "it does not answer" if _GONE.search(text) else type(error).__name__
     return ConsoleError(503, "unavailable", f"the database can't take this now ({why}); try again")
 

@@ -41,7 +41,8 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, Response
 
 from openrecycle.agent.messages.protocol import API
-from openrecycle.app.runtime.errors import ConsoleError, SettingsError, named, storing
+from openrecycle.app.runtime.errors import ConsoleError, SettingsError, named, storing, unavailable
+from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.runtime.settings import OidcSettings, read_secret
 from openrecycle.db.access import AuditStore, TokenStore, audit_row
@@ -376,6 +377,7 @@ class Tokens:
         self._known: dict[str, Token] = {}
         self._used: dict[str, float] = {}
         self._written = clock()
+        self._seldom = Seldom()
         self._lock = threading.RLock()  # for replacing `_known`; `check` needs none
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -406,11 +408,15 @@ class Tokens:
                 used, self._used = self._used, {}
                 self._written = self._clock()
                 if used:
-                    self._store.used(used)
+                    try:
+                        self._store.used(used)
+                    except SQLAlchemyError:  # stored with those that come until the next time
+                        self._used = used | self._used
+                        raise
             with self._lock:
                 self._known = {row["id"]: _token(row) for row in self._store.all(valid_at=self._clock())}
         except SQLAlchemyError as error:
-            log.warning("tokens could not be read again", reason=type(error).__name__)
+            self._seldom.warn("tokens could not be read again", reason=str(unavailable(error)))
 
     # -- checking ---------------------------------------------------------------------------
 
@@ -514,7 +520,7 @@ class Tokens:
         try:
             self._store.end_job(job_id, self._clock() + AFTER_JOB)
         except SQLAlchemyError as error:
-            log.warning("the tokens of a job could not be ended", job=job_id, reason=type(error).__name__)
+            log.warning("the tokens of a job could not be ended", job=job_id, reason=str(unavailable(error)))
 
 
 def _hash(secret: str) -> str:

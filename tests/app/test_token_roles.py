@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from flaky_database import FlakyDatabase
 from guarded_app import JOB, TOKEN, bearer, guarded
 from starlette.websockets import WebSocketDisconnect
 from ui_console import console_refuses
@@ -95,6 +97,20 @@ def test_when_a_token_was_used_is_written_later(tokens: Tokens, database: Databa
     assert (stored.get(made.id) or {})["last_used_at"] is None
     tokens.refresh(write=True)
     assert time.time() - (stored.get(made.id) or {})["last_used_at"] < 60
+
+
+def test_when_a_token_was_used_is_written_once_the_database_is_back(tmp_path: Path) -> None:
+    database = sqlite_in(tmp_path, FlakyDatabase)
+    stored = TokenStore(database)
+    tokens = Tokens(stored)
+    made, text = tokens.create("view", created_by="ada")
+    tokens.check(text)
+    database.away = True
+    tokens.refresh(write=True)
+    database.heal()
+    tokens.refresh(write=True)
+    assert (stored.get(made.id) or {})["last_used_at"]
+    database.close()
 
 
 def test_the_tokens_of_a_job_end_after_it(database: Database) -> None:
