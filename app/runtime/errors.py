@@ -179,6 +179,8 @@ def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
         text = f"{where}: got {shown}, expected no field of that name"
     elif kind == "json_invalid":
         text = f"the body is not JSON: {first.get('ctx', {}).get('error', message)}"
+    elif not place and isinstance(first.get("input"), bytes):  # nobody read it as JSON; curl sends another type
+        text = "Content-Type: expected application/json"
     else:
         text = f"{where}: got {shown}, expected {_expected(message)}"
     more = len(errors) - 1
@@ -187,6 +189,8 @@ def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
 
 def _expected(message: str) -> str:
     """Rewords pydantic's message so that it fits after `expected`."""
+    if message.startswith("Input should be a valid dictionary"):
+        return "an object"
     for start, wording in (("Input should be ", ""), ("String should ", "a string to "), ("Value error, ", "")):
         if message.startswith(start):
             message = wording + message.removeprefix(start)

@@ -108,7 +108,7 @@ def test_a_loss_that_is_no_number(agents: Agents) -> None:
 @ONE_DATABASE
 def test_another_content_type_is_not_taken(server: ConsoleServer) -> None:
     answer = raw(server, "/jobs", json.dumps(SPEC).encode(), "text/plain")
-    assert answer.status_code == 422
+    assert_problem(answer, 422, "invalid", "Content-Type: ")
 
 
 @pytest.mark.parametrize(

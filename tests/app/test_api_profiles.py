@@ -116,7 +116,7 @@ def test_a_plan_takes_its_op_times_by_name(client: TestClient) -> None:
         ("x", {**UNEVEN, "transfers": [1]}, 422, "transfers: got 1,"),
         ("x", {**UNEVEN, "surprise": 1}, 422, "surprise: got 1,"),
         ("x", {"profile_version": 1}, 422, "model: missing,"),
-        ("x", [], 422, golden("expected-a-valid-dictionary")),
+        ("x", [], 422, "expected an object"),
         ("x", {**UNEVEN, "pipelines": 10**9}, 422, "pipelines"),
         ("x", {**MEASURED, "reductions": {**MEASURED["reductions"], "bytes": 10**400}}, 422, "reductions.bytes"),
     ],
