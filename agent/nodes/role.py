@@ -119,10 +119,9 @@ def _slurm(env: Mapping[str, str], lead: str | None) -> NodeRole | None:
     nodes = _number(env, "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES")
     if nodes == 1:
         return None
-    if env.get("SLURM_STEP_NUM_TASKS", str(nodes)) != str(nodes):
-        raise InputError(
-            "--ntasks-per-node", env["SLURM_STEP_NUM_TASKS"], f"1, {nodes} tasks in all: the launcher starts workers"
-        )
+    if (tasks := env.get("SLURM_STEP_NUM_TASKS", str(nodes))) != str(nodes):
+        given = f"{tasks} tasks on {nodes} nodes"
+        raise InputError("--ntasks-per-node", given, "1 task a node: the launcher starts the workers itself")
     if lead is None:
         hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
         lead = f"{first_host(hosts)}:{DEFAULT_PORT}"
