@@ -639,7 +639,7 @@ def _not_trusted(error: BaseException | None) -> str:
         error = error.__cause__ or error.__context__
     if error is None:
         return ""
-    named = "REQUESTS_CA_BUNDLE names a file of those that are"
+    named = "set REQUESTS_CA_BUNDLE to a file with the certificates to trust"
     return f"has a certificate that is not trusted here ({error.verify_message}); {named}"
 
 
