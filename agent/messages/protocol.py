@@ -44,6 +44,8 @@ AGENT_TOKEN = "OpenRecycle-Agent-Token"
 LEAD = "OpenRecycle-Lead"
 DEPOSED = "deposed"
 """The code of the problem (409) when another node has taken the lead."""
+UNKNOWN_PLAN = "unknown_plan"
+"""The code of the problem (404) when a plan is not stored, or what is stored of it is damaged."""
 # The environment variable in which programs find their token.
 TOKEN_VARIABLE = "OPENRECYCLE_TOKEN"
 # The most ops of one worker and iteration.

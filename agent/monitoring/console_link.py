@@ -49,6 +49,7 @@ from openrecycle.agent.messages.protocol import (
     BATCH,
     INTERIM_DOCUMENT,
     LONGEST_MS,
+    UNKNOWN_PLAN,
     Acknowledgement,
     BatchReply,
     Command,
@@ -730,8 +731,16 @@ class ConsoleCoordination(Coordination):
                 self._away = (self._away or (time.monotonic(), ""))[0], str(error)
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:
-                self._put(Halt(f"the console refused: {refusal}"))
-                return
+                if refusal.problem.code != UNKNOWN_PLAN:
+                    self._put(Halt(f"the console refused: {refusal}"))
+                    return
+                # What it has stored of the plan is damaged. A person can give the job another one, and until then its
+                # workers train on, as far as they can.
+                self._away = None
+                if str(refusal) != said:
+                    said = str(refusal)
+                    self._say(f"warning: the newest generation can't begin: {said}; give the job another plan")
+                self._closing.wait(backoff.seconds())
             except Exception as error:  # with this thread gone, the launcher would never hear of a generation again
                 traceback.print_exc()
                 self._put(Halt(f"generations can't be followed any more: {type(error).__name__}: {error}"))

@@ -30,7 +30,7 @@ from openrecycle.app.catalogs.contents import (
     share_of_cores,
     summary,
 )
-from openrecycle.app.runtime.errors import ConsoleError, starting, storing
+from openrecycle.app.runtime.errors import ConsoleError, damaged_plan, starting, storing
 from openrecycle.app.runtime.processes import ChildEnded, Children, PendingAnswer
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import CatalogInfo, StoredCatalog, folder_files
@@ -210,7 +210,7 @@ class Catalogs:
         try:
             return stored.plan(name)
         except PlanError as error:
-            raise ConsoleError(404, "unknown_plan", f"plan: got {name!r}; {error}") from None
+            raise damaged_plan(name, error) from None
 
     def stored(self, fingerprint: str) -> StoredCatalog:
         """Opens a stored catalog. Raises ConsoleError (404)."""

@@ -521,6 +521,28 @@ def test_a_damaged_plan_does_not_stop_its_job(store: Store, monkeypatch: pytest.
         again.close()
 
 
+def test_a_damaged_plan_that_is_in_memory_is_stored_again(console: ConsoleService, store: Store) -> None:
+    """Otherwise the launcher would ask for it again and again, and take the console for away."""
+    created, _ = console.jobs.create(SPEC)
+    register_all(console, created.job_id)
+    job = console.jobs.find(created.job_id)
+    assert job.state.current is not None
+    in_force = job.state.current.plan_fingerprint
+    until(lambda: len(store.job_plans(job.job_id)) > 1, "a plan made ahead")
+    other = next(r["fingerprint"] for r in store.job_plans(job.job_id) if r["fingerprint"] != in_force)
+    whole = console.queries.packed_plan(job.job_id, in_force)
+    with store.database.write() as session:
+        session.execute(text("update plan set data = :rubbish"), {"rubbish": b"rubbish"})
+    with console_refuses("unknown_plan"):
+        console.queries.packed_plan(job.job_id, other)
+    assert console.queries.packed_plan(job.job_id, in_force) == whole == store.plan(in_force)
+    job.plans.let_go()
+    with store.database.write() as session:
+        session.execute(text("update plan set data = :rubbish"), {"rubbish": b"rubbish"})
+    with console_refuses("unknown_plan"):
+        console.queries.packed_plan(job.job_id, in_force)
+
+
 def test_the_plans_for_the_next_failure_are_packed_before_it(console: ConsoleService) -> None:
     created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
