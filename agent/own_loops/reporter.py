@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
@@ -86,6 +86,9 @@ def newest_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport:
 _KINDS = frozenset(get_args(OpKind))
 _RUN = re.compile(r"[A-Za-z0-9 .:@/()+_-]{1,80}")
 CLOSE_SECONDS = 5.0
+_ASK_SECONDS = 0.3
+"""Between two questions whether the job is over."""
+OVER = JobState.FINISHED, JobState.STOPPED
 _REGISTERING_SECONDS = 0.05
 _UNANSWERED = 4
 """Failed requests in a row before the log warns that the console does not answer. The last of them comes a second or
@@ -280,6 +283,21 @@ class Reporter:
             self._loop.alone = True
         return self._loop.alone
 
+    def _has_last_step(self) -> bool:
+        """Says whether this worker has taken the job's last step, which shows that all have reduced for theirs."""
+        return self._loop is not None and not self.fenced and self._loop.released == self._spec.iterations - 1
+
+    def _is_finished_by(self, deadline: float) -> bool:
+        """Waits until somebody has told the console that the job is over, until `deadline` at most."""
+        client = ConsoleClient(self._url, token=self._token, timeout=2.0)
+        while time.monotonic() < deadline and self._job_path:
+            with suppress(ConsoleUnavailable, ConsoleRefused):
+                status = client.get(self._job_path, JobStatus)
+                if status is not None and status.state in OVER:
+                    return True
+            time.sleep(_ASK_SECONDS)
+        return not self._job_path
+
     def _check_part(self) -> None:
         """Raises RuntimeError if the console goes on without this worker, or the job is over."""
         if self.fenced or self._over:
@@ -324,7 +342,10 @@ class Reporter:
 
     def close(self, *, done: bool = True) -> None:
         """Ends the reporting, within a few seconds. done: the job has run all its iterations; the console is told so,
-        even if it had not answered yet. Without `done` the console finds this worker missing, as after a crash."""
+        even if it had not answered yet. Without `done` the console finds this worker missing, as after a crash.
+
+        The worker whose losses are shown tells the console. If a death kept it from its last step, it waits to hear
+        that the job is done: so one that has run the plan, and has taken that step, tells the console in its place."""
         if self._closing.is_set():
             return
         self._status.phase = "draining" if done else self._status.phase
@@ -336,7 +357,7 @@ class Reporter:
         self._iterations.stop(tries=False)
         # Both threads get a second at least, even if the console took most of the time to answer.
         self._iterations.join(max(1.0, deadline - time.monotonic()))
-        if done and self._speaks_for_all():
+        if done and (self._speaks_for_all() or (self._has_last_step() and not self._is_finished_by(deadline))):
             self._finish()
         if self._reports is not None:
             self._reports.stop()
@@ -395,7 +416,7 @@ class Reporter:
     def _look_whether_over(self, client: ConsoleClient) -> None:
         """A worker that has come back just before the others ended would wait for them for ten minutes."""
         status = client.get(self._job_path, JobStatus)
-        if status is not None and status.state in (JobState.FINISHED, JobState.STOPPED):
+        if status is not None and status.state in OVER:
             mine = status.generation == self._newest_generation()
             self._finished = mine and status.state is JobState.FINISHED
             self._over = f"{self._me}: the job is {status.state}"
@@ -466,7 +487,8 @@ class Reporter:
         try:
             ConsoleClient(self._url, token=self._token, timeout=2.0).post(f"{self._job_path}/finish", message)
         except (ConsoleUnavailable, ConsoleRefused) as error:
-            self._say_once(f"the console does not know that the job is done: {error}")
+            if not isinstance(error, ConsoleRefused) or error.problem.code != "job_over":
+                self._say_once(f"the console does not know that the job is done: {error}")
 
     # -- what they share ----------------------------------------------------------------------
 
