@@ -62,6 +62,7 @@ from openrecycle.app.plans.service import PlansService
 from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.runtime.errors import (
     ConsoleError,
+    invalid,
     passing,
     plain,
     storing,
@@ -133,7 +134,7 @@ class JobRegistry:
             self.failure_timeouts.check_above(spec.transfer_timeout, spec.group_timeout)
             job = self._console.new_job(job_id, spec, created_at)
         except PlannerError as error:
-            raise ConsoleError(422, "invalid", str(error)) from None
+            raise invalid(error) from None
         members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
         text = spec.model_dump_json()
         # Under the lock, so that a caller that is given an earlier job's id also finds that job here.
@@ -480,7 +481,7 @@ class Reports:
             try:
                 plan = Plan.from_json(message.document, source="document")
             except PlannerError as error:
-                raise ConsoleError(422, "invalid", str(error)) from None
+                raise invalid(error) from None
             grid = (plan.job.pipelines, plan.job.stages, plan.job.micro_batches)
             of_job = (job.spec.pipelines, job.spec.stages, job.spec.micro_batches)
             same = message.plan_fingerprint == plan.fingerprint == plan.compute_fingerprint()

@@ -45,7 +45,13 @@ from openrecycle.app.plans.solving import (
     Solves,
     plan_maker,
 )
-from openrecycle.app.runtime.errors import ConsoleError, named, passing, storing
+from openrecycle.app.runtime.errors import (
+    ConsoleError,
+    invalid,
+    named,
+    passing,
+    storing,
+)
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
 from openrecycle.db.access import audit_row
@@ -661,7 +667,7 @@ class Replanning:
             asked = _asked(job, planned, failed, solver=solver, time_limit=seconds, over=over)
             asked.check()
         except InputError as error:
-            raise ConsoleError(422, "invalid", str(error)) from None
+            raise invalid(error) from None
         except PlannerError as error:
             raise ConsoleError(409, "no_plan", str(error)) from None
         except ValueError:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from openrecycle.agent.messages.protocol import UNKNOWN_PLAN
-from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.errors import InputError, PlannerError, in_words
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.plan import DuplicateKey, refuse_duplicates
 
@@ -47,6 +47,11 @@ class ConsoleError(Exception):
 
 class SettingsError(Exception):
     """Raised when the console can't start with its settings. `str(error)` is one sentence for the user."""
+
+
+def invalid(error: PlannerError, where: str = "") -> ConsoleError:
+    """Makes the ConsoleError (422) for what the planner refuses. where: what it stands in, for the sentence."""
+    return ConsoleError(422, "invalid", where + in_words(error))
 
 
 def unknown_job(job_id: str) -> ConsoleError:
