@@ -675,7 +675,7 @@ class Replanning:
         with job.lock:
             self._ready(job)  # it may have ended meanwhile, and then nobody would look at the search any more
             if self.status(job_id, planning=True):
-                raise ConsoleError(409, "no_choice", "the job is being planned again already; stop that first")
+                raise ConsoleError(409, "planning", "the job is being planned again already; stop that first")
             running = _Running(Replan(actor, solver, seconds, failed, time.time()), planned, self._solves.start(asked))
             text = f"{actor} asked for a new plan{_without(failed)} ({solver}, at most {seconds:g} s)"
             audit = audit_row(actor, "replan", solver, detail=f"{seconds:g}")
@@ -691,7 +691,7 @@ class Replanning:
         """Ends the search with its best plan so far. Raises ConsoleError."""
         running = self._running.get(self._find(job_id))
         if running is None:
-            raise ConsoleError(409, "no_choice", "the job is not being planned again")
+            raise ConsoleError(409, "not_planning", "the job is not being planned again")
         self._solves.stop(running.solve.id)
         return "the best plan so far counts"
 
