@@ -74,7 +74,7 @@ from openrecycle.app.runtime.patches import begin_without_pages
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.runner import STUCK_SECONDS, EventLoopWatch, in_thread
 from openrecycle.app.runtime.settings import RetentionLimits
-from openrecycle.app.security.access import Security
+from openrecycle.app.security.access import AGENTS, Security
 from openrecycle.db.job_rows import OVER
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record, Store
@@ -153,6 +153,7 @@ class JobRegistry:
                 self._jobs[job_id] = job
         if not new:
             return self._created_before(row, spec, idempotency_key), False
+        self._warn_of_rate(job)
         self._console.job_begins(job)
         log.info("job created", job=job_id, name=spec.name, workers=len(members))
         return self._created(row, spec, idempotency_key), True
@@ -278,6 +279,18 @@ class JobRegistry:
             if job is not None and not job.state.over:
                 self._check_failure_timeouts(job)
                 self._console.job_begins(job)
+
+    def _warn_of_rate(self, job: LiveJob) -> None:
+        """Warns in the job's feed if its workers send more heartbeats than one token may. Launchers send those of all
+        their workers together; a worker with a loop of its own sends its own."""
+        workers, heartbeat = len(job.state.members), self.failure_timeouts.heartbeat
+        most = int(AGENTS.per_second * heartbeat)
+        if job.spec.own_loop and workers > most:
+            text = (
+                f"{workers:,} workers that each send a heartbeat every {heartbeat:g} s are more than the {most:,} that "
+                "one token may have: some heartbeats will be refused; start the console with a longer --heartbeat"
+            )
+            job.record(Note("warning", "console", text))
 
     def _check_failure_timeouts(self, job: LiveJob) -> None:
         """Warns in the job's feed if this console's time-outs do not suit its agents. Another console accepted the job,
