@@ -364,6 +364,25 @@ def test_what_is_not_let_in(
     assert counts(empty) == before, "nothing is stored"
 
 
+@pytest.mark.parametrize(("kept", "times"), [(1 << 20, 1), (0, 2)], ids=["with room", "without"])
+def test_a_plan_is_parsed_once_if_there_is_room_for_it(
+    origin: tuple[Database, str, Path], target: Database, monkeypatch: pytest.MonkeyPatch, kept: int, times: int
+) -> None:
+    """That of 2,048 workers takes more than a second."""
+    parsed: list[str | bytes] = []
+
+    class Counted:
+        @staticmethod
+        def from_json(text: str | bytes, **more: str) -> Plan:
+            parsed.append(text)
+            return Plan.from_json(text, **more)
+
+    monkeypatch.setattr(histories, "MOST_KEPT", kept)
+    monkeypatch.setattr(histories, "Plan", Counted)
+    done = import_history(target, origin[2], new_id=f"kept-{kept}")
+    assert len(parsed) == times * done.plans == times * len(set(parsed)) > 0
+
+
 def test_files_that_are_no_history(origin: tuple[Database, str, Path], target: Database, tmp_path: Path) -> None:
     path = tmp_path / "file"
     whole = origin[2].read_bytes()
