@@ -181,6 +181,20 @@ def next_deployment(
     return deployment, plan
 
 
+def failure_report(failure: Failure) -> FailureReport:
+    """Makes the report to a console of what a launcher, or a loop of its own, has seen."""
+    cause, worker, incarnation, generation, detail, peer, spare, _ = failure
+    return FailureReport(
+        worker=peer or str(worker),
+        incarnation=incarnation,
+        cause=cause,
+        reporter=str(worker) if cause == "transfer" else "launcher",
+        detail=encodable(detail[:2000]),
+        generation=generation,
+        spare=tuple(spare),
+    )
+
+
 def merge_reports(older: QueuedReport, newer: QueuedReport) -> QueuedReport | None:
     """Merges two reports of iterations, or of failures, into one; None if they are others, or it would be too long."""
     first, second = older.message, newer.message
@@ -536,7 +550,7 @@ class ConsoleCoordination(Coordination):
                 self._workers.measured(fields, Offset(0, 0) if same else clock)
 
     def failed(self, failure: Failure) -> None:
-        cause, worker, incarnation, generation, detail, peer, spare, _ = failure
+        cause, worker, incarnation, generation, *_ = failure
         if cause != "exit":
             if generation >= self._generation:  # an earlier generation is over, and nothing waits for it
                 self._absence.broken()
@@ -545,16 +559,7 @@ class ConsoleCoordination(Coordination):
         if cause == "exit":
             self._workers.remove(incarnation)
             self._beats.pop(incarnation, None)
-        report = FailureReport(
-            worker=peer or str(worker),
-            incarnation=incarnation,
-            cause=cause,
-            reporter=str(worker) if cause == "transfer" else "launcher",
-            detail=encodable(detail[:2000]),
-            generation=generation,
-            spare=tuple(spare),
-        )
-        self._collect(report)
+        self._collect(failure_report(failure))
 
     def restarts(self, worker: Worker, incarnation: str, restart: Restart) -> None:
         about = {"worker": str(worker), "incarnation": incarnation, "cause": "exit", "reporter": "launcher"}

@@ -34,6 +34,7 @@ from pydantic import ValidationError
 
 from openrecycle.agent.config.options import check_url, with_profile
 from openrecycle.agent.config.settings import spelled
+from openrecycle.agent.coordination.launcher import Failure
 from openrecycle.agent.messages.client import (
     Backoff,
     ConsoleClient,
@@ -56,7 +57,13 @@ from openrecycle.agent.messages.protocol import (
     OpKind,
     Registration,
 )
-from openrecycle.agent.monitoring.console_link import LONG_POLL_SECONDS, QueuedReport, ReportSender, next_deployment
+from openrecycle.agent.monitoring.console_link import (
+    LONG_POLL_SECONDS,
+    QueuedReport,
+    ReportSender,
+    failure_report,
+    next_deployment,
+)
 from openrecycle.agent.monitoring.heartbeat import Status, WorkerReports
 from openrecycle.agent.monitoring.liveness import AT_REST
 from openrecycle.agent.own_loops.own_group import Membership
@@ -271,7 +278,8 @@ class Reporter:
             if lost and not reported and self._reports is not None and waited > self._dead + 2 * self._pause:
                 # The console would have noticed a death by now. So it is told of the broken link, to find out whose.
                 why, peer = self._loop.why_lost() if self._loop is not None else ("no process group was formed", "")
-                self._reports.broken(str(self._me), self._incarnation, lost, why, peer)
+                broken = Failure("transfer", self._me, self._incarnation, lost, why, peer)
+                self._reports.failed(failure_report(broken))
                 reported = True
             self._wait_for_news(lost, 0.5)
 
