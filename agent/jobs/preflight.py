@@ -70,6 +70,7 @@ from openrecycle.agent.stages.optimizer import (
     stage_optimizer,
 )
 from openrecycle.agent.stages.stage import Stage
+from openrecycle.agent.transport.group import scatter_memory
 from openrecycle.agent.transport.transfers import PREFETCH
 from openrecycle.agent.workers.state_transfer import PIECE_ELEMENTS
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, in_a_line
@@ -100,6 +101,7 @@ class StageMemory:
     transfers: what is sent to neighbours, for as long as it is kept, and what is received ahead.
     checkpoint: the copy of this worker's share, which is written.
     hand_over: pieces on their way to workers that join.
+    terms: those of peers for the sums of a sharded optimizer, on their way.
     resume: what is read from a checkpoint, as far as it does not fit into the others; of a sharded optimizer, each
         worker reads the state of the whole stage.
     """
@@ -113,6 +115,7 @@ class StageMemory:
     transfers: int = 0
     checkpoint: int = 0
     hand_over: int = 0
+    terms: int = 0
     resume: int = 0
 
     @property
@@ -1171,6 +1174,9 @@ def _check_memory(
             state = with_activations(state, mine, held[stage], job.micro_batches, ranks_that_hold)
         state = replace(state, checkpoint=checkpoint(spans(partition)[stage]))
         state = replace(state, hand_over=hand_over_memory(state, kept.each, job.pipelines))
+        if on_cpu and optimization.sharding == "zero1" and job.pipelines > 2:  # of two peers, both need all sums
+            others = job.pipelines - 1
+            state = replace(state, terms=min(scatter_memory(job.pipelines), state.sums * others // job.pipelines))
         if copies:
             state = replace(state, resume=max(0, resumed(alone[stage], spans(partition)[stage]) - state.total))
         each.append(state)
@@ -1260,5 +1266,6 @@ _WORDS = {
     "sums": "sums of gradients",
     "undo": "to undo a step",
     "hand_over": "hand-over of state",
+    "terms": "peers' terms on their way",
     "resume": "to resume",
 }

@@ -44,6 +44,8 @@ AGENT_TOKEN = "OpenRecycle-Agent-Token"
 LEAD = "OpenRecycle-Lead"
 DEPOSED = "deposed"
 """The code of the problem (409) when another node has taken the lead."""
+UNKNOWN_PLAN = "unknown_plan"
+"""The code of the problem (404) when a plan is not stored, or what is stored of it is damaged."""
 # The environment variable in which programs find their token.
 TOKEN_VARIABLE = "OPENRECYCLE_TOKEN"
 # The most ops of one worker and iteration.
@@ -400,23 +402,13 @@ def clock_name() -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()[:32]}-{os.getpid()}")
 
 
-class MeasuredOps(Message):
-    """POST /jobs/{job_id}/measured. When each op of one iteration ran on one worker, in order.
+class OpColumns(Message):
+    """Ops of one worker in the order in which they ran, one entry per op in each column.
 
-    kinds, pipelines, micro_batches, starts_us and durations_us have one entry per op. pipelines, micro_batches: the
-    pipeline that the micro-batch belongs to, and its index there; for O, the worker's own pipeline and -1. starts_us:
-    microseconds since started_us. started_us: on the worker's monotonic clock, whose `clock_name` is clock. Add
-    offset_us to get the console's clock, within ± uncertainty_us.
+    pipelines, micro_batches: the pipeline that the micro-batch belongs to, and its index there; for O, the worker's own
+    pipeline and -1.
     """
 
-    worker: WorkerName
-    incarnation: Identifier
-    generation: Annotated[int, Field(ge=1), INTEGER]
-    iteration: Count
-    clock: Identifier
-    started_us: Count
-    offset_us: Annotated[int, Field(ge=-(2**53), le=2**53), INTEGER]
-    uncertainty_us: Count
     kinds: Annotated[str, StringConstraints(min_length=1, max_length=MEASURED_OPS, pattern=r"^[FIWBO]+$")]
     pipelines: Annotated[
         tuple[Annotated[int, Field(ge=0, le=10**6), INTEGER], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
@@ -428,11 +420,28 @@ class MeasuredOps(Message):
     durations_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS, fail_fast=True)]
 
     @model_validator(mode="after")
-    def _one_entry_per_op(self) -> MeasuredOps:
+    def _one_entry_per_op(self) -> Self:
         for name in ("pipelines", "micro_batches", "starts_us", "durations_us"):
             if (got := len(getattr(self, name))) != len(self.kinds):
                 raise ValueError(f"{name}: got {got} entries, expected {len(self.kinds)}, as kinds")
         return self
+
+
+class MeasuredOps(OpColumns):
+    """POST /jobs/{job_id}/measured. When each op of one iteration ran on one worker.
+
+    starts_us: microseconds since started_us. started_us: on the worker's monotonic clock, whose `clock_name` is clock.
+    Add offset_us to get the console's clock, within ± uncertainty_us.
+    """
+
+    worker: WorkerName
+    incarnation: Identifier
+    generation: Annotated[int, Field(ge=1), INTEGER]
+    iteration: Count
+    clock: Identifier
+    started_us: Count
+    offset_us: Annotated[int, Field(ge=-(2**53), le=2**53), INTEGER]
+    uncertainty_us: Count
 
 
 class Deployment(Message):

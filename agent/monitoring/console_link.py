@@ -49,6 +49,7 @@ from openrecycle.agent.messages.protocol import (
     BATCH,
     INTERIM_DOCUMENT,
     LONGEST_MS,
+    UNKNOWN_PLAN,
     Acknowledgement,
     BatchReply,
     Command,
@@ -178,6 +179,20 @@ def next_deployment(
     plan = plans.get(name) or client.plan(job_path, name)
     keep_newest(plans, name, plan)
     return deployment, plan
+
+
+def failure_report(failure: Failure) -> FailureReport:
+    """Makes the report to a console of what a launcher, or a loop of its own, has seen."""
+    cause, worker, incarnation, generation, detail, peer, spare, _ = failure
+    return FailureReport(
+        worker=peer or str(worker),
+        incarnation=incarnation,
+        cause=cause,
+        reporter=str(worker) if cause == "transfer" else "launcher",
+        detail=encodable(detail[:2000]),
+        generation=generation,
+        spare=tuple(spare),
+    )
 
 
 def merge_reports(older: QueuedReport, newer: QueuedReport) -> QueuedReport | None:
@@ -535,7 +550,7 @@ class ConsoleCoordination(Coordination):
                 self._workers.measured(fields, Offset(0, 0) if same else clock)
 
     def failed(self, failure: Failure) -> None:
-        cause, worker, incarnation, generation, detail, peer, spare, _ = failure
+        cause, worker, incarnation, generation, *_ = failure
         if cause != "exit":
             if generation >= self._generation:  # an earlier generation is over, and nothing waits for it
                 self._absence.broken()
@@ -544,16 +559,7 @@ class ConsoleCoordination(Coordination):
         if cause == "exit":
             self._workers.remove(incarnation)
             self._beats.pop(incarnation, None)
-        report = FailureReport(
-            worker=peer or str(worker),
-            incarnation=incarnation,
-            cause=cause,
-            reporter=str(worker) if cause == "transfer" else "launcher",
-            detail=encodable(detail[:2000]),
-            generation=generation,
-            spare=tuple(spare),
-        )
-        self._collect(report)
+        self._collect(failure_report(failure))
 
     def restarts(self, worker: Worker, incarnation: str, restart: Restart) -> None:
         about = {"worker": str(worker), "incarnation": incarnation, "cause": "exit", "reporter": "launcher"}
@@ -730,8 +736,16 @@ class ConsoleCoordination(Coordination):
                 self._away = (self._away or (time.monotonic(), ""))[0], str(error)
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:
-                self._put(Halt(f"the console refused: {refusal}"))
-                return
+                if refusal.problem.code != UNKNOWN_PLAN:
+                    self._put(Halt(f"the console refused: {refusal}"))
+                    return
+                # What it has stored of the plan is damaged. A person can give the job another one, and until then its
+                # workers train on, as far as they can.
+                self._away = None
+                if str(refusal) != said:
+                    said = str(refusal)
+                    self._say(f"warning: the newest generation can't begin: {said}; give the job another plan")
+                self._closing.wait(backoff.seconds())
             except Exception as error:  # with this thread gone, the launcher would never hear of a generation again
                 traceback.print_exc()
                 self._put(Halt(f"generations can't be followed any more: {type(error).__name__}: {error}"))

@@ -47,7 +47,6 @@ from openrecycle.agent.messages.protocol import (
     clock_name,
 )
 from openrecycle.agent.monitoring.liveness import AT_REST, IterationTimeline, OpProgress, OpSeconds, Timeline
-from openrecycle.planner.jobs.words import encodable
 
 M = TypeVar("M", bound=Message)
 
@@ -179,16 +178,8 @@ class WorkerReports(threading.Thread):
         for at in range(0, len(acknowledgements), BATCH):
             self._put(Acknowledgements(acknowledgements=tuple(acknowledgements[at : at + BATCH])))
 
-    def broken(self, worker: str, incarnation: str, generation: int, detail: str, peer: str = "") -> None:
-        """Queues a report that a transfer of `worker` with `peer` ("": not known) broke in `generation`."""
-        report = FailureReport(
-            worker=peer or worker,
-            incarnation=incarnation,
-            cause="transfer",
-            reporter=worker,
-            detail=encodable(detail[:2000]),
-            generation=generation,
-        )
+    def failed(self, report: FailureReport) -> None:
+        """Queues a report of a failure."""
         self._put(Failures(failures=(report,)))
 
     def wrote(self, incarnation: str, lines: Iterable[tuple[float, str]], skipped: int) -> None:

@@ -231,7 +231,7 @@ class OwnLoop:
         self._script: Script
         self._peers: dict[str, int] = {}
         self._iteration = 0
-        self._released: int | None = None
+        self.released: int | None = None
         """The last iteration whose step this worker has taken, or is about to take."""
         self.kept: tuple[int, list[Tensor]] | None = None
         """The number and the sums of an iteration that this worker has reduced, while it does not know whether all
@@ -275,7 +275,7 @@ class OwnLoop:
                 f"schedule: iteration {self._iteration} was left at {self._open}, and its peers wait for the rest: "
                 "iterate to the end, or form a new process group"
             )
-        expected = self._iteration + 1 if known else None if self._released is None else self._released + 1
+        expected = self._iteration + 1 if known else None if self.released is None else self.released + 1
         if expected is not None and iteration != expected:
             raise InputError("iteration", iteration, f"{expected}, which is the next one on this worker")
         try:
@@ -330,7 +330,7 @@ class OwnLoop:
             with torch.no_grad():
                 for mine, total in zip(tensors, kept, strict=True):
                     mine.copy_(total)
-            self.kept, self._released = None, iteration
+            self.kept, self.released = None, iteration
             return self._total
         newest, measured = self._newest(), None
         generation = newest[0].generation if newest is not None else 0
@@ -346,7 +346,7 @@ class OwnLoop:
                 self.kept = iteration, [tensor.detach().clone() for tensor in tensors]
                 self._unheard = iteration, measured if measure is float or self._job.stages == 1 else None
             raise self._lose(error) from error
-        self._released = iteration
+        self.released = iteration
         if newest is not None and generation > self.generation and all(row[0] == generation for row in known.values()):
             self._agreed = newest
         speakers = {worker.stage: row for worker, row in sorted(known.items(), reverse=True)}
@@ -409,7 +409,7 @@ class OwnLoop:
             newest = self._newest()
             generation = newest[0].generation if newest is not None else 0
             kept = self.kept[0] if self.kept is not None else _NONE
-            released = _NONE if self._released is None else self._released
+            released = _NONE if self.released is None else self.released
             overdue = int(time.monotonic() > deadline)
             mine = [*self._me, generation, overdue, iteration, kept, released, to_bits(self._total)]
             table = torch.zeros((len(ranks), len(mine)), dtype=torch.int64)

@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
@@ -34,6 +34,7 @@ from pydantic import ValidationError
 
 from openrecycle.agent.config.options import check_url, with_profile
 from openrecycle.agent.config.settings import spelled
+from openrecycle.agent.coordination.launcher import Failure
 from openrecycle.agent.messages.client import (
     Backoff,
     ConsoleClient,
@@ -56,7 +57,13 @@ from openrecycle.agent.messages.protocol import (
     OpKind,
     Registration,
 )
-from openrecycle.agent.monitoring.console_link import LONG_POLL_SECONDS, QueuedReport, ReportSender, next_deployment
+from openrecycle.agent.monitoring.console_link import (
+    LONG_POLL_SECONDS,
+    QueuedReport,
+    ReportSender,
+    failure_report,
+    next_deployment,
+)
 from openrecycle.agent.monitoring.heartbeat import Status, WorkerReports
 from openrecycle.agent.monitoring.liveness import AT_REST
 from openrecycle.agent.own_loops.own_group import Membership
@@ -86,6 +93,9 @@ def newest_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport:
 _KINDS = frozenset(get_args(OpKind))
 _RUN = re.compile(r"[A-Za-z0-9 .:@/()+_-]{1,80}")
 CLOSE_SECONDS = 5.0
+_ASK_SECONDS = 0.3
+"""Between two questions whether the job is over."""
+OVER = JobState.FINISHED, JobState.STOPPED
 _REGISTERING_SECONDS = 0.05
 _UNANSWERED = 4
 """Failed requests in a row before the log warns that the console does not answer. The last of them comes a second or
@@ -268,7 +278,8 @@ class Reporter:
             if lost and not reported and self._reports is not None and waited > self._dead + 2 * self._pause:
                 # The console would have noticed a death by now. So it is told of the broken link, to find out whose.
                 why, peer = self._loop.why_lost() if self._loop is not None else ("no process group was formed", "")
-                self._reports.broken(str(self._me), self._incarnation, lost, why, peer)
+                broken = Failure("transfer", self._me, self._incarnation, lost, why, peer)
+                self._reports.failed(failure_report(broken))
                 reported = True
             self._wait_for_news(lost, 0.5)
 
@@ -279,6 +290,21 @@ class Reporter:
         if self._finished and self._loop.may_step_alone(self._spec.iterations - 1):
             self._loop.alone = True
         return self._loop.alone
+
+    def _has_last_step(self) -> bool:
+        """Says whether this worker has taken the job's last step, which shows that all have reduced for theirs."""
+        return self._loop is not None and not self.fenced and self._loop.released == self._spec.iterations - 1
+
+    def _is_finished_by(self, deadline: float) -> bool:
+        """Waits until somebody has told the console that the job is over, until `deadline` at most."""
+        client = ConsoleClient(self._url, token=self._token, timeout=2.0)
+        while time.monotonic() < deadline and self._job_path:
+            with suppress(ConsoleUnavailable, ConsoleRefused):
+                status = client.get(self._job_path, JobStatus)
+                if status is not None and status.state in OVER:
+                    return True
+            time.sleep(_ASK_SECONDS)
+        return not self._job_path
 
     def _check_part(self) -> None:
         """Raises RuntimeError if the console goes on without this worker, or the job is over."""
@@ -324,7 +350,10 @@ class Reporter:
 
     def close(self, *, done: bool = True) -> None:
         """Ends the reporting, within a few seconds. done: the job has run all its iterations; the console is told so,
-        even if it had not answered yet. Without `done` the console finds this worker missing, as after a crash."""
+        even if it had not answered yet. Without `done` the console finds this worker missing, as after a crash.
+
+        The worker whose losses are shown tells the console. If a death kept it from its last step, it waits to hear
+        that the job is done: so one that has run the plan, and has taken that step, tells the console in its place."""
         if self._closing.is_set():
             return
         self._status.phase = "draining" if done else self._status.phase
@@ -336,7 +365,7 @@ class Reporter:
         self._iterations.stop(tries=False)
         # Both threads get a second at least, even if the console took most of the time to answer.
         self._iterations.join(max(1.0, deadline - time.monotonic()))
-        if done and self._speaks_for_all():
+        if done and (self._speaks_for_all() or (self._has_last_step() and not self._is_finished_by(deadline))):
             self._finish()
         if self._reports is not None:
             self._reports.stop()
@@ -395,7 +424,7 @@ class Reporter:
     def _look_whether_over(self, client: ConsoleClient) -> None:
         """A worker that has come back just before the others ended would wait for them for ten minutes."""
         status = client.get(self._job_path, JobStatus)
-        if status is not None and status.state in (JobState.FINISHED, JobState.STOPPED):
+        if status is not None and status.state in OVER:
             mine = status.generation == self._newest_generation()
             self._finished = mine and status.state is JobState.FINISHED
             self._over = f"{self._me}: the job is {status.state}"
@@ -466,7 +495,8 @@ class Reporter:
         try:
             ConsoleClient(self._url, token=self._token, timeout=2.0).post(f"{self._job_path}/finish", message)
         except (ConsoleUnavailable, ConsoleRefused) as error:
-            self._say_once(f"the console does not know that the job is done: {error}")
+            if not isinstance(error, ConsoleRefused) or error.problem.code != "job_over":
+                self._say_once(f"the console does not know that the job is done: {error}")
 
     # -- what they share ----------------------------------------------------------------------
 

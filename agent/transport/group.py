@@ -294,6 +294,12 @@ def wait_or_leave(work: Any, cancelled: Callable[[], bool], seconds: float = mat
             return False
 
 
+def scatter_memory(ranks: int) -> int:
+    """Returns the most bytes of terms that are on their way to a rank of a group over gloo, in host memory."""
+    step = (ranks - 1) * PIECE_BYTES
+    return -(-UNDER_WAY_BYTES // step) * step
+
+
 class _Scatter:
     """A scatter of a group, which runs in the group's own thread for scatters: that adds what has come.
 

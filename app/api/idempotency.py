@@ -17,21 +17,18 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import API
-from openrecycle.app.plans.files import MOST_WAITING, TIMEOUT
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.access import ACTOR, CALLER, from_header
 from openrecycle.app.security.guard import replayed
-from openrecycle.db.access import Earlier, IdempotentRequests
+from openrecycle.db.access import KEPT_SECONDS, Earlier, IdempotentRequests
 
 HEADER = "Idempotency-Key"
 MOST_CHARACTERS = 255
-# Seconds after which a request that was never answered may be done again. Every request takes less, except the upload
-# of a plan while others are read. If its console ended between the effect and the answer, which are transactions of
-# their own, it is done twice.
+# Seconds after which a request that was never answered may be done again, unless this console is still doing it. If
+# its console ended between the effect and the answer, which are transactions of their own, it is done twice.
 STALE = 120.0
-STALE_UPLOAD = TIMEOUT * (MOST_WAITING + 1)
 # No request with an effect has a larger answer.
 MOST_BYTES = 1 << 20
 _WITHOUT_KEYS = "/jobs", "/tokens", "/solves", "/catalogs"
@@ -48,6 +45,8 @@ class Idempotency:
 
     def __init__(self, app: ASGIApp, requests: IdempotentRequests) -> None:
         self.app, self.requests = app, requests
+        self._doing = set[str]()
+        """The keys of the requests that this console is doing, however long they take."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(HEADER) if scope["type"] == "http" and scope["method"] == "POST" else None
@@ -64,18 +63,22 @@ class Idempotency:
         asks = from_header(caller).key if caller else ""  # not the name, which two tokens may share
         key = _digest(scope["path"], asks, headers.get(ACTOR, ""), given)
         try:
-            earlier = await in_thread(self._begin, key, scope, body)
+            stale = KEPT_SECONDS if key in self._doing else STALE
+            earlier = await in_thread(self._begin, key, scope, body, stale)
         except ConsoleError as error:
             await problem(error.status, error.code, error.detail, {"Retry-After": "1"})(scope, receive, send)
             return
         if earlier is not None:
             await _replay(earlier, given)(scope, receive, send)
             return
-        await self._first(scope, body, receive, send, key)
+        self._doing.add(key)
+        try:
+            await self._first(scope, body, receive, send, key)
+        finally:
+            self._doing.discard(key)
 
-    def _begin(self, key: str, scope: Scope, body: bytes) -> Earlier | None:
+    def _begin(self, key: str, scope: Scope, body: bytes, stale: float) -> Earlier | None:
         request = _digest(scope["query_string"], body)  # may be megabytes, so this runs outside of the event loop
-        stale = STALE_UPLOAD if scope["path"].removeprefix(API) == "/plans" else STALE
         with storing():
             earlier = self.requests.begin(key, request, stale=stale)
         if earlier is not None and earlier.request != request:

@@ -51,7 +51,10 @@ from openrecycle.app.plans.solving import (
     Solve,
 )
 from openrecycle.app.plans.sources import OfJob, Reference, Saved, Source
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.errors import (
+    ConsoleError,
+    invalid,
+)
 from openrecycle.app.runtime.runner import exporting, in_thread
 from openrecycle.app.security.access import ACTOR, actor_of
 from openrecycle.planner.export import EXPORTERS
@@ -220,7 +223,7 @@ def _start(console: ConsoleService, message: PlanWanted | MigrationsWanted) -> S
     try:
         asked.check()
     except PlannerError as error:
-        raise ConsoleError(422, "invalid", str(error)) from None
+        raise invalid(error) from None
     return console.plans.solves.start(asked)
 
 

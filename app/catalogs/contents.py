@@ -17,7 +17,7 @@ from typing import Any
 from openrecycle.app.runtime.processes import Channel, unexpected
 from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.catalogs.catalog_build import LISTED, fill, make_engine, most_failures, targets
-from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.errors import InputError, PlannerError, in_words
 from openrecycle.planner.jobs.failures import parse_workers, patterns
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, plan_name
@@ -377,7 +377,7 @@ def serve_filling(channel: Channel, request: CatalogRequest, stored: dict[str, b
         )
         _say(channel, finished=filled.finished, planned=filled.planned)
     except PlannerError as error:
-        _say(channel, error=str(error))
+        _say(channel, error=in_words(error))
     except Exception as error:
         _say(channel, error=unexpected(error))
 

@@ -30,7 +30,13 @@ from openrecycle.app.catalogs.contents import (
     share_of_cores,
     summary,
 )
-from openrecycle.app.runtime.errors import ConsoleError, starting, storing
+from openrecycle.app.runtime.errors import (
+    ConsoleError,
+    damaged_plan,
+    invalid,
+    starting,
+    storing,
+)
 from openrecycle.app.runtime.processes import ChildEnded, Children, PendingAnswer
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import CatalogInfo, StoredCatalog, folder_files
@@ -210,7 +216,7 @@ class Catalogs:
         try:
             return stored.plan(name)
         except PlanError as error:
-            raise ConsoleError(404, "unknown_plan", f"plan: got {name!r}; {error}") from None
+            raise damaged_plan(name, error) from None
 
     def stored(self, fingerprint: str) -> StoredCatalog:
         """Opens a stored catalog. Raises ConsoleError (404)."""
@@ -221,7 +227,7 @@ class Catalogs:
         try:
             return self._opened(CatalogInfo.from_json(text, source=f"catalog {fingerprint}"), fingerprint)
         except PlannerError as error:
-            raise ConsoleError(422, "invalid", str(error)) from None
+            raise invalid(error) from None
 
     def stored_of(self, question: CatalogQuestion) -> StoredCatalog:
         """Opens the catalog of a question, which may be empty. Raises ConsoleError."""
@@ -286,7 +292,7 @@ class Catalogs:
         try:
             request.check()
         except PlannerError as error:
-            raise ConsoleError(422, "invalid", str(error)) from None
+            raise invalid(error) from None
         info = info_of(request.question)
         stored = self.blobs(info.fingerprint)
         with self._lock:

@@ -154,7 +154,8 @@ class Operators:
         _has_launcher(job, "it can't be paused from here")
         with job.writing():
             if job.paused == (kind == "pause"):
-                raise ConsoleError(409, "no_choice", f"the job is {'' if job.paused else 'not '}paused")
+                code, words = ("paused", "the job is paused") if job.paused else ("not_paused", "the job is not paused")
+                raise ConsoleError(409, code, words)
             self._command(job, kind, None, actor)
         return "all workers stop before the same iteration" if kind == "pause" else "all workers go on"
 
@@ -206,7 +207,7 @@ class Operators:
         _runs(job)
         known = job.baseline
         if known is None or known.source == "planned":
-            raise ConsoleError(409, "no_choice", "the fault-free rate is about to be measured for the first time")
+            raise ConsoleError(409, "not_measured", "the fault-free rate is about to be measured for the first time")
         text = (
             f"{who} has the fault-free rate measured again; until then it is {known.samples_per_second:,.4g} samples/s"
         )

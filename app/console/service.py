@@ -62,6 +62,7 @@ from openrecycle.app.plans.service import PlansService
 from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.runtime.errors import (
     ConsoleError,
+    invalid,
     passing,
     plain,
     storing,
@@ -73,7 +74,7 @@ from openrecycle.app.runtime.patches import begin_without_pages
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.runner import STUCK_SECONDS, EventLoopWatch, in_thread
 from openrecycle.app.runtime.settings import RetentionLimits
-from openrecycle.app.security.access import Security
+from openrecycle.app.security.access import AGENTS, Security
 from openrecycle.db.job_rows import OVER
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record, Store
@@ -133,7 +134,7 @@ class JobRegistry:
             self.failure_timeouts.check_above(spec.transfer_timeout, spec.group_timeout)
             job = self._console.new_job(job_id, spec, created_at)
         except PlannerError as error:
-            raise ConsoleError(422, "invalid", str(error)) from None
+            raise invalid(error) from None
         members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
         text = spec.model_dump_json()
         # Under the lock, so that a caller that is given an earlier job's id also finds that job here.
@@ -152,6 +153,7 @@ class JobRegistry:
                 self._jobs[job_id] = job
         if not new:
             return self._created_before(row, spec, idempotency_key), False
+        self._warn_of_rate(job)
         self._console.job_begins(job)
         log.info("job created", job=job_id, name=spec.name, workers=len(members))
         return self._created(row, spec, idempotency_key), True
@@ -277,6 +279,18 @@ class JobRegistry:
             if job is not None and not job.state.over:
                 self._check_failure_timeouts(job)
                 self._console.job_begins(job)
+
+    def _warn_of_rate(self, job: LiveJob) -> None:
+        """Warns in the job's feed if its workers send more heartbeats than one token may. Launchers send those of all
+        their workers together; a worker with a loop of its own sends its own."""
+        workers, heartbeat = len(job.state.members), self.failure_timeouts.heartbeat
+        most = int(AGENTS.per_second * heartbeat)
+        if job.spec.own_loop and workers > most:
+            text = (
+                f"{workers:,} workers that each send a heartbeat every {heartbeat:g} s are more than the {most:,} that "
+                "one token may have: some heartbeats will be refused; start the console with a longer --heartbeat"
+            )
+            job.record(Note("warning", "console", text))
 
     def _check_failure_timeouts(self, job: LiveJob) -> None:
         """Warns in the job's feed if this console's time-outs do not suit its agents. Another console accepted the job,
@@ -480,7 +494,7 @@ class Reports:
             try:
                 plan = Plan.from_json(message.document, source="document")
             except PlannerError as error:
-                raise ConsoleError(422, "invalid", str(error)) from None
+                raise invalid(error) from None
             grid = (plan.job.pipelines, plan.job.stages, plan.job.micro_batches)
             of_job = (job.spec.pipelines, job.spec.stages, job.spec.micro_batches)
             same = message.plan_fingerprint == plan.fingerprint == plan.compute_fingerprint()

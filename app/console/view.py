@@ -18,6 +18,7 @@ from statistics import median
 from typing import Annotated, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+import structlog
 from pydantic import ConfigDict, Field
 
 from openrecycle.agent.coordination.membership import ACK_ORDER, FailureTimeouts, LetGo, Member
@@ -46,10 +47,13 @@ from openrecycle.app.jobs.throughput import (
     unit_seconds,
 )
 from openrecycle.app.plans.library import PlanCache
-from openrecycle.app.runtime.errors import plain, storing, unknown_plan, unknown_worker
+from openrecycle.app.runtime.errors import damaged_plan, plain, storing, unknown_plan, unknown_worker
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import SECONDS, Worker
-from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.packed import decode_header
+from openrecycle.planner.plans.plan import Plan, PlanError
+
+log = structlog.get_logger()
 
 # -- how the newest generation's plan is taken up -----------------------------------------------
 
@@ -627,12 +631,22 @@ class Queries:
         return sentence(states, now, self._failure_timeouts, share=share, stood_still=still, unstorable=unstorable)
 
     def packed_plan(self, job_id: str, fingerprint: str) -> bytes:
-        """Returns one of the job's plans as it is stored (planner.plans.packed). Raises ConsoleError (404)."""
+        """Returns one of the job's plans as it is stored (planner.plans.packed). One that is damaged there is stored
+        anew if the job runs it and has it in memory. Raises ConsoleError (404)."""
         self._check_plan_of(job_id, fingerprint)
         with storing():
             data = self._store.plan(fingerprint)
         if data is None:
             raise unknown_plan(fingerprint)
+        try:
+            decode_header(data, source=f"plan {fingerprint}")
+        except PlanError as error:
+            with storing():
+                again = self._find(job_id).stored_again(fingerprint)
+            log.error("a stored plan is damaged", job=job_id, plan=fingerprint, stored_anew=again is not None)
+            if again is None:
+                raise damaged_plan(fingerprint, error) from None
+            return again
         return data
 
     def job_plan(self, job_id: str, fingerprint: str) -> Plan:

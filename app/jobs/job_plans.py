@@ -96,6 +96,12 @@ class JobPlans:
         if not self._over:
             self.catalog.at(plan.partition).add(plan)
 
+    def in_memory(self, fingerprint: str, failed: Iterable[str]) -> Plan | None:
+        """Returns the plan without these workers, if it is here and is this one."""
+        with self._lock:
+            plan = self.catalog.find(_workers(failed))
+        return plan if plan is not None and plan.fingerprint == fingerprint else None
+
     def let_go(self) -> None:
         """Frees the memory of a job that is over: from now on its plans are in the database alone."""
         with self._lock:

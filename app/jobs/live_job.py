@@ -1065,6 +1065,18 @@ class LiveJob:
                     log.warning("a stored plan is not used", job=self.job_id, reason=str(error))
             self.apply(ConsoleRestarted())
 
+    def stored_again(self, fingerprint: str) -> bytes | None:
+        """Stores the plan in force anew, in place of one that is damaged. Returns its packed form; None: memory does
+        not have it. Raises SQLAlchemyError."""
+        current = self.state.current
+        if current is None or current.plan_fingerprint != fingerprint:
+            return None
+        plan = self.plans.in_memory(fingerprint, current.failed)
+        if plan is None:
+            return None
+        self._store.put_plan(self.job_id, fingerprint, packed(plan), plan.failed, False)
+        return packed(plan)
+
     def _read_again(self) -> None:
         began, known = self._clock(), self.state
         try:

@@ -11,20 +11,16 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from openrecycle.agent.messages.protocol import MeasuredOps
+from openrecycle.agent.messages.protocol import MeasuredOps, OpColumns
 from openrecycle.planner.jobs.job import SECONDS, Job, Problem, StageProfile, Worker
 from openrecycle.planner.plans.plan import MEASURED, MetricsDoc, Plan, SolverDoc
 from openrecycle.planner.plans.schedule import Op, Schedule
 
 
-class WorkerOps(BaseModel):
-    """One entry per op, in order; starts_us: microseconds since the iteration's first op of all."""
+class WorkerOps(OpColumns):
+    """starts_us: microseconds since the iteration's first op of all. Clocks that differ may make them of any size."""
 
-    kinds: str
-    pipelines: tuple[int, ...]
-    micro_batches: tuple[int, ...]
     starts_us: tuple[int, ...]
-    durations_us: tuple[int, ...]
 
 
 class IterationAsRun(BaseModel):

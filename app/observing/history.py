@@ -390,6 +390,9 @@ MOST_DIRECTORY = 16 * 2**20
 MOST_LINE = 64 * 2**20
 MOST_PLAN = 256 * 2**20
 MOST_UNPACKED = 64 * 2**30
+# Bytes of packed plans that are kept between the check of a file and its import: packed, one of 2,048 workers has some
+# kilobytes. To parse one takes as long as all else that is done with it, so only those beyond this are parsed again.
+MOST_KEPT = 64 * 2**20
 # How many times larger a file may unpack, if it has RATIO_FROM bytes or more. A job's JSON lines are packed to a tenth,
 # seldom to a hundredth.
 MOST_RATIO, RATIO_FROM = 200, 2**20
@@ -414,6 +417,7 @@ class History:
     HistoryError."""
 
     def __init__(self, path: Path) -> None:
+        self._packed, self._room = dict[str, bytes](), MOST_KEPT
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -582,6 +586,13 @@ class History:
         for size in ("pipelines", "stages", "micro_batches"):
             if (got := getattr(plan.job, size)) != (expected := getattr(spec, size)):
                 raise HistoryError(f"{where}: job.{size}: got {got}, expected {expected}, as the job has it")
+        data = pack(plan)
+        if len(data) <= self._room:
+            self._packed[fingerprint], self._room = data, self._room - len(data)
+
+    def packed_plan(self, fingerprint: str) -> bytes:
+        """Returns a plan that was checked, in its packed form."""
+        return self._packed.get(fingerprint) or pack(Plan.from_json(self.plan(fingerprint)))
 
 
 class _Inflating:
@@ -787,7 +798,7 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
                 batch = [row | {"state": WorkerState.FINISHED} if row["state"] in _ALIVE else row for row in batch]
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
             # They are packed before the transaction: one of 2,048 workers takes a second or more.
-            plans = [(f, pack(Plan.from_json(history.plan(f)))) for f in sorted(named)]
+            plans = [(f, history.packed_plan(f)) for f in sorted(named)]
             rows.add(form.name, job_id, batch, plans)
             known |= named
             rest(REST)

@@ -28,13 +28,13 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.runtime.errors import ConsoleError, bounded, sentence, starting
+from openrecycle.app.runtime.errors import ConsoleError, bounded, invalid, sentence, starting
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, made, read_answer, why_not
 from openrecycle.planner.catalogs.catalog import Catalog, CatalogInfo, folder_files
 from openrecycle.planner.catalogs.catalog_build import most_failures
 from openrecycle.planner.check import check, further
 from openrecycle.planner.export import EXPORTERS, text_formats
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.errors import PlannerError, in_words
 from openrecycle.planner.jobs.job import Job, MemoryLimit
 from openrecycle.planner.plans.packed import CatalogQuestion, packed, unpack
 from openrecycle.planner.plans.plan import MEASURED, JobDoc, Plan
@@ -64,7 +64,7 @@ def _plan(value: Any) -> Plan | None:
     try:
         return value if value is None or isinstance(value, Plan) else Plan.from_document(value)
     except PlannerError as error:  # it says the field of the plan, which pydantic doesn't know
-        raise ConsoleError(422, "invalid", f"plan: {error}") from None
+        raise invalid(error, "plan: ") from None
 
 
 class PlanToSave(BaseModel):
@@ -522,7 +522,7 @@ def _made(
             return make_bundle(plan, called, spec, catalog)
         return EXPORTERS[name].render(plan, pipeline=pipeline)
     except PlannerError as error:
-        raise ConsoleError(422, _NOT_IN_THIS, str(error).replace("--", "")) from None
+        raise ConsoleError(422, _NOT_IN_THIS, in_words(error)) from None
 
 
 def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:

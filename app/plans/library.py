@@ -9,7 +9,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from openrecycle.app.plans.files import ReadPlan, summary_of
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
+from openrecycle.app.runtime.errors import ConsoleError, damaged_plan, plain, storing, unknown_plan
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.store import Store
@@ -46,7 +46,7 @@ class PlanCache:
             with storing():
                 found = self._get(plain(fingerprint), anew=True)
         except PlannerError as error:
-            raise ConsoleError(404, "unknown_plan", f"plan: got {fingerprint!r}; {error}") from None
+            raise damaged_plan(fingerprint, error) from None
         if found is None:
             raise unknown_plan(fingerprint)
         return found[0]

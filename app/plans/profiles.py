@@ -15,7 +15,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from openrecycle.agent.messages.protocol import OpKind
-from openrecycle.app.runtime.errors import ConsoleError, named, storing
+from openrecycle.app.runtime.errors import (
+    ConsoleError,
+    invalid,
+    named,
+    storing,
+)
 from openrecycle.db import plan_rows as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.jobs.errors import InputError, PlannerError
@@ -128,7 +133,7 @@ class NamedProfiles:
         try:
             job_on(document)
         except PlannerError as error:
-            raise ConsoleError(422, "invalid", str(error)) from None
+            raise invalid(error) from None
         text = document.model_dump_json()
         if len(text) > MAX_DOCUMENT:
             detail = f"profile: got a document of {len(text):,} bytes, expected at most {MAX_DOCUMENT:,}"
@@ -160,8 +165,7 @@ class NamedProfiles:
         try:
             return job_on(document, pipelines, stages, micro_batches)
         except PlannerError as error:
-            why = str(error).removeprefix("--")
-            raise ConsoleError(422, "invalid", f"profile {name!r}: {why}") from None
+            raise invalid(error, f"profile {name!r}: ") from None
 
 
 def unknown_profile(name: str) -> ConsoleError:

@@ -45,7 +45,7 @@ from openrecycle.app.plans.solving import (
     Solves,
     plan_maker,
 )
-from openrecycle.app.runtime.errors import ConsoleError, named, passing, storing, unavailable
+from openrecycle.app.runtime.errors import ConsoleError, invalid, named, passing, storing, unavailable
 from openrecycle.app.runtime.processes import Seldom
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
 from openrecycle.db.access import audit_row
@@ -661,7 +661,7 @@ class Replanning:
             asked = _asked(job, planned, failed, solver=solver, time_limit=seconds, over=over)
             asked.check()
         except InputError as error:
-            raise ConsoleError(422, "invalid", str(error)) from None
+            raise invalid(error) from None
         except PlannerError as error:
             raise ConsoleError(409, "no_plan", str(error)) from None
         except ValueError:
@@ -669,7 +669,7 @@ class Replanning:
         with job.lock:
             self._ready(job)  # it may have ended meanwhile, and then nobody would look at the search any more
             if self.status(job_id, planning=True):
-                raise ConsoleError(409, "no_choice", "the job is being planned again already; stop that first")
+                raise ConsoleError(409, "planning", "the job is being planned again already; stop that first")
             running = _Running(Replan(actor, solver, seconds, failed, time.time()), planned, self._solves.start(asked))
             text = f"{actor} asked for a new plan{_without(failed)} ({solver}, at most {seconds:g} s)"
             audit = audit_row(actor, "replan", solver, detail=f"{seconds:g}")
@@ -685,7 +685,7 @@ class Replanning:
         """Ends the search with its best plan so far. Raises ConsoleError."""
         running = self._running.get(self._find(job_id))
         if running is None:
-            raise ConsoleError(409, "no_choice", "the job is not being planned again")
+            raise ConsoleError(409, "not_planning", "the job is not being planned again")
         self._solves.stop(running.solve.id)
         return "the best plan so far counts"
 

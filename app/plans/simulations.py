@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.runtime.errors import first_wrong
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, unexpected
-from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.errors import InputError, PlannerError, in_words
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, count_ops
 from openrecycle.planner.layers.migration import LEAST_UNIT, MOST_UNIT
 from openrecycle.planner.plans.plan import JobDoc
@@ -230,7 +230,7 @@ class Simulator:
         except Unwanted:
             return
         except PlannerError as error:
-            yield json.dumps({"error": str(error)}).encode()
+            yield json.dumps({"error": in_words(error)}).encode()
         except Exception as error:
             yield json.dumps({"error": unexpected(error, "the simulation")}).encode()
 

@@ -28,7 +28,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, answered, unexpected
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.check import checked
-from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.errors import InputError, PlannerError, in_words
 from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.layers.migration import (
@@ -262,7 +262,7 @@ class Making:
             try:
                 answer.end(checked(reference_plan(asked.job.job(), "1f1b")), "")
             except PlannerError as error:
-                answer.end(None, str(error))
+                answer.end(None, in_words(error))
             return answer
         if not self._started:
             self._started = True
@@ -288,7 +288,7 @@ def serve(channel: Channel, request: Request) -> None:
     try:
         channel.say(answer(request, report, channel.wanted))
     except PlannerError as error:
-        _say_why(channel, str(error))
+        _say_why(channel, in_words(error))
     except MemoryError:
         _say_why(channel, "this machine has too little memory for a plan of this size")
     except Exception as error:

@@ -25,7 +25,13 @@ from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.library import Library, PlanCache
 from openrecycle.app.plans.solving import Making
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
+from openrecycle.app.runtime.errors import (
+    ConsoleError,
+    invalid,
+    plain,
+    storing,
+    unknown_plan,
+)
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError, PlannerError
@@ -362,7 +368,7 @@ class PlanSources:
             job = self._find(made.job_id).plans.job
             answer = self._making.get(job_doc(job), made.failed, made.technique, made.memory)
         except PlannerError as error:
-            raise ConsoleError(422, "invalid", str(error)) from None
+            raise invalid(error) from None
         if not answer.done:
             # How long it will take is not known, since others may be made before it.
             words = f"Planning: {made_name(made)} … {time.monotonic() - answer.asked:.0f} s."

@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from openrecycle.app.plans.profiles import NAME, SavedProfile
 from openrecycle.app.plans.solving import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
 from openrecycle.app.runtime.errors import ConsoleError, bounded
-from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError, in_words
 from openrecycle.planner.jobs.job import (
     AUTO,
     UNEVEN_SCALES,
@@ -543,8 +543,8 @@ def checked(question: WhatIf) -> Checked:
 
 
 def _words(error: InputError, field: str) -> str:
-    """Returns the error's sentence with the page's name of the field in place of the command line's."""
-    return f"{field.removeprefix('--')}: got {error.value!r}, expected {error.expected}"
+    """Returns the error's sentence with the page's name of the field."""
+    return in_words(InputError(field, error.value, error.expected))
 
 
 # -- the idea in five pictures ------------------------------------------------------------------

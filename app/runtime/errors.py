@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.agent.messages.protocol import UNKNOWN_PLAN
+from openrecycle.planner.jobs.errors import InputError, PlannerError, in_words
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.plan import DuplicateKey, refuse_duplicates
 
@@ -46,6 +47,11 @@ class ConsoleError(Exception):
 
 class SettingsError(Exception):
     """Raised when the console can't start with its settings. `str(error)` is one sentence for the user."""
+
+
+def invalid(error: PlannerError, where: str = "") -> ConsoleError:
+    """Makes the ConsoleError (422) for what the planner refuses. where: what it stands in, for the sentence."""
+    return ConsoleError(422, "invalid", where + in_words(error))
 
 
 def unknown_job(job_id: str) -> ConsoleError:
@@ -106,7 +112,12 @@ def passing(error: Exception) -> ConsoleError | None:
 
 
 def unknown_plan(fingerprint: str) -> ConsoleError:
-    return ConsoleError(404, "unknown_plan", f"plan: got {fingerprint!r}, expected the fingerprint of a plan")
+    return ConsoleError(404, UNKNOWN_PLAN, f"plan: got {fingerprint!r}, expected the fingerprint of a plan")
+
+
+def damaged_plan(name: str, error: PlannerError) -> ConsoleError:
+    """Makes the ConsoleError for a plan that is stored and can't be read."""
+    return ConsoleError(404, UNKNOWN_PLAN, f"plan: got {name!r}; {error}")
 
 
 def refused(code: str, detail: str) -> ConsoleError:

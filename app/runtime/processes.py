@@ -33,7 +33,7 @@ from typing import Any, TextIO
 import structlog
 
 from openrecycle.forking import end_with_parent, start_server
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.errors import PlannerError, in_words
 from openrecycle.planner.jobs.words import printable
 
 log = structlog.get_logger()
@@ -221,7 +221,7 @@ def answered(make: Callable[[], bytes]) -> bytes:
     try:
         return made(make())
     except PlannerError as error:
-        return why_not(str(error))
+        return why_not(in_words(error))
     except Exception as error:
         return why_not(unexpected(error))
 

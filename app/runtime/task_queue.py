@@ -12,6 +12,7 @@ import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -64,7 +65,11 @@ class TaskQueue(Generic[Made]):
         self._read, self._timeout, self._on_made = read, timeout, on_made
         self._queue: queue.PriorityQueue[tuple[int, int, QueuedRequest | None]] = queue.PriorityQueue()
         self._order = itertools.count()
-        self._cancelled: set[str] = set()
+        self._open = Counter[str]()
+        """How many requests of each owner have no answer yet."""
+        self._cancelled = set[str]()
+        """Owners whose open requests are dropped, for as long as they have any."""
+        self._lock = threading.Lock()
         self._stopping = False
         self._children = Children(serve, name=name, keep=math.inf)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -79,11 +84,18 @@ class TaskQueue(Generic[Made]):
         self, owner: str, request: object, done: Done[Made], *, priority: int = AHEAD, makes: bool = True
     ) -> None:
         """owner: the name for `cancel`, such as the job's id. makes: whether the result is newly made."""
+        with self._lock:
+            self._open[owner] += 1
         self._queue.put((priority, next(self._order), QueuedRequest(owner, request, done, makes)))
 
     def cancel(self, owner: str) -> None:
-        """Drops all requests of `owner`, now and later; their callbacks are not called."""
-        self._cancelled.add(owner)
+        """Drops the requests of `owner` that have no answer yet, and what comes while there are any. Their callbacks
+        are not called."""
+        with self._lock:
+            if self._open[owner]:
+                self._cancelled.add(owner)
+            else:
+                del self._open[owner]
 
     def close(self) -> None:
         """Ends the child, whatever it does, and waits for both."""
@@ -98,22 +110,29 @@ class TaskQueue(Generic[Made]):
             _, _, task = self._queue.get()
             if task is None or self._stopping:
                 return
-            if task.owner in self._cancelled:
-                continue
-            try:
-                made, why = self._solve(task)
-            except Exception as error:  # this request needs an answer, and the thread has to live for the next ones
-                log.exception("what the planning process said can't be read", job=task.owner)
-                made, why = None, f"what the planning process said can't be read ({type(error).__name__})"
-            if self._stopping:
-                return
-            if task.owner not in self._cancelled:
-                try:
-                    if made is not None and task.makes:
-                        self._on_made(made)
-                    task.done(made, why)
-                except Exception:
-                    log.exception("what was made could not be filed", job=task.owner)
+            self._do(task)
+            with self._lock:
+                self._open[task.owner] -= 1
+                if not self._open[task.owner]:
+                    del self._open[task.owner]
+                    self._cancelled.discard(task.owner)
+
+    def _do(self, task: QueuedRequest) -> None:
+        if task.owner in self._cancelled:
+            return
+        try:
+            made, why = self._solve(task)
+        except Exception as error:  # this request needs an answer, and the thread has to live for the next ones
+            log.exception("what the planning process said can't be read", job=task.owner)
+            made, why = None, f"what the planning process said can't be read ({type(error).__name__})"
+        if self._stopping or task.owner in self._cancelled:
+            return
+        try:
+            if made is not None and task.makes:
+                self._on_made(made)
+            task.done(made, why)
+        except Exception:
+            log.exception("what was made could not be filed", job=task.owner)
 
     def _solve(self, task: QueuedRequest) -> tuple[Made | None, str]:
         attempts = 0

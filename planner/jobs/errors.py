@@ -48,6 +48,18 @@ class InfeasibleError(PlannerError):
         return type(self), (self.constraint, self.remedy)
 
 
+# The fields whose names on the command line are others than elsewhere.
+_FLAGS = {"--fail": "failed"}
+
+
+def in_words(error: PlannerError) -> str:
+    """Returns the error's sentence with the field's name in documents and on pages, in place of the command line's."""
+    if not isinstance(error, InputError) or not error.field.startswith("--"):
+        return str(error)
+    name = _FLAGS.get(error.field, error.field.removeprefix("--").replace("-", "_"))
+    return str(InputError(name, error.value, error.expected))
+
+
 def shown(value: object) -> str:
     """`repr`, shortened where it is long: a refused value may be of any size."""
     try:

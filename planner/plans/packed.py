@@ -429,9 +429,8 @@ def _header(
     types: tuple[Literal["i1", "i2", "i4", "i8"], ...] = (),
 ) -> Header:
     peaks = [0] * problem.job.stages
-    for name, held in metrics.peak_activations.items():
-        stage = Worker.parse(name).stage
-        peaks[stage] = max(peaks[stage], held)
+    for worker, held in metrics.peaks(problem.job):
+        peaks[worker.stage] = max(peaks[worker.stage], held)
     return Header(
         failed=by_stage(problem.failed, problem.job),
         partition=problem.job.partition,

@@ -459,6 +459,12 @@ class MetricsDoc(DocumentModel):
         """The period of fault-free 1F1B, which `slowdown_vs_1f1b` is against."""
         return self.period / (1 + self.slowdown_vs_1f1b)
 
+    def peaks(self, job: Job) -> Iterator[tuple[Worker, int]]:
+        """Yields `peak_activations`. Raises InputError for a worker that the job does not have."""
+        field = "metrics.peak_activations"
+        for name, held in self.peak_activations.items():
+            yield job.check_worker(Worker.parse(name, field=field), field=field), held
+
 
 # Solvers whose search may prove a higher bound than planner.plans.bounds. The proof is not in the document.
 PROVERS = ("cp-sat",)
@@ -611,13 +617,14 @@ class Plan(DocumentModel):
     def renamed(self, names: Sequence[int], workers: Sequence[Sequence[int]] = ()) -> Plan:
         """Renames each pipeline p to names[p]: workers change places, and micro-batches their homes. Then the part of
         pipeline p on stage s goes to workers[s][p]. The fingerprint is computed anew. Returns the plan itself where
-        nothing changes. Raises InputError for a job whose workers differ in speed."""
+        nothing changes. Raises InputError for a job whose workers differ in speed, and for a plan with workers or ops
+        that its grid does not have."""
         if not workers and list(names) == sorted(names):
             return self if self.fingerprint else self.hashed()
-        peaks = {renamed(Worker.parse(w), names, workers): n for w, n in self.metrics.peak_activations.items()}
+        schedule = self.schedule().renamed(names, workers)
+        peaks = {renamed(worker, names, workers): n for worker, n in self.metrics.peaks(schedule.problem.job)}
         counted = {"peak_activations": {str(worker): peaks[worker] for worker in sorted(peaks)}}
-        metrics = self.metrics.model_copy(update=counted)
-        return Plan.of(self.schedule().renamed(names, workers), metrics=metrics, solver=self.solver)
+        return Plan.of(schedule, metrics=self.metrics.model_copy(update=counted), solver=self.solver)
 
     def hashed(self) -> Plan:
         """Computes the fingerprint of a plan that has just been made, and returns the plan."""

@@ -331,12 +331,18 @@ class Schedule:
 
         The first changes nothing but names. The second lets peers of one stage swap their parts, so that the schedule
         fits any failures with as many per stage; the homes of micro-batches are not affected by it.
-        Raises InputError for a job whose workers differ in speed.
+        Raises InputError for a job whose workers differ in speed, and for ops or workers that the grid does not have.
         """
         problem = self.problem
         if problem.job.speeds:
             speeds = f"{len(problem.job.speeds)} workers"
             raise InputError("speeds", speeds, "workers alike where a plan is to be renamed")
+        for worker in self.ops:
+            problem.job.check_worker(worker, field="workers")
+        pipelines = self.arrays.pipeline
+        if (odd := (pipelines < 0) | (pipelines >= problem.job.pipelines)).any():
+            expected = f"a pipeline of the grid, 0 to {problem.job.pipelines - 1}"
+            raise InputError("workers.pipeline", int(pipelines[odd.argmax()]), expected)
 
         rows = {renamed(worker, names, workers): row for row, worker in enumerate(self.ops)}
         living = sorted(rows)

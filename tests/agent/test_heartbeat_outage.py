@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from openrecycle.agent.coordination.launcher import Failure
 from openrecycle.agent.messages.client import ConsoleClient, ConsoleUnavailable, Offset
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
@@ -24,7 +25,9 @@ from openrecycle.agent.messages.protocol import (
     clock_name,
 )
 from openrecycle.agent.monitoring import heartbeat
+from openrecycle.agent.monitoring.console_link import failure_report
 from openrecycle.agent.monitoring.heartbeat import Status, WorkerReports
+from openrecycle.planner.jobs.job import Worker
 
 TRIES = 12
 NAMES = ("W0_0", "W0_1", "W1_0", "W1_1")
@@ -183,7 +186,7 @@ def test_many_reports_do_not_hold_up_heartbeats() -> None:
 
     def broken(reports: WorkerReports) -> None:
         for peer in NAMES[1:]:
-            reports.broken("W0_0", "W0_0-a", 1, "timed out", peer)
+            reports.failed(failure_report(Failure("transfer", Worker(0, 0), "W0_0-a", 1, "timed out", peer)))
 
     reporting(client, [broken, nothing, nothing], interval=0.0)
     assert client.posted == ["workers", "heartbeats", *3 * ["heartbeats", "failures"]]

@@ -20,7 +20,16 @@ from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt, Launc
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.launcher.record import iteration_line, iteration_of
 from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleUnavailable
-from openrecycle.agent.messages.protocol import BATCH, Command, Deployment, FailureReport, Iteration, JobSpec, Restart
+from openrecycle.agent.messages.protocol import (
+    BATCH,
+    UNKNOWN_PLAN,
+    Command,
+    Deployment,
+    FailureReport,
+    Iteration,
+    JobSpec,
+    Restart,
+)
 from openrecycle.agent.monitoring import console_link
 from openrecycle.agent.monitoring.console_link import (
     AWAY_SECONDS,
@@ -33,6 +42,7 @@ from openrecycle.agent.nodes.succession import Spool
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plans.packed import packed
+from openrecycle.planner.plans.plan import PlanError
 from tests.agent.consoles import until
 from tests.golden import golden
 
@@ -72,10 +82,10 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
 class Console(ThreadingHTTPServer):
     """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no registration, as one
     of another version, and counts those that it refuses. offers: what it answers, by how the path ends; "":
-    nothing. given: the paths of what it has, in order. full: what is only asked is answered, with nothing, and
-    503 is said to reports. came: how the paths of all reports end, in order. unready: how often 503 is said to
-    the end of a process first. strange: its database is another one, without the job. standby: it answers all
-    that is asked with 503, and why."""
+    nothing; an error: 404, and why. given: the paths of what it has, in order. full: what is only asked is
+    answered, with nothing, and 503 is said to reports. came: how the paths of all reports end, in order.
+    unready: how often 503 is said to the end of a process first. strange: its database is another one, without
+    the job. standby: it answers all that is asked with 503, and why."""
 
     daemon_threads = True
 
@@ -85,7 +95,7 @@ class Console(ThreadingHTTPServer):
         self.refused = self.unready = 0
         self.came: list[str] = []
         self.taken: list[tuple[str, dict[str, Any]]] = []
-        self.offers: dict[str, str | bytes] = {}
+        self.offers: dict[str, str | bytes | Exception] = {}
         self.given: list[str] = []
         console = self
 
@@ -102,6 +112,9 @@ class Console(ThreadingHTTPServer):
                 if offered == "":
                     self.send_response(204)
                     self.end_headers()
+                    return
+                if isinstance(offered, Exception):
+                    self._refuse(404, UNKNOWN_PLAN, str(offered))
                     return
                 if offered is None or (query and not {"after=0", "packed=true"}.intersection(query.split("&"))):
                     self.send_error(503)
@@ -410,6 +423,23 @@ def test_a_console_that_does_not_know_the_job_ends_no_training(console: Console)
         assert {one["cause"] for batch in console.failures for one in batch} == {"exit", "transfer"}
         until(lambda: any(isinstance(e, Deploy) for e in link.poll(time.monotonic())), "the generation", TIMEOUT)
         assert not said
+    finally:
+        link.close(lambda: True)
+
+
+def test_a_console_whose_plan_is_damaged_is_not_away(console: Console) -> None:
+    """It answers. Until the job has another plan, its workers do what they can."""
+    plan, _ = Catalog(Job(1, 1, 1), Technique.STAGGERED, MemoryLimit("uniform")).plan_for(())
+    deployment = Deployment(generation=1, plan_fingerprint=plan.fingerprint, living=("W0_0",), failed=(), joining=())
+    console.offers |= {"deployment": deployment.model_dump_json(), plan.fingerprint: PlanError("damaged")}
+    said: list[str] = []
+    link = ConsoleCoordination(lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}"), "job", said.append)
+    try:
+        until(lambda: console.given.count("/api/v1/jobs/job/deployment") >= 3, "it to be asked again", TIMEOUT)
+        assert not list(link.poll(time.monotonic() + AWAY_SECONDS))
+        assert len(said) == 1 and "damaged" in said[0]
+        console.offers[plan.fingerprint] = packed(plan)
+        until(lambda: any(isinstance(e, Deploy) for e in link.poll(time.monotonic())), "the generation", TIMEOUT)
     finally:
         link.close(lambda: True)
 

@@ -19,6 +19,7 @@ from openrecycle.agent.models.state import StageState
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.post_validation import CLEAN
+from openrecycle.agent.transport import group
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, StageProfile, Worker
 from tests.conftest import at_length
@@ -127,6 +128,17 @@ def test_layers_that_can_not_be_run_are_no_reason_to_refuse() -> None:
     assert micro_batch_memory(broken, (2, 2), 0, None, 1) is None
     found = check_workload(broken, _options())
     assert found.stages[0].activations == 0 and found.told == ()
+
+
+@pytest.mark.parametrize(("sharding", "pipelines", "shares"), [("none", 3, 0), ("zero1", 2, 0), ("zero1", 3, 2)])
+def test_the_terms_of_peers_are_counted_where_they_come(
+    sharding: Literal["none", "zero1"], pipelines: int, shares: int
+) -> None:
+    """Of two peers, each needs all sums, and both begin them in place."""
+    chain: Any = Chain()
+    wanted = TrainingOptions(job=Job.uniform(pipelines, 2, 3), optimization=Optimization(sharding=sharding))
+    stage = check_workload(chain, wanted).stages[0]
+    assert stage.terms == shares * stage.sums // 3
 
 
 @pytest.mark.usefixtures("tried")
@@ -294,6 +306,14 @@ def test_layers_that_move_take_what_they_would_take_from_the_start(optimization:
     assert begun[0] < old[0] < new[0] and new[1] < old[1], "what comes is kept before it runs, what goes until then"
 
 
+@pytest.fixture
+def few_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on its way is little beside a model, as with one of a real size."""
+    monkeypatch.setattr(group, "PIECE_BYTES", 8)
+    monkeypatch.setattr(group, "UNDER_WAY_BYTES", 128)
+
+
+@pytest.mark.usefixtures("few_terms")
 def test_a_sharded_optimizer_is_read_from_a_checkpoint_as_a_whole_and_that_is_said(tmp_path: Path) -> None:
     class Wide(Chain):
         """Takes more by its parameters than by activations."""
@@ -316,6 +336,7 @@ def test_a_sharded_optimizer_is_read_from_a_checkpoint_as_a_whole_and_that_is_sa
     assert check_workload(chain, options).stages[0].resume == 0
 
 
+@pytest.mark.usefixtures("few_terms")
 def test_a_stage_that_has_grown_could_go_back_to_a_checkpoint(tmp_path: Path) -> None:
     """Of a sharded optimizer that takes more than to train."""
 

@@ -167,12 +167,25 @@ def test_the_last_step_that_all_others_took_is_taken_alone(tmp_path: Path, stays
     """The job was finished, and the last step of stage 0 lost with the only worker that had reduced it and lived.
     Later: that waits in another generation already for those that are done, and end only now."""
     last = ITERATIONS - 1
-    faults = {"W1_0": {"at": [last, "O", "after"]}, "W0_0": {"unsure": last}, "W0_1": stays}
+    faults = {"W1_0": {"at": [last, "O", "after"]}, "W0_0": {"unsure": last}, "W0_1": stays, "W1_1": stays}
     with console(tmp_path, *QUICK) as server, loops(server, tmp_path, faults) as running:
         assert running.pop("W1_0").end() == -signal.SIGKILL
         for loop in running.values():
             loop.check()
         assert running["W0_0"].ops(last) == ["O0.-1"]
+
+
+@pytest.mark.processes
+def test_the_last_step_is_taken_alone_by_the_one_whose_losses_are_shown_too(tmp_path: Path) -> None:
+    """Only that worker told the console that the job was done. It waited for ten minutes to hear it."""
+    last = ITERATIONS - 1
+    faults = {"W1_1": {"at": [last, "O", "after"]}, "W0_1": {"unsure": last}}
+    with console(tmp_path, *QUICK) as server, loops(server, tmp_path, faults) as running:
+        assert running.pop("W1_1").end() == -signal.SIGKILL
+        for loop in running.values():
+            loop.check()
+        assert running["W0_1"].ops(last) == ["O0.-1"]
+        assert server.read(f"/jobs/{server.job_id()}")["state"] == "finished"
 
 
 @pytest.mark.chaos

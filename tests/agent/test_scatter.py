@@ -98,6 +98,18 @@ def test_sums_of_floats_are_the_same_on_all_who_want_them(store: RendezvousStore
     assert mine.eq(mine[0]).all()
 
 
+def test_the_memory_of_a_scatter_is_what_is_said_of_it(store: RendezvousStore) -> None:
+    """A worker's memory was said without it. The group keeps what the terms came into."""
+    terms = torch.ones(3, 2 * transport.UNDER_WAY_BYTES // 8, dtype=torch.int64)
+    to_one = [SummedPart(0, terms.shape[1], (0,))]
+    with connected(3, store) as (pool, groups):
+        given = [of(group) for group in groups]
+        for pending in list(pool.map(lambda group, mine: group.begin_scatter(mine, to_one), given, terms)):
+            pending.wait()
+        taken = [sum(piece.nbytes for piece in group.spare) for group in given if isinstance(group, GivenGlooGroup)]
+    assert taken == [transport.scatter_memory(3), 0, 0]
+
+
 @pytest.mark.parametrize("dies", [False, True], ids=["hangs", "dies"])
 def test_who_waits_for_one_that_does_not_come_is_woken(dies: bool, store: RendezvousStore) -> None:
     """And nothing is written any more when it is."""

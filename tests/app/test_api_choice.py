@@ -143,9 +143,9 @@ def test_a_worker_is_drained(server: ConsoleServer) -> None:
 
 def test_a_job_is_paused_and_goes_on(server: ConsoleServer) -> None:
     agents = started(server)
-    assert server.post(agents.path("/resume")).json()["code"] == "no_choice"
+    assert server.post(agents.path("/resume")).json()["code"] == "not_paused"
     assert server.post(agents.path("/pause"), headers={"X-Actor": "ada"}).status_code == 202
-    assert server.post(agents.path("/pause")).json()["code"] == "no_choice"
+    assert server.post(agents.path("/pause")).json()["code"] == "paused"
     now = choice(agents)
     assert now["paused"] and not now["stopped"], "nobody has said yet that it waits"
     assert agents.job()["condition"] == "pausing"
@@ -173,7 +173,7 @@ def test_the_baseline_is_measured_again_when_somebody_asks(server: ConsoleServer
     agents.resume(agents.names, 1)
     ask = partial(server.post, agents.path("/baseline"), headers={"X-Actor": "ada"})
     early = ask()
-    assert (early.status_code, early.json()["code"]) == (409, "no_choice"), "it will be measured anyway"
+    assert (early.status_code, early.json()["code"]) == (409, "not_measured"), "it will be measured anyway"
 
     def commit(first: int, last: int, seconds: float) -> None:
         row = {"loss": 2.0, "loss_hex": (2.0).hex(), "seconds": seconds, "generation": 1, "living": 12}

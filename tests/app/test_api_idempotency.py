@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import API
+from openrecycle.app.api import idempotency
 from openrecycle.app.api.idempotency import Idempotency, keeps_keys
 from openrecycle.app.runtime import problems
 from openrecycle.app.security.access import Access
@@ -170,6 +172,32 @@ def test_a_request_that_fails_is_answered_as_it_is_without_a_key(database: Datab
     plain, keyed, again = (client.post("/fails", headers=headers) for headers in ({}, KEY, KEY))
     assert (keyed.status_code, keyed.json(), keyed.headers) == (500, plain.json(), plain.headers)
     assert again.json() == plain.json(), "and it may be tried again"
+
+
+def test_a_request_that_takes_long_is_not_done_again_meanwhile(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was done twice if the first took more than two minutes."""
+    monkeypatch.setattr(idempotency, "STALE", -1.0)  # any time is too long
+    begun, go_on, done = threading.Event(), threading.Event(), list[int]()
+    api = FastAPI()
+
+    @api.post("/takes-long")
+    def takes_long() -> dict[str, int]:
+        done.append(len(done))
+        begun.set()
+        go_on.wait(60)
+        return {"number": len(done)}
+
+    with TestClient(Idempotency(api, IdempotentRequests(database))) as client, ThreadPoolExecutor() as pool:
+        first = pool.submit(client.post, "/takes-long", headers=KEY)
+        assert begun.wait(60)
+        second = pool.submit(client.post, "/takes-long", headers=KEY)
+        try:
+            assert second.result(60).json()["code"] == "in_progress"
+        finally:
+            go_on.set()
+        assert first.result(60).json() == client.post("/takes-long", headers=KEY).json() == {"number": 1}
 
 
 def test_names_of_any_alphabet_act_under_them_and_share_no_keys(here: ConsoleHere) -> None:

@@ -15,12 +15,13 @@ from ui_factory import plan
 
 from openrecycle.app.api import plans
 from openrecycle.app.plans.files import Uploads, answer
-from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB
+from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB, invalid
 from openrecycle.app.security.guard import LARGE_BODY, BodyLimit
 from openrecycle.app.server import create_routes
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem
 from openrecycle.planner.plans.plan import Plan, job_doc
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import check_effort, make_plan
 from tests.golden import golden
 from tests.planner.plans import with_another
 
@@ -271,3 +272,13 @@ def test_so_many_large_uploads_wait() -> None:
 @pytest.mark.parametrize("tail", ["/solves/none", "/solves/none/plan", "/plans/none"])
 def test_unknown_ones(client: TestClient, tail: str) -> None:
     refused(client.get(API + tail), 404, "got 'none'")
+
+
+def test_a_refused_field_has_the_name_of_the_api(client: TestClient) -> None:
+    """It had that of the command line."""
+    asked = {"kind": "plan", "solver": "list", "pipelines": 2, "stages": 2, "micro_batches": 2, "failed": ["W0_0"]}
+    asked |= {"profile_name": "gpt-3-medium", "technique": "fault-free"}
+    refused(client.post(f"{API}/solves", json=asked), 422, "technique: got 'fault-free'")
+    with pytest.raises(InputError) as wrong:
+        check_effort("list", -1.0)
+    assert invalid(wrong.value, "plan: ").detail.startswith("plan: time_limit: got")

@@ -31,11 +31,13 @@ from openrecycle.agent.messages.protocol import (
     JobState,
     Registration,
 )
+from openrecycle.app.console import service
 from openrecycle.app.console.service import ConsoleService, get_console, set_console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Seldom
+from openrecycle.app.security.access import RateLimit
 from openrecycle.app.server import create_routes
 from openrecycle.db.access import audit_row
 from openrecycle.db.job_rows import JobRows
@@ -519,6 +521,39 @@ def test_a_damaged_plan_does_not_stop_its_job(store: Store, monkeypatch: pytest.
         assert created.job_id in again.metrics.text("")[0].decode()
     finally:
         again.close()
+
+
+def test_a_damaged_plan_that_is_in_memory_is_stored_again(console: ConsoleService, store: Store) -> None:
+    """Otherwise the launcher would ask for it again and again, and take the console for away."""
+    created, _ = console.jobs.create(SPEC)
+    register_all(console, created.job_id)
+    job = console.jobs.find(created.job_id)
+    assert job.state.current is not None
+    in_force = job.state.current.plan_fingerprint
+    until(lambda: len(store.job_plans(job.job_id)) > 1, "a plan made ahead")
+    other = next(r["fingerprint"] for r in store.job_plans(job.job_id) if r["fingerprint"] != in_force)
+    whole = console.queries.packed_plan(job.job_id, in_force)
+    with store.database.write() as session:
+        session.execute(text("update plan set data = :rubbish"), {"rubbish": b"rubbish"})
+    with console_refuses("unknown_plan"):
+        console.queries.packed_plan(job.job_id, other)
+    assert console.queries.packed_plan(job.job_id, in_force) == whole == store.plan(in_force)
+    job.plans.let_go()
+    with store.database.write() as session:
+        session.execute(text("update plan set data = :rubbish"), {"rubbish": b"rubbish"})
+    with console_refuses("unknown_plan"):
+        console.queries.packed_plan(job.job_id, in_force)
+
+
+@pytest.mark.parametrize(("own_loop", "per_second", "warned"), [(True, 5, 1), (True, 6, 0), (False, 5, 0)])
+def test_a_job_whose_heartbeats_one_token_may_not_send_says_so(
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch, own_loop: bool, per_second: float, warned: int
+) -> None:
+    """Of six workers, each of which sends its own once a second."""
+    monkeypatch.setattr(service, "AGENTS", RateLimit(per_second, 100))
+    job_id = console.jobs.create(SPEC.model_copy(update={"own_loop": own_loop}))[0].job_id
+    events = console.queries.events(job_id, 0, 100)
+    assert sum((event["severity"], event["kind"]) == ("warning", "console") for event in events) == warned
 
 
 def test_the_plans_for_the_next_failure_are_packed_before_it(console: ConsoleService) -> None:

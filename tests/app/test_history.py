@@ -291,6 +291,16 @@ def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
     parts[a] = parts[b]
 
 
+COLUMNS = ("pipelines", "micro_batches", "starts_us", "durations_us")
+
+
+def as_run(**changes: object) -> dict[str, object]:
+    """An iteration in which one worker ran what no chart can draw."""
+    ops = {"kinds": "FBO"} | {column: [0, 0, 0] for column in COLUMNS} | changes
+    document = {"iteration": 3, "generation": 2, "plan_fingerprint": "f", "at": 1.0, "uncertainty_us": 0}
+    return document | {"workers": {"W0_0": ops}}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -334,6 +344,9 @@ def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
         (row("heartbeat", worker_group=3), golden("not-of-group-3")),
         (row("heartbeat", begin=5), golden("its-times-are-not-those")),
         (row("measured_iteration", document={"iteration": 1}), "document"),
+        (row("measured_iteration", document=as_run(kinds="FXO")), "document.workers.W0_0.kinds"),
+        (row("measured_iteration", document=as_run(starts_us=[0, 5])), "starts_us: got 2"),
+        (row("measured_iteration", document=as_run(kinds="", **{column: [] for column in COLUMNS})), "kinds"),
         (row("command", kind="format"), "kind"),
         (first_plan(lambda plan: plan.update(failed=["W0_0"])), "plans/"),
         (first_plan(lambda plan: plan["metrics"].update(period=1e-9)), "period"),
@@ -349,6 +362,25 @@ def test_what_is_not_let_in(
         import_history(empty, path)
     assert words in str(refused.value) and len(str(refused.value)) < 500 and "\n" not in str(refused.value)
     assert counts(empty) == before, "nothing is stored"
+
+
+@pytest.mark.parametrize(("kept", "times"), [(1 << 20, 1), (0, 2)], ids=["with room", "without"])
+def test_a_plan_is_parsed_once_if_there_is_room_for_it(
+    origin: tuple[Database, str, Path], target: Database, monkeypatch: pytest.MonkeyPatch, kept: int, times: int
+) -> None:
+    """That of 2,048 workers takes more than a second."""
+    parsed: list[str | bytes] = []
+
+    class Counted:
+        @staticmethod
+        def from_json(text: str | bytes, **more: str) -> Plan:
+            parsed.append(text)
+            return Plan.from_json(text, **more)
+
+    monkeypatch.setattr(histories, "MOST_KEPT", kept)
+    monkeypatch.setattr(histories, "Plan", Counted)
+    done = import_history(target, origin[2], new_id=f"kept-{kept}")
+    assert len(parsed) == times * done.plans == times * len(set(parsed)) > 0
 
 
 def test_files_that_are_no_history(origin: tuple[Database, str, Path], target: Database, tmp_path: Path) -> None:

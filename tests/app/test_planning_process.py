@@ -98,6 +98,11 @@ def test_what_was_cancelled_is_not_made() -> None:
         maker.cancel("gone")
         maker.start()
         assert [name for name, *_ in answers.wait(1)] == ["b"]
+        # Nothing is kept of an owner who has no request: otherwise the console would keep all jobs that ever ended.
+        maker.cancel("nobody")
+        for owner in ("gone", "nobody"):
+            maker.submit(owner, request(), answers.taker(owner))
+        assert [name for name, *_ in answers.wait(3)] == ["b", "gone", "nobody"]
     finally:
         maker.close()
 

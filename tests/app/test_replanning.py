@@ -90,7 +90,7 @@ def test_what_comes_too_late_says_so(console: ConsoleService) -> None:
     job.register().commit(0, 3, 1).die("W0_1")
     job.resume(2)
     console.plans.replanning.start(job.job_id, "cp-sat", 300.0, "ada")
-    with console_refuses("no_choice"):
+    with console_refuses("planning"):
         console.plans.replanning.start(job.job_id, "cp-sat", 300.0, "eve")
 
     def has_a_plan() -> bool:
@@ -164,7 +164,7 @@ def test_requests_that_make_no_sense_are_refused(console: ConsoleService) -> Non
     answer = client.post(path, json={"solver": "oracle"})
     assert answer.status_code == 422 and answer.json()["detail"].startswith("solver: got 'oracle'")
     assert client.post(path, json={"seconds": 0}).status_code == 422
-    assert client.post(f"{path}/stop").json()["code"] == "no_choice"
+    assert client.post(f"{path}/stop").json()["code"] == "not_planning"
     assert client.post("/api/v1/jobs/none/replan", json={}).status_code == 404
     console.operators.freeze(job.job_id, True, "eve")
     answer = client.post(path, json={})

@@ -6,6 +6,8 @@ import hashlib
 import json
 import struct
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,7 @@ from openrecycle.planner.plans.packed import (
 )
 from openrecycle.planner.plans.plan import Plan, PlanError
 from openrecycle.planner.solvers.portfolio import best_solution, make_plan, plan_of
+from tests.conftest import refuses
 from tests.golden import golden
 
 LARGE = Job.uniform(8, 8, 16, durations={"F": 40, "I": 41.5, "W": 39, "O": 3, "transfer": 0.5}, time_unit="ms")
@@ -117,6 +120,38 @@ def test_pipelines_are_renamed_alike_in_what_was_made_and_in_what_was_read() -> 
     assert renamed.fingerprint == expected.fingerprint
     assert renamed == expected
     assert made.renamed(range(8)) is made
+
+
+def strange(change: Callable[[Any], object]) -> Plan:
+    """A plan that can be read, and that the checker refuses."""
+    document = json.loads(checked(make_plan(problem(), solver="list", look_ahead=False)).to_json())
+    change(document)
+    plan = Plan.from_document(document)
+    assert check(plan)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "value"),
+    [
+        (lambda plan: plan["workers"]["W0_0"][0].update(pipeline=8), "workers.pipeline", 8),
+        (lambda plan: plan["workers"]["W0_0"][0].update(pipeline=-1), "workers.pipeline", -1),
+        (lambda plan: plan["workers"].update(W9_0=plan["workers"].pop("W0_0")), "workers", "W9_0"),
+        (lambda plan: plan["workers"].update(W0_8=plan["workers"].pop("W0_0")), "workers", "W0_8"),
+        (lambda plan: plan["metrics"]["peak_activations"].update(W9_0=3), "metrics.peak_activations", "W9_0"),
+    ],
+)
+def test_a_plan_beyond_its_grid_is_not_renamed(change: Callable[[Any], object], field: str, value: object) -> None:
+    mirrored = range(8)[::-1]
+    with refuses(field, value):
+        strange(change).renamed(mirrored)
+    with refuses(field, value):
+        strange(change).renamed(range(8), [mirrored] * 8)
+
+
+def test_a_plan_that_holds_activations_beyond_its_grid_is_not_packed() -> None:
+    with refuses("metrics.peak_activations", "W0_9"):
+        pack(strange(lambda plan: plan["metrics"]["peak_activations"].update(W0_9=3)))
 
 
 def test_a_catalog_renames_the_pipelines_of_large_plans() -> None:
