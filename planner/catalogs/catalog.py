@@ -132,7 +132,10 @@ class Catalog:
         names = inverse(wanted)
         renamed = plan.renamed([names[place] for place in places])
         if renamed is not plan:
-            self._renamed[failed] = plan, renamed
+            if before is not None:
+                self._renamed.pop(failed, None)
+            # Another thread may have renamed it meanwhile, and packed it: then there is one for both.
+            renamed = self._renamed.setdefault(failed, (plan, renamed))[1]
             for other in list(self._renamed)[: -max(1, KEPT_OPS // max(1, plan.op_count))]:
                 self._renamed.pop(other, None)
         return renamed

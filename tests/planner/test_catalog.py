@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain, combinations
 
 import pytest
@@ -12,6 +13,7 @@ from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import canonical_pattern, parse_workers
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plans.packed import CatalogQuestion, plan_name, schedule_from_text, to_text
+from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
@@ -54,6 +56,21 @@ def test_a_renamed_plan_keeps_its_numbers_and_gets_its_own_fingerprint(full: Cat
     assert one is not None and other is not None
     assert one.metrics.period == other.metrics.period
     assert one.fingerprint != other.fingerprint
+
+
+def test_what_two_threads_rename_at_once_is_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the packed form that one of them has made ready is lost."""
+    catalog, failed = empty(), [Worker(2, 1)]
+    catalog.add(make_plan(catalog.problem([Worker(0, 1)]), solver="list", look_ahead=False))
+    rename, others = Plan.renamed, list[Plan | None]()
+
+    def while_another_does(plan: Plan, names: Sequence[int]) -> Plan:
+        monkeypatch.setattr(Plan, "renamed", rename)
+        others.append(catalog.find(failed))
+        return plan.renamed(names)
+
+    monkeypatch.setattr(Plan, "renamed", while_another_does)
+    assert catalog.find(failed) is others[0] is not None
 
 
 def test_plans_that_are_made_ready_are_found_renamed_and_packed() -> None:
