@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from openrecycle.agent.config.devices import seed_for
+from openrecycle.agent.config.settings import spelled
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.data import reseed
 from openrecycle.agent.models.layers import (
@@ -53,6 +54,7 @@ from openrecycle.agent.models.layers import (
     first_names,
     kind_of,
     nothing,
+    owner_names,
     state_names,
     tied_of,
     without_memory,
@@ -549,6 +551,13 @@ def parts_of_a_rank(
     dimensions or `parallelize` fully shards any layer. Also returns what the first rank holds: for each layer its
     parameters, by name, without memory. For this `parallelize` is called on modules without memory, in an imagined
     group. shape: of the mesh. Raises InputError for what can't be run."""
+    with spelled(owner_names(workload)):
+        return _parts_of_a_rank(workload, layers, shape, seed)
+
+
+def _parts_of_a_rank(
+    workload: Workload, layers: int, shape: Sequence[int], seed: int
+) -> tuple[bool, list[list[tuple[str, nn.Parameter]]]]:
     ways: dict[Way, int] = {}
     parts = []
     tied = tied_of(workload, layers)

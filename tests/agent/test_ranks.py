@@ -27,6 +27,7 @@ from openrecycle.agent.config.options import Faults, Optimization, Timeouts, Tra
 from openrecycle.agent.config.settings import OptionGroup
 from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.jobs.callables import CallableWorkload, Model
 from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.launcher import processes
 from openrecycle.agent.launcher.processes import (
@@ -39,17 +40,19 @@ from openrecycle.agent.launcher.processes import (
 )
 from openrecycle.agent.launcher.record import DivergedError, RunRecord
 from openrecycle.agent.messages.channel import FENCED, GAVE_UP, ORPHANED
+from openrecycle.agent.models.data import Data
 from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers.worker import MergedMessages
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
+from tests.agent import own_jobs
 from tests.agent.consoles import console, until
 from tests.agent.launches import Launched
 from tests.agent.local_jobs import TINY, LocalJob, uncut
 from tests.agent.runs import Run, forked
 from tests.agent.saved import checkpoint_bits
-from tests.conftest import at_length
+from tests.conftest import at_length, refuses
 from tests.golden import golden
 
 ITERATIONS = 6
@@ -262,6 +265,13 @@ def test_heads_that_ranks_can_not_share_are_refused() -> None:
     with pytest.raises(InputError) as refused:
         parts_of_a_rank(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 2, (3,), 0)
     assert refused.value.field == "parallelize"
+
+
+def test_a_function_that_can_not_split_is_named_as_it_was_given() -> None:
+    """Also by a launcher, which asks again."""
+    model = Model(layers=[nn.Linear(2, 2)], loss=max, parallelize=max)
+    with refuses("model.parallelize"):
+        parts_of_a_rank(CallableWorkload(model, Data(own_jobs.data), torch.optim.SGD, None, 0), 1, (2,), 0)
 
 
 class _Pruned(tensor_parallel.Gpt):
