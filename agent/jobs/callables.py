@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Union
@@ -23,10 +23,11 @@ from openrecycle.agent.models.data import (
     StreamBatches,
     cuts_from,
     first_length,
+    kind_name,
     own_numbers,
     read_cuts,
 )
-from openrecycle.agent.models.layers import StageIO, Tied, tensors_of
+from openrecycle.agent.models.layers import StageIO, TensorSpec, Tied, tensors_of
 from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Metric, first_readable, weight_of
 from openrecycle.agent.stages.optimizer import NamedParameters, make_optimizer
@@ -49,7 +50,7 @@ Parallelize = Callable[[nn.Module, Any], Any]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
     """What a job trains: a model cut into layers, and its loss.
 
@@ -85,19 +86,30 @@ class Model:
             raise InputError("model.layers", given, "layers, or stages that can't be cut")
         field, count = f"model.{self.kind}s", self.layer_count
         parts, shared = torch_pipelining.modules_of(self.parts, field)
-        if not isinstance(parts, Sequence) and not callable(parts):
-            raise InputError(field, type(parts).__name__, "a list of modules, or a function that builds them")
+        listed = isinstance(parts, Sequence) and not isinstance(parts, str | bytes)
+        if not listed and not callable(parts):
+            raise InputError(field, kind_name(parts), "a list of modules, or a function that builds them")
+        for number, part in enumerate(parts if listed else ()):
+            if not callable(part):
+                got = f"{kind_name(part)} of number {number}"
+                raise InputError(field, got, "modules, or functions that build them")
         if self.stages is not None and count is not None:
             raise InputError("model.layer_count", count, "nothing beside stages")
-        if self.layers is not None and isinstance(parts, Sequence):
-            if count not in (None, len(parts)):
-                raise InputError("model.layer_count", count, f"the number of layers given, {len(parts)}")
-            count = len(parts)
-        if self.layers is not None:
-            check_whole("model.layer_count", count, 1, "a whole number of layers, at least 1, that the function builds")
+        if self.layers is not None and not listed:
+            expected = "an int of at least 1, the number of layers that the function builds"
+            check_whole("model.layer_count", count, 1, expected)
+        elif self.layers is not None and count not in (None, len(parts)):
+            raise InputError("model.layer_count", count, f"the number of layers given, {len(parts)}")
         _check_loss(self.loss)
+        if not isinstance(self.tied, list | tuple) or not all(isinstance(group, list | tuple) for group in self.tied):
+            expected = 'groups of LAYER.NAME, such as [["0.embedding.weight", "11.head.weight"]]'
+            raise InputError("model.tied", self.tied, expected)
+        if self.parallelize is not None and not callable(self.parallelize):
+            raise InputError("model.parallelize", self.parallelize, "a function of (layer, mesh)")
+        if self.stage_io is not None and not _are_specs(self.stage_io):
+            expected = "for each pair of neighbouring layers, or stages, a list of TensorSpecs"
+            raise InputError("model.stage_io", self.stage_io, expected)
         object.__setattr__(self, f"{self.kind}s", parts)
-        object.__setattr__(self, "layer_count", count)
         object.__setattr__(self, "tied", (*map(tuple, self.tied), *shared))
 
     @property
@@ -109,14 +121,24 @@ class Model:
         """The layers; or the stages, which can't be cut."""
         return self.stages if self.layers is None else self.layers
 
+    @property
+    def count(self) -> int | None:
+        """The number of layers; None where stages are given, of which a job has one each."""
+        return len(self.layers) if isinstance(self.layers, Sequence) else self.layer_count
+
     def check(self, stages: int) -> None:
         """Raises InputError unless a job of so many stages can train this model."""
-        if self.layers is not None:
-            expected = f"a whole number, at least one layer per stage: {stages}"
-            check_whole("model.layer_count", self.layer_count, stages, expected)
-        elif isinstance(self.stages, Sequence) and (given := len(self.stages)) != stages:
+        if (count := self.count) is not None and count < stages:
+            field = "model.layers" if isinstance(self.layers, Sequence) else "model.layer_count"
+            raise InputError(field, count, f"at least one layer per stage of the job, {stages} in all")
+        if isinstance(self.stages, Sequence) and (given := len(self.stages)) != stages:
             more = "; as layers=, a stage may hold several" if given > stages else ""
             raise InputError("model.stages", given, f"one per stage of the job, {stages} in all{more}")
+
+
+def _are_specs(given: Any) -> bool:
+    lists = isinstance(given, list | tuple) and all(isinstance(boundary, list | tuple) for boundary in given)
+    return lists and all(isinstance(spec, TensorSpec) for boundary in given for spec in boundary)
 
 
 def _check_loss(loss: Any) -> None:
@@ -262,7 +284,7 @@ class CallableWorkload:
         return self.model.kind
 
     def layer_count(self, stages: int) -> int:
-        return self.model.layer_count or stages
+        return self.model.count or stages
 
     def tied(self, layers: int) -> Tied:
         """Returns the parameters that are one in the given modules, and those that the user has named as tied."""
@@ -454,15 +476,15 @@ def _check_sendable(argument: str, value: Any) -> None:
 def _unsendable(value: Any) -> str | None:
     """Returns the name of the part that can't be pickled, where a value is made of several that the user gave."""
     parts: list[tuple[str, Any]] = []
-    if isinstance(value, DatasetBatches):
-        parts = [(_name(part), part) for part in (value.dataset, value.sampler, value.collate)]
+    if is_dataclass(value) and type(value).__module__.startswith("openrecycle."):  # made here, of what the user gave
+        parts = [(_name(part), part) for part in (getattr(value, own.name) for own in fields(value))]
     elif isinstance(value, (list, tuple)):
         parts = [(f"{_name(part)} of number {number}", part) for number, part in enumerate(value)]
     for name, part in parts:
         try:
             pickle.dumps(part)
         except Exception:
-            return name
+            return _unsendable(part) or name
     return None
 
 

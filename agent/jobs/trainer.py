@@ -70,11 +70,11 @@ from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.agent.models.data import (
     Data,
     DataFunction,
-    DatasetBatches,
     Evaluation,
     InOrder,
-    StreamBatches,
+    check_data_function,
     is_function,
+    kind_name,
     own_numbers,
 )
 from openrecycle.agent.models.workload import Workload, first_readable
@@ -200,7 +200,7 @@ class ResilientTrainer:
     ) -> None:
         if not isinstance(model, Model):
             expected = "openrecycle.Model(layers=..., loss=...); from_transformers takes a model of transformers"
-            raise InputError("model", type(model).__name__, expected)
+            raise InputError("model", kind_name(model), expected)
         data = Data.of(data)
         if not isinstance(job, Job):
             raise InputError("job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)")
@@ -222,7 +222,7 @@ class ResilientTrainer:
         given |= {"checkpoints": checkpoints, "faults": faults, "console": console}
         groups = {name: group for name, group in given.items() if group is not None}
         if evaluate is not None and not isinstance(evaluate, Evaluation):
-            raise InputError("evaluate", evaluate, "openrecycle.Evaluation(...)")
+            raise InputError("evaluate", kind_name(evaluate), "openrecycle.Evaluation(...)")
         if isinstance(callbacks, Callback) or not all(isinstance(callback, Callback) for callback in callbacks):
             raise InputError("callbacks", callbacks, "a list of objects of classes of openrecycle.Callback")
         every = 0 if evaluate is None else evaluate.every
@@ -232,7 +232,7 @@ class ResilientTrainer:
         if options.record is not None:
             check_writable(Path(options.record))
         cut = data.cut(job, seed)
-        workload = CallableWorkload(model, cut, optimizer, scheduler, seed, _evaluation(evaluate, data.batch_size, cut))
+        workload = CallableWorkload(model, cut, optimizer, scheduler, seed, _evaluation(evaluate, cut))
         self._pretrained: Pretrained | None = None
         self._written_folder = False
         check_sendable(workload)
@@ -248,7 +248,7 @@ class ResilientTrainer:
         self._launcher: Launcher | None = None
         self._stop_asked = False
         self._workload = SentWorkload.of(workload)
-        self._options, self._layers = options, model.layer_count
+        self._options, self._layers = options, model.count
         self._needed = check_workload(workload, options)
         (_warn if self._needed.warning else _say)(self._needed.text)
 
@@ -279,6 +279,8 @@ class ResilientTrainer:
         The loss is the model's own: the mean over all tokens of an iteration, as with transformers' Trainer. All other
         arguments are those of ResilientTrainer. `fit`'s result has `save_pretrained`. Raises InputError.
         """
+        if unknown := others.keys() - inspect.signature(cls).parameters.keys():
+            raise TypeError(f"from_transformers() got an unexpected keyword argument {min(unknown)!r}")
         if not isinstance(job, Job):
             raise InputError("job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)")
         from openrecycle.agent.models.hugging_face import pretrained_job
@@ -588,29 +590,23 @@ def _binds(signature: inspect.Signature, arguments: int) -> bool:
     return True
 
 
-def _evaluation(evaluate: Evaluation | None, batch_size: int | None, trained_on: Data) -> EvaluationBatches | None:
+def _evaluation(evaluate: Evaluation | None, trained_on: Data) -> EvaluationBatches | None:
     """Returns what the job is evaluated on. A data set is cut into micro-batches of the size that is trained on.
     trained_on: cut. Raises InputError."""
     if evaluate is None:
         return None
-    data, count, how = evaluate.data, evaluate.micro_batches, trained_on
+    data, count = evaluate.data, evaluate.micro_batches
+    batch_size, collate = trained_on.batch_size, trained_on.collate
     if isinstance(data, DataLoader):
-        own = Data(data).without_loader()
-        if batch_size not in (None, own.batch_size):
-            got = f"a DataLoader with batch_size {own.batch_size}"
-            raise InputError("evaluate.data", got, f"batch_size {batch_size}")
-        data, batch_size, how = own.samples, own.batch_size, replace(how, collate=own.collate)
+        own = evaluate.without_loader(batch_size)
+        data, batch_size, collate = own.samples, own.batch_size, own.collate
     if is_function(data):
         if count is None:
             raise InputError(
                 "evaluate.micro_batches", None, "how many micro-batches there are, where data is a function"
             )
-        return EvaluationBatches(data, count, evaluate.metrics, how)
-    batches = trained_on.samples
-    if batch_size is None and isinstance(batches, DatasetBatches):
-        batch_size = len(batches.sampler(0, 0, 0))
-    if batch_size is None and isinstance(batches, StreamBatches):
-        batch_size = batches.batch_size
+        check_data_function(data, "evaluate.data", ["number"])
+        return EvaluationBatches(data, count, evaluate.metrics, trained_on)
     if batch_size is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         expected = "a map-style data set, a DataLoader of one, or a function of the micro-batch's number"
         raise InputError("evaluate.data", type(data).__name__, expected)
@@ -618,7 +614,7 @@ def _evaluation(evaluate: Evaluation | None, batch_size: int | None, trained_on:
     if not whole:
         raise InputError("evaluate.data", len(data), f"at least one micro-batch of {batch_size} samples")
     taken = whole if count is None else min(count, whole)
-    return EvaluationBatches(InOrder(data, batch_size, how.collate), taken, evaluate.metrics, how)
+    return EvaluationBatches(InOrder(data, batch_size, collate), taken, evaluate.metrics, trained_on)
 
 
 def _check_script(workload: SentWorkload) -> None:

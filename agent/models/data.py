@@ -68,12 +68,31 @@ DataFunction = Callable[[int, int, int], Any]
 """A function of (iteration, pipeline, micro-batch) that returns (inputs, targets), or a dict (see Data)."""
 
 
+PLACE = ("iteration", "pipeline", "micro_batch")
+
+
 def is_function(samples: Any) -> bool:
     """Does this make whole micro-batches? A data set that can be called as well does not."""
     return callable(samples) and not hasattr(samples, "__getitem__")
 
 
-@dataclass(frozen=True)
+def kind_name(given: Any) -> str:
+    """What was given where something else belongs, in an error."""
+    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+
+
+def _check_samples(field: str, samples: Any) -> None:
+    """Raises InputError for what is neither a data set nor a function. field: as what it was given."""
+    data_set = hasattr(samples, "__getitem__") or hasattr(samples, "__iter__") or isinstance(samples, DataLoader)
+    if isinstance(samples, type | str | bytes) or not (data_set or callable(samples)):
+        raise InputError(field, kind_name(samples), "a data set, a DataLoader of one, or a function")
+
+
+def _are_names(given: Any) -> bool:
+    return isinstance(given, list | tuple) and all(isinstance(name, str) for name in given)
+
+
+@dataclass(frozen=True, eq=False)  # equal samples may be tensors, which have no one answer to ==
 class Data:
     """What a job trains on, and how it becomes micro-batches: pairs (inputs, targets), or dicts.
 
@@ -82,8 +101,8 @@ class Data:
     (torch's generator is seeded accordingly). The last two may also be given without Data(...) around them.
 
     Of a data set: batch_size: samples per micro-batch. shuffle: every epoch has another order. collate: a function that
-    makes a micro-batch of a list of samples. A DataLoader has these three itself. sampler: says which samples are in
-    which micro-batch, in place of the MicroBatchSampler.
+    makes a micro-batch of a list of samples. A DataLoader has these three itself. sampler: a function of (iteration,
+    pipeline, micro_batch) that returns the indices of the samples, in place of batch_size and shuffle.
 
     Where a micro-batch is a dict: targets: the name of the entry that the loss gets; or several names, and the loss
     gets a dict of them. All other tensors are the keyword arguments of layer 0. shared: names of those that every other
@@ -96,7 +115,7 @@ class Data:
     when it needs it.
     """
 
-    samples: Any
+    samples: Any = field(repr=False)  # they may be a long list
     _: KW_ONLY
     batch_size: int | None = None
     shuffle: bool = True
@@ -109,19 +128,46 @@ class Data:
 
     def __post_init__(self) -> None:
         """Raises InputError."""
-        check_whole("data.prefetch", self.prefetch, 0)
+        if isinstance(self.samples, DatasetBatches | StreamBatches):
+            return  # `cut` has made it of data that were checked
+        _check_samples("data", self.samples)
         function, loader = is_function(self.samples), isinstance(self.samples, DataLoader)
+        check_whole("data.prefetch", self.prefetch, 0)
+        if not isinstance(self.shuffle, bool):
+            raise InputError("data.shuffle", self.shuffle, "True or False")
+        for name, what in (
+            ("collate", "a function of a list of samples, which makes a micro-batch of them"),
+            ("sampler", "a function of (iteration, pipeline, micro_batch) that returns the indices of the samples"),
+            ("weight", "a function of targets to a number"),
+        ):
+            value = getattr(self, name)
+            if not callable(value) and (value is not None or name == "collate"):
+                raise InputError(f"data.{name}", value, what)
+        if not isinstance(self.targets, str) and not _are_names(self.targets):
+            raise InputError("data.targets", self.targets, "the name of an entry, or a list of names")
+        if not _are_names(self.shared):
+            raise InputError("data.shared", self.shared, 'a list of names, such as ["attention_mask"]')
+        if function or loader:
+            self._check_alone(function)
+        elif self.batch_size is not None or self.sampler is None:
+            check_whole("data.batch_size", self.batch_size, 1, "an int of at least 1, the samples in a micro-batch")
+
+    def _check_alone(self, function: bool) -> None:
+        """Raises InputError for what a function or a DataLoader would leave unused."""
         if function:
             check_data_function(self.samples)
-        if function or loader:
-            what = "a function, which makes whole micro-batches" if function else "a DataLoader, which has one"
-            collate = self.collate if loader and self.collate is not default_collate else None
-            given = {"batch_size": self.batch_size, "collate": collate, "sampler": self.sampler if function else None}
-            for name, value in given.items():
-                if value is not None:
-                    raise InputError(f"data.{name}", value, f"nothing where the samples are {what}")
-        elif self.batch_size is not None or self.sampler is None:
-            check_whole("data.batch_size", self.batch_size, 1, "a whole number, the samples in a micro-batch")
+        what = "a function, which makes whole micro-batches" if function else "a DataLoader, which has its own"
+        # Beside a function that pads by itself, a PadCollate says to which lengths.
+        pads = self.collate is default_collate or (function and hasattr(self.collate, "varies"))
+        given = {
+            "batch_size": self.batch_size,
+            "shuffle": None if self.shuffle else False,
+            "collate": None if pads else self.collate,
+            "sampler": self.sampler if function else None,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise InputError(f"data.{name}", value, f"nothing where the samples are {what}")
 
     @classmethod
     def of(cls, given: Any) -> Data:
@@ -132,27 +178,28 @@ class Data:
         if isinstance(given, DataLoader) or is_function(given):
             return cls(given)
         expected = "Data(samples, batch_size=...), a DataLoader, or a function of (iteration, pipeline, micro_batch)"
-        raise InputError("data", type(given).__name__, expected)
+        raise InputError("data", kind_name(given), expected)
 
-    def without_loader(self) -> Data:
+    def without_loader(self, field: str = "data") -> Data:
         """Returns the data set, samples per micro-batch, collation and shuffling that a DataLoader stands for; other
         data as they are. A loader's own iterator, which reads batch after batch, is not used: here any batch may be
-        needed at any time. Raises InputError."""
+        needed at any time. field: as what it was given. Raises InputError."""
         loader = self.samples
         if not isinstance(loader, DataLoader):
             return self
         sampler = loader.sampler
         if isinstance(loader.dataset, IterableDataset):
-            raise InputError("data", "a DataLoader of an iterable data set", "one of a map-style data set")
+            raise InputError(field, "a DataLoader of an iterable data set", "one of a map-style data set")
+        or_alone = f"; or its data set{', with Data(sampler=...)' if field == 'data' else ''}"
         if type(loader.batch_sampler) not in (BatchSampler, type(None)) or loader.batch_size is None:
-            expected = "one with a batch_size, and no batch sampler; or its data set, with Data(sampler=...)"
-            raise InputError("data", "a DataLoader with a batch sampler of its own, or none", expected)
+            expected = f"one with a batch_size, and no batch sampler{or_alone}"
+            raise InputError(field, "a DataLoader with a batch sampler of its own, or none", expected)
         shuffled = (
             isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(sampler)
         )
         if not shuffled and type(sampler) is not SequentialSampler:
-            expected = "one that shuffles, or does not; or its data set, with Data(sampler=...)"
-            raise InputError("data", f"a DataLoader with a {type(sampler).__name__}", expected)
+            expected = f"one that shuffles, or does not{or_alone}"
+            raise InputError(field, f"a DataLoader with a {type(sampler).__name__}", expected)
         say_workers_unused(loader)
         how: dict[str, Any] = {"batch_size": loader.batch_size, "collate": loader.collate_fn, "shuffle": shuffled}
         return replace(self, samples=loader.dataset, **how)
@@ -162,21 +209,34 @@ class Data:
         Raises InputError."""
         if is_function(self.samples):
             return self
-        made: dict[str, Any] = {"batch_size": None, "sampler": None}
         if (stream := stream_of(self, job, seed)) is not None:
             collate = self.samples.collate_fn if isinstance(self.samples, DataLoader) else self.collate
-            return replace(self, samples=stream, collate=collate, **made)
+            return replace(self, samples=stream, batch_size=stream.batch_size, collate=collate)
         data = self.without_loader()
-        samples, sampler = data.samples, data.sampler
-        if sampler is None:
+        samples, sampler, batch_size = data.samples, data.sampler, data.batch_size
+        if sampler is not None:
+            with own_numbers("first look", seed):
+                batch_size = self._sampled(sampler)
+        else:
             if not hasattr(samples, "__len__"):
                 raise InputError("data", type(samples).__name__, "a data set with a length, or a sampler beside it")
             if isinstance(samples, tuple) and all(isinstance(part, Tensor) for part in samples):
                 got = f"a tuple of {len(samples)} tensors"
                 raise InputError("data", got, "a data set of them: TensorDataset(*tensors)")
-            assert data.batch_size is not None
-            sampler = MicroBatchSampler(len(samples), data.batch_size, job, seed=seed, shuffle=data.shuffle)
-        return replace(data, samples=DatasetBatches(samples, sampler, data.collate), **made)
+            assert batch_size is not None
+            sampler = MicroBatchSampler(len(samples), batch_size, job, seed=seed, shuffle=data.shuffle)
+        return replace(data, samples=DatasetBatches(samples, sampler, data.collate), batch_size=batch_size)
+
+    def _sampled(self, sampler: Sampler) -> int:
+        """Returns how many samples a sampler puts into a micro-batch. Raises InputError."""
+        try:
+            count = len([int(index) for index in sampler(0, 0, 0)])
+        except Exception as error:
+            expected = "the indices of the samples in micro-batch 0 of pipeline 0 in iteration 0"
+            raise InputError("data.sampler", in_a_line(error)[:200], expected) from error
+        if self.batch_size not in (None, count):
+            raise InputError("data.batch_size", self.batch_size, f"nothing, or {count}, as the sampler has it")
+        return count
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Returns (inputs, targets) of a micro-batch, which is such a pair, or a dict. Raises InputError."""
@@ -383,7 +443,7 @@ class MicroBatchSampler:
         return epoch + 1 + more, (last + 1) * size
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
     """What a job is evaluated on while it trains. All workers run it, forward only, in evaluation mode and without
     gradients.
@@ -395,13 +455,14 @@ class Evaluation:
     micro-batch.
     """
 
-    data: Any
+    data: Any = field(repr=False)
     every: int = 100
     micro_batches: int | None = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raises InputError."""
+        _check_samples("evaluate.data", self.data)
         check_whole("evaluate.every", self.every, 1)
         if self.micro_batches is not None:
             check_whole("evaluate.micro_batches", self.micro_batches, 1)
@@ -409,6 +470,15 @@ class Evaluation:
             raise InputError("evaluate.metrics", self.metrics, "functions of (output, targets), by name")
         if taken := {"loss", "iteration"} & set(self.metrics):
             raise InputError("evaluate.metrics", sorted(taken), "other names; the loss is measured in any case")
+
+    def without_loader(self, batch_size: int | None) -> Data:
+        """Returns what `data`, a DataLoader, stands for. batch_size: the one that is trained on, if it is known. Raises
+        InputError."""
+        own = Data(self.data).without_loader("evaluate.data")
+        if batch_size not in (None, own.batch_size):
+            got = f"a DataLoader with batch_size {own.batch_size}"
+            raise InputError("evaluate.data", got, f"batch_size {batch_size}, as in training")
+        return own
 
 
 def reseed(seed: int, device: torch.device) -> None:
@@ -512,22 +582,21 @@ class DatasetBatches:
         return self.collate([_sample(self.dataset, i) for i in self.sampler(iteration, pipeline, micro_batch)])
 
 
-def check_data_function(data: Callable[..., Any]) -> None:
-    """Raises InputError if this is clearly no function of a micro-batch's place."""
+def check_data_function(data: Callable[..., Any], field: str = "data", place: Sequence[str] = PLACE) -> None:
+    """Raises InputError if this is clearly no function of a micro-batch's place. field: as what it was given."""
     made = data if inspect.isroutine(data) else type(data).__call__
     fits = not inspect.isgeneratorfunction(made)
     try:
-        inspect.signature(data).bind(0, 0, 0)
+        inspect.signature(data).bind(*place)
     except TypeError:
         fits = False
     except ValueError:  # a builtin has no signature
         pass
     if not fits:
-        expected = (
-            "a function of (iteration, pipeline, micro_batch) that returns a micro-batch; give what can only be read "
-            "in order as an IterableDataset"
-        )
-        raise InputError("data", getattr(data, "__name__", type(data).__name__), expected)
+        expected = f"a function of ({', '.join(place)}) that returns a micro-batch"
+        if place is PLACE:
+            expected += "; give what can only be read in order as an IterableDataset"
+        raise InputError(field, getattr(data, "__name__", type(data).__name__), expected)
 
 
 def first_length(inputs: Tensor | tuple[Tensor, ...] | list[Tensor]) -> int:

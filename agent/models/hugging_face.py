@@ -30,6 +30,7 @@ from openrecycle.agent.models import compat
 from openrecycle.agent.models.data import (
     Data,
     Evaluation,
+    check_data_function,
     is_function,
     own_numbers,
     pad_to,
@@ -368,6 +369,9 @@ def pretrained_job(
             )
             raise InputError("data", type(samples).__name__, expected)
 
+        if hasattr(samples, "__len__") and not len(samples):
+            raise InputError("data", "no samples", "at least those of one iteration")
+
     def first(tokens: TokenBatches) -> dict[str, Tensor]:
         if by_function:
             return first_readable(tokens.batch)
@@ -375,12 +379,13 @@ def pretrained_job(
 
     batch = first(tokens)
     if isinstance(evaluate, Evaluation) and isinstance(evaluate.data, DataLoader):
-        own = Data(evaluate.data).without_loader()
+        own = evaluate.without_loader(data.batch_size)
         if own.collate not in (data.collate, tokens.make, tokens.pads, default_collate):
             expected = "a DataLoader with the collator of the training data, or its data set alone"
             raise InputError("evaluate.data", "a DataLoader with another collator", expected)
         evaluate = replace(evaluate, data=own.samples)
-    elif isinstance(evaluate, Evaluation) and not hasattr(evaluate.data, "__getitem__"):
+    elif isinstance(evaluate, Evaluation) and is_function(evaluate.data):
+        check_data_function(evaluate.data, "evaluate.data", ["number"])
         evaluate = replace(evaluate, data=TokenBatches(evaluate.data, columns, several=False))
     source = replace(source, passed=tuple(name for name in PASSED if name in batch))
     whole = source.cut.model

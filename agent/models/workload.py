@@ -149,14 +149,18 @@ _NEEDED = ("inputs", "targets", "loss", "optimizer")
 
 def load_workload(path: str, options: dict[str, Any]) -> Workload:
     """Imports `package.module:factory` and calls it with `options`. Raises InputError when that fails, or when what it
-    returns is no workload."""
+    returns is no workload; and any that the user's file or function raises, which names an argument in it."""
     module_name, _, factory_name = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), factory_name)
+    except InputError:
+        raise
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError("--workload", path, f"module:factory that can be imported ({error})") from None
     try:
         workload: Workload = factory(**options)
+    except InputError:
+        raise
     except (TypeError, ValueError) as error:
         raise InputError("--workload-options", json.dumps(options), f"options that {path} accepts ({error})") from None
     if missing := [name for name in _NEEDED if not hasattr(workload, name)]:

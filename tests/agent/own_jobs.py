@@ -108,6 +108,10 @@ class Endless(IterableDataset[Tensor]):
         return iter(())
 
 
+def first_two(iteration: int, pipeline: int, micro_batch: int) -> list[int]:
+    return [0, 1]
+
+
 class Squares(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -143,3 +147,7 @@ def trainer(**changes: Any) -> ResilientTrainer:
 def workload() -> Any:
     """For the command line: data that are cut for JOB."""
     return trainer(data=Data(Squares(64), batch_size=4)).workload()
+
+
+def workload_without_a_batch_size() -> Any:
+    return trainer(data=Data(Squares(64))).workload()

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from openrecycle import Checkpoints, Data, Faults, Job, PadCollate, Planning, load_weights
+from openrecycle import Checkpoints, Data, Evaluation, Faults, Job, PadCollate, Planning, load_weights
 from openrecycle.agent.checkpoints import save_weights
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.jobs.trainer import ResilientTrainer
@@ -591,6 +592,10 @@ def _ids(value: Any) -> list[dict[str, Any]]:
         (llama, {"data": of_four(_ids(3))}, ["data: got 'input_ids [1]'"]),
         (gpt2, {"data": of_four([{"input_ids": [1], "token_type_ids": [0]}] * 64)}, ["(token_type_ids)"]),
         (llama, {"data": of_four(Words(samples=8))}, ["data: got 8"]),
+        (llama, {"data": of_four([])}, ["data: got 'no samples'"]),
+        (llama, {"evaluate": Evaluation(data=iter([]))}, ["evaluate.data: got 'list_iterator'"]),
+        (llama, {"evaluate": Evaluation(data=lambda: None, micro_batches=1)}, ["evaluate.data: got '<lambda>'"]),
+        (llama, {"evaluate": Evaluation(data=DataLoader(Words(), batch_size=3))}, ["evaluate.data: got", "3", "4"]),
     ],
 )
 def test_what_is_wrong_is_said_at_once_and_by_name(
@@ -600,6 +605,11 @@ def test_what_is_wrong_is_said_at_once_and_by_name(
         trainer(model(), **changes)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_an_unknown_argument_is_refused_before_the_model_is_read() -> None:
+    with pytest.raises(TypeError, match="'batch_size'"):
+        trainer("no/such/folder", batch_size=4)
 
 
 def test_a_sample_with_a_token_that_the_model_does_not_know_is_left_out_where_bad_ones_are() -> None:

@@ -14,11 +14,13 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from openrecycle import (
     Checkpoints,
@@ -31,9 +33,11 @@ from openrecycle import (
     Optimization,
     Planning,
     ProgressBar,
+    TensorSpec,
 )
 from openrecycle.agent.jobs.results import TrainingResult
 from openrecycle.agent.jobs.trainer import ResilientTrainer
+from openrecycle.agent.models.workload import load_workload
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
@@ -44,6 +48,9 @@ from tests.conftest import at_length, refuses
 from tests.golden import golden
 
 PACED = Planning(pace="F=1ms,I=1ms,W=1ms")
+SPEC = TensorSpec((4, own_jobs.WIDTH), "float32")
+LISTED = partial(Model, layers=[nn.Tanh(), nn.Tanh()], loss=functional.mse_loss)
+SQUARES = partial(Data, own_jobs.Squares(64), batch_size=4)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -61,6 +68,10 @@ class Local:
             return nn.Linear(1, 1)
 
         return build
+
+
+def evaluation_data(number: int) -> Any:
+    return own_jobs.data(0, 0, number)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +106,7 @@ class Local:
         ({"optimizer": pairs}, ["optimizer: got", "named_parameters"]),
         ({"stages": nn.Sequential(nn.Linear(6, 6), nn.Tanh())}, ["model.stages: got", "list(model)"]),
         (
-            {"evaluate": Evaluation(data=own_jobs.data, micro_batches=1, metrics={"x": lambda *_: 0})},
+            {"evaluate": Evaluation(data=evaluation_data, micro_batches=1, metrics={"x": lambda *_: 0})},
             ["evaluate.metrics: got"],
         ),
         ({"seed": -1}, ["seed: got -1"]),
@@ -137,6 +148,33 @@ def test_what_is_wrong_is_said_at_once_and_by_name(changes: dict[str, Any], word
         (partial(Data, streamed_jobs.shuffled(), batch_size=2), "data.batch_size", 2),
         (partial(Data, streamed_jobs.plain(), collate=list), "data.collate", list),
         (partial(own_jobs.ResilientTrainer, model=nn.Tanh(), data=None, optimizer=print, job=None), "model", "Tanh"),
+        (partial(own_jobs.ResilientTrainer, model=Model, data=None, optimizer=0, job=None), "model", "the class Model"),
+        (partial(LISTED, layers="gpt2"), "model.layers", "str"),
+        (partial(LISTED, layers=[nn.Tanh(), None]), "model.layers", "NoneType of number 1"),
+        (partial(LISTED, tied=None), "model.tied", None),
+        (partial(LISTED, tied="0.weight"), "model.tied", "0.weight"),
+        (partial(LISTED, tied=["0.weight"]), "model.tied", ["0.weight"]),
+        (partial(LISTED, parallelize=2), "model.parallelize", 2),
+        (partial(LISTED, stage_io=3), "model.stage_io", 3),
+        (partial(LISTED, stage_io=[SPEC]), "model.stage_io", [SPEC]),
+        (partial(Data, None), "data", "NoneType"),
+        (partial(Data, "train.txt", batch_size=1), "data", "str"),
+        (partial(Data, own_jobs.Squares, batch_size=1), "data", "the class Squares"),
+        (partial(Data.of, own_jobs.Squares), "data", "the class Squares"),
+        (partial(Data, Data(own_jobs.data)), "data", "Data"),
+        (partial(SQUARES, collate=None), "data.collate", None),
+        (partial(SQUARES, sampler=5), "data.sampler", 5),
+        (partial(SQUARES, weight="tokens"), "data.weight", "tokens"),
+        (partial(SQUARES, targets=None), "data.targets", None),
+        (partial(SQUARES, shared="mask"), "data.shared", "mask"),
+        (partial(SQUARES, shared=None), "data.shared", None),
+        (partial(SQUARES, shuffle="no"), "data.shuffle", "no"),
+        (partial(Data, streamed_jobs.plain(), shuffle=False), "data.shuffle", False),
+        (partial(Data, own_jobs.data, shuffle=False), "data.shuffle", False),
+        (partial(Data, own_jobs.data, collate=list), "data.collate", list),
+        (partial(Evaluation, data=None), "evaluate.data", "NoneType"),
+        (partial(Evaluation, data=own_jobs.Squares), "evaluate.data", "the class Squares"),
+        (partial(Evaluation, data=SQUARES()), "evaluate.data", "Data"),
     ],
 )
 def test_what_is_wrong_with_a_model_or_data_alone_is_said_before_they_are_used(
@@ -144,6 +182,52 @@ def test_what_is_wrong_with_a_model_or_data_alone_is_said_before_they_are_used(
 ) -> None:
     with refuses(field, value):
         make()
+
+
+def wrong_sampler(iteration: int, pipeline: int, micro_batch: int) -> list[int]:
+    raise ArithmeticError
+
+
+def batches_of(size: int, **options: Any) -> Evaluation:
+    return Evaluation(data=DataLoader(own_jobs.Squares(64), batch_size=size, **options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"layers": [nn.Linear(6, 6)], "stages": None}, "model.layers", 1),
+        ({"layers": own_jobs.build_stage, "layer_count": 1, "stages": None}, "model.layer_count", 1),
+        ({"data": SQUARES(sampler=lambda *_: [0, 1, 2, 3])}, "data.sampler", "<lambda>"),
+        ({"data": SQUARES(sampler=wrong_sampler)}, "data.sampler", "ArithmeticError: "),
+        ({"data": SQUARES(sampler=own_jobs.first_two)}, "data.batch_size", 4),
+        ({"data": SQUARES(), "evaluate": batches_of(8)}, "evaluate.data", ANY),
+        ({"data": DataLoader(own_jobs.Squares(64), batch_size=4), "evaluate": batches_of(8)}, "evaluate.data", ANY),
+        ({"evaluate": batches_of(4, sampler=SubsetRandomSampler(range(9)))}, "evaluate.data", ANY),
+        ({"evaluate": batches_of(4, collate_fn=lambda samples: samples)}, "evaluate.data", "<lambda>"),
+        ({"evaluate": Evaluation(data=own_jobs.data, micro_batches=1)}, "evaluate.data", "data"),
+    ],
+)
+def test_what_is_wrong_between_parts_is_said_by_the_name_that_was_written(
+    changes: dict[str, Any], field: str, value: Any
+) -> None:
+    with refuses(field, value):
+        own_jobs.trainer(**changes)
+
+
+def test_the_command_line_names_an_argument_in_the_users_file() -> None:
+    with refuses("data.batch_size", None):
+        load_workload("tests.agent.own_jobs:workload_without_a_batch_size", {})
+
+
+def test_models_and_data_are_compared_by_identity_and_changed_by_replace() -> None:
+    """Their samples may be tensors, for which == has no one answer, and their layers lists, which have no hash."""
+    ones = [Data(torch.ones(8, 2), batch_size=2), LISTED(), Evaluation(data=torch.ones(2, 2))]
+    others = [Data(torch.ones(8, 2), batch_size=2), LISTED(), Evaluation(data=torch.ones(2, 2))]
+    assert len({*ones, *others}) == 6
+    assert all(one == one and one != other for one, other in zip(ones, others, strict=True))
+    assert replace(LISTED(), layers=[nn.Tanh()]).count == 1
+    assert replace(LISTED(), layers=None, stages=[nn.Tanh()]).count is None
+    assert len(repr(Data([torch.ones(2)] * 9999, batch_size=2))) < 1000
 
 
 @pytest.mark.parametrize("capacity", ["80GiB", 80 << 30])

@@ -288,7 +288,7 @@ class Strange(streamed_jobs.Stateful):
         ({"data": Data(streamed_jobs.Plain(samples=1), batch_size=2)}, "data"),
         ({"data": Data(streamed_jobs.Stateful(skips=2), batch_size=2)}, "data"),
         ({"data": Data((n for n in range(9)), batch_size=2)}, "data"),
-        ({"evaluate": Evaluation(data=streamed_jobs.plain())}, "data"),
+        ({"evaluate": Evaluation(data=streamed_jobs.plain())}, "evaluate.data"),
         ({"evaluate": Evaluation(data=streamed_jobs.Plain())}, "evaluate.data"),
     ],
 )

@@ -195,7 +195,7 @@ def test_a_schedule_and_the_stage_of_a_pipe_are_refused() -> None:
 def test_a_pipe_with_another_number_of_stages_is_refused() -> None:
     with refuses("model.stages", 5):
         jobs.trainer(stages=jobs.pipe())
-    with refuses("model.layer_count", 2):
+    with refuses("model.layers", 2):
         jobs.trainer(layers=jobs.pipe("blocks.2"), job=Job.uniform(2, 3, 3))
 
 
